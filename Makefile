@@ -1,0 +1,41 @@
+# One verb each. `make demo` and `make test` set everything up on a fresh machine.
+#   TORCH="torch==2.15.0" make test    another torch than constraints-cpu.txt names
+#   PYTHON=python3.12 make test        another interpreter (3.11 or newer)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
+
+.PHONY: help setup demo test check golden clean
+.DEFAULT_GOAL := help
+
+help: ## list the verbs
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/'
+
+setup: $(STAMP) ## virtual environment with torch, meshplan and the tools
+
+$(STAMP): pyproject.toml constraints-cpu.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet $(if $(TORCH),'$(TORCH)',-c constraints-cpu.txt torch)
+	$(BIN)/python -m pip install --quiet --group test --group dev --editable .
+	touch $@
+
+demo: setup ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshplan
+	$(TORCHRUN) --standalone --nproc-per-node 40 examples/jagged_mesh.py
+
+test: setup ## all tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: setup ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+golden: setup ## write the golden file of the contract anew
+	$(BIN)/python tools/make_golden.py
+
+clean: ## remove what setup and the tools made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

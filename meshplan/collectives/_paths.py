@@ -1,0 +1,72 @@
+"""The ways to move the data of one all-reduce. Each takes a flat tensor and returns a flat tensor.
+
+``exchange`` and ``reference`` run the contract and give the same bits; ``native`` is the backend's
+own all-reduce. All sends are functional collectives, so that torch's tools see and count them and
+the last one may still be under way when a path returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.contract import reduce_leaves
+from meshplan.planner import Step
+
+__all__ = ["exchange", "native", "reference"]
+
+_ops = torch.ops._c10d_functional
+
+
+def exchange(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+    """All-to-all of slices, reduction of the own slice in contract order, all-gather.
+
+    The message is cut in as many equal slices as the group has ranks, the last ones padded. The
+    wire carries the tensor's own dtype: 2 (W - 1) / W of its bytes leave each rank.
+
+    Args:
+        flat: contiguous, 1 dim, at least one element.
+        step: an ``all_reduce`` with a contract.
+        group: ordered by mesh coordinate.
+
+    Returns:
+        [numel] in the dtype of ``flat``; not waited for.
+    """
+    ranks = group.size()
+    width = -(-flat.numel() // ranks)
+    padded = flat
+    if width * ranks != flat.numel():
+        padded = flat.new_zeros(width * ranks)
+        padded[: flat.numel()] = flat
+    split = [width] * ranks
+    received = _ops.wait_tensor(_ops.all_to_all_single(padded, split, split, group.group_name))
+    own = _reduce_rows(received.view(ranks, width), step)
+    gathered: Tensor = _ops.all_gather_into_tensor(own, ranks, group.group_name)
+    return gathered[: flat.numel()]
+
+
+def reference(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+    """All-gather of everything, reduction of everything on every rank: the plain definition.
+
+    (W - 1) times the tensor's bytes leave each rank, and W times its memory is needed.
+    """
+    ranks = group.size()
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
+    return _reduce_rows(gathered.view(ranks, flat.numel()), step)
+
+
+def native(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+    """The backend's own all-reduce, outside the contract. An average is a sum and a division."""
+    op = "sum" if step.op == "avg" else step.op
+    reduced: Tensor = _ops.all_reduce(flat, op, group.group_name)
+    if step.divisor is None:
+        return reduced
+    waited: Tensor = _ops.wait_tensor(reduced)
+    return waited / step.divisor
+
+
+def _reduce_rows(rows: Tensor, step: Step) -> Tensor:
+    assert step.op is not None
+    assert step.contract is not None
+    return reduce_leaves(rows.unbind(0), step.op, step.sizes, step.contract, divisor=step.divisor)

@@ -1,0 +1,105 @@
+"""Run one planned reduction on one tensor. Out of place; the only choice left is the path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.collectives import _paths
+from meshplan.collectives._provenance import Event, record
+from meshplan.contract import check_dtype
+from meshplan.errors import ContractTypeError, FallbackRefusedError
+from meshplan.planner import Step
+
+__all__ = ["run_all_reduce"]
+
+_PathFunction = Callable[[Tensor, Step, ProcessGroup], Tensor]
+
+_PATHS: dict[str, tuple[_PathFunction, tuple[str, ...]]] = {
+    "exchange": (_paths.exchange, ("all_to_all_single", "all_gather_into_tensor")),
+    "reference": (_paths.reference, ("all_gather_into_tensor",)),
+    "native": (_paths.native, ("all_reduce",)),
+}
+
+
+def run_all_reduce(
+    tensor: Tensor,
+    step: Step,
+    group: ProcessGroup,
+    *,
+    asked: str,
+    planned: str,
+    on: str,
+    strict: bool = False,
+) -> Tensor:
+    """Reduce ``tensor`` over ``group`` as ``step`` says; every rank gets the result.
+
+    Args:
+        tensor: this rank's summand, any shape and strides; left as it is. The dtypes of the
+            contract, and complex for sum and avg (real and imaginary parts are two elements).
+            Others run on the backend's own all-reduce, which the report shows as a fallback.
+        step: an ``all_reduce``.
+        group: its group ranks follow mesh coordinates.
+        asked, planned, on: for the report.
+        strict: refuse a fallback.
+
+    Returns:
+        A contiguous tensor of the same shape and dtype. Its last collective may be under way:
+        ``torch.ops._c10d_functional.wait_tensor`` waits for it.
+
+    Raises:
+        ContractTypeError: ``avg`` of integers.
+        FallbackRefusedError: ``strict``, and a dtype outside the contract.
+    """
+    assert step.op is not None
+    started = time.perf_counter()
+    path, why = step.path or "native", step.why
+    fallback = False
+    numbers = _as_reals(tensor, step)
+    if step.op == "avg" or step.contract is not None:
+        try:
+            check_dtype(step.op, numbers.dtype)
+        except ContractTypeError as error:
+            if step.op == "avg" and not tensor.dtype.is_floating_point:
+                raise
+            path, why, fallback = "native", str(error), step.contract is not None
+            if fallback and strict:
+                raise FallbackRefusedError(
+                    f"{asked}: {tensor.dtype} would run on the backend's own {step.op}, in its own "
+                    "order; convert the tensor, or install with strict=False"
+                ) from error
+    function, sends = _PATHS[path]
+    flat = numbers.contiguous().view(-1)
+    if step.norm is not None:
+        flat = flat**step.norm
+    if flat.numel() == 0:
+        result, sends = flat.clone(), ()
+    else:
+        result = function(flat, step, group)
+    if step.norm is not None:
+        result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
+    result = result.view(numbers.shape)
+    if tensor.is_complex() and not numbers.is_complex():
+        result = torch.view_as_complex(result)
+    event = Event(
+        asked=asked,
+        planned=planned,
+        ran=path,
+        sends=sends,
+        group=on,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        why=why,
+        fallback=fallback,
+    )
+    record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
+    return result
+
+
+def _as_reals(tensor: Tensor, step: Step) -> Tensor:
+    if tensor.is_complex() and step.op in ("sum", "avg") and step.norm is None:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()

@@ -1,0 +1,13 @@
+"""The plugin: one attribute of torch replaced, one ``Partial`` that carries a plan."""
+
+from __future__ import annotations
+
+from meshplan.dtensor._config import Config as Config
+from meshplan.dtensor._install import current_config as current_config
+from meshplan.dtensor._install import install as install
+from meshplan.dtensor._install import installed as installed
+from meshplan.dtensor._install import uninstall as uninstall
+from meshplan.dtensor._prepare import prepare as prepare
+from meshplan.dtensor._prepare import shutdown as shutdown
+
+__all__ = ["Config", "current_config", "install", "installed", "prepare", "shutdown", "uninstall"]

@@ -1,0 +1,111 @@
+"""Let torch merge consecutive collectives over a user's flattened mesh only where that is right.
+
+Torch merges a run of equal steps as soon as a flattened mesh of the right layout exists. Two of
+these merges corrupt data without a word: an all-gather whose nested chunks are not the chunks of
+the flat dimension, and an all-gather or reduce-scatter over ranks that do not ascend with the mesh
+coordinate, since torch sorts the ranks of the flattened group. A third one is wrong for placements
+with arithmetic of their own: a norm is taken for a plain sum. Runs that are safe go to torch's own
+function; the others stay as they are, one collective an axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from meshplan.layout import Layout
+
+__all__ = ["chunk_sizes", "merge_safely", "nested_chunk_sizes"]
+
+# torch's _TransformInfo; private, hence not named here.
+TransformInfo = Any
+Merge = Callable[[list[TransformInfo]], list[TransformInfo]]
+
+_MERGEABLE = ("all_gather", "all_reduce", "reduce_scatter")
+
+
+def merge_safely(
+    infos: Sequence[TransformInfo], layout: Layout, rank: int, merge: Merge, flattened: bool
+) -> tuple[list[TransformInfo], list[str]]:
+    """Hand each run that torch would merge to ``merge``, unless the merge would be wrong.
+
+    Args:
+        infos: torch's steps, in order.
+        layout: of the mesh.
+        rank: this process's global rank.
+        merge: torch's own optimisation of a list of steps.
+        flattened: whether the user has flattened any part of the mesh; without that torch merges
+            nothing, and there is nothing to keep apart.
+
+    Returns:
+        The steps, and for each run that was kept apart the reason.
+    """
+    result: list[TransformInfo] = []
+    reasons: list[str] = []
+    for run in _runs(infos):
+        reason = _objection(run, layout, rank) if flattened and len(run) > 1 else None
+        if reason is None:
+            result.extend(merge(run) if len(run) > 1 else run)
+        else:
+            result.extend(run)
+            reasons.append(reason)
+    return result, reasons
+
+
+def _runs(infos: Sequence[TransformInfo]) -> list[list[TransformInfo]]:
+    runs: list[list[TransformInfo]] = []
+    for info in infos:
+        if runs and _alike(runs[-1][0], info):
+            runs[-1].append(info)
+        else:
+            runs.append([info])
+    return runs
+
+
+def _alike(first: TransformInfo, info: TransformInfo) -> bool:
+    kinds = first._comm_type_key(), info._comm_type_key()
+    if kinds[0] != kinds[1] or kinds[0] not in _MERGEABLE:
+        return False
+    (src, dst), (other_src, other_dst) = first.src_dst_placements, info.src_dst_placements
+    if type(src) is not type(other_src) or dst != other_dst:
+        return False
+    return bool(src == other_src) or _is_linear(src, other_src)
+
+
+def _is_linear(*placements: Placement) -> bool:
+    return all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in placements)
+
+
+def _objection(run: list[TransformInfo], layout: Layout, rank: int) -> str | None:
+    kind = run[0]._comm_type_key()
+    if kind == "all_reduce":
+        return None
+    axes = tuple(sorted(info.mesh_dim for info in run))
+    ranks = layout.group_of(rank, axes) or ()
+    names = ", ".join(layout.axes[i] for i in axes)
+    if list(ranks) != sorted(ranks):
+        return f"{kind} over ({names}) is not merged: the ranks do not ascend with the coordinate"
+    if kind == "all_gather":
+        dim = run[0].src_dst_placements[0].dim
+        size = max(info.logical_shape[dim] for info in run)
+        sizes = [layout.sizes[i] for i in axes]
+        if nested_chunk_sizes(size, sizes) != chunk_sizes(size, len(ranks)):
+            return f"{kind} over ({names}) is not merged: {size} does not split evenly on dim {dim}"
+    return None
+
+
+def chunk_sizes(size: int, chunks: int) -> list[int]:
+    """Lengths of the ``chunks`` parts of a dim of ``size`` that ``torch.chunk`` would make, with
+    the empty parts at the end that DTensor adds."""
+    width = -(-size // chunks)
+    return [max(0, min(width, size - i * width)) for i in range(chunks)]
+
+
+def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:
+    """As ``chunk_sizes``, where the dim is cut once per axis, outermost first."""
+    lengths = [size]
+    for axis in axes:
+        lengths = [part for length in lengths for part in chunk_sizes(length, axis)]
+    return lengths

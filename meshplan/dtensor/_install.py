@@ -1,0 +1,165 @@
+"""Put meshplan into DTensor and take it out again, exactly.
+
+One attribute of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
+``_optimize_transform_infos`` up as a module global on every redistribution.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.placement_types import Placement
+
+from meshplan.contract import Contract
+from meshplan.dtensor._config import Config
+from meshplan.dtensor._seam import Optimize, planned_steps
+from meshplan.errors import InstallError, UnsupportedTorchError
+from meshplan.planner import ContractPath, Policy
+
+__all__ = ["current_config", "install", "installed", "uninstall"]
+
+TESTED_TORCH = ((2, 11), (2, 15))
+
+_ATTRIBUTE = "_optimize_transform_infos"
+_PARAMETERS = ("transform_infos", "device_mesh", "src_placements", "dst_placements")
+
+_lock = threading.RLock()
+_config: Config | None = None
+_original: Optimize | None = None
+
+
+def install(
+    *,
+    policy: Policy = "deterministic",
+    contract: Contract | None = None,
+    path: ContractPath = "exchange",
+    strict: bool = False,
+    timeout: float | None = None,
+    allow_untested_torch: bool = False,
+) -> None:
+    """Plan every redistribution of this process that starts from ``Partial``.
+
+    Needs no process group yet. Calling it again replaces the arguments. Every rank must give the
+    same ones; the first reduction over each group checks that.
+
+    Args:
+        policy: ``deterministic``: every such reduction runs under the contract, as one collective.
+            ``fast``: two or more ``P -> R`` axes become one all-reduce of the backend.
+        contract: ``Contract()`` if not given.
+        path: how contract reductions move their data, ``exchange`` or ``reference``; same bits.
+        strict: raise ``FallbackRefusedError`` rather than reduce outside the contract.
+        timeout: seconds to wait for the other members before the first reduction of a group; the
+            default group's own timeout if not given.
+        allow_untested_torch: go on with a torch version outside the tested range.
+
+    Raises:
+        PolicyError, ContractError: an argument that does not exist.
+        UnsupportedTorchError: an untested torch version, or one whose seam has moved.
+    """
+    global _config, _original
+    config = Config(
+        policy=policy,
+        contract=Contract() if contract is None else contract,
+        path=path,
+        strict=strict,
+        timeout=timeout,
+    )
+    _check_torch(torch.__version__, allow_untested_torch)
+    with _lock:
+        if _original is None:
+            current = getattr(_redistribute, _ATTRIBUTE, None)
+            _check_seam(current)
+            _original = current
+            setattr(_redistribute, _ATTRIBUTE, _planned_transform_infos)
+        _config = config
+
+
+def uninstall() -> None:
+    """Give torch its own function back, the very object. Nothing happens if not installed.
+
+    Groups stay until ``shutdown``.
+
+    Raises:
+        InstallError: somebody else has replaced the function after meshplan did.
+    """
+    global _config, _original
+    with _lock:
+        if _original is None:
+            return
+        if getattr(_redistribute, _ATTRIBUTE) is not _planned_transform_infos:
+            raise InstallError(
+                f"{_redistribute.__name__}.{_ATTRIBUTE} was replaced after meshplan.install by "
+                f"{getattr(_redistribute, _ATTRIBUTE)!r}; undo that first, then uninstall"
+            )
+        setattr(_redistribute, _ATTRIBUTE, _original)
+        _original = None
+        _config = None
+
+
+@contextmanager
+def installed(**arguments: Any) -> Iterator[None]:
+    """``install(**arguments)`` for a ``with`` block; then what was installed before it, if any.
+
+    For the whole process, not for one thread.
+    """
+    global _config
+    with _lock:
+        before = _config
+        install(**arguments)
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is None:
+                uninstall()
+            else:
+                _config = before
+
+
+def current_config() -> Config | None:
+    """What is installed, or ``None``."""
+    return _config
+
+
+def _planned_transform_infos(
+    transform_infos: list[Any],
+    device_mesh: DeviceMesh,
+    src_placements: tuple[Placement, ...],
+    dst_placements: tuple[Placement, ...],
+) -> list[Any]:
+    # Read together: another thread may uninstall between torch's look-up and this line.
+    with _lock:
+        config, original = _config, _original
+    if config is None or original is None:
+        function: Optimize = getattr(_redistribute, _ATTRIBUTE)
+        return function(transform_infos, device_mesh, src_placements, dst_placements)
+    return planned_steps(
+        config, original, transform_infos, device_mesh, src_placements, dst_placements
+    )
+
+
+def _check_torch(version: str, allow_untested: bool) -> None:
+    low, high = TESTED_TORCH
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not low <= found <= high and not allow_untested:
+        raise UnsupportedTorchError(
+            f"torch {version} is not tested with meshplan, which knows "
+            f"{low[0]}.{low[1]} to {high[0]}.{high[1]}; install one of these, or write "
+            "meshplan.install(allow_untested_torch=True) and compare replicas yourself"
+        )
+
+
+def _check_seam(function: Any) -> None:
+    found = tuple(inspect.signature(function).parameters) if callable(function) else ()
+    if found != _PARAMETERS:
+        raise UnsupportedTorchError(
+            f"{_redistribute.__name__}.{_ATTRIBUTE} takes {list(found)} in torch "
+            f"{torch.__version__}, meshplan needs {list(_PARAMETERS)}; use a tested torch version"
+        )

@@ -1,0 +1,62 @@
+"""Create groups before they are needed, and give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.dtensor._config import Config
+from meshplan.dtensor._install import current_config
+from meshplan.dtensor._seam import layout_of
+from meshplan.flatten import Group, registry
+
+__all__ = ["prepare", "shutdown"]
+
+
+def prepare(
+    mesh: DeviceMesh, *axes: Iterable[str | int], timeout: float | None = None
+) -> tuple[Group, ...]:
+    """Find or create the groups for reductions over ``mesh``, now rather than in the first step.
+
+    Every rank of the mesh calls it with the same arguments, after ``init_process_group``; ranks
+    outside the mesh may call it too and do nothing. Needed before a CUDA graph is captured.
+
+    Args:
+        mesh: a device mesh or sub-mesh.
+        *axes: each a set of axes, e.g. ``prepare(mesh, ("ddp", "fsdp"))``; if none is given, all
+            sets of axes (2 ** n - 1 for n axes larger than 1).
+        timeout: seconds to wait for the other members; as installed if not given.
+
+    Returns:
+        The groups of this rank, one per set.
+
+    Raises:
+        AxisNameError: an axis that the mesh does not have.
+        GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
+    """
+    config = current_config() or Config()
+    layout = layout_of(mesh)
+    wide = [i for i, size in enumerate(layout.sizes) if size > 1]
+    sets = [layout.axis_indices(names) for names in axes] or [
+        chosen for count in range(1, len(wide) + 1) for chosen in combinations(wide, count)
+    ]
+    if mesh.get_coordinate() is None:
+        return ()
+    wait = config.timeout if timeout is None else timeout
+    groups = []
+    for chosen in sets:
+        inner = tuple(i for i in chosen if layout.sizes[i] > 1)
+        if inner:
+            groups.append(registry().get(mesh, layout, inner, token=config.token, timeout=wait))
+    return tuple(groups)
+
+
+def shutdown() -> int:
+    """Destroy the groups that meshplan created, in name order; returns how many.
+
+    Every rank calls it, before ``destroy_process_group()``. What is installed stays installed;
+    the next reduction creates its group anew.
+    """
+    return registry().shutdown()

@@ -1,0 +1,135 @@
+"""Every error that meshplan raises, each with a stable code.
+
+A message says what is wrong, what was found, and what to write instead. The code in front of it
+never changes its meaning; the linter's rules share the numbering (1xx layout, 2xx topology input,
+3xx environment, 4xx plan, 5xx process groups, 6xx installation, 7xx execution).
+
+A child of ``ValueError`` or ``TypeError`` is a mistake in the call, and is raised before anything
+is sent. A child of ``RuntimeError`` is the state of the job or of the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "MeshplanError",
+    "LayoutError",
+    "AxisNameError",
+    "PlacementError",
+    "PolicyError",
+    "ContractError",
+    "ContractTypeError",
+    "ContractStateError",
+    "GroupError",
+    "GroupAgreementError",
+    "GroupCreationError",
+    "GroupStateError",
+    "InstallError",
+    "UnsupportedTorchError",
+    "FallbackRefusedError",
+]
+
+
+class MeshplanError(Exception):
+    """Base of all errors of meshplan. ``str(error)`` starts with the code."""
+
+    code: ClassVar[str] = "MP000"
+
+    def __str__(self) -> str:
+        return f"{self.code}: {super().__str__()}"
+
+
+class LayoutError(MeshplanError, ValueError):
+    """Axis sizes, names and ranks do not describe a mesh."""
+
+    code = "MP101"
+
+
+class AxisNameError(MeshplanError, ValueError):
+    """An axis was named that the mesh does not have."""
+
+    code = "MP102"
+
+
+class PlacementError(MeshplanError, ValueError):
+    """Placements that do not fit the mesh, or that cannot be reduced together."""
+
+    code = "MP401"
+
+
+class PolicyError(MeshplanError, ValueError):
+    """A policy, path or option that does not exist."""
+
+    code = "MP402"
+
+
+class ContractError(MeshplanError, ValueError):
+    """A contract, or leaves for it, that are not well formed."""
+
+    code = "MP411"
+
+
+class ContractTypeError(MeshplanError, TypeError):
+    """The contract does not define this operation on this dtype."""
+
+    code = "MP412"
+
+
+class ContractStateError(MeshplanError, RuntimeError):
+    """The process computes in a mode in which the contract's bits cannot be kept."""
+
+    code = "MP413"
+
+
+class GroupError(MeshplanError, RuntimeError):
+    """Base of the process-group errors."""
+
+    code = "MP500"
+
+
+class GroupAgreementError(GroupError):
+    """The members of a group did not agree to create it: ranks missing, or plans that differ.
+
+    Raised on every member that took part; nobody has created the group.
+    ``missing`` and ``differing`` hold global ranks.
+    """
+
+    code = "MP501"
+
+    def __init__(
+        self, message: str, *, missing: tuple[int, ...] = (), differing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.differing = differing
+
+
+class GroupCreationError(GroupError):
+    """All members agreed, but a group could not be created or warmed up on all of them."""
+
+    code = "MP502"
+
+
+class GroupStateError(GroupError):
+    """A group was asked for in a state in which none can be created."""
+
+    code = "MP503"
+
+
+class InstallError(MeshplanError, RuntimeError):
+    """The plugin cannot be put in place, or cannot be taken out exactly."""
+
+    code = "MP601"
+
+
+class UnsupportedTorchError(InstallError):
+    """This torch version has not been tested with the plugin."""
+
+    code = "MP602"
+
+
+class FallbackRefusedError(MeshplanError, RuntimeError):
+    """``strict=True`` and a reduction would have run outside the contract."""
+
+    code = "MP701"

@@ -1,0 +1,136 @@
+"""Unanimous decisions of a group's members, over the store, before any group exists.
+
+Creating a process group blocks until every member has come, and a member that does not come, or
+that comes for something else, hangs the others. So the members vote first. A vote is one key that
+is written once, atomically, with ``compare_set``: whoever is last to arrive writes "yes", whoever
+first runs out of time writes "no" and who was missing. All members read the same key, so either
+all go on or none does.
+
+A vote that said no stays in the store. The next try, and a later default group on the same store,
+walk past finished votes to the first open one, so no counter has to be kept in step by processes
+that may have failed differently.
+
+Each member does a handful of store operations; nobody reads all keys unless a vote fails.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch._C._distributed_c10d import Store
+
+__all__ = ["Verdict", "open_round", "vote"]
+
+_FIRST_POLL_SECONDS = 0.0005
+_LAST_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all members read.
+
+    Attributes:
+        missing: global ranks that had not arrived when the first member ran out of time.
+        tokens: the token of each global rank, where the tokens differ; else empty.
+        veto: global rank and reason of a member that refused; else ``None``.
+    """
+
+    missing: tuple[int, ...] = ()
+    tokens: dict[int, str] = field(default_factory=dict)
+    veto: tuple[int, str] | None = None
+
+    @property
+    def unanimous(self) -> bool:
+        """Whether all members arrived with the same token."""
+        return not (self.missing or self.tokens or self.veto)
+
+    def dumps(self) -> str:
+        return json.dumps(
+            {"missing": self.missing, "tokens": list(self.tokens.items()), "veto": self.veto}
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> Verdict:
+        found = json.loads(text)
+        return cls(
+            missing=tuple(found["missing"]),
+            tokens=dict(found["tokens"]),
+            veto=tuple(found["veto"]) if found["veto"] else None,
+        )
+
+
+def open_round(store: Store, name: str, rank: int) -> str:
+    """Enter the first vote on ``name`` that is still open; returns its key prefix.
+
+    ``rank`` is this process's global rank. The prefix ends in the number of the round.
+    """
+    mine = uuid.uuid4().hex
+    number = 0
+    while True:
+        prefix = f"meshplan/{name}/{number}"
+        # A verdict, or an arrival of this rank from before, both mean that the round is over.
+        if not store.check([f"{prefix}/verdict"]):
+            found: bytes = store.compare_set(f"{prefix}/entered/{rank}", "", mine)
+            if found == mine.encode():
+                return prefix
+        number += 1
+
+
+def vote(
+    store: Store,
+    prefix: str,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    token: str,
+    timeout: float,
+    veto: str | None = None,
+) -> Verdict:
+    """Arrive with ``token`` and return what all members decide, within ``timeout`` seconds.
+
+    Args:
+        store: the default group's store.
+        prefix: from ``open_round``, or a suffix of it for a second vote of the same members.
+        ranks: the members' global ranks, alike on all.
+        rank: this process's global rank.
+        token: must be the same on all members for a yes.
+        timeout: seconds to wait for the others, counted from this rank's arrival.
+        veto: a reason to refuse for everybody, at once.
+    """
+    deadline = time.monotonic() + timeout
+    store.set(f"{prefix}/token/{rank}", token)
+    if veto is not None:
+        return _decide(store, prefix, Verdict(veto=(rank, veto)))
+    # The token's own count goes first: who sees the total complete sees every token counted.
+    store.add(f"{prefix}/count/{token}", 1)
+    if store.add(f"{prefix}/total", 1) == len(ranks):
+        return _decide(store, prefix, _judge(store, prefix, ranks, token))
+    verdict = f"{prefix}/verdict"
+    pause = _FIRST_POLL_SECONDS
+    while not store.check([verdict]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return _decide(store, prefix, _judge(store, prefix, ranks, token))
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LAST_POLL_SECONDS)
+    return Verdict.loads(store.get(verdict).decode())
+
+
+def _judge(store: Store, prefix: str, ranks: Sequence[int], token: str) -> Verdict:
+    if store.add(f"{prefix}/count/{token}", 0) == len(ranks):
+        return Verdict()
+    missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
+    if missing:
+        return Verdict(missing=missing)
+    tokens = {r: store.get(f"{prefix}/token/{r}").decode() for r in ranks}
+    # All have arrived with one token, and the last of them has not written its verdict yet.
+    return Verdict() if len(set(tokens.values())) == 1 else Verdict(tokens=tokens)
+
+
+def _decide(store: Store, prefix: str, verdict: Verdict) -> Verdict:
+    decided: bytes = store.compare_set(f"{prefix}/verdict", "", verdict.dumps())
+    return Verdict.loads(decided.decode())

@@ -1,0 +1,128 @@
+"""Create one process group: members only, under a name that every member can compute.
+
+``DeviceMesh._flatten`` and ``new_group`` are collective over the whole world and advance counters
+in every process; where only some ranks come by, a later creation hangs. Here only the members take
+part, the name is a digest of what the group is, and no counter of torch is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["attempt_store", "create_members_only", "default_timeout", "group_name", "warm_up"]
+
+_BOUND_DEVICE_LOCK = threading.Lock()
+
+
+def group_name(ranks: Sequence[int], backend: str, device_type: str) -> str:
+    """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group.
+
+    The same on every member and in every run, so that compiled graphs, which hold group names,
+    are found again in a cache.
+    """
+    default = c10d._get_default_group()
+    identity = f"{list(ranks)} {backend} {device_type} {default.group_name} {default.size()}"
+    return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
+
+
+def default_timeout(device_type: str) -> float:
+    """Seconds that the default group allows its own collectives; torch's default if unknown."""
+    options = None
+    try:
+        backend = c10d._get_default_group()._get_backend(torch.device(device_type))
+        options = getattr(backend, "options", None)
+    except RuntimeError:
+        # A default group without a backend for this device, or one written in Python.
+        pass
+    timeout = getattr(options, "_timeout", None) or c10d.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+def create_members_only(
+    ranks: Sequence[int],
+    *,
+    name: str,
+    backend: str,
+    store: Store,
+    timeout: float,
+) -> ProcessGroup:
+    """Create the group of ``ranks`` in that order. Every member calls this; nobody else does.
+
+    Args:
+        ranks: global ranks; the position of a rank is its rank in the group.
+        name: from ``group_name``.
+        backend: as ``init_process_group`` takes it, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        store: not used by any other group of this name.
+        timeout: seconds, for the creation and for the group's collectives.
+
+    Raises:
+        RuntimeError, ValueError: from torch, if the backend cannot connect the members.
+    """
+    group_rank = list(ranks).index(dist.get_rank())
+    with _disable_current_modes(), _without_bound_device():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            group_rank,
+            list(ranks),
+            backend,
+            store,
+            group_name=c10d.GroupName(name),
+            timeout=timedelta(seconds=timeout),
+            group_desc="meshplan",
+        )
+        c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
+    """One tiny all-reduce, waited for: connections that are made lazily are made now.
+
+    Raises:
+        RuntimeError: it timed out, or the sum is not the number of members.
+    """
+    with _disable_current_modes():
+        device = torch.device(device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        ones = torch.ones(1, device=device)
+        work = dist.all_reduce(ones, group=group, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=timeout))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        if ones.item() != group.size():
+            raise RuntimeError(f"the sum of ones over {group.size()} members was {ones.item()}")
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    # With a bound device torch would split the default communicator, which is collective over
+    # the whole world: the ranks outside this group would have to take part.
+    with _BOUND_DEVICE_LOCK:
+        default = c10d._get_default_group()
+        bound = getattr(default, "bound_device_id", None)
+        if bound is None:
+            yield
+            return
+        default.bound_device_id = None
+        try:
+            yield
+        finally:
+            default.bound_device_id = bound
+
+
+def attempt_store(prefix: str) -> Store:
+    """A store for one creation. ``prefix`` names the vote that allowed it: addresses that an
+    earlier, failed creation left behind are never read."""
+    return PrefixStore(f"{prefix}/connect", c10d._get_default_store())

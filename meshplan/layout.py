@@ -1,0 +1,196 @@
+"""The logical mesh: axes, coordinates, groups in mesh-coordinate order, siblings.
+
+A ``Layout`` knows names, sizes and the global rank at each coordinate, and nothing of devices or
+process groups. All rank order is legal, e.g. ``[[0, 3], [2, 1]]``: a group lists its ranks by mesh
+coordinate, row-major, never by sorted rank. That order is what fixes the order of additions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshplan.errors import AxisNameError, LayoutError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Layout", "signature"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, sizes and ranks of a device mesh. Frozen, hashable, compared by value.
+
+    Attributes:
+        sizes: ranks along each axis, outermost first.
+        names: one name per axis, or ``None`` for a mesh without names.
+        ranks: global rank at each coordinate, row-major; a ``range`` where the ranks are
+            consecutive (so that a layout of a million ranks costs nothing), else a tuple.
+
+    Raises:
+        LayoutError: no axis, a size below 1, names that repeat or do not match the sizes, or
+            ranks that repeat, are negative, or do not fill the mesh.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] | None = None
+    ranks: range | tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sizes or any(size < 1 for size in self.sizes):
+            raise LayoutError(
+                f"a mesh needs axes of size 1 or more, found sizes {list(self.sizes)}; "
+                "write for example Layout.of(ddp=8, fsdp=5)"
+            )
+        if self.names is not None and (
+            len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names)
+        ):
+            raise LayoutError(
+                f"axis names must be unique and one for each of the {len(self.sizes)} axes, "
+                f"found {list(self.names)}; write one name per axis, or names=None"
+            )
+        object.__setattr__(self, "ranks", _normalised_ranks(self.ranks, math.prod(self.sizes)))
+
+    @classmethod
+    def of(cls, ranks: Iterable[int] | None = None, /, **axes: int) -> Layout:
+        """A layout from axis names and sizes, e.g. ``Layout.of(ddp=8, fsdp=5, tp=1)``.
+
+        ``ranks``: global ranks, row-major; 0..n-1 if not given.
+        """
+        return cls(
+            sizes=tuple(axes.values()),
+            names=tuple(axes),
+            ranks=() if ranks is None else tuple(ranks),
+        )
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> Layout:
+        """The layout of a torch ``DeviceMesh`` or sub-mesh, unnamed axes included."""
+        grid = mesh.mesh
+        return cls(
+            sizes=tuple(grid.shape),
+            names=mesh.mesh_dim_names,
+            ranks=tuple(grid.flatten().tolist()),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return len(self.ranks)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """A label per axis: its name, or ``axis0``, ``axis1``, ... on a mesh without names."""
+        return self.names or tuple(f"axis{i}" for i in range(len(self.sizes)))
+
+    @cached_property
+    def grid(self) -> torch.Tensor:
+        """Global ranks as an int64 CPU tensor of shape ``sizes``."""
+        return torch.tensor(self.ranks, dtype=torch.int64).reshape(self.sizes)
+
+    def axis_index(self, axis: str | int) -> int:
+        """The position of an axis that is given by label or by position.
+
+        Raises:
+            AxisNameError: the mesh has no such axis; the message lists those it has.
+        """
+        if isinstance(axis, int):
+            if not -len(self.sizes) <= axis < len(self.sizes):
+                raise AxisNameError(
+                    f"no axis {axis} in a mesh of {len(self.sizes)} axes; "
+                    f"write a position from 0 to {len(self.sizes) - 1}"
+                )
+            return axis % len(self.sizes)
+        if axis in self.axes:
+            return self.axes.index(axis)
+        near = difflib.get_close_matches(axis, self.axes, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise AxisNameError(f"no axis '{axis}' in the mesh, it has {', '.join(self.axes)}{hint}")
+
+    def axis_indices(self, axes: Iterable[str | int]) -> tuple[int, ...]:
+        """Positions of several axes, ascending, each once."""
+        return tuple(sorted({self.axis_index(axis) for axis in axes}))
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """The mesh coordinate of a global rank, or ``None`` if it is not in the mesh."""
+        try:
+            position = self.ranks.index(rank)
+        except ValueError:
+            return None
+        coordinate = []
+        for size in reversed(self.sizes):
+            position, index = divmod(position, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def siblings(self, axes: Iterable[str | int]) -> torch.Tensor:
+        """All groups of ``axes``: int64 CPU tensor [number of groups, ranks per group].
+
+        Rows are the groups by the coordinate of the other axes, row-major; the columns of a row
+        are its ranks by the coordinate of ``axes``, row-major.
+        """
+        inner = self.axis_indices(axes)
+        outer = tuple(i for i in range(len(self.sizes)) if i not in inner)
+        group_size = math.prod(self.sizes[i] for i in inner)
+        return self.grid.permute(*outer, *inner).reshape(-1, group_size)
+
+    def group_of(self, rank: int, axes: Iterable[str | int]) -> tuple[int, ...] | None:
+        """The ordered global ranks of ``rank``'s group over ``axes``; ``None`` if outside."""
+        coordinate = self.coordinate(rank)
+        if coordinate is None:
+            return None
+        inner = self.axis_indices(axes)
+        index = tuple(slice(None) if i in inner else c for i, c in enumerate(coordinate))
+        return tuple(self.grid[index].flatten().tolist())
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True))
+        first = self.ranks[0]
+        if self.ranks == range(self.world_size):
+            return f"({axes})"
+        if isinstance(self.ranks, range):
+            return f"({axes}; ranks {first}..{first + self.world_size - 1})"
+        shown = ", ".join(map(str, self.ranks[:8]))
+        more = ", ..." if self.world_size > 8 else ""
+        return f"({axes}; ranks {shown}{more})"
+
+
+def signature(group: Sequence[int], node_of_rank: Sequence[int]) -> tuple[int, ...]:
+    """How a group falls on nodes: its ranks per node, nodes in order of their first rank.
+
+    Args:
+        group: ordered global ranks.
+        node_of_rank: node of each global rank.
+    """
+    counts: dict[int, int] = {}
+    for rank in group:
+        node = node_of_rank[rank]
+        counts[node] = counts.get(node, 0) + 1
+    return tuple(counts.values())
+
+
+def _normalised_ranks(ranks: Sequence[int], count: int) -> range | tuple[int, ...]:
+    if len(ranks) == 0:
+        return range(count)
+    if isinstance(ranks, range) and ranks.step == 1 and ranks.start >= 0 and len(ranks) == count:
+        return ranks
+    found = torch.tensor(ranks, dtype=torch.int64)
+    ordered = found.sort().values
+    repeats = bool((ordered[1:] == ordered[:-1]).any())
+    if len(ranks) != count or repeats or int(ordered[0]) < 0:
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        raise LayoutError(
+            f"a mesh of {count} coordinates needs {count} different ranks from 0 up, "
+            f"found {len(ranks)}: {shown}; write the global rank at each coordinate, row-major"
+        )
+    first = int(found[0])
+    if torch.equal(found, torch.arange(first, first + count)):
+        return range(first, first + count)
+    return tuple(int(rank) for rank in ranks)

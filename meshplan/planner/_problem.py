@@ -1,0 +1,176 @@
+"""Parse: what a redistribution asks for, as a frozen and hashable value.
+
+Torch's placements are read here and nowhere further down; the planner works on ``Spec`` values,
+which hold no mesh, no mask buffer and no tensor alive when they sit in a cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshplan.contract import OPS, Contract
+from meshplan.errors import ContractTypeError, PlacementError, PolicyError
+from meshplan.layout import Layout
+
+__all__ = ["CONTRACT_PATHS", "POLICIES", "ContractPath", "Policy", "Problem", "Spec"]
+
+Policy = Literal["deterministic", "fast"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+ContractPath = Literal["exchange", "reference"]
+CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
+
+_TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The placement on one axis.
+
+    Attributes:
+        kind: ``partial`` only for torch's own ``Partial`` class; ``norm`` for the partial p-norm
+            that ``vector_norm`` leaves behind; ``opaque`` for other subclasses of ``Partial``,
+            whose arithmetic or side effects meshplan does not know; ``other`` for all the rest
+            (strided shards).
+        text: as torch prints it, e.g. ``P(sum)``, ``S(0)``, ``R``.
+        op: the reduction of a ``partial``.
+        dim: the tensor dim of a ``shard``.
+        norm: the p of a ``norm``.
+    """
+
+    kind: Literal["replicate", "shard", "partial", "norm", "opaque", "other"]
+    text: str
+    op: str | None = None
+    dim: int | None = None
+    norm: float | None = None
+
+    @classmethod
+    def of(cls, placement: Placement | str) -> Spec:
+        """From a torch placement, or from ``R``, ``S(0)``, ``P`` or ``P(avg)``.
+
+        Raises:
+            PlacementError: text of another form, or a reduction that does not exist.
+        """
+        if isinstance(placement, str):
+            return cls._of_text(placement)
+        text = str(placement)
+        if type(placement) is Partial:
+            return cls("partial", text, op=placement.reduce_op)
+        if isinstance(placement, Replicate):
+            return cls("replicate", text)
+        if type(placement) is Shard:
+            return cls("shard", text, dim=placement.dim)
+        if type(placement) is _NormPartial:
+            return cls("norm", text, norm=float(placement.norm_type))
+        return cls("opaque" if isinstance(placement, Partial) else "other", text)
+
+    @classmethod
+    def _of_text(cls, text: str) -> Spec:
+        match = _TEXT.fullmatch(text.strip())
+        letter, argument = match.group("letter", "argument") if match else ("", None)
+        if letter == "R" and argument is None:
+            return cls("replicate", "R")
+        if letter == "S" and argument is not None and argument.isdigit():
+            return cls("shard", text.strip(), dim=int(argument))
+        if letter == "P" and (argument or "sum") in OPS:
+            return cls("partial", f"P({argument or 'sum'})", op=argument or "sum")
+        raise PlacementError(
+            f"no placement {text!r}; write R, S(0), P or P(op) with op one of {', '.join(OPS)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One redistribution: from ``src`` to ``dst`` on ``layout``, under a policy and a contract.
+
+    Attributes:
+        layout: the mesh.
+        src, dst: one ``Spec`` per axis.
+        policy: ``deterministic`` (every reduction under the contract) or ``fast`` (several
+            all-reduces become one of the backend's own, whose order is the backend's).
+        contract: order, accumulator and rounding.
+        path: how contract reductions move their data; it cannot change a bit.
+        dtype: of the tensor, if known; ``None`` makes a plan that holds for every dtype.
+    """
+
+    layout: Layout
+    src: tuple[Spec, ...]
+    dst: tuple[Spec, ...]
+    policy: Policy = "deterministic"
+    contract: Contract = Contract()
+    path: ContractPath = "exchange"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy, self.path)
+        axes = len(self.layout.sizes)
+        if len(self.src) != axes or len(self.dst) != axes:
+            raise PlacementError(
+                f"a mesh of {axes} axes needs {axes} placements, found {len(self.src)} from and "
+                f"{len(self.dst)} to; write one placement per axis of {self.layout}"
+            )
+        ops = sorted({s.op for s in self.src if s.kind == "partial" and s.op is not None})
+        if len(ops) > 1 and not set(ops) <= {"sum", "avg"}:
+            raise PlacementError(
+                f"partial values of kinds {' and '.join(ops)} cannot be reduced together, the "
+                "result would depend on which comes first; redistribute one of them before"
+            )
+        if self.dtype is not None and not self.dtype.is_floating_point and "avg" in ops:
+            raise ContractTypeError(
+                f"P(avg) of {self.dtype} has no exact result; use P(sum) and divide, or convert "
+                "to a floating dtype first"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        src: Sequence[Placement | str],
+        dst: Sequence[Placement | str],
+        *,
+        policy: Policy = "deterministic",
+        contract: Contract | None = None,
+        path: ContractPath = "exchange",
+        dtype: torch.dtype | None = None,
+    ) -> Problem:
+        """From torch placements or their text.
+
+        Raises:
+            PlacementError: placements that do not fit the mesh, or that cannot be combined.
+            PolicyError: unknown policy or path.
+            ContractTypeError: ``avg`` of integers, where ``dtype`` is given.
+        """
+        return cls(
+            layout=layout,
+            src=tuple(Spec.of(p) for p in src),
+            dst=tuple(Spec.of(p) for p in dst),
+            policy=policy,
+            contract=contract or Contract(),
+            path=path,
+            dtype=dtype,
+        )
+
+    def __str__(self) -> str:
+        src = ", ".join(s.text for s in self.src)
+        dst = ", ".join(s.text for s in self.dst)
+        return f"({src}) -> ({dst}) on {self.layout}"
+
+
+def check_policy(policy: str, path: str) -> None:
+    """Refuse a policy or path that does not exist.
+
+    Raises:
+        PolicyError: names what exists.
+    """
+    for what, value, known in (
+        ("policy", policy, POLICIES),
+        ("contract path", path, CONTRACT_PATHS),
+    ):
+        if value not in known:
+            raise PolicyError(f"no {what} {value!r}; write {' or '.join(map(repr, known))}")

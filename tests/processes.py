@@ -1,0 +1,122 @@
+"""Run a function on several ranks, each a process of its own, over gloo. Every wait is bounded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def run_ranks(
+    function: Callable[[int], Any],
+    world_size: int,
+    *,
+    backend: str = "gloo",
+    timeout: float = 60.0,
+    collective_timeout: float = 30.0,
+    init: bool = True,
+) -> list[Any]:
+    """``[function(rank) for rank in range(world_size)]``, each call in its own process.
+
+    The default group is initialised before and destroyed after (unless ``init`` is false; the
+    environment then holds what ``init_method="env://"`` needs with a file store at
+    ``MESHPLAN_TEST_STORE``). A rank that raises, dies or does not finish within ``timeout``
+    seconds fails the call, with all tracebacks; no process is left behind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _FORK.Process(
+                target=_child,
+                args=(
+                    function,
+                    rank,
+                    world_size,
+                    backend if init else None,
+                    collective_timeout,
+                    store,
+                    pipes[rank][1],
+                ),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect(processes, [receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], receivers: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: list[Any] = [None] * len(processes)
+    failures: list[str] = []
+    for rank, receiver in enumerate(receivers):
+        try:
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} did not finish within {timeout:g} s")
+                continue
+            kind, value = receiver.recv()
+        except EOFError:
+            processes[rank].join(1)
+            failures.append(f"rank {rank} died with exit code {processes[rank].exitcode}")
+            continue
+        if kind == "raised":
+            failures.append(f"rank {rank} raised:\n{value}")
+        results[rank] = value
+    for rank, process in enumerate(processes):
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.exitcode != 0 and not failures:
+            failures.append(f"rank {rank} ended with exit code {process.exitcode}")
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def _child(
+    function: Callable[[int], Any],
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    collective_timeout: float,
+    store: str,
+    sender: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["MESHPLAN_TEST_STORE"] = store
+    try:
+        if backend is not None:
+            dist.init_process_group(
+                backend,
+                rank=rank,
+                world_size=world_size,
+                init_method=f"file://{store}",
+                timeout=timedelta(seconds=collective_timeout),
+            )
+        value = function(rank)
+        if backend is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        sender.send(("returned", value))
+    except BaseException:
+        sender.send(("raised", traceback.format_exc()))
+        sender.close()
+        os._exit(1)
+    sender.close()
+    os._exit(0)
