@@ -110,6 +110,9 @@ def _child(
                 init_method=f"file://{store}",
                 timeout=timedelta(seconds=collective_timeout),
             )
+            # gloo lets a rank go on before its peers have connected to it; were it to finish
+            # first, their connecting would fail.
+            dist.barrier()
         value = function(rank)
         if backend is not None and dist.is_initialized():
             dist.destroy_process_group()

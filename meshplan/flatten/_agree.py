@@ -8,7 +8,8 @@ all go on or none does.
 
 A vote that said no stays in the store. The next try, and a later default group on the same store,
 walk past finished votes to the first open one, so no counter has to be kept in step by processes
-that may have failed differently.
+that may have failed differently. A rank that comes after the others gave up waiting for it walks
+past that vote too, and meets their next try; a rank that comes after a refusal reads the refusal.
 
 Each member does a handful of store operations; nobody reads all keys unless a vote fails.
 """
@@ -63,21 +64,33 @@ class Verdict:
         )
 
 
-def open_round(store: Store, name: str, rank: int) -> str:
-    """Enter the first vote on ``name`` that is still open; returns its key prefix.
+def open_round(store: Store, name: str, rank: int) -> tuple[str, Verdict | None]:
+    """Enter the first vote on ``name`` that is this rank's to take part in.
 
-    ``rank`` is this process's global rank. The prefix ends in the number of the round.
+    Args:
+        store: the default group's store.
+        name: what the vote is about.
+        rank: this process's global rank.
+
+    Returns:
+        The key prefix of the vote, which ends in its number; and the verdict, if a member has
+        refused for everybody before this rank came, else ``None``.
     """
     mine = uuid.uuid4().hex
     number = 0
     while True:
         prefix = f"meshplan/{name}/{number}"
-        # A verdict, or an arrival of this rank from before, both mean that the round is over.
-        if not store.check([f"{prefix}/verdict"]):
-            found: bytes = store.compare_set(f"{prefix}/entered/{rank}", "", mine)
-            if found == mine.encode():
-                return prefix
         number += 1
+        verdict = None
+        if store.check([f"{prefix}/verdict"]):
+            verdict = Verdict.loads(store.get(f"{prefix}/verdict").decode())
+            if verdict.veto is None:
+                continue
+        # Written once: a vote in which this rank was before, even one that was never decided
+        # because a process died in the middle, is over for it.
+        found: bytes = store.compare_set(f"{prefix}/entered/{rank}", "", mine)
+        if found == mine.encode():
+            return prefix, verdict
 
 
 def vote(

@@ -156,8 +156,8 @@ class GroupRegistry:
             # One process plays one rank of a job that does not exist: there is nobody to ask.
             return found or _create(ranks, backend, device_type, "meshplan/fake")
         store = c10d._get_default_store()
-        prefix = open_round(store, group_name(ranks, backend, device_type), rank)
-        verdict = vote(
+        prefix, refused = open_round(store, group_name(ranks, backend, device_type), rank)
+        verdict = refused or vote(
             store,
             prefix,
             ranks=ranks,

@@ -1,0 +1,151 @@
+"""Votes over a store, with threads in place of ranks: every order of arrival, and those who never come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.flatten._agree import Verdict, open_round, vote
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def members(
+    store: dist.Store,
+    ranks: tuple[int, ...],
+    come: dict[int, float],
+    tokens: dict[int, str] | None = None,
+    vetoes: dict[int, str] | None = None,
+    timeout: float = 5.0,
+) -> dict[int, Verdict]:
+    """Ranks of ``come`` arrive after that many seconds; returns what each of them read."""
+
+    def member(rank: int) -> Verdict:
+        time.sleep(come[rank])
+        prefix, refused = open_round(store, "group", rank)
+        return refused or vote(
+            store,
+            prefix,
+            ranks=ranks,
+            rank=rank,
+            token=(tokens or {}).get(rank, "same"),
+            timeout=timeout,
+            veto=(vetoes or {}).get(rank),
+        )
+
+    with ThreadPoolExecutor(len(come)) as pool:
+        return dict(zip(come, pool.map(member, come), strict=True))
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+    if request.param == "hash":
+        return dist.HashStore()
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), -1)
+    return dist.TCPStore(
+        "127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False
+    )
+
+
+def test_all_come(store: dist.Store) -> None:
+    for _ in range(2):  # the second time on the same store walks past the first vote
+        found = members(store, (4, 2, 7), {4: 0.0, 2: 0.02, 7: 0.0})
+        assert all(v.unanimous for v in found.values())
+
+
+def test_a_missing_rank_is_named_to_all(store: dist.Store) -> None:
+    started = time.monotonic()
+    found = members(store, (0, 1, 2, 3), {0: 0.0, 1: 0.1, 3: 0.0}, timeout=0.4)
+    assert time.monotonic() - started < 5
+    assert {v.missing for v in found.values()} == {(2,)}
+
+
+def test_who_comes_too_late_does_not_join_a_vote_that_is_over(store: dist.Store) -> None:
+    first = members(store, (0, 1), {0: 0.0}, timeout=0.1)
+    assert first[0].missing == (1,)
+    # The late rank and the retry of the first one meet in the next round.
+    second = members(store, (0, 1), {1: 0.0, 0: 0.2}, timeout=5.0)
+    assert all(v.unanimous for v in second.values())
+
+
+def test_differing_tokens_are_named_without_waiting(store: dist.Store) -> None:
+    started = time.monotonic()
+    found = members(store, (0, 1, 2), {0: 0.0, 1: 0.0, 2: 0.05}, {1: "other"}, timeout=30.0)
+    assert time.monotonic() - started < 15
+    assert {tuple(v.tokens.items()) for v in found.values()} == {
+        ((0, "same"), (1, "other"), (2, "same"))
+    }
+
+
+def test_a_veto_is_read_by_all_without_waiting(store: dist.Store) -> None:
+    started = time.monotonic()
+    come = {0: 0.0, 1: 0.05, 2: 0.1}
+    found = members(store, (0, 1, 2, 3), come, vetoes={1: "full"}, timeout=30.0)
+    assert time.monotonic() - started < 15
+    assert {v.veto for v in found.values()} == {(1, "full")}
+    # A rank that comes later still reads it, once; then all are in the next round together.
+    assert members(store, (0, 1, 2, 3), {3: 0.0})[3].veto == (1, "full")
+    again = members(store, (0, 1, 2, 3), dict.fromkeys(range(4), 0.0))
+    assert all(v.unanimous for v in again.values())
+
+
+def test_a_vote_that_was_never_decided_is_passed_by() -> None:
+    """A process that died in the middle leaves its arrival behind on a store that lives on."""
+    store = dist.HashStore()
+    assert open_round(store, "group", 0) == ("meshplan/group/0", None)
+    assert open_round(store, "group", 0) == ("meshplan/group/1", None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    late=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    gone=st.sets(st.integers(0, 4), max_size=2),
+)
+def test_all_members_read_the_same(late: list[int], gone: set[int]) -> None:
+    ranks = (0, 1, 2, 3, 4)
+    come = {r: late[r] * 0.002 for r in ranks if r not in gone}
+    found = members(dist.HashStore(), ranks, come, timeout=0.15)
+    (verdict,) = {v.dumps() for v in found.values()}
+    if gone:
+        assert set(Verdict.loads(verdict).missing) == gone
+    else:
+        assert Verdict.loads(verdict).unanimous
+
+
+def test_a_timeout_beside_the_last_arrival_decides_once() -> None:
+    """Whichever of the two writes first, both read the same verdict."""
+    for delay in (0.048, 0.05, 0.052):
+        store = dist.HashStore()
+        barrier = threading.Barrier(2)
+        results: list[Verdict] = []
+
+        def member(
+            rank: int,
+            pause: float,
+            store: dist.Store = store,
+            barrier: threading.Barrier = barrier,
+            results: list[Verdict] = results,
+        ) -> None:
+            prefix, _ = open_round(store, "group", rank)
+            barrier.wait()
+            time.sleep(pause)
+            results.append(
+                vote(store, prefix, ranks=(0, 1), rank=rank, token="same", timeout=0.05)
+            )
+
+        threads = [threading.Thread(target=member, args=a) for a in ((0, 0.0), (1, delay))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(results) == 2
+        assert results[0] == results[1]

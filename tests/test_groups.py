@@ -1,0 +1,343 @@
+"""Process groups over real gloo processes: who is in, in which order, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshplan
+from meshplan.errors import GroupAgreementError, GroupStateError
+from meshplan.flatten import Group, GroupRegistry, registry
+from meshplan.flatten._create import group_name
+from meshplan.layout import Layout
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+TOKEN = "contract"
+
+
+def group(mesh: DeviceMesh, *axes: int, token: str = TOKEN, timeout: float = 20.0) -> Group:
+    return registry().get(mesh, Layout.from_mesh(mesh), axes, token=token, timeout=timeout)
+
+
+def total(found: Group) -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=found.pg)
+    return value.item()
+
+
+def world_group_works() -> bool:
+    everyone = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=20))
+    value = torch.ones(1)
+    dist.all_reduce(value, group=everyone)
+    return value.item() == dist.get_world_size()
+
+
+def error(function: object, *args: object, **options: object) -> str:
+    try:
+        function(*args, **options)  # type: ignore[operator]
+    except meshplan.MeshplanError as found:
+        return str(found)
+    return ""
+
+
+class TestMessages(TestCase):
+    def test_missing_differing_and_full(self) -> None:
+        def ranks(rank: int) -> tuple[str, str, str]:
+            mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("a",))
+            missing = "" if rank == 1 else error(group, mesh, 0, timeout=1.0)
+            dist.barrier()
+            token = "contract rank" if rank == 2 else "contract tree"
+            differing = error(group, mesh, 0, token=token)
+            full = error(
+                GroupRegistry(max_groups=0 if rank == 0 else 5).get,
+                mesh,
+                Layout.from_mesh(mesh),
+                (0,),
+                token=TOKEN,
+                timeout=20.0,
+            )
+            return missing, differing, full
+
+        found = run_ranks(ranks, 3)
+        assert found[0] == found[2]
+        assert found[1][1:] == found[0][1:]
+        missing, differing, full = found[0]
+        self.assertExpectedInline(
+            missing,
+            """MP501: rank 1 did not come within 1 s to the first reduction over ranks 2, 0, 1, so nobody started it; every rank of the group must run the same redistribution: look for a rank that died or took another branch""",
+        )
+        self.assertExpectedInline(
+            differing,
+            """MP501: rank 2 came to the first reduction over ranks 2, 0, 1 with 'contract rank, on a new group', the others with 'contract tree, on a new group', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
+        )
+        self.assertExpectedInline(
+            full,
+            """MP503: rank 0 cannot join the group of ranks 2, 0, 1: 0 groups exist and the limit is 0; call meshplan.shutdown() between phases that use different meshes""",
+        )
+
+    def test_no_default_group_and_outside(self) -> None:
+        def ranks(rank: int) -> tuple[str, str]:
+            mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",))
+            outside = error(group, mesh, 0) if rank == 2 else ""
+            dist.barrier()
+            dist.destroy_process_group()
+            return outside, error(registry().get, mesh, Layout.of(a=2), (0,), token=TOKEN)
+
+        found = run_ranks(ranks, 3)
+        self.assertExpectedInline(
+            found[2][0],
+            """MP503: rank 2 is not in the mesh (a=2); only its members can reduce over it""",
+        )
+        self.assertExpectedInline(
+            found[0][1],
+            """MP503: a reduction needs process groups and there is no default group; call torch.distributed.init_process_group first""",
+        )
+
+
+def test_reuses_what_exists() -> None:
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("a", "b", "c"))
+        origins = [group(mesh, 0, 1).origin, group(mesh, 0).origin, group(mesh, 1).origin]
+        # Ranks in another order than torch's groups have: neither default nor axis group serves.
+        shuffled = DeviceMesh("cpu", [[3, 1, 2], [5, 4, 0]], mesh_dim_names=("a", "b"))
+        origins += [group(shuffled, 0, 1).origin, group(shuffled, 1).origin]
+        cube = init_device_mesh("cpu", (3, 1, 2), mesh_dim_names=("x", "y", "z"))
+        part = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("p", "q"))
+        if rank < 4:
+            origins.append(group(part, 0, 1).origin)
+        cube["x", "z"]._flatten("xz")
+        origins.append(group(cube, 0, 2).origin)
+        # A group that another contract made is kept, not made again.
+        origins.append(group(shuffled, 0, 1, token="another").origin)
+        return origins
+
+    found = run_ranks(ranks, 6)
+    shared = ["default", "axis", "axis", "created", "created"]
+    assert found[0] == [*shared, "created", "default", "kept"]
+    assert found[5] == [*shared, "default", "kept"]
+
+
+def test_a_users_flattened_mesh_serves() -> None:
+    def ranks(rank: int) -> tuple[str, str]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = mesh["b", "c"]._flatten("bc")
+        found = group(mesh, 1, 2)
+        return found.origin, str(found.pg is flat.get_group())
+
+    assert run_ranks(ranks, 8) == [("flattened", "True")] * 8
+
+
+def test_group_ranks_follow_the_mesh_coordinate() -> None:
+    order = [[4, 0, 3], [2, 5, 1]]
+
+    def ranks(rank: int) -> tuple[list[int], int, list[float]]:
+        mesh = DeviceMesh("cpu", order)
+        found = group(mesh, 0, 1)
+        gathered = [torch.zeros(1) for _ in range(6)]
+        dist.all_gather(gathered, torch.tensor([float(rank)]), group=found.pg)
+        return (
+            dist.get_process_group_ranks(found.pg),
+            dist.get_group_rank(found.pg, rank),
+            [g.item() for g in gathered],
+        )
+
+    flat = [r for row in order for r in row]
+    for rank, (listed, position, gathered) in enumerate(run_ranks(ranks, 6)):
+        assert listed == flat
+        assert gathered == flat
+        assert flat[position] == rank
+
+
+def test_only_one_pipeline_stage_comes_by() -> None:
+    """The others never hear of the group, and every later creation of torch's still works."""
+
+    def ranks(rank: int) -> tuple[float, bool, bool]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "a", "b"))
+        stage = mesh.get_coordinate()[0]  # type: ignore[index]
+        value = 0.0
+        if stage == 0:
+            sub = mesh["a", "b"]
+            with meshplan.installed():
+                summand = torch.full((3,), float(rank))
+                d = DTensor.from_local(summand, sub, (Partial(), Partial()), run_check=False)
+                value = d.redistribute(sub, (Replicate(), Replicate())).to_local()[0].item()
+        world = world_group_works()
+        other = init_device_mesh("cpu", (4, 2), mesh_dim_names=("m", "n"))
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=other.get_group("m"))
+        return value, world, ones.item() == 4
+
+    found = run_ranks(ranks, 8)
+    assert found == [(6.0, True, True)] * 4 + [(0.0, True, True)] * 4
+
+
+def test_members_that_know_different_numbers_of_groups() -> None:
+    def ranks(rank: int) -> tuple[float, bool]:
+        mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
+        if rank in (0, 1):
+            dist.new_group([0, 1], use_local_synchronization=True)
+        return total(group(mesh, 0, 1)), True
+
+    assert run_ranks(ranks, 4) == [(4.0, True)] * 4
+
+
+def test_a_missing_rank_then_the_call_after_the_failure() -> None:
+    def ranks(rank: int) -> tuple[str, float, tuple[int, ...], float]:
+        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
+        started, name, missing = time.monotonic(), "", ()
+        if rank != 3:
+            try:
+                group(mesh, 0, 1, timeout=1.0)
+            except GroupAgreementError as found:
+                name, missing = type(found).__name__, found.missing
+        waited = time.monotonic() - started
+        dist.barrier()
+        return name, waited, missing, total(group(mesh, 0, 1))
+
+    found = run_ranks(ranks, 4)
+    for rank in (0, 1, 2):
+        name, waited, missing, sum_of_ones = found[rank]
+        assert (name, missing, sum_of_ones) == ("GroupAgreementError", (3,), 4.0)
+        assert waited < 15
+    assert found[3][3] == 4.0
+
+
+def test_a_rank_that_was_killed_is_named() -> None:
+    def ranks(rank: int) -> tuple[int, ...]:
+        mesh = DeviceMesh("cpu", [2, 1, 0])
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        try:
+            group(mesh, 0, timeout=2.0)
+        except GroupAgreementError as found:
+            # Nobody can leave the default group together any more.
+            dist.distributed_c10d._world.default_pg = None
+            return found.missing
+        return ()
+
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(ranks, 3, timeout=40)
+    # Only the killed rank failed: the survivors returned.
+    assert str(caught.value) == "rank 1 died with exit code -9"
+
+
+def test_groups_asked_for_in_different_order_end_in_an_error_not_a_hang() -> None:
+    def ranks(rank: int) -> list[str]:
+        one = DeviceMesh("cpu", [[1, 0], [3, 2]])
+        two = DeviceMesh("cpu", [[2, 0], [3, 1]])
+        order = (one, two) if rank < 2 else (two, one)
+        return [error(group, mesh, 0, 1, timeout=1.0)[:5] for mesh in order]
+
+    for messages in run_ranks(ranks, 4):
+        assert "MP501" in messages
+
+
+def test_shutdown_and_again() -> None:
+    def ranks(rank: int) -> tuple[int, int, int, float]:
+        mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
+        group(mesh, 0, 1)
+        group(mesh, 1)
+        before = len(registry())
+        destroyed = meshplan.shutdown()
+        after = len(registry())
+        assert world_group_works()
+        return before, destroyed, after, total(group(mesh, 0, 1))
+
+    # Over axis 1, ranks (2, 1) descend and need a group of their own; (0, 3) have the axis group.
+    assert [r[1] for r in run_ranks(ranks, 4)] == [1, 2, 2, 1]
+    assert {(r[0], r[2], r[3]) for r in run_ranks(ranks, 4)} == {(2, 0, 4.0)}
+
+
+def test_default_group_destroyed_and_made_again() -> None:
+    def ranks(rank: int) -> list[float]:
+        folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
+        meshplan.install()
+        sums = []
+        for round_number in range(3):
+            dist.init_process_group(
+                "gloo",
+                rank=rank,
+                world_size=4,
+                init_method=f"file://{folder}/round{round_number}",
+                timeout=timedelta(seconds=30),
+            )
+            assert len(registry()) == 0
+            # The same layout every time: a stale group would be found under the same key.
+            mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
+            d = DTensor.from_local(torch.ones(5), mesh, (Partial(), Partial()), run_check=False)
+            sums.append(d.full_tensor()[4].item())
+            if round_number == 1:
+                meshplan.shutdown()
+            dist.destroy_process_group()
+        return sums
+
+    assert run_ranks(ranks, 4, init=False) == [[4.0] * 3] * 4
+
+
+def test_prepare_makes_all_sets_and_later_calls_make_none() -> None:
+    def ranks(rank: int) -> tuple[list[tuple[int, ...]], int, int, list[str]]:
+        mesh = DeviceMesh("cpu", [[[0, 2]], [[1, 3]]], mesh_dim_names=("a", "one", "b"))
+        groups = meshplan.prepare(mesh)
+        count = len(registry())
+        with meshplan.installed(timeout=5.0):
+            d = DTensor.from_local(torch.ones(3), mesh, [Partial()] * 3, run_check=False)
+            d.full_tensor()
+        again = meshplan.prepare(mesh, ("b", "a"), ("b",))
+        assert again == (groups[2], groups[1])
+        return [g.ranks for g in groups], count, len(registry()), [g.origin for g in groups]
+
+    found = run_ranks(ranks, 4)
+    assert found[0] == ([(0, 1), (0, 2), (0, 2, 1, 3)], 3, 3, ["axis", "axis", "created"])
+    assert found[3][0] == [(2, 3), (1, 3), (0, 2, 1, 3)]
+
+
+def test_prepare_does_nothing_outside_the_mesh() -> None:
+    def ranks(rank: int) -> int:
+        mesh = DeviceMesh("cpu", [[2, 0]])
+        return len(meshplan.prepare(mesh))
+
+    assert run_ranks(ranks, 4) == [1, 0, 1, 0]
+
+
+def test_names_are_the_same_in_every_run() -> None:
+    def ranks(rank: int) -> str:
+        return group_name((3, 1, 0, 2), "gloo", "cpu")
+
+    (name,) = set(run_ranks(ranks, 2))
+    assert name == "meshplan:d2d5429b376a19d192b234dbe4be9166cd4e4345"
+
+
+def test_fake_backend_has_nobody_to_ask() -> None:
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [[0, 5, 1], [2, 3, 4]])
+        found = group(mesh, 0, 1)
+        assert found.origin == "created"
+        assert found.pg.size() == 6
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_registry_forgets_with_its_default_group() -> None:
+    own = GroupRegistry()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        own.get(mesh, Layout.from_mesh(mesh), (0,), token=TOKEN)
+        assert len(own) == 1
+    finally:
+        dist.destroy_process_group()
+    assert len(own) == 0
+    with pytest.raises(GroupStateError):
+        own.get(mesh, Layout.of(a=2), (0,), token=TOKEN)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Replicate,
+    Shard,
+    _MaskPartial,
+    _StridedShard,
+)
+
+from meshplan.contract import Contract
+from meshplan.errors import ContractTypeError, PlacementError, PolicyError
+from meshplan.layout import Layout
+from meshplan.planner import Plan, Problem, Spec, plan
+
+ISSUE = Layout.of(ddp=8, fsdp=5, tp=1)
+CUBE = Layout.of(a=2, b=3, c=2)
+
+
+def planned(layout: Layout, src: str, dst: str, **options: object) -> Plan:
+    return plan(Problem.of(layout, src.split(), dst.split(), **options))  # type: ignore[arg-type]
+
+
+class TestText(TestCase):
+    def test_issue_mesh(self) -> None:
+        self.assertExpectedInline(
+            str(planned(ISSUE, "P P R", "R R R")),
+            """all_reduce sum over (ddp, fsdp), groups of 40, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share""",
+        )
+
+    def test_one_axis(self) -> None:
+        self.assertExpectedInline(
+            str(planned(ISSUE, "P R R", "R R R")),
+            """all_reduce sum over (ddp), groups of 8, exchange, contract v1/tree/wide/once: one axis, in an order that all siblings share""",
+        )
+
+    def test_fast(self) -> None:
+        self.assertExpectedInline(
+            str(planned(ISSUE, "P P P", "R R R", policy="fast")),
+            """all_reduce sum over (ddp, fsdp), groups of 40, native, no contract: 2 axes in one reduction, in the backend's own order""",
+        )
+
+    def test_fast_leaves_one_axis(self) -> None:
+        self.assertExpectedInline(
+            str(planned(CUBE, "P R S(0)", "R R R", policy="fast")),
+            """\
+torch P(sum) -> R over (a): policy fast takes two or more axes of P -> R only
+torch S(0) -> R over (c): no reduction""",
+        )
+
+    def test_mixed(self) -> None:
+        self.assertExpectedInline(
+            str(planned(CUBE, "P(avg) S(1) P", "S(0) R R", contract=Contract(order="rank"))),
+            """\
+all_reduce avg/2 over (a, c), groups of 4, exchange, contract v1/rank/wide/once: 2 axes in one reduction, in an order that all siblings share
+slice R -> S(0) over (a), local: the finished value of the P(avg) is there
+torch S(1) -> R over (b): no reduction""",
+        )
+
+    def test_nothing(self) -> None:
+        self.assertExpectedInline(str(planned(CUBE, "R R R", "R R R")), """nothing to do""")
+        self.assertExpectedInline(
+            str(planned(ISSUE, "R R P", "R R R")),
+            """torch P(sum) -> R over (tp): an axis of size 1, nothing is sent""",
+        )
+
+    def test_problem(self) -> None:
+        unnamed = Layout(sizes=(2, 2), ranks=(0, 3, 2, 1))
+        self.assertExpectedInline(
+            str(Problem.of(unnamed, ["P", "P(sum)"], ["R", "S(0)"])),
+            """(P(sum), P(sum)) -> (R, S(0)) on (axis0=2, axis1=2; ranks 0, 3, 2, 1)""",
+        )
+
+    def test_json(self) -> None:
+        found = planned(Layout.of(a=2, b=2), "P P(avg)", "R R", dtype=torch.bfloat16)
+        self.assertExpectedInline(
+            found.dumps(),
+            """{"dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
+        )
+        assert json.loads(found.dumps()) == found.to_json()
+
+
+class TestErrors(TestCase):
+    def message(self, error: type[Exception], src: str, dst: str, **options: object) -> str:
+        with pytest.raises(error) as caught:
+            planned(CUBE, src, dst, **options)
+        return str(caught.value)
+
+    def test_placements(self) -> None:
+        self.assertExpectedInline(
+            self.message(PlacementError, "P P", "R R"),
+            """MP401: a mesh of 3 axes needs 3 placements, found 2 from and 2 to; write one placement per axis of (a=2, b=3, c=2)""",
+        )
+        self.assertExpectedInline(
+            self.message(PlacementError, "P(mean) R R", "R R R"),
+            """MP401: no placement 'P(mean)'; write R, S(0), P or P(op) with op one of sum, avg, max, min, product""",
+        )
+        self.assertExpectedInline(
+            self.message(PlacementError, "P(max) P R", "R R R"),
+            """MP401: partial values of kinds max and sum cannot be reduced together, the result would depend on which comes first; redistribute one of them before""",
+        )
+
+    def test_options(self) -> None:
+        self.assertExpectedInline(
+            self.message(PolicyError, "P P P", "R R R", policy="quick"),
+            """MP402: no policy 'quick'; write 'deterministic' or 'fast'""",
+        )
+        self.assertExpectedInline(
+            self.message(PolicyError, "P P P", "R R R", path="ring"),
+            """MP402: no contract path 'ring'; write 'exchange' or 'reference'""",
+        )
+        self.assertExpectedInline(
+            self.message(ContractTypeError, "P(avg) P P", "R R R", dtype=torch.int64),
+            """MP412: P(avg) of torch.int64 has no exact result; use P(sum) and divide, or convert to a floating dtype first""",
+        )
+
+
+def test_same_problem_same_object() -> None:
+    first = planned(ISSUE, "P P R", "R R R")
+    assert planned(Layout.of(ddp=8, fsdp=5, tp=1), "P(sum) P R", "R R R") is first
+    assert hash(first) == hash(planned(ISSUE, "P P R", "R R R"))
+    assert planned(ISSUE, "P P R", "R R R", contract=Contract(order="rank")) != first
+
+
+def test_torch_placements_are_read_by_exact_type() -> None:
+    assert Spec.of(Partial("avg")) == Spec.of("P(avg)")
+    assert Spec.of(Shard(2)) == Spec.of("S(2)")
+    assert Spec.of(Replicate()) == Spec.of("R")
+    assert (Spec.of(_NormPartial(2)).kind, Spec.of(_NormPartial(2)).norm) == ("norm", 2.0)
+    assert Spec.of(_MaskPartial("sum")).kind == "opaque"
+    assert Spec.of(_StridedShard(0, split_factor=2)).kind == "other"
+
+    class Mine(Partial):
+        pass
+
+    assert Spec.of(Mine("sum")).kind == "opaque"
+
+
+def test_norms_reduce_together_only_when_alike() -> None:
+    layout = Layout.of(a=2, b=3)
+    replicate = [Replicate(), Replicate()]
+
+    def reductions(*src: object) -> list[tuple[tuple[int, ...], float | None]]:
+        found = plan(Problem.of(layout, list(src), replicate))  # type: ignore[arg-type]
+        return [(step.axes, step.norm) for step in found.reductions]
+
+    assert reductions(_NormPartial(2), _NormPartial(2)) == [((0, 1), 2.0)]
+    assert reductions(_NormPartial(2), _NormPartial(3)) == []
+    assert reductions(_NormPartial(2), Partial()) == [((1,), None)]
+    assert reductions(_MaskPartial("sum"), Partial()) == [((1,), None)]
+    assert reductions(_MaskPartial("sum"), _MaskPartial("sum")) == []
+
+
+SPECS = st.sampled_from(["R", "S(0)", "S(1)", "P", "P(avg)"])
+TARGETS = st.sampled_from(["R", "S(0)", "S(1)"])
+
+
+@given(data=st.data())
+def test_all_partial_axes_are_one_reduction(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    layout = Layout(sizes=tuple(sizes))
+    src = [data.draw(SPECS) for _ in sizes]
+    dst = [data.draw(TARGETS) for _ in sizes]
+    found = plan(Problem.of(layout, src, dst))
+
+    wide = tuple(i for i, s in enumerate(src) if s.startswith("P") and sizes[i] > 1)
+    assert [step.axes for step in found.reductions] == ([wide] if wide else [])
+    for step in found.reductions:
+        averaged = math.prod(sizes[i] for i in wide if src[i] == "P(avg)")
+        assert (step.op, step.divisor) == (("avg", averaged) if averaged > 1 else ("sum", None))
+        assert step.contract == Contract()
+        assert step.group_size == math.prod(sizes[i] for i in wide)
+    sliced = [s.axes[0] for s in found.steps if s.kind == "slice"]
+    partial_to_shard = [i for i in range(len(sizes)) if src[i][0] == "P" and dst[i][0] == "S"]
+    assert sliced == (partial_to_shard if wide else [])
+    left = [s.axes[0] for s in found.steps if s.kind == "torch"]
+    changed = {i for i, (s, d) in enumerate(zip(src, dst, strict=True)) if s != d}
+    assert set(left) | set(sliced) | {i for i in changed if src[i][0] == "P"} == changed
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product"])
+def test_other_operations(op: str) -> None:
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(range(3), count):
+            src = [f"P({op})" if i in axes else "R" for i in range(3)]
+            (step,) = plan(Problem.of(CUBE, src, ["R"] * 3)).reductions
+            assert (step.op, step.divisor, step.axes) == (op, None, axes)
+
+
+def test_cache_is_bounded() -> None:
+    info = plan.cache_info()
+    assert info.maxsize is not None
+    assert info.maxsize <= 10_000
