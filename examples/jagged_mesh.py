@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +30,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.debug import CommDebugMode
 
 import meshplan
 from meshplan.layout import signature
@@ -93,15 +94,26 @@ def gradients(slice_index: int) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def count_calls(function: Callable[[], object]) -> dict[str, int]:
+    """Run ``function`` on all ranks; the collectives that it made, by name, as rank 0 saw them."""
+    if dist.get_rank() > 0:
+        function()
+        return {}
+    # Loaded on one rank only: it takes a second, and forty processes share a few cores.
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as calls:
+        function()
+    return {str(op).split(".")[-1]: n for op, n in calls.get_comm_counts().items()}
+
+
 def redistribute(
     grads: Sequence[Tensor], mesh: DeviceMesh, source: Placements
 ) -> tuple[list[Tensor], dict[str, int], float]:
     """Reduce every gradient; also what the backend ran for the first, and the seconds of all."""
     target = tuple(Replicate() for _ in source)
     dtensors = [DTensor.from_local(g, mesh, source, run_check=False) for g in grads]
-    with CommDebugMode() as calls:
-        dtensors[0].redistribute(mesh, target).to_local()
-    counts = {str(op).split(".")[-1]: n for op, n in calls.get_comm_counts().items()}
+    counts = count_calls(lambda: dtensors[0].redistribute(mesh, target).to_local())
     dist.barrier()
     started = time.perf_counter()
     results = [d.redistribute(mesh, target).to_local().clone() for d in dtensors]
@@ -228,6 +240,9 @@ def main() -> int:
     """Run under torchrun with as many processes as the mesh has ranks."""
     options = parse()
     torch.set_num_threads(1)
+    if int(os.environ.get("RANK", "0")) > 0:
+        # Torch warns of two all-reduces in a row on every rank; once is enough to read.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     nccl_model.register()
     nccl_model.configure(domain_size=options.domain)
     dist.init_process_group("nccl_model")

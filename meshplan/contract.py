@@ -22,6 +22,7 @@ coordinate of a group (row-major), are combined as follows (contract v1):
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,10 @@ _NAN_BITS = {
 }
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
+
+# From this many elements on, torch computes on several threads (at::internal::GRAIN_SIZE).
+_GRAIN = 32768
+_checked = threading.local()
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def reduce_leaves(
     Args:
         leaves: one tensor per coordinate, row-major over ``shape``; all of one shape, dtype and
             device, any strides. float32, float64, float16, bfloat16, int8 to int64 or uint8.
+            Not differentiated through.
         op: ``sum``, ``avg``, ``max``, ``min`` or ``product``.
         shape: sizes of the reduced axes, outermost first; their product is ``len(leaves)``.
         contract: order, accumulator and rounding.
@@ -137,12 +143,15 @@ def reduce_leaves(
         A new contiguous tensor of the leaves' shape and dtype.
 
     Raises:
-        ContractError: unknown ``op``, no leaves, or leaves that do not fill ``shape``.
+        ContractError: unknown ``op``, no leaves, leaves that do not fill ``shape``, or a divisor
+            without ``avg``.
         ContractTypeError: a dtype outside the contract, leaves that differ in shape, dtype or
             device, or ``avg`` of integers.
-        ContractStateError: this thread flushes subnormal numbers to zero.
+        ContractStateError: this thread, or one of torch's worker threads, flushes subnormal
+            numbers to zero.
     """
     _check_leaves(leaves, op, shape, divisor)
+    leaves = [leaf.detach().resolve_neg() for leaf in leaves]
     dtype = leaves[0].dtype
     check_dtype(op, dtype)
     if op in ("max", "min"):
@@ -170,14 +179,15 @@ def reduce_leaves(
 def _check_leaves(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
 ) -> None:
-    if not leaves or math.prod(shape) != len(leaves):
+    if not leaves or math.prod(shape) != len(leaves) or min(shape, default=1) < 1:
         raise ContractError(
             f"axes of sizes {list(shape)} need {math.prod(shape)} leaves, found {len(leaves)}; "
             "give one leaf per coordinate, row-major"
         )
-    if divisor is not None and (op != "avg" or divisor < 1):
+    if divisor is not None and (op != "avg" or not 1 <= divisor < 2**63):
         raise ContractError(
-            f"divisor={divisor} with op={op!r}; a divisor is a positive number and needs op='avg'"
+            f"divisor={divisor} with op={op!r}; a divisor is a whole number from 1 to 2**63 - 1 "
+            "and needs op='avg'"
         )
     first = leaves[0]
     for i, leaf in enumerate(leaves):
@@ -258,11 +268,28 @@ def _finished(result: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _refuse_flushed_subnormals(leaf: Tensor) -> None:
+    if leaf.device.type != "cpu" or not leaf.is_floating_point():
+        return
     # torch.set_flush_denormal changes this thread's floating-point mode, for Python's own
     # arithmetic as well; there is no way to ask torch for the mode.
-    flushed = _SMALLEST_SUBNORMAL * 1.0 == 0.0
-    if flushed and leaf.device.type == "cpu" and leaf.is_floating_point():
+    who = "this thread" if _SMALLEST_SUBNORMAL * 1.0 == 0.0 else ""
+    threads = torch.get_num_threads()
+    if not who and leaf.numel() >= _GRAIN and threads not in _seen_thread_counts():
+        # Worker threads keep the mode in which they were started, so one look is enough.
+        probe = torch.ones(threads * _GRAIN, dtype=torch.int32).view(torch.float32)
+        if bool(((probe * 1.0).view(torch.int32) == 0).any()):
+            who = "one of torch's worker threads"
+        else:
+            _seen_thread_counts().add(threads)
+    if who:
         raise ContractStateError(
-            "this thread flushes subnormal numbers to zero, the contract keeps them; "
-            "call torch.set_flush_denormal(False) on every rank"
+            f"{who} flushes subnormal numbers to zero, the contract keeps them; "
+            "call torch.set_flush_denormal(False) on every rank, before any computation"
         )
+
+
+def _seen_thread_counts() -> set[int]:
+    if not hasattr(_checked, "counts"):
+        _checked.counts = set()
+    counts: set[int] = _checked.counts
+    return counts

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "signature"]
 
+# "0 to n - 1, for whatever n the sizes give".
+_ALL = range(0)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -41,7 +44,7 @@ class Layout:
 
     sizes: tuple[int, ...]
     names: tuple[str, ...] | None = None
-    ranks: range | tuple[int, ...] = ()
+    ranks: range | tuple[int, ...] = _ALL
 
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 1 for size in self.sizes):
@@ -56,6 +59,8 @@ class Layout:
                 f"axis names must be unique and one for each of the {len(self.sizes)} axes, "
                 f"found {list(self.names)}; write one name per axis, or names=None"
             )
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        object.__setattr__(self, "names", None if self.names is None else tuple(self.names))
         object.__setattr__(self, "ranks", _normalised_ranks(self.ranks, math.prod(self.sizes)))
 
     @classmethod
@@ -67,7 +72,7 @@ class Layout:
         return cls(
             sizes=tuple(axes.values()),
             names=tuple(axes),
-            ranks=() if ranks is None else tuple(ranks),
+            ranks=_ALL if ranks is None else tuple(ranks),
         )
 
     @classmethod
@@ -93,7 +98,7 @@ class Layout:
     @cached_property
     def grid(self) -> torch.Tensor:
         """Global ranks as an int64 CPU tensor of shape ``sizes``."""
-        return torch.tensor(self.ranks, dtype=torch.int64).reshape(self.sizes)
+        return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.sizes)
 
     def axis_index(self, axis: str | int) -> int:
         """The position of an axis that is given by label or by position.
@@ -114,8 +119,10 @@ class Layout:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise AxisNameError(f"no axis '{axis}' in the mesh, it has {', '.join(self.axes)}{hint}")
 
-    def axis_indices(self, axes: Iterable[str | int]) -> tuple[int, ...]:
-        """Positions of several axes, ascending, each once."""
+    def axis_indices(self, axes: Iterable[str | int] | str | int) -> tuple[int, ...]:
+        """Positions of several axes (or of one), ascending, each once."""
+        if isinstance(axes, str | int):
+            axes = (axes,)
         return tuple(sorted({self.axis_index(axis) for axis in axes}))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
@@ -130,7 +137,7 @@ class Layout:
             coordinate.append(index)
         return tuple(reversed(coordinate))
 
-    def siblings(self, axes: Iterable[str | int]) -> torch.Tensor:
+    def siblings(self, axes: Iterable[str | int] | str | int) -> torch.Tensor:
         """All groups of ``axes``: int64 CPU tensor [number of groups, ranks per group].
 
         Rows are the groups by the coordinate of the other axes, row-major; the columns of a row
@@ -141,7 +148,7 @@ class Layout:
         group_size = math.prod(self.sizes[i] for i in inner)
         return self.grid.permute(*outer, *inner).reshape(-1, group_size)
 
-    def group_of(self, rank: int, axes: Iterable[str | int]) -> tuple[int, ...] | None:
+    def group_of(self, rank: int, axes: Iterable[str | int] | str | int) -> tuple[int, ...] | None:
         """The ordered global ranks of ``rank``'s group over ``axes``; ``None`` if outside."""
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -177,11 +184,11 @@ def signature(group: Sequence[int], node_of_rank: Sequence[int]) -> tuple[int, .
 
 
 def _normalised_ranks(ranks: Sequence[int], count: int) -> range | tuple[int, ...]:
-    if len(ranks) == 0:
+    if ranks is _ALL:
         return range(count)
     if isinstance(ranks, range) and ranks.step == 1 and ranks.start >= 0 and len(ranks) == count:
         return ranks
-    found = torch.tensor(ranks, dtype=torch.int64)
+    found = torch.tensor(ranks, dtype=torch.int64, device="cpu")
     ordered = found.sort().values
     repeats = bool((ordered[1:] == ordered[:-1]).any())
     if len(ranks) != count or repeats or int(ordered[0]) < 0:
@@ -191,6 +198,6 @@ def _normalised_ranks(ranks: Sequence[int], count: int) -> range | tuple[int, ..
             f"found {len(ranks)}: {shown}; write the global rank at each coordinate, row-major"
         )
     first = int(found[0])
-    if torch.equal(found, torch.arange(first, first + count)):
+    if torch.equal(found, torch.arange(first, first + count, device="cpu")):
         return range(first, first + count)
     return tuple(int(rank) for rank in ranks)

@@ -1,0 +1,270 @@
+"""In which order NCCL adds the contributions of a group: the rules, without NCCL.
+
+A *model*, for showing that two groups may disagree, never for certifying that they agree. It
+covers NCCL 2.30.7, one channel, the Simple protocol, hosts whose GPUs are joined by NVSwitch, and
+the Ring and Tree algorithms. NVLS, CollNet and PAT have no order here.
+
+A rank is always a *group rank* (0..n-1, ascending by group order). A group is given by
+``node_of_member``: for every group rank, any integer that names its NCCL node (a host or an MNNVL
+clique). IEEE addition commutes but does not associate, so an association tree is all that is
+needed to know the bits of a sum, apart from the payload of a NaN.
+
+Trees may be as deep as a group is long. Every function here is iterative; only Python's own
+``==``, ``hash`` and ``repr`` on nested tuples recurse, so compare with `same_bits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+from meshplan.errors import LayoutError
+
+__all__ = [
+    "Tree",
+    "btree_children",
+    "canonical",
+    "draw",
+    "fold",
+    "nodes_of_group",
+    "ring_chunks",
+    "ring_order",
+    "ring_tree",
+    "root_tree",
+    "same_bits",
+    "tree_tree",
+]
+
+Tree: TypeAlias = int | tuple["Tree", "Tree"]
+"""An association of additions: a leaf is a group rank, a pair is ``left + right``."""
+
+_T = TypeVar("_T")
+
+_RING_CHUNK_BYTES = 2 * 1024 * 1024
+_ALIGN_BYTES = 16
+
+
+def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks of every node: nodes by their first group rank, ranks in a node ascending.
+
+    Source: NCCL 2.30.7, src/init.cc (node numbering after the intra-node search).
+
+    Raises:
+        LayoutError: the group has no member.
+    """
+    if len(node_of_member) == 0:
+        raise LayoutError("node_of_member is empty; give one node number per group rank")
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of_member):
+        nodes.setdefault(node, []).append(rank)
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+def ring_order(node_of_member: Sequence[int]) -> tuple[int, ...]:
+    """Group ranks in ring order, starting at group rank 0.
+
+    On several nodes each node contributes its first rank and then the others descending; a single
+    node keeps the ascending order. Node rings are joined in node order.
+
+    Source: NCCL 2.30.7, src/graph/search.cc (order tried first on NVSwitch hosts) and
+    src/graph/rings.cc.
+    """
+    nodes = nodes_of_group(node_of_member)
+    if len(nodes) == 1:
+        return nodes[0]
+    return tuple(rank for ranks in nodes for rank in (ranks[0], *reversed(ranks[1:])))
+
+
+def ring_tree(ring: Sequence[int], chunk: int) -> Tree:
+    """Association of ring chunk ``chunk``: starts behind position ``chunk`` and ends at it.
+
+    Each rank adds its own value on the left of what arrives.
+
+    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing.
+
+    Raises:
+        LayoutError: ``chunk`` is not in ``0..len(ring)-1``, or the ring is empty.
+    """
+    size = len(ring)
+    if not 0 <= chunk < size:
+        raise LayoutError(
+            f"ring chunk {chunk} does not exist in a ring of {size} ranks; write 0..{size - 1}"
+        )
+    acc: Tree = ring[(chunk + 1) % size]
+    for hop in range(2, size + 1):
+        acc = (ring[(chunk + hop) % size], acc)
+    return acc
+
+
+def root_tree(ring: Sequence[int], rank: int) -> Tree:
+    """Association of a block that must end at group rank ``rank``.
+
+    Used by reduce-scatter for the block of ``rank`` and by reduce with root ``rank``; both go once
+    round the ring, from the successor of ``rank``.
+
+    Source: NCCL 2.30.7, src/device/reduce_scatter.h and src/device/reduce.h, runRing.
+
+    Raises:
+        LayoutError: ``rank`` is not on the ring.
+    """
+    if rank not in ring:
+        raise LayoutError(f"group rank {rank} is not on the ring {tuple(ring)}")
+    return ring_tree(ring, list(ring).index(rank))
+
+
+def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, int, int]]:
+    """Which ring chunk every element of an all-reduce message belongs to.
+
+    Args:
+        numel: elements in the message, 0 or more.
+        group_size: ranks in the group.
+        itemsize: bytes per element.
+
+    Returns:
+        ``(start, stop, chunk)`` half-open element ranges, ascending, that cover ``[0, numel)``.
+
+    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB
+    buffer of the Simple protocol.
+
+    Raises:
+        LayoutError: ``numel`` is negative, or another argument is not positive.
+    """
+    if numel < 0 or group_size <= 0 or itemsize <= 0:
+        raise LayoutError(
+            "ring_chunks wants numel >= 0, group_size >= 1 and itemsize >= 1; found "
+            f"numel={numel}, group_size={group_size}, itemsize={itemsize}"
+        )
+    width = max(_RING_CHUNK_BYTES // itemsize, 1)
+    align = max(_ALIGN_BYTES // itemsize, 1)
+    pieces: list[tuple[int, int, int]] = []
+    offset = 0
+    while offset < numel:
+        remaining = numel - offset
+        if remaining < width * group_size:
+            width = -(-remaining // (group_size * align)) * align
+        end = min(offset + width * group_size, numel)
+        for chunk, start in enumerate(range(offset, end, width)):
+            pieces.append((start, min(start + width, end), chunk))
+        offset = end
+    return pieces
+
+
+def btree_children(num_nodes: int, node: int) -> tuple[int | None, int | None]:
+    """Children ``(child0, child1)`` of ``node`` in the first of NCCL's two node trees.
+
+    The second tree only mirrors or shifts the first for the other half of the channels; with one
+    channel it is not used.
+
+    Source: NCCL 2.30.7, src/graph/trees.cc, ncclGetBtree.
+
+    Raises:
+        LayoutError: ``node`` is not in ``0..num_nodes-1``.
+    """
+    if not 0 <= node < num_nodes:
+        raise LayoutError(f"node {node} does not exist among {num_nodes} nodes")
+    if node == 0:
+        return None, 1 << ((num_nodes - 1).bit_length() - 1) if num_nodes > 1 else None
+    step = (node & -node) >> 1
+    if step == 0:
+        return None, None
+    child0 = node - step
+    while step and node + step >= num_nodes:
+        step >>= 1
+    return child0, node + step if step else None
+
+
+def tree_tree(node_of_member: Sequence[int]) -> Tree:
+    """Association of the Tree algorithm, the same for every element of the message.
+
+    Inside a node the ranks form a chain; nodes form the tree of `btree_children`. A rank computes
+    ``((own + down0) + down1) + down2``: first the chain, then child nodes. The first rank of a
+    node hears child 1, the second (the first if it is alone) hears child 0.
+
+    Source: NCCL 2.30.7, src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
+    """
+    nodes = nodes_of_group(node_of_member)
+    heads: list[Tree | None] = [None] * len(nodes)
+    parents_first = [0]
+    for node in parents_first:
+        children = btree_children(len(nodes), node)
+        parents_first.extend(child for child in children if child is not None)
+    for node in reversed(parents_first):
+        ranks = nodes[node]
+        child0, child1 = btree_children(len(nodes), node)
+        heard: list[list[Tree]] = [[] for _ in ranks]
+        for position, child in ((min(1, len(ranks) - 1), child0), (0, child1)):
+            head = None if child is None else heads[child]
+            if head is not None:
+                heard[position].append(head)
+        acc: Tree | None = None
+        for position in reversed(range(len(ranks))):
+            value: Tree = ranks[position] if acc is None else (ranks[position], acc)
+            for head in heard[position]:
+                value = (value, head)
+            acc = value
+        heads[node] = acc
+    root = heads[0]
+    assert root is not None
+    return root
+
+
+def fold(tree: Tree, leaf: Callable[[int], _T], join: Callable[[_T, _T], _T]) -> _T:
+    """Evaluate ``tree``: ``leaf`` on every rank, ``join(left, right)`` on every pair.
+
+    Children come before their pair, left before right. No recursion.
+    """
+    pending: list[Tree | None] = [tree]
+    values: list[_T] = []
+    while pending:
+        item = pending.pop()
+        if item is None:
+            right = values.pop()
+            values.append(join(values.pop(), right))
+        elif isinstance(item, int):
+            values.append(leaf(item))
+        else:
+            left_child, right_child = item
+            pending += [None, right_child, left_child]
+    return values[0]
+
+
+def draw(tree: Tree) -> str:
+    """The tree as text, e.g. ``(0+(1+2))``. Different trees have different texts."""
+    parts: list[str] = []
+    pending: list[Tree | str] = [tree]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, tuple):
+            pending += [")", item[1], "+", item[0], "("]
+        else:
+            parts.append(str(item))
+    return "".join(parts)
+
+
+def canonical(tree: Tree) -> Tree:
+    """The tree with the two children of every pair sorted by their smallest group rank.
+
+    Two trees over the same ranks have the same canonical form if and only if one becomes the other
+    by commuting additions, hence the same IEEE result for all finite data.
+
+    Raises:
+        LayoutError: a group rank occurs twice, so that "smallest rank" would not order children.
+    """
+    seen: set[int] = set()
+
+    def leaf(rank: int) -> tuple[int, Tree]:
+        if rank in seen:
+            raise LayoutError(f"group rank {rank} occurs twice in a tree; each rank adds once")
+        seen.add(rank)
+        return rank, rank
+
+    def join(left: tuple[int, Tree], right: tuple[int, Tree]) -> tuple[int, Tree]:
+        low, high = (left, right) if left[0] < right[0] else (right, left)
+        return low[0], (low[1], high[1])
+
+    return fold(tree, leaf, join)[1]
+
+
+def same_bits(first: Tree, second: Tree) -> bool:
+    """True if both trees give equal bits on all finite data: equal up to commuted additions."""
+    return draw(canonical(first)) == draw(canonical(second))

@@ -1,0 +1,32 @@
+"""Test tools, for users and for the project's own tests.
+
+* ``reference_reduce``, ``reference_reduce_tensors``: the contract by exact rational arithmetic.
+* ``order_sensitive``: inputs whose sums show the order of additions.
+* ``bits``, ``first_difference``, ``assert_bitwise_equal``: compare by bits on one rank.
+* ``replica_fingerprints``, ``assert_replicas_equal``: compare by bits between ranks.
+* ``nccl_model``: a process group that adds in the order NCCL would, on CPUs.
+"""
+
+from __future__ import annotations
+
+from meshplan.testing import _nccl_model as nccl_model
+from meshplan.testing._bitwise import assert_bitwise_equal as assert_bitwise_equal
+from meshplan.testing._bitwise import assert_replicas_equal as assert_replicas_equal
+from meshplan.testing._bitwise import bits as bits
+from meshplan.testing._bitwise import first_difference as first_difference
+from meshplan.testing._bitwise import replica_fingerprints as replica_fingerprints
+from meshplan.testing._inputs import order_sensitive as order_sensitive
+from meshplan.testing._reference import reference_reduce as reference_reduce
+from meshplan.testing._reference import reference_reduce_tensors as reference_reduce_tensors
+
+__all__ = [
+    "reference_reduce",
+    "reference_reduce_tensors",
+    "order_sensitive",
+    "bits",
+    "first_difference",
+    "assert_bitwise_equal",
+    "replica_fingerprints",
+    "assert_replicas_equal",
+    "nccl_model",
+]

@@ -1,0 +1,299 @@
+"""The contract a second time: exact rationals, rounded by hand, one element at a time.
+
+An oracle is worth something only if it can disagree. This one shares no arithmetic with
+``meshplan.contract`` and none with torch: a value is a ``fractions.Fraction`` with a sign, an
+operation is exact, and the rounding to nearest even into a binary format is written out here
+(IEEE 754-2019: clause 3.4 for the formats, 4.3.1 for the rounding, 6 for infinities, NaNs and the
+signs of zeros). The tree is built level by level and axis by axis, where ``meshplan.contract``
+splits from the top.
+
+It is slow, about 10 microseconds per addition: meant for up to some thousand elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshplan.contract import Contract, Op, check_dtype
+from meshplan.errors import ContractError, ContractTypeError
+
+__all__ = ["reference_reduce", "reference_reduce_tensors"]
+
+_T = TypeVar("_T")
+
+
+class _Format(NamedTuple):
+    """A binary interchange format; the last three are bit patterns."""
+
+    fraction_bits: int
+    least_exponent: int  # of the smallest normal number
+    sign_bit: int
+    infinity: int
+    quiet_nan: int
+
+    @classmethod
+    def of(cls, width: int, fraction_bits: int) -> _Format:
+        sign_bit = 1 << (width - 1)
+        infinity = sign_bit - (1 << fraction_bits)
+        least = 2 - (1 << (width - fraction_bits - 2))
+        return cls(fraction_bits, least, sign_bit, infinity, infinity | 1 << (fraction_bits - 1))
+
+
+class _Real(NamedTuple):
+    """An extended real with the sign kept apart, so that -0 and -inf exist."""
+
+    negative: bool
+    magnitude: Fraction = Fraction(0)
+    infinite: bool = False
+
+
+_FORMATS = {
+    torch.float16: _Format.of(16, 10),
+    torch.bfloat16: _Format.of(16, 7),
+    torch.float32: _Format.of(32, 23),
+    torch.float64: _Format.of(64, 52),
+}
+_SIGNED_OF_WIDTH = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+def reference_reduce(
+    leaves: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract,
+    *,
+    divisor: int | None = None,
+) -> list[int]:
+    """Combine raw bit patterns in contract order; returns the bit pattern of each element.
+
+    Args:
+        leaves: a list of unsigned bit patterns per coordinate, row-major; all of one length.
+        dtype: what the patterns mean: float16, bfloat16, float32, float64, int8 to int64, uint8.
+        op: ``sum``, ``avg``, ``max``, ``min`` or ``product``.
+        shape: sizes of the reduced axes, outermost first; their product is ``len(leaves)``.
+        contract: order, accumulator and rounding.
+        divisor: for ``avg`` only: divide by this instead of by ``len(leaves)``.
+
+    Raises:
+        ContractError: unknown ``op``, leaves that do not fill ``shape`` or differ in length, or a
+            divisor that is not positive or not for ``avg``.
+        ContractTypeError: a dtype outside the contract, or ``avg`` of integers.
+    """
+    _check(leaves, dtype, op, shape, divisor)
+    columns = zip(*leaves, strict=True)
+    if dtype not in _FORMATS:
+        return [_integer_column(column, dtype, op) for column in columns]
+    wire = _FORMATS[dtype]
+    if op in ("max", "min"):
+        return [_extremum_column(column, wire, op) for column in columns]
+    accumulator = _accumulator(dtype, contract)
+    operation = _product if op == "product" else _sum
+
+    def node(left: _Real | None, right: _Real | None) -> _Real | None:
+        value = _through(accumulator, operation(left, right))
+        return _through(wire, value) if contract.rounding == "node" else value
+
+    count = _through(accumulator, _Real(False, Fraction(divisor or len(leaves))))
+    results = []
+    for column in columns:
+        values = [_decoded(bits, wire) for bits in column]
+        total = reduce(node, values) if contract.order == "rank" else _tree(values, shape, node)
+        if op == "avg":
+            total = _through(accumulator, _product(total, _reciprocal(count)))
+        results.append(_rounded(total, wire))
+    return results
+
+
+def reference_reduce_tensors(
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract,
+    *,
+    divisor: int | None = None,
+) -> Tensor:
+    """``reference_reduce`` on tensors, which are read and written as integers only. Slow: for up
+    to some thousand elements.
+
+    ``leaves`` are of one shape and dtype, any strides, any device; the other arguments are those
+    of ``reference_reduce``. Returns a new contiguous tensor of the leaves' shape and dtype on the
+    device of the first leaf. Raises as ``reference_reduce``, and ContractTypeError for leaves that
+    differ in shape or dtype.
+    """
+    if not leaves:
+        raise ContractError("a reduction needs leaves, found none; give one leaf per coordinate")
+    first = leaves[0]
+    for i, leaf in enumerate(leaves):
+        if (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
+            raise ContractTypeError(
+                f"leaf {i} is {leaf.dtype} {tuple(leaf.shape)}, leaf 0 is {first.dtype} "
+                f"{tuple(first.shape)}; give leaves of one shape and dtype"
+            )
+    check_dtype(op, first.dtype)
+    width = 8 * first.itemsize
+    signed = _SIGNED_OF_WIDTH[width]
+    flat = [leaf.detach().cpu().reshape(-1).view(signed).tolist() for leaf in leaves]
+    patterns = [[bits % (1 << width) for bits in leaf] for leaf in flat]
+    result = reference_reduce(patterns, first.dtype, op, shape, contract, divisor=divisor)
+    found = torch.tensor([_signed(b, width) for b in result], dtype=signed, device="cpu")
+    return found.view(first.dtype).reshape(first.shape).to(first.device)
+
+
+def _check(
+    leaves: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    op: str,
+    shape: Sequence[int],
+    divisor: int | None,
+) -> None:
+    check_dtype(op, dtype)
+    if not leaves or min(shape, default=1) < 1 or math.prod(shape) != len(leaves):
+        raise ContractError(
+            f"axes of sizes {list(shape)} do not hold {len(leaves)} leaves; "
+            "give one leaf per coordinate, row-major"
+        )
+    if len({len(leaf) for leaf in leaves}) > 1:
+        found = [len(leaf) for leaf in leaves]
+        raise ContractError(f"leaves of lengths {found}; give leaves of one length")
+    if divisor is not None and (op != "avg" or divisor < 1):
+        raise ContractError(
+            f"divisor={divisor} with op={op!r}; write a positive divisor, and only with op='avg'"
+        )
+
+
+def _accumulator(dtype: torch.dtype, contract: Contract) -> _Format:
+    wide = torch.float64 if contract.accumulate == "float64" else torch.float32
+    raised = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: wide}
+    return _FORMATS[raised.get(dtype, dtype)]
+
+
+def _tree(values: Sequence[_T], shape: Sequence[int], node: Callable[[_T, _T], _T]) -> _T:
+    """One balanced reduction per axis, the last axis first; nothing is rounded in between.
+
+    Pairing neighbours, level by level, with an odd one out carried up, is the tree that splits
+    after the largest power of two below n: each level halves that power of two.
+    """
+    results = list(values)
+    for size in reversed(shape):
+        rows = [results[start : start + size] for start in range(0, len(results), size)]
+        results = []
+        for row in rows:
+            level = row
+            while len(level) > 1:
+                pairs = [node(a, b) for a, b in zip(level[0::2], level[1::2], strict=False)]
+                level = pairs + level[2 * len(pairs) :]
+            results += level
+    (result,) = results
+    return result
+
+
+def _decoded(bits: int, form: _Format) -> _Real | None:
+    """The value of a bit pattern; ``None`` is NaN, whatever its payload."""
+    negative = bits >= form.sign_bit
+    field = bits % form.sign_bit
+    if field >= form.infinity:
+        return _Real(negative, infinite=True) if field == form.infinity else None
+    exponent, significand = divmod(field, 1 << form.fraction_bits)
+    if exponent:
+        significand += 1 << form.fraction_bits
+        exponent -= 1
+    power = exponent + form.least_exponent - form.fraction_bits
+    return _Real(negative, significand * Fraction(2) ** power)
+
+
+def _rounded(value: _Real | None, form: _Format) -> int:
+    """The bit pattern of the nearest number of ``form``, ties to the even one."""
+    if value is None:
+        return form.quiet_nan
+    sign = form.sign_bit if value.negative else 0
+    if value.infinite or value.magnitude == 0:
+        return sign | (form.infinity if value.infinite else 0)
+    top, bottom = value.magnitude.as_integer_ratio()
+    exponent = top.bit_length() - bottom.bit_length()
+    if value.magnitude < Fraction(2) ** exponent:
+        exponent -= 1
+    exponent = max(exponent, form.least_exponent)
+    step = exponent - form.fraction_bits
+    quotient, rest = divmod(top << max(-step, 0), bottom << max(step, 0))
+    half = 2 * rest - (bottom << max(step, 0))
+    if half > 0 or (half == 0 and quotient % 2):
+        quotient += 1
+    # A quotient that is carried over the significand lands in the exponent field, where it belongs:
+    # subnormal to normal, one binade up, or the largest number to infinity.
+    field = ((exponent - form.least_exponent) << form.fraction_bits) + quotient
+    return sign | min(field, form.infinity)
+
+
+def _through(form: _Format, value: _Real | None) -> _Real | None:
+    return _decoded(_rounded(value, form), form)
+
+
+def _sum(a: _Real | None, b: _Real | None) -> _Real | None:
+    if a is None or b is None:
+        return None
+    if a.infinite or b.infinite:
+        if a.infinite and b.infinite and a.negative != b.negative:
+            return None
+        return a if a.infinite else b
+    total = _value(a) + _value(b)
+    # An exact zero is +0 when rounding to nearest, except for (-0) + (-0).
+    negative = total < 0 or (total == 0 and a.negative and b.negative)
+    return _Real(negative, abs(total))
+
+
+def _product(a: _Real | None, b: _Real | None) -> _Real | None:
+    if a is None or b is None:
+        return None
+    negative = a.negative != b.negative
+    if a.infinite or b.infinite:
+        zero = not (a.infinite or a.magnitude) or not (b.infinite or b.magnitude)
+        return None if zero else _Real(negative, infinite=True)
+    return _Real(negative, a.magnitude * b.magnitude)
+
+
+def _reciprocal(count: _Real | None) -> _Real | None:
+    """1/count for a positive count. It is exact, so that a product with it is a quotient."""
+    if count is None:
+        return None
+    return _Real(False, Fraction(0) if count.infinite else 1 / count.magnitude)
+
+
+def _value(number: _Real) -> Fraction:
+    return -number.magnitude if number.negative else number.magnitude
+
+
+def _extremum_column(column: Sequence[int], form: _Format, op: str) -> int:
+    values = [_decoded(bits, form) for bits in column]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return form.quiet_nan
+
+    def rank(value: _Real) -> tuple[int, Fraction, bool]:
+        beyond = (-1 if value.negative else 1) if value.infinite else 0
+        return beyond, _value(value), not value.negative
+
+    return _rounded(max(numbers, key=rank) if op == "max" else min(numbers, key=rank), form)
+
+
+def _signed(bits: int, width: int) -> int:
+    return bits - (1 << width) if bits >> (width - 1) else bits
+
+
+def _integer_column(column: Sequence[int], dtype: torch.dtype, op: str) -> int:
+    # Sums and products wrap modulo 2^width, so that only the last wrap matters; and signed and
+    # unsigned patterns agree in it.
+    width = torch.iinfo(dtype).bits
+    if op == "sum":
+        return sum(column) % (1 << width)
+    if op == "product":
+        return math.prod(column) % (1 << width)
+    values = column if dtype is torch.uint8 else [_signed(bits, width) for bits in column]
+    return (max(values) if op == "max" else min(values)) % (1 << width)

@@ -1,0 +1,354 @@
+"""The executable definition of the contract, against the golden file and the exact oracle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshplan.contract import OPS, Contract, check_dtype, reduce_leaves
+from meshplan.errors import ContractError, ContractStateError, ContractTypeError
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "contract_v1.json").read_text())
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHAPES = ((1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (3, 2), (5, 3), (2, 1, 3), (2, 3, 2))
+CONTRACTS = [
+    Contract(*words)
+    for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
+]
+
+
+def case_name(case: dict) -> str:
+    words = [case[key] for key in ("dtype", "op", "order", "accumulate", "rounding")]
+    divisor = "" if case["divisor"] is None else f"-by{case['divisor']}"
+    return "-".join(words) + "-" + "x".join(map(str, case["shape"])) + divisor
+
+
+def group(world_size: int, numel: int, dtype: torch.dtype, **more: object) -> list[Tensor]:
+    return [
+        order_sensitive(numel, rank=rank, world_size=world_size, dtype=dtype, **more)
+        for rank in range(world_size)
+    ]
+
+
+def single(*values: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.tensor([value], dtype=dtype) for value in values]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=case_name)
+def test_golden(case: dict, device: str) -> None:
+    dtype = getattr(torch, case["dtype"])
+
+    def tensor(text: str) -> Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).to(device)
+
+    contract = Contract(case["order"], case["accumulate"], case["rounding"])
+    leaves = [tensor(text) for text in case["inputs"]]
+    found = reduce_leaves(leaves, case["op"], case["shape"], contract, divisor=case["divisor"])
+    assert_bitwise_equal(found, tensor(case["output"]))
+
+
+def test_golden_file_is_of_this_contract() -> None:
+    assert (GOLDEN["contract"], GOLDEN["byte_order"]) == ("v1", "little")
+    assert len(set(map(case_name, GOLDEN["cases"]))) == len(GOLDEN["cases"])
+
+
+@st.composite
+def patterns(draw: st.DrawFn, dtype: torch.dtype) -> int:
+    """A bit pattern: any at all, or (for floats) near a boundary where rules change."""
+    width = 8 * dtype.itemsize
+    if not dtype.is_floating_point:
+        return draw(st.integers(-(1 << width - 1), (1 << width - 1) - 1))
+    integer = SIGNED[dtype.itemsize]
+    infinity, normal, one = (
+        int(torch.tensor(value, dtype=dtype).view(integer))
+        for value in (math.inf, torch.finfo(dtype).tiny, 1.0)
+    )
+    top = (1 << width - 1) - 1
+    ranges = [(0, top), (infinity + 1, top), (0, normal), (one - 60, one + 60)]
+    edges = st.sampled_from([0, 1, normal - 1, normal, infinity - 1, infinity, infinity + 1])
+    magnitude = draw(st.one_of(edges, *(st.integers(low, high) for low, high in ranges)))
+    return magnitude - (1 << width - 1) if draw(st.booleans()) else magnitude
+
+
+@st.composite
+def reductions(draw: st.DrawFn) -> tuple[list[Tensor], str, tuple[int, ...], Contract, int | None]:
+    dtype = draw(st.sampled_from(FLOATS + INTEGERS))
+    op = draw(st.sampled_from(OPS if dtype.is_floating_point else ("sum", "max", "min", "product")))
+    shape = draw(st.sampled_from(SHAPES))
+    numel = draw(st.integers(1, 4))
+    row = st.lists(patterns(dtype), min_size=numel, max_size=numel)
+    rows = draw(st.lists(row, min_size=math.prod(shape), max_size=math.prod(shape)))
+    integer = torch.uint8 if dtype is torch.uint8 else SIGNED[dtype.itemsize]
+    if dtype is torch.uint8:
+        rows = [[value % 256 for value in row] for row in rows]
+    leaves = [torch.tensor(row, dtype=integer).view(dtype) for row in rows]
+    divisor = draw(st.none() | st.integers(1, 1 << 26)) if op == "avg" else None
+    return leaves, op, shape, draw(st.sampled_from(CONTRACTS)), divisor
+
+
+@settings(max_examples=250, deadline=None)
+@given(reduction=reductions())
+def test_equals_the_oracle(reduction: tuple) -> None:
+    *arguments, divisor = reduction
+    found = reduce_leaves(*arguments, divisor=divisor)
+    assert_bitwise_equal(found, reference_reduce_tensors(*arguments, divisor=divisor))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.id)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_equals_the_oracle_on_order_sensitive_inputs(
+    dtype: torch.dtype, contract: Contract
+) -> None:
+    leaves = group(15, 51, dtype, specials=True)
+    for op, shape in itertools.product(("sum", "avg", "product"), ((5, 3), (15,))):
+        found = reduce_leaves(leaves, op, shape, contract)
+        assert_bitwise_equal(found, reference_reduce_tensors(leaves, op, shape, contract))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_pattern(dtype: torch.dtype) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    same = torch.where(every.isnan(), torch.nan, every)
+    for op in OPS:
+        found = reduce_leaves([every], op, [1])
+        assert_bitwise_equal(found, same, op)
+        assert len(bits(found)[every.isnan()].unique()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 3), (8, 5), (5, 8), (2, 3, 2), (3, 1, 5), (3, 3, 3)])
+def test_axis_by_axis_innermost_first_equals_flat(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """G5: fusing nested reductions does not change a bit."""
+    leaves = group(math.prod(shape), 101, dtype, specials=True)
+    nested: Sequence[Tensor] = leaves
+    for size in reversed(shape):
+        rows = [nested[i : i + size] for i in range(0, len(nested), size)]
+        nested = [reduce_leaves(row, "sum", [size]) for row in rows]
+    assert_bitwise_equal(nested[0], reduce_leaves(leaves, "sum", shape))
+
+
+def test_axis_by_axis_with_float32_partials_equals_flat_for_16_bit() -> None:
+    """G5, 16-bit: the inner results stay in float32 until the end."""
+    leaves = group(40, 101, torch.bfloat16)
+    raised = [leaf.float() for leaf in leaves]
+    rows = [reduce_leaves(raised[i : i + 5], "sum", [5]) for i in range(0, 40, 5)]
+    found = reduce_leaves(rows, "sum", [8]).to(torch.bfloat16)
+    assert_bitwise_equal(found, reduce_leaves(leaves, "sum", [8, 5]))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("op", ["sum", "product", "max"])
+def test_bits_do_not_depend_on_position_or_size(op: str, dtype: torch.dtype) -> None:
+    """G3: a slice reduced alone has the bits that it has inside the whole."""
+    leaves = group(5, 96, dtype, specials=True)
+    for contract in (Contract(), Contract("rank", rounding="node")):
+        whole = reduce_leaves(leaves, op, [5], contract)
+        for offset, length in itertools.product(range(18), (1, 2, 3, 7, 8, 15, 16, 17, 33, 64)):
+            part = slice(offset, offset + length)
+            alone = reduce_leaves([leaf[part] for leaf in leaves], op, [5], contract)
+            moved = reduce_leaves([leaf[part].clone() for leaf in leaves], op, [5], contract)
+            assert_bitwise_equal(alone, whole[part], f"offset {offset}")
+            assert_bitwise_equal(moved, whole[part], f"offset {offset}, own memory")
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.id)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_sum_of_negative_zeros_stays_negative(dtype: torch.dtype, contract: Contract) -> None:
+    minus = single(-0.0, -0.0, -0.0, dtype=dtype)
+    for op in ("sum", "avg", "max", "min", "product"):
+        assert_bitwise_equal(reduce_leaves(minus, op, [3], contract), minus[0], op)
+    mixed = [*minus[:2], -minus[0]]
+    assert_bitwise_equal(reduce_leaves(mixed, "sum", [3], contract), -minus[0])
+
+
+def test_tree_and_rank_are_two_contracts() -> None:
+    leaves = single(1e20, 1.0, -1e20, 1.0)
+    assert reduce_leaves(leaves, "sum", [4], Contract("tree")).item() == 0.0
+    assert reduce_leaves(leaves, "sum", [4], Contract("rank")).item() == 1.0
+
+
+def test_the_shape_of_the_mesh_is_the_shape_of_the_tree() -> None:
+    leaves = group(6, 200, torch.float32)
+    flat, mesh = (reduce_leaves(leaves, "sum", shape) for shape in ([6], [2, 3]))
+    assert (bits(flat) != bits(mesh)).any()
+    assert_bitwise_equal(reduce_leaves(leaves, "sum", [1, 2, 1, 3, 1]), mesh)
+    by_rank = Contract("rank")
+    mesh = reduce_leaves(leaves, "sum", [2, 3], by_rank)
+    assert_bitwise_equal(mesh, reduce_leaves(leaves, "sum", [6], by_rank))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_strides_do_not_change_bits_and_the_result_is_contiguous(
+    op: str, dtype: torch.dtype
+) -> None:
+    leaves = [leaf.reshape(4, 6) for leaf in group(5, 24, dtype, specials=True)]
+    wanted = reduce_leaves(leaves, op, [5])
+    turned = [leaf.t().contiguous().t() for leaf in leaves]
+    spread = [torch.stack([leaf, leaf], -1)[..., 0] for leaf in leaves]
+    for others in (turned, spread, [turned[0], *leaves[1:]]):
+        found = reduce_leaves(others, op, [5])
+        assert found.is_contiguous()
+        assert_bitwise_equal(found, wanted)
+    assert reduce_leaves(turned[:1], op, [1]).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+def test_0_dim_and_empty_tensors(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    leaves = [torch.full(shape, 2).to(dtype) for _ in range(3)]
+    for op in ("sum", "max", "product"):
+        found = reduce_leaves(leaves, op, [3])
+        wanted = torch.full(shape, {"sum": 6, "max": 2, "product": 8}[op]).to(dtype)
+        assert_bitwise_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_result_is_new_memory_and_leaves_stay(count: int, op: str, dtype: torch.dtype) -> None:
+    if op == "avg" and not dtype.is_floating_point:
+        op = "sum"
+    leaves = group(count, 34, dtype, specials=True)
+    before = [leaf.clone() for leaf in leaves]
+    for contract in CONTRACTS:
+        found = reduce_leaves(leaves, op, [count], contract)
+        bits(found).fill_(1)
+        for leaf, copy in zip(leaves, before, strict=True):
+            assert_bitwise_equal(leaf, copy)
+
+
+def test_contract_is_a_value() -> None:
+    assert Contract() == Contract("tree", "wide", "once")
+    assert len({contract.id for contract in CONTRACTS}) == len(set(CONTRACTS)) == 8
+    assert Contract("rank", "float64", "node").id == "v1/rank/float64/node"
+    wide, double = Contract(), Contract(accumulate="float64")
+    assert [wide.accumulator(dtype) for dtype in FLOATS] == [torch.float32] * 3 + [torch.float64]
+    assert double.accumulator(torch.float32) is torch.float64
+    assert double.accumulator(torch.bfloat16) is torch.float32
+    assert double.accumulator(torch.int8) is torch.int8
+
+
+def test_errors() -> None:
+    one = torch.ones(2)
+    rows = []
+    for error, act in (
+        (ContractError, lambda: Contract("ring")),
+        (ContractError, lambda: Contract(accumulate="float128")),
+        (ContractError, lambda: Contract(rounding="twice")),
+        (ContractError, lambda: check_dtype("mean", torch.float32)),
+        (ContractTypeError, lambda: check_dtype("avg", torch.int32)),
+        (ContractTypeError, lambda: check_dtype("sum", torch.complex64)),
+        (ContractError, lambda: reduce_leaves([], "sum", [0])),
+        (ContractError, lambda: reduce_leaves([one] * 5, "sum", [2, 3])),
+        (ContractError, lambda: reduce_leaves([one] * 4, "sum", [-2, -2])),
+        (ContractError, lambda: reduce_leaves([one], "sum", [1], divisor=2)),
+        (ContractError, lambda: reduce_leaves([one], "avg", [1], divisor=0)),
+        (ContractError, lambda: reduce_leaves([one], "avg", [1], divisor=2**63)),
+        (ContractTypeError, lambda: reduce_leaves([one, one.double()], "sum", [2])),
+        (ContractTypeError, lambda: reduce_leaves([one, one[:1]], "sum", [2])),
+        (ContractTypeError, lambda: reduce_leaves([one, one.to("meta")], "sum", [2])),
+    ):
+        with pytest.raises(error) as caught:
+            act()
+        rows.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MP411: no order 'ring' in the contract; write 'tree' or 'rank'
+MP411: no accumulate 'float128' in the contract; write 'wide' or 'float64'
+MP411: no rounding 'twice' in the contract; write 'once' or 'node'
+MP411: no reduction 'mean' in the contract; write one of sum, avg, max, min, product
+MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first
+MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
+MP411: axes of sizes [0] need 0 leaves, found 0; give one leaf per coordinate, row-major
+MP411: axes of sizes [2, 3] need 6 leaves, found 5; give one leaf per coordinate, row-major
+MP411: axes of sizes [-2, -2] need 4 leaves, found 4; give one leaf per coordinate, row-major
+MP411: divisor=2 with op='sum'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
+MP411: divisor=0 with op='avg'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
+MP411: divisor=9223372036854775808 with op='avg'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
+MP412: leaf 1 is torch.float64 (2,) on cpu, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike
+MP412: leaf 1 is torch.float32 (1,) on cpu, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike
+MP412: leaf 1 is torch.float32 (2,) on meta, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike""",  # noqa: E501
+    )
+
+
+def test_leaves_with_a_pending_negation_or_a_gradient() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    for op in OPS:
+        found = reduce_leaves([numbers.imag, numbers.imag], op, [2])
+        plain = numbers.imag.clone()
+        assert_bitwise_equal(found, reduce_leaves([plain, plain], op, [2]))
+    wanting = torch.ones(2, requires_grad=True)
+    for op in OPS:
+        assert not reduce_leaves([wanting, wanting], op, [2]).requires_grad
+
+
+FLUSHING_WORKERS = """
+import torch
+from meshplan import MeshplanError, reduce_leaves
+
+torch.set_num_threads(2)
+subnormal = torch.full((1 << 20,), 1, dtype=torch.int32).view(torch.float32)
+# Worker threads are started by the first parallel computation, in the mode of that moment.
+if torch.set_flush_denormal(True):
+    _ = torch.ones(1 << 20) * 2
+torch.set_flush_denormal(False)
+try:
+    result = reduce_leaves([subnormal, subnormal], "sum", [2])
+    print(bool((result.view(torch.int32) == 2).all()))
+except MeshplanError as error:
+    print(error)
+"""
+
+
+def test_a_worker_thread_that_flushes_subnormals_is_refused() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FLUSHING_WORKERS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    # Either torch starts its workers otherwise, and the bits are right, or it is said.
+    assert child.stdout.strip() in (
+        "True",
+        "MP413: one of torch's worker threads flushes subnormal numbers to zero, the contract "
+        "keeps them; call torch.set_flush_denormal(False) on every rank, before any computation",
+    )
+
+
+def test_a_thread_that_flushes_subnormals_is_refused() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        with pytest.raises(ContractStateError) as caught:
+            reduce_leaves(single(1e-45, 1e-45), "sum", [2])
+        assert reduce_leaves(single(1, 2, dtype=torch.int32), "sum", [2]).item() == 3
+    finally:
+        torch.set_flush_denormal(False)
+    assert_expected_inline(
+        str(caught.value),
+        """MP413: this thread flushes subnormal numbers to zero, the contract keeps them; call torch.set_flush_denormal(False) on every rank, before any computation""",  # noqa: E501
+    )
+    found = reduce_leaves(single(1e-45, 1e-45), "sum", [2])
+    assert bits(found).item() == 2

@@ -1,0 +1,486 @@
+"""DTensor with meshplan installed, over real gloo processes, bit for bit against the contract."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._debug_mode import DebugMode
+
+import meshplan
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.dtensor import _seam
+from meshplan.dtensor._guards import chunk_sizes
+from meshplan.errors import ContractTypeError, FallbackRefusedError, GroupAgreementError
+from meshplan.layout import Layout
+from meshplan.testing import assert_bitwise_equal, assert_replicas_equal, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+P, R, S = Partial(), Replicate(), Shard
+EXCHANGE = {"all_to_all_single": 1, "all_gather_into_tensor": 1}
+
+
+def counts(function: Any) -> tuple[Any, dict[str, int]]:
+    with CommDebugMode() as calls:
+        result = function()
+    return result, {str(k).split(".")[-1]: n for k, n in calls.get_comm_counts().items()}
+
+
+def local_shard(full: Tensor, placements: Sequence[Placement], where: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The slice of ``full`` at mesh coordinate ``where``: each sharding axis cuts, outer first."""
+    for placement, index, size in zip(placements, where, sizes, strict=True):
+        if isinstance(placement, Shard):
+            lengths = chunk_sizes(full.shape[placement.dim], size)
+            full = full.narrow(placement.dim, sum(lengths[:index]), lengths[index])
+    return full
+
+
+class Case:
+    """A redistribution whose leaves every rank can compute."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        src: Sequence[Placement],
+        dst: Sequence[Placement],
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        contract: Contract = Contract(),
+    ) -> None:
+        self.mesh, self.src, self.dst, self.shape = mesh, tuple(src), tuple(dst), tuple(shape)
+        self.layout = Layout.from_mesh(mesh)
+        sizes = self.layout.sizes
+        self.partial = [i for i, p in enumerate(src) if p.is_partial()]
+        where = mesh.get_coordinate()
+        assert where is not None
+        grid = [range(sizes[i]) for i in self.partial]
+        coordinates = list(itertools.product(*grid))
+        leaves = [
+            order_sensitive(
+                math.prod(shape), rank=n, world_size=max(2, len(coordinates)), dtype=dtype
+            ).view(self.shape)
+            for n in range(len(coordinates))
+        ]
+        mine = leaves[coordinates.index(tuple(where[i] for i in self.partial))]
+        self.local = local_shard(mine, self.src, where, sizes).contiguous()
+        averaged = math.prod(sizes[i] for i in self.partial if src[i].reduce_op == "avg")  # type: ignore[attr-defined]
+        op = src[self.partial[0]].reduce_op if self.partial else "sum"  # type: ignore[attr-defined]
+        if op in ("sum", "avg"):
+            op = "avg" if averaged > 1 else "sum"
+        self.full = reduce_leaves(
+            leaves,
+            op,
+            [sizes[i] for i in self.partial] or [1],
+            contract,
+            divisor=averaged if op == "avg" else None,
+        )
+        self.expected = local_shard(self.full, self.dst, where, sizes)
+
+    def source(self) -> DTensor:
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            self.local, self.mesh, self.src, run_check=False, shape=torch.Size(self.shape), stride=stride
+        )
+
+    def check(self) -> dict[str, int]:
+        found, sent = counts(lambda: self.source().redistribute(self.mesh, self.dst))
+        what = f"{self.src} -> {self.dst} {self.shape} on {self.layout}"
+        assert tuple(found.placements) == self.dst
+        assert_bitwise_equal(found.to_local(), self.expected, what)
+        return sent
+
+
+def test_the_issue_in_small() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("ddp", "fsdp", "tp"))
+        with meshplan.installed():
+            for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+                assert Case(mesh, (P, P, R), (R, R, R), (7, 5), dtype).check() == EXCHANGE
+            for src in ((P, R, R), (R, P, R), (R, R, P), (P, R, P), (P, P, P)):
+                sent = Case(mesh, src, (R, R, R), (7, 5)).check()
+                assert sent == ({} if src == (R, R, P) else EXCHANGE)
+            found = Case(mesh, (P, P, R), (R, R, R), (64,)).source().full_tensor()
+            assert_replicas_equal(found)
+
+    run_ranks(ranks, 6)
+
+
+@pytest.mark.parametrize("order", ["tree", "rank"])
+@pytest.mark.parametrize("path", ["exchange", "reference"])
+def test_contract_and_path_are_what_was_installed(order: str, path: str) -> None:
+    def ranks(rank: int) -> dict[str, int]:
+        mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]])
+        contract = Contract(order=order)  # type: ignore[arg-type]
+        with meshplan.installed(contract=contract, path=path):
+            return Case(mesh, (P, P), (R, R), (41,), contract=contract).check()
+
+    sends = EXCHANGE if path == "exchange" else {"all_gather_into_tensor": 1}
+    assert run_ranks(ranks, 6) == [sends] * 6
+
+
+@pytest.mark.parametrize("operation", ["avg", "max", "min", "product"])
+def test_operations(operation: str) -> None:
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]], mesh_dim_names=("a", "b"))
+        other = Partial(operation)
+        with meshplan.installed():
+            pairs = [(other, other), (other, R), (R, other)]
+            if operation == "avg":
+                pairs += [(other, P), (P, other)]
+            for src in pairs:
+                for dtype in (torch.float32, torch.bfloat16):
+                    assert Case(mesh, src, (R, R), (5, 3), dtype).check() == EXCHANGE
+
+    run_ranks(ranks, 6)
+
+
+def test_random_redistributions_that_start_from_partial() -> None:
+    """Uneven and empty shards, 0-dim and zero-size tensors, shuffled ranks, all in one world."""
+
+    def ranks(rank: int) -> int:
+        chance = random.Random(171916)
+        meshes = []
+        for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4), (2, 3)):
+            for shuffled in (False, True):
+                order = list(range(math.prod(sizes)))
+                if shuffled:
+                    chance.shuffle(order)
+                meshes.append(DeviceMesh("cpu", torch.tensor(order).view(sizes)))
+        done = 0
+        with meshplan.installed(strict=True):
+            for _ in range(120):
+                mesh = chance.choice(meshes)
+                dims = chance.choice([0, 1, 1, 2, 2, 3])
+                shape = [chance.choice([0, 1, 2, 3, 5, 8, 13]) for _ in range(dims)]
+                shards: list[Placement] = [S(d) for d in range(dims)]
+                src = [chance.choice([P, P, Partial("avg"), R]) for _ in range(mesh.ndim)]
+                dst = [chance.choice([R, *shards]) for _ in range(mesh.ndim)]
+                dst = [
+                    R if isinstance(s, Replicate) and isinstance(d, Shard) and chance.random() < 0.5 else d
+                    for s, d in zip(src, dst, strict=True)
+                ]
+                if mesh.get_coordinate() is None:
+                    continue
+                case = Case(mesh, src, dst, shape)
+                sent = case.check()
+                wide = [i for i in case.partial if case.layout.sizes[i] > 1]
+                assert sent == (EXCHANGE if wide and math.prod(shape) else {})
+                done += 1
+        return done
+
+    assert min(run_ranks(ranks, 8, timeout=110)) > 90
+
+
+def test_partial_beside_shards() -> None:
+    """The reduction runs on shards, uneven and empty ones too; torch moves the rest as ever."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        with meshplan.installed():
+            for src, dst in (
+                ((P, S(0), P), (R, S(0), R)),
+                ((P, S(0), P), (R, R, R)),
+                ((P, S(0), P), (R, S(1), R)),
+                ((S(0), P, P), (S(0), R, R)),
+                ((S(0), S(0), P), (R, R, R)),
+                ((P, P, S(1)), (S(0), R, S(1))),
+                ((P, P, P), (S(0), S(1), S(0))),
+            ):
+                for rows in (8, 5, 1):
+                    sent = Case(mesh, src, dst, (rows, 4)).check()
+                    assert sent["all_to_all_single"] >= 1
+                    assert "all_reduce" not in sent
+                    assert "reduce_scatter_tensor" not in sent
+
+    run_ranks(ranks, 8)
+
+
+def test_a_users_flattened_mesh_neither_corrupts_nor_changes_a_bit() -> None:
+    def ranks(rank: int) -> None:
+        even = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        shuffled = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
+        descending = DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("a", "b"))
+        with meshplan.installed():
+            for mesh in (even, shuffled, descending):
+                before = Case(mesh, (P, P), (R, R), (9,)).source().full_tensor()
+                mesh["a", "b"]._flatten("flat")
+                assert_bitwise_equal(Case(mesh, (P, P), (R, R), (9,)).source().full_tensor(), before)
+                for rows in (1, 4, 5, 6, 7, 8):
+                    whole = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
+                    d = distribute_tensor(whole, mesh, (S(0), S(0)))
+                    gathered, sent = counts(d.full_tensor)
+                    assert_bitwise_equal(gathered, whole, f"{rows} rows on {mesh}")
+                    # Where torch's merge is right, it stays.
+                    merged = mesh is even and rows in (1, 4, 7, 8)
+                    assert sent == {"all_gather_into_tensor": 1 if merged else 2}
+                    Case(mesh, (P, P), (S(0), S(0)), (rows, 3)).check()
+        assert list(even._flatten_mapping) == ["flat"]
+
+    run_ranks(ranks, 4)
+
+
+def test_placements_with_arithmetic_of_their_own() -> None:
+    def ranks(rank: int) -> list[list[float]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        two, three = _NormPartial(2), _NormPartial(3)
+        rows = []
+        for flattened in (False, True):
+            if flattened:
+                mesh["a", "b"]._flatten("ab")
+            row = []
+            for src in ((two, two), (two, P), (P, two), (two, three)):
+                summand = torch.tensor([float(rank + 1)])
+                d = DTensor.from_local(summand, mesh, src, run_check=False)
+                with meshplan.installed():
+                    row.append(round(d.full_tensor().item(), 4))
+            rows.append(row)
+        weights = distribute_tensor(torch.arange(16.0).view(8, 2), mesh, (S(0), R))
+        with meshplan.installed():
+            picked = nn.functional.embedding(
+                distribute_tensor(torch.tensor([0, 3, 5, 7]), mesh, (R, R)), weights
+            ).full_tensor()
+            rows.append(picked.flatten().tolist())
+        return rows
+
+    # As torch computes them one axis after the other; its own merge gives 5.4772 and 10.0.
+    sequential = [5.4772, 7.6344, 7.2111, 4.947]
+    rows = [0.0, 1.0, 6.0, 7.0, 10.0, 11.0, 14.0, 15.0]
+    assert run_ranks(ranks, 4) == [[sequential, sequential, rows]] * 4
+
+
+def test_clip_grad_norm_reduces_all_axes_at_once() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3))
+        parameter = nn.Parameter(distribute_tensor(torch.ones(12, 5), mesh, (S(0), S(1))))
+        parameter.grad = distribute_tensor(
+            order_sensitive(60, rank=0, world_size=2).view(12, 5).clamp(-1e3, 1e3), mesh, (S(0), S(1))
+        )
+        with meshplan.installed():
+            norm = nn.utils.get_total_norm([parameter.grad])
+            assert norm.placements == (_NormPartial(2), _NormPartial(2))  # type: ignore[attr-defined]
+            full, sent = counts(norm.full_tensor)  # type: ignore[attr-defined]
+        assert sent == EXCHANGE
+        assert_replicas_equal(full)
+
+    run_ranks(ranks, 6)
+
+
+def test_backward_and_double_backward() -> None:
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]])
+        leaves = [order_sensitive(20, rank=r, world_size=6) for r in range(6)]
+        order = [0, 3, 1, 5, 2, 4]
+        expected = reduce_leaves([leaves[r] for r in order], "sum", (2, 3))
+        with meshplan.installed(strict=True):
+            # The gradient of a replicated input is the sum over ranks of what each computed.
+            x = torch.ones(20, requires_grad=True)
+            d = DTensor.from_local(x, mesh, (R, R), run_check=False)
+            out = d.to_local(grad_placements=(P, P))
+            (out * leaves[rank]).sum().backward()
+            assert_bitwise_equal(x.grad, expected)  # type: ignore[arg-type]
+
+            # Through redistribute itself, twice.
+            summand = leaves[rank].clone().requires_grad_()
+            y = DTensor.from_local(summand, mesh, (P, P), run_check=False).redistribute(mesh, (R, R))
+            assert_bitwise_equal(y.to_local().detach(), expected)
+            (g,) = torch.autograd.grad(y.to_local().pow(2).sum(), summand, create_graph=True)
+            assert_bitwise_equal(g.detach(), 2 * expected)
+            g.sum().backward()
+            assert summand.grad is not None
+
+    run_ranks(ranks, 6)
+
+
+def test_implicit_redistribution_and_tensor_parallel_layers() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        case = Case(mesh, (P, P), (R, R), (6, 4))
+        with meshplan.installed(strict=True):
+            for _ in range(2):  # the second call goes through torch's fast path
+                relu, sent = counts(lambda: torch.relu(case.source()))
+                assert sent == EXCHANGE
+                assert_bitwise_equal(relu.to_local(), torch.relu(case.full))
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            out = model(torch.ones(2, 4))
+            assert_replicas_equal(out.detach())
+            out.sum().backward()
+
+    run_ranks(ranks, 6)
+
+
+def test_async_results_are_waited_for_on_use() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with meshplan.installed():
+            for src in ((P, P), (Partial("avg"), P), (P, R)):
+                case = Case(mesh, src, (R, R), (11, 3))
+                found = case.source().redistribute(mesh, (R, R), async_op=True)
+                assert isinstance(found._local_tensor, AsyncCollectiveTensor)
+                assert_bitwise_equal(found.to_local() + 0.0, case.full + 0.0)
+                # The result of one may go straight into the next.
+                again = DTensor.from_local(
+                    case.source().redistribute(mesh, (R, R), async_op=True).to_local(),
+                    mesh,
+                    (P, R),
+                    run_check=False,
+                ).full_tensor()
+                assert_bitwise_equal(again, case.full + case.full)
+
+    run_ranks(ranks, 4)
+
+
+def test_fast_is_one_all_reduce_of_the_backend() -> None:
+    def ranks(rank: int) -> list[dict[str, int]]:
+        mesh = init_device_mesh("cpu", (2, 3, 1))
+        sends = []
+        with meshplan.installed(policy="fast"):
+            for src in ((P, P, P), (Partial("avg"), P, P), (P, R, R)):
+                d = DTensor.from_local(torch.full((4,), rank + 1.0), mesh, src, run_check=False)
+                found, sent = counts(lambda d=d: d.full_tensor())
+                sends.append(sent)
+                if src[1] is P:
+                    assert found.tolist() == [21.0 if src[0] is P else 10.5] * 4
+            entries = meshplan.report().entries
+            assert [e["ran"] for e in entries] == ["native", "native", "torch"]
+            assert not meshplan.report().fallbacks
+        return sends
+
+    assert run_ranks(ranks, 6) == [[{"all_reduce": 1}] * 3] * 6
+
+
+def test_ranks_outside_the_mesh_and_sub_meshes() -> None:
+    def ranks(rank: int) -> None:
+        few = DeviceMesh("cpu", [[4, 1], [0, 2]])
+        cube = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("a", "b", "c"))
+        with meshplan.installed(strict=True):
+            d = DTensor.from_local(torch.ones(3), few, (P, P), run_check=False)
+            out = d.redistribute(few, (R, R))
+            if rank in (4, 1, 0, 2):
+                assert out.to_local().tolist() == [4.0] * 3
+            assert Case(cube["a", "b"], (P, P), (R, R), (9,)).check() == EXCHANGE
+            assert Case(cube["b"], (P,), (R,), (9,)).check() == EXCHANGE
+            assert Case(cube["c"], (P,), (R,), (9,)).check() == {}
+
+    run_ranks(ranks, 6)
+
+
+def test_debug_mode_prints_the_planned_step() -> None:
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with meshplan.installed(), DebugMode(record_torchfunction=False) as mode:
+            case = Case(mesh, (P, P), (R, S(0)), (4,))
+            case.source().redistribute(mesh, (R, S(0)))
+        return mode.debug_string()
+
+    assert "P(sum)[0]P(sum)[1]-->RR->RS(0)" in run_ranks(ranks, 4)[0]
+
+
+class TestRefusals(TestCase):
+    def test_torchs_own_error_for_mixed_kinds(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            mesh = init_device_mesh("cpu", (1, 2))
+            messages = []
+            for _ in range(2):
+                d = DTensor.from_local(torch.ones(2), mesh, (P, Partial("max")), run_check=False)
+                with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever torch raises
+                    d.full_tensor()
+                assert not isinstance(caught.value, meshplan.MeshplanError)
+                messages.append(str(caught.value))
+                meshplan.install()
+            return messages
+
+        plain, installed = run_ranks(ranks, 2)[0]
+        assert plain == installed
+
+    def test_average_of_integers(self) -> None:
+        def ranks(rank: int) -> str:
+            mesh = init_device_mesh("cpu", (2, 2))
+            d = DTensor.from_local(
+                torch.ones(2, dtype=torch.int64), mesh, (Partial("avg"), P), run_check=False
+            )
+            with meshplan.installed(), pytest.raises(ContractTypeError) as caught:
+                d.full_tensor()
+            return str(caught.value)
+
+        self.assertExpectedInline(
+            run_ranks(ranks, 4)[0],
+            """MP412: avg of torch.int64 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first""",
+        )
+
+    def test_strict_refuses_what_only_the_backend_can_do(self) -> None:
+        def ranks(rank: int) -> str:
+            mesh = init_device_mesh("cpu", (2, 2))
+            d = DTensor.from_local(torch.ones(2, dtype=torch.bool), mesh, (Partial("max"),) * 2, run_check=False)
+            with meshplan.installed():
+                assert d.full_tensor().tolist() == [True, True]
+                assert len(meshplan.report().fallbacks) == 1
+            with meshplan.installed(strict=True), pytest.raises(FallbackRefusedError) as caught:
+                d.full_tensor()
+            return str(caught.value)
+
+        self.assertExpectedInline(
+            run_ranks(ranks, 4)[0],
+            """MP701: (P(max), P(max)) -> (R, R) on (axis0=2, axis1=2): torch.bool would run on the backend's own max, in its own order; convert the tensor, or install with strict=False""",
+        )
+
+    def test_ranks_with_different_contracts(self) -> None:
+        def ranks(rank: int) -> tuple[str, tuple[int, ...]]:
+            mesh = init_device_mesh("cpu", (2, 2))
+            order = "rank" if rank == 2 else "tree"
+            with meshplan.installed(contract=Contract(order=order)):  # type: ignore[arg-type]
+                d = DTensor.from_local(torch.ones(2), mesh, (P, P), run_check=False)
+                with pytest.raises(GroupAgreementError) as caught:
+                    d.full_tensor()
+            return str(caught.value), caught.value.differing
+
+        found = run_ranks(ranks, 4)
+        assert {differing for _, differing in found} == {(2,)}
+        self.assertExpectedInline(
+            found[0][0],
+            """MP501: rank 2 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/rank/wide/once, path exchange, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path exchange, on the default group', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
+        )
+
+
+def test_caches_are_bounded_and_hold_no_mesh() -> None:
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [1, 0])
+        before = len(_seam._MESHES)
+        assert _seam.layout_of(mesh) is _seam.layout_of(mesh)
+        assert len(_seam._MESHES) == before + 1
+        entry = _seam._mesh_entry(mesh)
+        config = meshplan.dtensor.Config()
+        for number in range(_seam.MAX_ROUTES_PER_MESH + 10):
+            _seam._route(entry, config, (P,), (S(number),))
+        assert len(entry.routes) <= _seam.MAX_ROUTES_PER_MESH
+        route = _seam._route(entry, config, (P,), (R,))
+        assert _seam._route(entry, config, (P,), (R,)) is route
+        del entry
+        del mesh
+        gc.collect()
+        assert len(_seam._MESHES) == before
+
+    run_ranks(ranks, 2)

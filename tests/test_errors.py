@@ -1,0 +1,72 @@
+"""The codes are an interface: scripts match on them, the linter shares them."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from meshplan import errors
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+
+def test_the_table_of_codes() -> None:
+    rows = []
+    for cls in sorted(CLASSES, key=lambda cls: cls.code):
+        parents = ", ".join(parent.__name__ for parent in cls.__bases__)
+        rows.append(f"{cls.code} {cls.__name__}({parents})")
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MP000 MeshplanError(Exception)
+MP101 LayoutError(MeshplanError, ValueError)
+MP102 AxisNameError(MeshplanError, ValueError)
+MP401 PlacementError(MeshplanError, ValueError)
+MP402 PolicyError(MeshplanError, ValueError)
+MP411 ContractError(MeshplanError, ValueError)
+MP412 ContractTypeError(MeshplanError, TypeError)
+MP413 ContractStateError(MeshplanError, RuntimeError)
+MP500 GroupError(MeshplanError, RuntimeError)
+MP501 GroupAgreementError(GroupError)
+MP502 GroupCreationError(GroupError)
+MP503 GroupStateError(GroupError)
+MP601 InstallError(MeshplanError, RuntimeError)
+MP602 UnsupportedTorchError(InstallError)
+MP701 FallbackRefusedError(MeshplanError, RuntimeError)""",
+    )
+
+
+def test_every_error_class_of_the_module_is_public() -> None:
+    found = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, Exception)}
+    assert found == set(errors.__all__)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_each_class_has_a_code_of_its_own(cls: type[errors.MeshplanError]) -> None:
+    assert "code" in vars(cls)
+    assert [other.code for other in CLASSES].count(cls.code) == 1
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_message_starts_with_the_code(cls: type[errors.MeshplanError]) -> None:
+    error = cls("three ranks are missing")
+    assert str(error) == f"{cls.code}: three ranks are missing"
+    assert isinstance(error, errors.MeshplanError)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not errors.MeshplanError])
+def test_the_builtin_parent_tells_the_caller_from_the_cluster(
+    cls: type[errors.MeshplanError],
+) -> None:
+    builtin = [base for base in (ValueError, TypeError, RuntimeError) if issubclass(cls, base)]
+    # 5xx to 7xx are the cluster's; of the others only the state of the process is.
+    cluster = cls.code[2] in "567" or cls is errors.ContractStateError
+    assert len(builtin) == 1
+    assert (builtin[0] is RuntimeError) == cluster
+
+
+def test_agreement_error_names_ranks() -> None:
+    error = errors.GroupAgreementError("late", missing=(3, 5), differing=(1,))
+    assert (error.missing, error.differing) == ((3, 5), (1,))
+    plain = errors.GroupAgreementError("late")
+    assert (plain.missing, plain.differing) == ((), ())

@@ -1,0 +1,109 @@
+"""The guards on torch's merges, without processes: which runs reach torch's own function."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor._redistribute import _TransformInfo
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from meshplan.dtensor._guards import chunk_sizes, merge_safely, nested_chunk_sizes
+from meshplan.layout import Layout
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def info(axis: int, src: Placement, dst: Placement, size: int = 8) -> _TransformInfo:
+    return _TransformInfo(mesh_dim=axis, src_dst_placements=(src, dst), logical_shape=(size, 3))
+
+
+def runs_given_to_torch(
+    infos: list[_TransformInfo], layout: Layout, rank: int = 0, flattened: bool = True
+) -> tuple[list[list[int]], list[str]]:
+    given_runs: list[list[int]] = []
+
+    def merge(run: list[_TransformInfo]) -> list[_TransformInfo]:
+        given_runs.append([i.mesh_dim for i in run])
+        return run
+
+    steps, reasons = merge_safely(infos, layout, rank, merge, flattened)
+    assert steps == infos
+    return given_runs, reasons
+
+
+def test_even_gathers_are_merged_and_uneven_ones_are_not() -> None:
+    square = Layout.of(a=2, b=2)
+
+    def gather(size: int) -> list[_TransformInfo]:
+        return [info(1, S(0), R, -(-size // 2)), info(0, S(0), R, size)]
+
+    for size in (1, 4, 7, 8):
+        assert runs_given_to_torch(gather(size), square) == ([[1, 0]], [])
+    for size in (5, 6):
+        assert runs_given_to_torch(gather(size), square) == (
+            [],
+            [f"all_gather over (a, b) is not merged: {size} does not split evenly on dim 0"],
+        )
+
+
+def test_nothing_is_kept_apart_where_nothing_can_be_merged() -> None:
+    uneven = [info(1, S(0), R, 3), info(0, S(0), R, 5)]
+    assert runs_given_to_torch(uneven, Layout.of(a=2, b=2), flattened=False) == ([[1, 0]], [])
+
+
+def test_ranks_that_do_not_ascend_are_not_merged() -> None:
+    shuffled = Layout(sizes=(2, 2), names=("a", "b"), ranks=(0, 2, 1, 3))
+    gather = [info(1, S(0), R, 4), info(0, S(0), R, 8)]
+    scatter = [info(0, P, S(0), 8), info(1, P, S(0), 4)]
+    for run, kind in ((gather, "all_gather"), (scatter, "reduce_scatter")):
+        assert runs_given_to_torch(run, shuffled) == (
+            [],
+            [f"{kind} over (a, b) is not merged: the ranks do not ascend with the coordinate"],
+        )
+    # An all-reduce does not care for the order of ranks.
+    reduce = [info(0, P, R), info(1, P, R)]
+    assert runs_given_to_torch(reduce, shuffled) == ([[0, 1]], [])
+
+
+def test_the_group_of_this_rank_decides() -> None:
+    """Each group is a merge of its own; its members all see the same ranks."""
+    layout = Layout(sizes=(2, 2, 2), ranks=(0, 1, 2, 3, 6, 5, 4, 7))
+    gather = [info(2, S(0), R, 4), info(1, S(0), R, 8)]
+    assert runs_given_to_torch(gather, layout, rank=3)[0] == [[2, 1]]
+    for rank in (4, 5, 6, 7):
+        assert runs_given_to_torch(gather, layout, rank=rank)[0] == []
+
+
+def test_norms_and_sums_are_not_one_run() -> None:
+    square = Layout.of(a=2, b=2)
+    norm = _NormPartial(2)
+    for first, second in ((norm, P), (P, norm), (norm, _NormPartial(3))):
+        assert runs_given_to_torch([info(0, first, R), info(1, second, R)], square) == ([], [])
+    assert runs_given_to_torch([info(0, norm, R), info(1, norm, R)], square) == ([[0, 1]], [])
+    both = [info(0, P, R), info(1, Partial("avg"), R)]
+    assert runs_given_to_torch(both, square) == ([[0, 1]], [])
+    unlike = [info(0, Partial("max"), R), info(1, Partial("min"), R)]
+    assert runs_given_to_torch(unlike, square) == ([], [])
+
+
+def test_runs_are_torchs_own() -> None:
+    cube = Layout.of(a=2, b=2, c=2)
+    steps = [info(0, P, R), info(1, P, R), info(2, S(0), R)]
+    assert runs_given_to_torch(steps, cube) == ([[0, 1]], [])
+    steps = [info(0, P, R), info(2, S(0), S(1)), info(1, P, R)]
+    assert runs_given_to_torch(steps, cube) == ([], [])
+
+
+@given(size=st.integers(0, 40), axes=st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_chunks_are_those_of_shard(size: int, axes: list[int]) -> None:
+    def lengths(length: int, axes: list[int]) -> list[int]:
+        if not axes:
+            return [length]
+        parts = [
+            Shard.local_shard_size_and_offset(length, axes[0], i)[0] for i in range(axes[0])
+        ]
+        return [n for part in parts for n in lengths(part, axes[1:])]
+
+    assert nested_chunk_sizes(size, axes) == lengths(size, axes)
+    assert chunk_sizes(size, axes[0]) == lengths(size, axes[:1])

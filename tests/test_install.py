@@ -1,0 +1,203 @@
+"""Putting the plugin in and out, without process groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, _redistribute
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshplan
+from meshplan.dtensor import _install, current_config
+from meshplan.errors import InstallError, UnsupportedTorchError
+
+TORCHS_OWN = _redistribute._optimize_transform_infos
+
+
+@pytest.fixture(autouse=True)
+def _always_out() -> object:
+    yield
+    _redistribute._optimize_transform_infos = TORCHS_OWN
+    _install._original = None
+    _install._config = None
+
+
+def patched_attributes() -> dict[str, object]:
+    """Every attribute of torch's DTensor modules."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith("torch.distributed")
+        for attribute, value in list(vars(module).items())
+        if callable(value)
+    }
+
+
+def test_uninstall_gives_back_the_very_objects() -> None:
+    before = patched_attributes()
+    meshplan.install()
+    during = patched_attributes()
+    changed = {name for name in before if during[name] is not before[name]}
+    assert changed == {
+        "torch.distributed.tensor._redistribute._optimize_transform_infos",
+    }
+    meshplan.uninstall()
+    after = patched_attributes()
+    assert all(after[name] is before[name] for name in before)
+    assert current_config() is None
+
+
+def test_install_twice_is_one_install() -> None:
+    meshplan.install()
+    hook = _redistribute._optimize_transform_infos
+    meshplan.install(policy="fast")
+    assert _redistribute._optimize_transform_infos is hook
+    config = current_config()
+    assert config is not None
+    assert config.policy == "fast"
+    meshplan.uninstall()
+    meshplan.uninstall()
+    assert _redistribute._optimize_transform_infos is TORCHS_OWN
+
+
+def test_with_installed_restores_what_was_there() -> None:
+    with meshplan.installed(contract=meshplan.Contract(order="rank")):
+        outer = current_config()
+        with meshplan.installed(policy="fast"):
+            inner = current_config()
+            assert inner is not None
+            assert inner.policy == "fast"
+        assert current_config() is outer
+        with pytest.raises(ZeroDivisionError), meshplan.installed(path="reference"):
+            raise ZeroDivisionError
+        assert current_config() is outer
+    assert _redistribute._optimize_transform_infos is TORCHS_OWN
+    with pytest.raises(meshplan.MeshplanError), meshplan.installed(policy="no such"):
+        pass
+    assert _redistribute._optimize_transform_infos is TORCHS_OWN
+
+
+def test_threads_install_and_uninstall_together() -> None:
+    def work() -> None:
+        for _ in range(200):
+            meshplan.install()
+            meshplan.uninstall()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    meshplan.uninstall()
+    assert _redistribute._optimize_transform_infos is TORCHS_OWN
+
+
+class TestMessages(TestCase):
+    def message(self, error: type[Exception], **options: object) -> str:
+        with pytest.raises(error) as caught:
+            meshplan.install(**options)  # type: ignore[arg-type]
+        assert _redistribute._optimize_transform_infos is TORCHS_OWN
+        return str(caught.value)
+
+    def test_arguments(self) -> None:
+        self.assertExpectedInline(
+            self.message(ValueError, policy="deterministc"),
+            """MP402: no policy 'deterministc'; write 'deterministic' or 'fast'""",
+        )
+        self.assertExpectedInline(
+            self.message(ValueError, contract="tree"),
+            """MP411: contract='tree' is not a contract; write contract=meshplan.Contract(order='tree')""",
+        )
+        self.assertExpectedInline(
+            self.message(ValueError, timeout=0),
+            """MP402: timeout=0 is not a positive number of seconds""",
+        )
+
+    def test_unknown_torch(self) -> None:
+        for version in ("2.10.2", "2.16.0.dev20261101+cu132", "3.0.0a0"):
+            with pytest.raises(UnsupportedTorchError) as caught:
+                _install._check_torch(version, False)
+            _install._check_torch(version, True)
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP602: torch 3.0.0a0 is not tested with meshplan, which knows 2.11 to 2.15; install one of these, or write meshplan.install(allow_untested_torch=True) and compare replicas yourself""",
+        )
+        for version in ("2.11.0", "2.13.0+cpu", "2.15.1"):
+            _install._check_torch(version, False)
+
+    def test_a_seam_that_moved(self) -> None:
+        def moved(infos: object, mesh: object) -> None: ...
+
+        for found in (moved, None):
+            with pytest.raises(UnsupportedTorchError) as caught:
+                _install._check_seam(found)
+        self.assertExpectedInline(
+            str(caught.value).replace(torch.__version__, "VERSION"),
+            """MP602: torch.distributed.tensor._redistribute._optimize_transform_infos takes [] in torch VERSION, meshplan needs ['transform_infos', 'device_mesh', 'src_placements', 'dst_placements']; use a tested torch version""",
+        )
+
+    def test_somebody_patched_on_top(self) -> None:
+        meshplan.install()
+        hook = _redistribute._optimize_transform_infos
+        _redistribute._optimize_transform_infos = len  # type: ignore[assignment]
+        with pytest.raises(InstallError) as caught:
+            meshplan.uninstall()
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP601: torch.distributed.tensor._redistribute._optimize_transform_infos was replaced after meshplan.install by <built-in function len>; undo that first, then uninstall""",
+        )
+        _redistribute._optimize_transform_infos = hook
+        meshplan.uninstall()
+        assert _redistribute._optimize_transform_infos is TORCHS_OWN
+
+
+IMPORT = """
+import os, sys, threading
+import torch
+import torch.distributed.tensor
+before = dict(os.environ), threading.active_count()
+import meshplan, meshplan.testing
+assert (dict(os.environ), threading.active_count()) == before
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+from torch.distributed.tensor import _redistribute
+assert _redistribute._optimize_transform_infos.__module__.startswith("torch.")
+assert "nccl_model" not in torch.distributed.Backend.backend_list
+print("untouched")
+"""
+
+
+def test_import_touches_nothing() -> None:
+    child = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:meshplan", "-c", IMPORT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (child.stdout.strip(), child.returncode) == ("untouched", 0), child.stderr
+
+
+def test_two_lines_before_init_process_group() -> None:
+    """On a fake group, where nobody answers: what is sent is all that can be seen."""
+    meshplan.install()
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 3))
+        d = DTensor.from_local(torch.ones(4), mesh, (Partial(), Partial()), run_check=False)
+        with CommDebugMode() as calls:
+            d.redistribute(mesh, (Replicate(), Replicate()))
+        assert {str(k).split(".")[-1]: n for k, n in calls.get_comm_counts().items()} == {
+            "all_to_all_single": 1,
+            "all_gather_into_tensor": 1,
+        }
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,238 @@
+"""Groups in mesh-coordinate order, siblings, normalisation of ranks, messages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.errors import AxisNameError, LayoutError
+from meshplan.layout import Layout, signature
+
+PERMUTED = Layout.of([0, 3, 2, 1], dp=2, tp=2)
+
+
+def test_groups_are_in_mesh_coordinate_order() -> None:
+    assert PERMUTED.group_of(0, ["tp"]) == (0, 3)
+    assert PERMUTED.group_of(3, ["tp"]) == (0, 3)
+    assert PERMUTED.group_of(1, ["tp"]) == (2, 1)
+    assert PERMUTED.group_of(1, ["dp"]) == (3, 1)
+    assert PERMUTED.group_of(2, ["dp", "tp"]) == (0, 3, 2, 1)
+    assert PERMUTED.group_of(2, ["tp", "dp"]) == (0, 3, 2, 1)
+    assert PERMUTED.group_of(2, []) == (2,)
+    assert PERMUTED.group_of(4, ["tp"]) is None
+
+
+def test_siblings() -> None:
+    assert PERMUTED.siblings(["tp"]).tolist() == [[0, 3], [2, 1]]
+    assert PERMUTED.siblings(["dp"]).tolist() == [[0, 2], [3, 1]]
+    assert PERMUTED.siblings([0, 1]).tolist() == [[0, 3, 2, 1]]
+    assert PERMUTED.siblings([]).tolist() == [[0], [3], [2], [1]]
+    outer = Layout.of(a=2, b=3, c=2).siblings(["a", "c"])
+    assert outer.dtype is torch.int64
+    assert outer.tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_names_and_positions() -> None:
+    layout = Layout.of(ddp=8, fsdp=5, tp=1)
+    assert (layout.sizes, layout.axes, layout.world_size) == ((8, 5, 1), ("ddp", "fsdp", "tp"), 40)
+    assert layout.axis_indices(["tp", 0, "ddp", -1]) == (0, 2)
+    unnamed = Layout((2, 2))
+    assert unnamed.axes == ("axis0", "axis1")
+    assert unnamed.axis_index("axis1") == unnamed.axis_index(-1) == 1
+    assert unnamed.siblings(["axis0"]).tolist() == [[0, 2], [1, 3]]
+
+
+def test_sub_mesh() -> None:
+    sub = Layout((2, 2), ("dp", "tp"), (4, 6, 5, 7))
+    assert sub.coordinate(6) == (0, 1)
+    assert sub.coordinate(0) is None
+    assert sub.group_of(7, ["dp"]) == (6, 7)
+    assert sub.group_of(0, ["dp"]) is None
+
+
+def test_consecutive_ranks_become_a_range() -> None:
+    assert Layout((3,)).ranks == range(3)
+    for ranks in ((0, 1, 2), range(3), [0, 1, 2]):
+        assert isinstance(Layout((3,), None, ranks).ranks, range)
+    assert Layout((3,), None, (4, 5, 6)).ranks == range(4, 7)
+    assert Layout((3,), None, range(4, 7)).ranks == range(4, 7)
+    assert Layout((3,), None, range(0, 6, 2)).ranks == (0, 2, 4)
+    assert Layout((3,), None, range(2, -1, -1)).ranks == (2, 1, 0)
+    assert Layout((1,), None, (5,)).ranks == range(5, 6)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    torch.set_default_device("meta")
+    try:
+        layout = Layout.of([1, 0, 3, 2], a=2, b=2)
+        assert layout.siblings("a").tolist() == [[1, 3], [0, 2]]
+        assert Layout.of(a=2).grid.device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_no_ranks_are_not_all_ranks() -> None:
+    with pytest.raises(LayoutError):
+        Layout.of([], a=2)
+
+
+def test_equality_and_hash_are_by_value() -> None:
+    same = [
+        Layout.of(dp=2, tp=2),
+        Layout([2, 2], ["dp", "tp"]),  # type: ignore[arg-type]
+        Layout.of([0, 1, 2, 3], dp=2, tp=2),
+        Layout((2, 2), ("dp", "tp")),
+    ]
+    assert len(set(same)) == 1
+    _ = same[0].grid  # a cached value must not enter the comparison
+    assert same[0] == same[1]
+    others = [Layout((2, 2)), Layout.of(tp=2, dp=2), PERMUTED, Layout.of(range(1, 5), dp=2, tp=2)]
+    assert len({*same, *others}) == 5
+
+
+def test_str() -> None:
+    layouts = [
+        Layout.of(ddp=8, fsdp=5, tp=1),
+        Layout((2, 3)),
+        Layout.of(range(4, 8), dp=2, tp=2),
+        PERMUTED,
+        Layout.of(range(9, -1, -1), dp=5, tp=2),
+    ]
+    assert_expected_inline(
+        "\n".join(map(str, layouts)),
+        """\
+(ddp=8, fsdp=5, tp=1)
+(axis0=2, axis1=3)
+(dp=2, tp=2; ranks 4..7)
+(dp=2, tp=2; ranks 0, 3, 2, 1)
+(dp=5, tp=2; ranks 9, 8, 7, 6, 5, 4, 3, 2, ...)""",
+    )
+
+
+def test_errors() -> None:
+    layout = Layout.of(ddp=8, fsdp=5)
+    rows = []
+    for error, act in (
+        (LayoutError, lambda: Layout(())),
+        (LayoutError, lambda: Layout.of(dp=0)),
+        (LayoutError, lambda: Layout((2, 2), ("dp",))),
+        (LayoutError, lambda: Layout((2, 2), ("dp", "dp"))),
+        (LayoutError, lambda: Layout.of([0, 1, 1, 3], dp=4)),
+        (LayoutError, lambda: Layout.of([0, -1], dp=2)),
+        (LayoutError, lambda: Layout.of(range(10), dp=4)),
+        (AxisNameError, lambda: layout.axis_index(2)),
+        (AxisNameError, lambda: layout.axis_index(-3)),
+        (AxisNameError, lambda: layout.siblings(["fsp"])),
+        (AxisNameError, lambda: layout.group_of(0, ["model"])),
+    ):
+        with pytest.raises(error) as caught:
+            act()
+        rows.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MP101: a mesh needs axes of size 1 or more, found sizes []; write for example Layout.of(ddp=8, fsdp=5)
+MP101: a mesh needs axes of size 1 or more, found sizes [0]; write for example Layout.of(ddp=8, fsdp=5)
+MP101: axis names must be unique and one for each of the 2 axes, found ['dp']; write one name per axis, or names=None
+MP101: axis names must be unique and one for each of the 2 axes, found ['dp', 'dp']; write one name per axis, or names=None
+MP101: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 1, 3; write the global rank at each coordinate, row-major
+MP101: a mesh of 2 coordinates needs 2 different ranks from 0 up, found 2: 0, -1; write the global rank at each coordinate, row-major
+MP101: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 10: 0, 1, 2, 3, 4, 5, 6, 7, ...; write the global rank at each coordinate, row-major
+MP102: no axis 2 in a mesh of 2 axes; write a position from 0 to 1
+MP102: no axis -3 in a mesh of 2 axes; write a position from 0 to 1
+MP102: no axis 'fsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+MP102: no axis 'model' in the mesh, it has ddp, fsdp""",  # noqa: E501
+    )
+
+
+def test_signature() -> None:
+    node = [0, 0, 0, 1, 1, 1, 2]
+    assert signature([0, 1, 2, 3, 4], node) == (3, 2)
+    assert signature([3, 0, 1, 4, 6], node) == (2, 2, 1)
+    assert signature([], node) == ()
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    count = math.prod(sizes)
+    names = tuple("abcd"[: len(sizes)]) if draw(st.booleans()) else None
+    first = draw(st.integers(0, 5))
+    ranks = range(first, first + count)
+    if draw(st.booleans()):
+        ranks = tuple(draw(st.permutations(range(first, first + 2 * count, 2))))
+    return Layout(sizes, names, ranks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(layout=layouts(), data=st.data())
+def test_siblings_partition_the_mesh_and_agree_with_brute_force(
+    layout: Layout, data: st.DataObject
+) -> None:
+    axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
+    chosen = [layout.axes.index(axis) for axis in axes]
+    coordinates = list(itertools.product(*map(range, layout.sizes)))
+    rank_at = dict(zip(coordinates, layout.ranks, strict=True))
+
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for coordinate in coordinates:
+        others = tuple(c for i, c in enumerate(coordinate) if i not in chosen)
+        groups.setdefault(others, []).append(rank_at[coordinate])
+    found = layout.siblings(axes).tolist()
+    assert found == list(groups.values())
+    assert sorted(itertools.chain(*found)) == sorted(layout.ranks)
+    for row in found:
+        for rank in row:
+            assert layout.group_of(rank, axes) == tuple(row)
+    for coordinate, rank in rank_at.items():
+        assert layout.coordinate(rank) == coordinate
+        assert int(layout.grid[coordinate]) == rank
+
+
+def test_a_million_ranks() -> None:
+    layout = Layout.of(dp=1000, fsdp=125, tp=8)
+    assert isinstance(layout.ranks, range)
+    rows = layout.siblings(["dp", "tp"])
+    assert tuple(rows.shape) == (125, 8000)
+    assert rows[124, -1].item() == layout.world_size - 1 == 999_999
+    assert layout.coordinate(999_999) == (999, 124, 7)
+    reverse = Layout.of(range(999_999, -1, -1), dp=1000, fsdp=125, tp=8)
+    assert reverse.siblings(["tp"])[0].tolist() == list(range(999_999, 999_991, -1))
+    assert hash(reverse) != hash(layout)
+
+
+@pytest.fixture
+def fake_world():
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_from_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    layout = Layout.from_mesh(mesh)
+    assert layout == Layout.of(pp=2, dp=2, tp=2)
+    assert all(isinstance(size, int) for size in layout.sizes)
+    # The sub-mesh of rank 0.
+    assert Layout.from_mesh(mesh["pp", "tp"]) == Layout.of([0, 1, 4, 5], pp=2, tp=2)
+    assert Layout.from_mesh(mesh["dp"]) == Layout.of([0, 2], dp=2)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_from_mesh_permuted_and_unnamed() -> None:
+    mesh = DeviceMesh("cpu", [[0, 3], [2, 1]])
+    layout = Layout.from_mesh(mesh)
+    assert layout == Layout((2, 2), None, (0, 3, 2, 1))
+    assert layout.siblings(["axis1"]).tolist() == [[0, 3], [2, 1]]

@@ -1,0 +1,468 @@
+"""The nccl_model backend over real processes, against a numpy evaluation of the same trees."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import expecttest
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from meshplan.errors import LayoutError
+from meshplan.planner import _nccl_order as order
+from meshplan.testing import _nccl_model as model
+
+NODES = (0, 0, 0, 1, 1)
+WORLD = len(NODES)
+
+
+def child(rank: int, body: Callable[[int], None], rendezvous: str, world: int) -> None:
+    torch.set_num_threads(1)
+    model.register()
+    model.register()
+    model.configure(node_of_rank=NODES)
+    dist.init_process_group("nccl_model", init_method=rendezvous, rank=rank, world_size=world)
+    body(rank)
+    dist.destroy_process_group()
+
+
+def run(body: Callable[[int], None], tmp_path: Path, world: int = WORLD) -> None:
+    """Run ``body(rank)`` in ``world`` processes; fail unless all of them end well in time."""
+    context = torch.multiprocessing.get_context("fork")
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    children = [
+        context.Process(target=child, args=(rank, body, rendezvous, world), daemon=True)
+        for rank in range(world)
+    ]
+    for process in children:
+        process.start()
+    end = time.monotonic() + 60
+    for process in children:
+        process.join(max(end - time.monotonic(), 0.1))
+    codes = [process.exitcode for process in children]
+    for process in children:
+        if process.exitcode is None:
+            process.kill()
+    assert codes == [0] * world
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(model, "_config", None)
+
+
+def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Order-sensitive values: magnitudes over ten binades, both signs."""
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    scale = torch.randint(-5, 6, (numel,), generator=generator)
+    values = torch.ldexp(values, scale)
+    return (values * 8).to(dtype) if not dtype.is_floating_point else values.to(dtype)
+
+
+def round_bf16(wide: np.ndarray) -> np.ndarray:
+    """Round float32 to the nearest bfloat16, ties to even, kept as float32."""
+    bits = wide.astype(np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def add(dtype: torch.dtype) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    if dtype is torch.bfloat16:
+        return lambda left, right: round_bf16(left + right)
+    return lambda left, right: left + right
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The values as numpy; bfloat16 as the float32 of equal value."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def expected(
+    numel: int,
+    dtype: torch.dtype,
+    algorithm: str,
+    leaf: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+) -> np.ndarray:
+    inputs = [leaf(to_numpy(data(rank, numel, dtype))) for rank in range(WORLD)]
+    if algorithm == "tree":
+        return order.fold(order.tree_tree(NODES), inputs.__getitem__, add(dtype))
+    result = np.empty_like(inputs[0])
+    ring = order.ring_order(NODES)
+    for start, stop, chunk in order.ring_chunks(numel, WORLD, dtype.itemsize):
+        tree = order.ring_tree(ring, chunk)
+        result[start:stop] = order.fold(tree, lambda r: inputs[r][start:stop], add(dtype))  # noqa: B023 - used at once
+    return result
+
+
+def assert_bits(found: torch.Tensor, wanted: np.ndarray) -> None:
+    values = to_numpy(found)
+    assert values.dtype == wanted.dtype
+    assert values.tobytes() == wanted.tobytes(), (values, wanted)
+
+
+def check_all_reduce(rank: int) -> None:
+    for algorithm in ("ring", "tree"):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32):
+            # 41 elements fill several 16-byte ring chunks and leave a short one.
+            for numel in (0, 1, 3, 7, 41, 1000):
+                tensor = data(rank, numel, dtype)
+                dist.all_reduce(tensor)
+                assert_bits(tensor, expected(numel, dtype, algorithm))
+    # More than one full loop of 2 MiB chunks.
+    model.configure(node_of_rank=NODES)
+    numel = WORLD * 262144 + 1003
+    tensor = data(rank, numel, torch.float64)
+    dist.all_reduce(tensor)
+    assert_bits(tensor, expected(numel, torch.float64, "ring"))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_all_reduce_bits(tmp_path: Path) -> None:
+    run(check_all_reduce, tmp_path)
+
+
+def check_operations(rank: int) -> None:
+    fifth = np.float32(0.2)
+    half_fifth = round_bf16(np.array([0.2], dtype=np.float32))
+    for algorithm in ("ring", "tree"):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        tensor = data(rank, 57, torch.float32)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        assert_bits(tensor, expected(57, torch.float32, algorithm, lambda x: x * fifth))
+        divided = expected(57, torch.float32, algorithm) / np.float32(5)
+        assert to_numpy(tensor).tobytes() != divided.tobytes()
+
+        tensor = data(rank, 57, torch.bfloat16)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        scaled = expected(57, torch.bfloat16, algorithm, lambda x: round_bf16(x * half_fifth))
+        assert_bits(tensor, scaled)
+
+        integers = np.stack([to_numpy(data(r, 57, torch.int64)) for r in range(WORLD)])
+        for op, wanted in (
+            (dist.ReduceOp.MAX, integers.max(0)),
+            (dist.ReduceOp.MIN, integers.min(0)),
+            (dist.ReduceOp.PRODUCT, integers.prod(0)),
+            (dist.ReduceOp.AVG, np.trunc(integers.sum(0) / 5).astype(np.int64)),
+        ):
+            tensor = data(rank, 57, torch.int64)
+            dist.all_reduce(tensor, op=op)
+            assert_bits(tensor, wanted)
+
+    flag = torch.tensor([rank == 2, False])
+    dist.all_reduce(flag)
+    assert flag.tolist() == [True, False]
+
+    nan = torch.tensor([float("nan") if rank == 0 else float(rank)])
+    dist.all_reduce(nan, op=dist.ReduceOp.MAX)
+    assert nan.item() == 4.0
+
+    for bad, op in ((torch.ones(2), dist.ReduceOp.BAND), (torch.tensor([True]), dist.ReduceOp.AVG)):
+        with pytest.raises(LayoutError, match="write SUM, PRODUCT"):
+            dist.all_reduce(bad, op=op)
+    with pytest.raises(LayoutError, match="int16"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int16))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_operations(tmp_path: Path) -> None:
+    run(check_operations, tmp_path)
+
+
+def check_shapes_and_ways_to_call(rank: int) -> None:
+    wanted = expected(60, torch.float32, "ring")
+    base = torch.zeros(10, 12)
+    view = base.t()[::2, ::1]
+    assert view.shape == (6, 10)
+    assert not view.is_contiguous()
+    view.copy_(data(rank, 60, torch.float32).view(6, 10))
+    dist.all_reduce(view)
+    assert_bits(view.contiguous().view(-1), wanted)
+    assert base[:, 1::2].count_nonzero() == 0
+
+    tensor = data(rank, 60, torch.float32)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    assert_bits(tensor, wanted)
+    assert_bits(work.get_future().wait()[0], wanted)
+
+    tensor = data(rank, 60, torch.float32).requires_grad_()
+    dist.all_reduce(tensor)
+    assert_bits(tensor.detach(), wanted)
+
+    source = data(rank, 60, torch.float32)
+    assert_bits(funcol.wait_tensor(funcol.all_reduce(source, "sum", dist.group.WORLD)), wanted)
+    assert_bits(source, to_numpy(data(rank, 60, torch.float32)))
+    both = funcol.all_reduce_coalesced([source, source[:7].clone()], "sum", dist.group.WORLD)
+    assert_bits(funcol.wait_tensor(both[0]), wanted)
+    with dist._coalescing_manager(group=dist.group.WORLD):
+        dist.all_reduce(source)
+    assert_bits(source, wanted)
+
+    # In a group the node map goes by global rank: (1, 3, 4) sit on nodes (0, 1, 1).
+    group = dist.new_group([1, 3, 4])
+    alone = dist.new_group([0])
+    if rank in (1, 3, 4):
+        tensor = data(rank, 9, torch.float32)
+        model.configure(node_of_rank=NODES, algorithm="tree")
+        dist.all_reduce(tensor, group=group)
+        one, three, four = (to_numpy(data(r, 9, torch.float32)) for r in (1, 3, 4))
+        assert_bits(tensor, one + (three + four))
+        model.configure(node_of_rank=NODES[:4])
+        with pytest.raises(LayoutError, match="4 entries, but rank 4 is in the group"):
+            dist.all_reduce(tensor, group=group)
+    if rank == 0:
+        tensor = data(rank, 9, torch.float32)
+        dist.all_reduce(tensor, group=alone, op=dist.ReduceOp.AVG)
+        assert_bits(tensor, to_numpy(data(rank, 9, torch.float32)))
+    model.configure(domain_size=3)
+    tensor = data(rank, 60, torch.float32)
+    dist.all_reduce(tensor)
+    assert_bits(tensor, wanted)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_shapes_and_ways_to_call(tmp_path: Path) -> None:
+    run(check_shapes_and_ways_to_call, tmp_path)
+
+
+def check_reduce_scatter(rank: int) -> None:
+    ring = order.ring_order(NODES)
+    inputs = [to_numpy(data(r, 5 * 11, torch.float32)) for r in range(WORLD)]
+    mine = slice(11 * rank, 11 * rank + 11)
+    wanted = order.fold(order.root_tree(ring, rank), lambda r: inputs[r][mine], add(torch.float32))
+    source = data(rank, 5 * 11, torch.float32)
+    blocks = list(source.chunk(5))
+    single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    functional = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+    for algorithm in ("ring", "tree"):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        output = torch.empty(11)
+        single(output, source)
+        assert_bits(output, wanted)
+        output = torch.empty(11)
+        dist.reduce_scatter(output, blocks)
+        assert_bits(output, wanted)
+        found = functional(source, "sum", 0, dist.group.WORLD)
+        assert_bits(funcol.wait_tensor(found), wanted)
+
+    uneven = [source[: r * 2] for r in range(5)]
+    output = torch.empty(rank * 2)
+    dist.reduce_scatter(output, uneven)
+    start = slice(0, rank * 2)
+    tree = order.root_tree(ring, rank)
+    assert_bits(output, order.fold(tree, lambda r: inputs[r][start], add(torch.float32)))
+
+    for root in (0, 4):
+        tensor = source.clone()
+        dist.reduce(tensor, root)
+        tree = order.root_tree(ring, root)
+        if rank == root:
+            assert_bits(tensor, order.fold(tree, inputs.__getitem__, add(torch.float32)))
+    with pytest.raises(LayoutError, match="do not fit: input 3, output 1"):
+        single(torch.empty(1), torch.ones(3))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_reduce_scatter_and_reduce_go_round_the_ring(tmp_path: Path) -> None:
+    run(check_reduce_scatter, tmp_path)
+
+
+def check_movement(rank: int) -> None:
+    ones = torch.full((2,), float(rank))
+    everyone = [float(r) for r in range(WORLD) for _ in range(2)]
+    gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    functional = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+    output = torch.empty(10)
+    gather_single(output, ones)
+    assert output.tolist() == everyone
+    found = funcol.wait_tensor(functional(ones, 0, dist.group.WORLD))
+    assert found.tolist() == everyone
+    pieces = [torch.empty(2) for _ in range(WORLD)]
+    dist.all_gather(pieces, ones)
+    assert torch.cat(pieces).tolist() == everyone
+    # Gloo's threads drop Python tensors here; a call that held the GIL would deadlock with them.
+    for _ in range(100):
+        dist.all_gather([piece.clone() for piece in pieces], ones.clone())
+        dist.broadcast(ones.clone(), 0)
+    output = torch.empty(5)
+    dist.all_to_all_single(output, torch.arange(5.0) + 10 * rank)
+    assert output.tolist() == [10.0 * r + rank for r in range(5)]
+    found = funcol.all_to_all_single(torch.ones(5), [1] * 5, [1] * 5, dist.group.WORLD)
+    assert funcol.wait_tensor(found).tolist() == [1.0] * 5
+    dist.broadcast(ones, 3)
+    assert ones.tolist() == [3.0, 3.0]
+    objects: list[object] = [None] * WORLD
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(WORLD)]
+    gathered = [torch.empty(1) for _ in range(WORLD)] if rank == 0 else None
+    dist.gather(torch.tensor([float(rank)]), gathered)
+    mine = torch.empty(1)
+    dist.scatter(mine, gathered)
+    assert mine.item() == rank
+    if rank == 0:
+        dist.send(torch.tensor([7.0]), 4)
+    if rank == 4:
+        dist.recv(mine, 0)
+        assert mine.item() == 7.0
+    dist.barrier()
+
+    threads = len(os.listdir("/proc/self/task"))
+    extra = dist.new_group(list(range(WORLD)))
+    dist.all_reduce(torch.ones(3), group=extra)
+    assert len(os.listdir("/proc/self/task")) > threads
+    dist.destroy_process_group(extra)
+    del extra
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) == threads
+
+    about = "model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL"
+    group = dist.group.WORLD
+    assert isinstance(group, model.NcclModelProcessGroup)
+    assert dist.get_backend() == "nccl_model"
+    assert about in repr(group)
+    assert about in group.describe()
+    assert about in " ".join((model.__doc__ or "").split())
+    assert threading.active_count() == 1
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_movement_is_gloo(tmp_path: Path) -> None:
+    run(check_movement, tmp_path)
+
+
+def check_dtensor(rank: int) -> None:
+    for algorithm in ("ring", "tree"):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ddp",))
+        partial = DTensor.from_local(data(rank, 60, torch.float32), mesh, [Partial()])
+        with CommDebugMode() as counted:
+            found = partial.redistribute(mesh, [Replicate()]).to_local()
+        assert counted.get_total_counts() == 1
+        assert counted.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
+        assert_bits(found, expected(60, torch.float32, algorithm))
+        shard = partial.redistribute(mesh, [Shard(0)])
+        assert shard.to_local().shape == (12,)
+        assert shard.full_tensor().shape == (60,)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_dtensor(tmp_path: Path) -> None:
+    run(check_dtensor, tmp_path)
+
+
+def check_mesh_axes(rank: int) -> None:
+    # Domain 3 over 2 x 2: axis groups {0,1} {2,3} and {0,2} {1,3}.
+    model.configure(domain_size=3, algorithm="tree")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+    partial = DTensor.from_local(data(rank, 8, torch.float32), mesh, [Replicate(), Partial()])
+    found = partial.redistribute(mesh, [Replicate(), Replicate()]).to_local()
+    first, second = (to_numpy(data(rank // 2 * 2 + f, 8, torch.float32)) for f in (0, 1))
+    assert_bits(found, first + second)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_mesh_axes(tmp_path: Path) -> None:
+    run(check_mesh_axes, tmp_path, world=4)
+
+
+def check_algorithm_matters(rank: int) -> None:
+    # Ring chunk 0 is (0+(4+(3+(1+2)))), the tree ((0+(1+2))+(3+4)): 1 is lost next to 2**24.
+    value = [2.0**24, 0.0, 0.0, 1.0, 1.0][rank]
+    found = []
+    for algorithm in ("ring", "tree"):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        tensor = torch.tensor([value] * 4 + [0.0] * 16)
+        tensor[4:] = data(rank, 16, torch.float32)
+        dist.all_reduce(tensor)
+        found.append(tensor)
+    assert not torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
+    # The same element at another place of the message: only the ring tells them apart.
+    value = [1.0, 2.0**24, 1.0, 0.0, 0.0][rank]
+    for algorithm, distinct in (("ring", 2), ("tree", 1)):
+        model.configure(node_of_rank=NODES, algorithm=algorithm)
+        tensor = torch.full((20,), value)
+        dist.all_reduce(tensor)
+        assert len(set(tensor.tolist())) == distinct
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_algorithm_matters(tmp_path: Path) -> None:
+    run(check_algorithm_matters, tmp_path)
+
+
+def check_unconfigured(rank: int) -> None:
+    model._config = None
+    with pytest.raises(LayoutError, match="nccl_model has no nodes; call configure"):
+        dist.all_reduce(torch.ones(2))
+    assert "not NCCL" in repr(dist.group.WORLD)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+def test_unconfigured(tmp_path: Path) -> None:
+    run(check_unconfigured, tmp_path, world=2)
+
+
+@pytest.mark.timeout(60)
+class TestConfigure(expecttest.TestCase):
+    def test_configure(self) -> None:
+        self.assertExpectedInline(
+            str(model.configure(node_of_rank=[0, 1], algorithm="tree")),
+            "NcclModelConfig(node_of_rank=(0, 1), domain_size=None, algorithm='tree')",
+        )
+        assert model.current_config() == model.configure(node_of_rank=(0, 1), algorithm="tree")
+        assert [model.configure(domain_size=8).node_of(rank) for rank in (7, 8)] == [0, 1]
+
+    def test_errors(self) -> None:
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: model.configure(),
+            """MP101: give exactly one of node_of_rank and domain_size; found neither""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: model.configure(node_of_rank=[0], domain_size=8),
+            """MP101: give exactly one of node_of_rank and domain_size; found both""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: model.configure(domain_size=0),
+            """MP101: domain_size is 0; write the ranks per node, 1 or more""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: model.configure(domain_size=8, algorithm="nvls"),  # type: ignore[arg-type]
+            """MP101: algorithm 'nvls' is not modelled; write 'ring' or 'tree'""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: model.configure(node_of_rank=[0, 0]).node_of(2),
+            (
+                "MP101: node_of_rank has 2 entries, but rank 2 is in the group; "
+                "configure one node number per global rank"
+            ),
+        )

@@ -1,0 +1,274 @@
+"""The NCCL order model: rings, trees, chunks, and the published divergence table."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import LayoutError
+from meshplan.layout import signature
+from meshplan.planner import _nccl_order as order
+from meshplan.planner._nccl_order import Tree
+
+
+def leaves(tree: Tree) -> list[int]:
+    return order.fold(tree, lambda rank: [rank], lambda left, right: left + right)
+
+
+def groups_8x5() -> dict[str, list[list[int]]]:
+    ranks = np.arange(40).reshape(8, 5)
+    return {"fsdp": ranks.tolist(), "ddp": ranks.T.tolist()}
+
+
+def nodes_of(group: list[int], domain: int = 8) -> list[int]:
+    return [rank // domain for rank in group]
+
+
+class TestKnownOrders(TestCase):
+    def test_p4d_two_hosts_of_eight(self) -> None:
+        # Read from the logs of two AWS P4d hosts: one chain per host, joined at the heads.
+        tree = order.tree_tree([0] * 8 + [1] * 8)
+        self.assertExpectedInline(
+            order.draw(tree),
+            "((0+(1+(2+(3+(4+(5+(6+7)))))))+(8+(9+(10+(11+(12+(13+(14+15))))))))",
+        )
+        mirrored = order.tree_tree([1] * 8 + [0] * 8)
+        assert isinstance(tree, tuple)
+        assert order.same_bits(mirrored, (tree[1], tree[0]))
+
+    def test_rings(self) -> None:
+        self.assertExpectedInline(str(order.ring_order([7] * 5)), "(0, 1, 2, 3, 4)")
+        self.assertExpectedInline(str(order.ring_order([0] * 4 + [1] * 3)), "(0, 3, 2, 1, 4, 6, 5)")
+        self.assertExpectedInline(str(order.ring_order([0, 1, 0, 1, 0])), "(0, 4, 2, 1, 3)")
+
+    def test_ring_trees(self) -> None:
+        ring = order.ring_order([0, 0, 0, 1, 1])
+        self.assertExpectedInline(str(ring), "(0, 2, 1, 3, 4)")
+        self.assertExpectedInline(order.draw(order.ring_tree(ring, 0)), "(0+(4+(3+(1+2))))")
+        self.assertExpectedInline(order.draw(order.ring_tree(ring, 4)), "(4+(3+(1+(2+0))))")
+        # The block of rank 1 ends at rank 1, which sits at ring position 2.
+        self.assertExpectedInline(order.draw(order.root_tree(ring, 1)), "(1+(2+(0+(4+3))))")
+
+    def test_trees_of_the_fsdp_groups(self) -> None:
+        drawn = [order.draw(order.tree_tree(nodes_of(g))) for g in groups_8x5()["fsdp"]]
+        self.assertExpectedInline(
+            "\n".join(drawn),
+            """\
+(0+(1+(2+(3+4))))
+((0+(1+2))+(3+4))
+(0+(1+(2+(3+4))))
+(0+(1+(2+(3+4))))
+((0+(1+(2+3)))+4)
+(0+(1+(2+(3+4))))
+((0+1)+(2+(3+4)))
+(0+(1+(2+(3+4))))""",
+        )
+
+    def test_child_zero_lands_on_the_second_rank(self) -> None:
+        # Four nodes: 0 -> 2 -> (1, 3). Node 2 hears node 1 at its second rank, node 3 at its head.
+        tree = order.tree_tree([0, 1, 2, 2, 2, 3])
+        self.assertExpectedInline(order.draw(tree), "(0+((2+((3+4)+1))+5))")
+        # With one GPU per node both land on it, child 0 first.
+        self.assertExpectedInline(order.draw(order.tree_tree(range(4))), "(0+((2+1)+3))")
+
+    def test_errors(self) -> None:
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.ring_tree((0, 1), 2),
+            """MP101: ring chunk 2 does not exist in a ring of 2 ranks; write 0..1""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.tree_tree([]),
+            """MP101: node_of_member is empty; give one node number per group rank""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.canonical((0, (1, 0))),
+            """MP101: group rank 0 occurs twice in a tree; each rank adds once""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.ring_chunks(-1, 4, 4),
+            (
+                "MP101: ring_chunks wants numel >= 0, group_size >= 1 and itemsize >= 1; "
+                "found numel=-1, group_size=4, itemsize=4"
+            ),
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.root_tree((0, 1), 5),
+            """MP101: group rank 5 is not on the ring (0, 1)""",
+        )
+        self.assertExpectedRaisesInline(
+            LayoutError,
+            lambda: order.btree_children(3, 3),
+            """MP101: node 3 does not exist among 3 nodes""",
+        )
+
+
+def test_signatures_of_the_8_by_5_mesh() -> None:
+    assert order.nodes_of_group([4, 4, 2, 4, 2]) == ((0, 1, 3), (2, 4))
+    found = [signature(range(len(group)), nodes_of(group)) for group in groups_8x5()["fsdp"]]
+    assert found == [(5,), (3, 2), (5,), (1, 4), (4, 1), (5,), (2, 3), (5,)]
+
+
+def test_signature_inequality_over_reports() -> None:
+    whole, jagged, late = (order.tree_tree(n) for n in ([0] * 5, [0, 0, 0, 1, 1], [0] + [1] * 4))
+    assert order.same_bits(whole, late)
+    assert order.canonical(whole) == order.canonical(late)
+    assert not order.same_bits(whole, jagged)
+
+
+# Per node, by hand from the drawing of the tree: root 0 over the largest power of two below n,
+# every other node over the halves of its own span, the right half cut to what exists.
+BTREES = {
+    1: [(None, None)],
+    2: [(None, 1), (None, None)],
+    3: [(None, 2), (None, None), (1, None)],
+    4: [(None, 2), (None, None), (1, 3), (None, None)],
+    5: [(None, 4), (None, None), (1, 3), (None, None), (2, None)],
+    6: [(None, 4), (None, None), (1, 3), (None, None), (2, 5), (None, None)],
+    7: [(None, 4), (None, None), (1, 3), (None, None), (2, 6), (None, None), (5, None)],
+    8: [(None, 4), (None, None), (1, 3), (None, None), (2, 6), (None, None), (5, 7), (None, None)],
+    9: [
+        *[(None, 8), (None, None), (1, 3), (None, None), (2, 6), (None, None), (5, 7)],
+        *[(None, None), (4, None)],
+    ],
+}
+
+
+@pytest.mark.parametrize("num_nodes", BTREES)
+def test_btree_children(num_nodes: int) -> None:
+    found = [order.btree_children(num_nodes, node) for node in range(num_nodes)]
+    assert found == BTREES[num_nodes]
+
+
+node_maps = st.lists(st.integers(0, 6), min_size=1, max_size=40)
+
+
+@given(node_maps, st.data())
+def test_every_tree_has_each_leaf_once(nodes: list[int], data: st.DataObject) -> None:
+    chunk = data.draw(st.integers(0, len(nodes) - 1))
+    ring = order.ring_order(nodes)
+    for tree in (order.tree_tree(nodes), order.ring_tree(ring, chunk)):
+        assert sorted(leaves(tree)) == list(range(len(nodes)))
+    assert sum(signature(range(len(nodes)), nodes)) == len(nodes)
+    assert leaves(order.root_tree(ring, chunk))[0] == chunk
+
+
+@given(st.recursive(st.just(0), lambda kids: st.tuples(kids, kids), max_leaves=24), st.randoms())
+def test_canonical_is_exactly_commutation(shape: Tree, random: object) -> None:
+    count = iter(range(1000))
+    tree = order.fold(shape, lambda _: next(count), lambda left, right: (left, right))
+    swapped = order.fold(
+        tree,
+        lambda rank: rank,
+        lambda left, right: (right, left) if random.random() < 0.5 else (left, right),
+    )
+    assert order.same_bits(tree, swapped)
+    assert order.canonical(order.canonical(swapped)) == order.canonical(tree)
+
+    def spans(of: Tree) -> set[frozenset[int]]:
+        found: set[frozenset[int]] = set()
+
+        def join(left: frozenset[int], right: frozenset[int]) -> frozenset[int]:
+            found.add(left | right)
+            return left | right
+
+        order.fold(of, lambda rank: frozenset([rank]), join)
+        return found
+
+    # The set of partial sums decides the bits: a rotated tree has other ones.
+    if isinstance(tree, tuple) and isinstance(tree[1], tuple):
+        rotated: Tree = ((tree[0], tree[1][0]), tree[1][1])
+        assert order.same_bits(tree, rotated) == (spans(tree) == spans(rotated))
+        assert not order.same_bits(tree, rotated)
+
+
+@given(st.integers(0, 5_000_000), st.integers(1, 50), st.sampled_from([1, 2, 4, 8, 16]))
+def test_ring_chunks_cover_the_message(numel: int, size: int, itemsize: int) -> None:
+    pieces = order.ring_chunks(numel, size, itemsize)
+    edges = [0] + [stop for _, stop, _ in pieces]
+    assert [start for start, _, _ in pieces] == edges[:-1]
+    assert edges[-1] == numel
+    assert all(start < stop and 0 <= chunk < size for start, stop, chunk in pieces)
+    assert all(stop - start <= 2 * 1024 * 1024 // itemsize for start, stop, _ in pieces)
+
+
+def test_ring_chunks_by_hand() -> None:
+    # 22 float32 over 5 ranks: ceil is 5, rounded up to 4-element (16-byte) cells gives 8.
+    assert order.ring_chunks(22, 5, 4) == [(0, 8, 0), (8, 16, 1), (16, 22, 2)]
+    assert order.ring_chunks(3, 5, 2) == [(0, 3, 0)]
+    full = 2 * 1024 * 1024 // 4
+    # A full loop of 2 ranks, then a remainder of 10 elements with its own chunk width.
+    assert order.ring_chunks(2 * full + 10, 2, 4) == [
+        (0, full, 0),
+        (full, 2 * full, 1),
+        (2 * full, 2 * full + 8, 0),
+        (2 * full + 8, 2 * full + 10, 1),
+    ]
+
+
+def test_chains_deeper_than_the_recursion_limit() -> None:
+    size = 4 * sys.getrecursionlimit()
+    one_host = order.tree_tree([0] * size)
+    assert order.draw(one_host).startswith("(0+(1+(2+")
+    assert order.same_bits(one_host, order.tree_tree([0] + [1] * (size - 1)))
+    assert not order.same_bits(one_host, order.ring_tree(order.ring_order([0] * size), 1))
+    assert len(order.draw(order.tree_tree(range(size)))) == len(order.draw(one_host))
+
+
+def reduce_on_mesh(values: np.ndarray, axis: int, algorithm: str) -> np.ndarray:
+    """All-reduce float32 ``values`` (ddp, fsdp, chunk, elements) along mesh axis 0 or 1."""
+    ranks = np.arange(values.shape[0] * values.shape[1]).reshape(values.shape[:2])
+    result = np.empty_like(values)
+    for sibling in range(values.shape[1 - axis]):
+        group = ranks.take(sibling, axis=1 - axis).tolist()
+        inputs = values.take(sibling, axis=1 - axis)
+        for chunk in range(values.shape[2]):
+            tree = tree_for(tuple(nodes_of(group)), algorithm, chunk * len(group) // 40)
+            total = order.fold(tree, lambda r, c=chunk, x=inputs: x[r, c], np.add)
+            if axis == 0:
+                result[:, sibling, chunk] = total
+            else:
+                result[sibling, :, chunk] = total
+    return result
+
+
+@cache
+def tree_for(nodes: tuple[int, ...], algorithm: str, chunk: int) -> Tree:
+    if algorithm == "tree":
+        return order.tree_tree(nodes)
+    return order.ring_tree(order.ring_order(nodes), chunk)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first", "replicas"),
+    [("tree", "fsdp", 5), ("tree", "ddp", 4), ("ring", "fsdp", 1), ("ring", "ddp", 5)],
+)
+def test_divergence_table_of_8_by_5_on_hosts_of_8(
+    algorithm: str, first: str, replicas: int
+) -> None:
+    # 40 slots of elements: enough that both 5 and 8 ring chunks fall on slot borders.
+    values = np.random.default_rng(3).standard_normal((8, 5, 40, 16)).astype(np.float32)
+    axes = (1, 0) if first == "fsdp" else (0, 1)
+    for axis in axes:
+        values = reduce_on_mesh(values, axis, algorithm)
+    assert len({values[d, f].tobytes() for d in range(8) for f in range(5)}) == replicas
+
+    last = "ddp" if first == "fsdp" else "fsdp"
+    forms = {
+        tuple(
+            order.draw(order.canonical(tree_for(tuple(nodes_of(group)), algorithm, chunk)))
+            for chunk in range(len(group))
+        )
+        for group in groups_8x5()[last]
+    }
+    assert len(forms) == replicas
