@@ -143,10 +143,11 @@ def measure(
     planned = sum(e["count"] for e in ran) // (len(grads) + 1)
     # Plain DTensor combines summands once per reducing call of the backend.
     counted = sum(n for name, n in calls.items() if name.startswith(("all_reduce", "reduce_")))
+    letters = ", ".join("P" if p.is_partial() else "R" for p in source)
     target = ", ".join("R" for _ in source)
     return Row(
         run=run,
-        redistribution=f"({', '.join('P' if p.is_partial() else 'R' for p in source)}) -> ({target})",
+        redistribution=f"({letters}) -> ({target})",
         model=model,
         reductions=planned or counted,
         backend_calls=calls,
@@ -185,7 +186,16 @@ def run_all(mesh: DeviceMesh, domain: int) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
-    head = ("run", "redistribution", "order", "reductions", "replicas", "differ", "s", "the backend ran")
+    head = (
+        "run",
+        "redistribution",
+        "order",
+        "reductions",
+        "replicas",
+        "differ",
+        "s",
+        "the backend ran",
+    )
     body = [
         (
             row.run,
@@ -200,7 +210,9 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in [head, *body]]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in [head, *body]
+    ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -232,7 +244,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--mesh {options.mesh}: write sizes like 8,5,1")
     if not 1 <= len(options.sizes) <= len(AXES) or min(options.sizes) < 1 or options.domain < 1:
-        parser.error(f"--mesh {options.mesh} --domain {options.domain}: one to three sizes, all >= 1")
+        parser.error(
+            f"--mesh {options.mesh} --domain {options.domain}: one to three sizes, all >= 1"
+        )
     return options
 
 
@@ -263,7 +277,9 @@ def main() -> int:
             print(table(rows))
             if options.json:
                 found = {"mesh": options.sizes, "domain": options.domain}
-                options.json.write_text(json.dumps(found | {"rows": [asdict(r) for r in rows]}, indent=2))
+                options.json.write_text(
+                    json.dumps(found | {"rows": [asdict(r) for r in rows]}, indent=2)
+                )
         wrong = [r for r in rows if r.run == "meshplan" and r.distinct_replicas != 1]
         meshplan.shutdown()
         return 1 if wrong else 0

@@ -138,9 +138,7 @@ def test_a_timeout_beside_the_last_arrival_decides_once() -> None:
             prefix, _ = open_round(store, "group", rank)
             barrier.wait()
             time.sleep(pause)
-            results.append(
-                vote(store, prefix, ranks=(0, 1), rank=rank, token="same", timeout=0.05)
-            )
+            results.append(vote(store, prefix, ranks=(0, 1), rank=rank, token="same", timeout=0.05))
 
         threads = [threading.Thread(target=member, args=a) for a in ((0, 0.0), (1, delay))]
         for thread in threads:

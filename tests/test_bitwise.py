@@ -104,7 +104,7 @@ shape differs: (2, 3), expected (3, 2)
 1 of 2 elements differ; first at flat index 1, index (1,): -1 (0xff), expected 4 (0x04)
 1 of 1 elements differ; first at flat index 0, index (0,): True (0x01), expected False (0x00)
 1 of 2 elements differ; first at flat index 1, index (0, 1): 2.0 (0x40000000), expected -2.0 (0xc0000000), 2147483648 ulps apart
-gradient of layer 3: 2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulps apart""",  # noqa: E501
+gradient of layer 3: 2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulps apart""",
     )
 
 
@@ -113,7 +113,7 @@ def test_no_process_group() -> None:
         assert_replicas_equal(torch.ones(2))
     assert_expected_inline(
         str(caught.value),
-        """MP503: replicas are compared over a process group, none is initialised; call torch.distributed.init_process_group first""",  # noqa: E501
+        """MP503: replicas are compared over a process group, none is initialised; call torch.distributed.init_process_group first""",
     )
 
 

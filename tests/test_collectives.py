@@ -185,7 +185,9 @@ def test_wire_dtype_is_the_tensors_own() -> None:
         seen: set[torch.dtype] = set()
 
         class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if "c10d" in str(func) and "wait" not in str(func):
                     seen.add(args[0].dtype)
                 return func(*args, **(kwargs or {}))
@@ -248,12 +250,17 @@ class TestRefusals(TestCase):
                 run(mine, step("exchange", "max", sizes=(2,)), strict=True)
             return found.tolist(), entries, str(caught.value)
 
-        for values, entries, message in run_ranks(ranks, 2):
+        found = run_ranks(ranks, 2)
+        for values, entries, _ in found:
             assert values == [True, False, True]
             (entry,) = entries
-            assert (entry["ran"], entry["dtype"], entry["sends"]) == ("native", "bool", ("all_reduce",))
+            assert (entry["ran"], entry["dtype"], entry["sends"]) == (
+                "native",
+                "bool",
+                ("all_reduce",),
+            )
         self.assertExpectedInline(
-            message,
+            found[0][2],
             """MP701: asked: torch.bool would run on the backend's own max, in its own order; convert the tensor, or install with strict=False""",
         )
         self.assertExpectedInline(

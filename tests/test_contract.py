@@ -288,7 +288,7 @@ MP411: divisor=0 with op='avg'; a divisor is a whole number from 1 to 2**63 - 1 
 MP411: divisor=9223372036854775808 with op='avg'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
 MP412: leaf 1 is torch.float64 (2,) on cpu, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike
 MP412: leaf 1 is torch.float32 (1,) on cpu, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike
-MP412: leaf 1 is torch.float32 (2,) on meta, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike""",  # noqa: E501
+MP412: leaf 1 is torch.float32 (2,) on meta, leaf 0 is torch.float32 (2,) on cpu; all leaves must be alike""",
     )
 
 
@@ -348,7 +348,7 @@ def test_a_thread_that_flushes_subnormals_is_refused() -> None:
         torch.set_flush_denormal(False)
     assert_expected_inline(
         str(caught.value),
-        """MP413: this thread flushes subnormal numbers to zero, the contract keeps them; call torch.set_flush_denormal(False) on every rank, before any computation""",  # noqa: E501
+        """MP413: this thread flushes subnormal numbers to zero, the contract keeps them; call torch.set_flush_denormal(False) on every rank, before any computation""",
     )
     found = reduce_leaves(single(1e-45, 1e-45), "sum", [2])
     assert bits(found).item() == 2

@@ -100,9 +100,7 @@ def test_chunks_are_those_of_shard(size: int, axes: list[int]) -> None:
     def lengths(length: int, axes: list[int]) -> list[int]:
         if not axes:
             return [length]
-        parts = [
-            Shard.local_shard_size_and_offset(length, axes[0], i)[0] for i in range(axes[0])
-        ]
+        parts = [Shard.local_shard_size_and_offset(length, axes[0], i)[0] for i in range(axes[0])]
         return [n for part in parts for n in lengths(part, axes[1:])]
 
     assert nested_chunk_sizes(size, axes) == lengths(size, axes)

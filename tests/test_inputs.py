@@ -160,5 +160,5 @@ def test_errors() -> None:
         """\
 MP411: numel=3, rank=4, world_size=4; write numel >= 0 and a rank from 0 to world_size - 1
 MP411: numel=-1, rank=0, world_size=4; write numel >= 0 and a rank from 0 to world_size - 1
-MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8""",  # noqa: E501
+MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8""",
     )

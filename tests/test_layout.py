@@ -150,7 +150,7 @@ MP101: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 10: 0, 1
 MP102: no axis 2 in a mesh of 2 axes; write a position from 0 to 1
 MP102: no axis -3 in a mesh of 2 axes; write a position from 0 to 1
 MP102: no axis 'fsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
-MP102: no axis 'model' in the mesh, it has ddp, fsdp""",  # noqa: E501
+MP102: no axis 'model' in the mesh, it has ddp, fsdp""",
     )
 
 

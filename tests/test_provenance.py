@@ -24,9 +24,7 @@ def event(number: int = 0, **more: object) -> Event:
 class TestText(TestCase):
     def test_report(self) -> None:
         log = _Log(10)
-        self.assertExpectedInline(
-            str(log.snapshot()), """meshplan has not seen a redistribution"""
-        )
+        self.assertExpectedInline(str(log.snapshot()), """meshplan has not seen a redistribution""")
         log.add(event(), 100, 0.25)
         log.add(event(), 50, 0.25)
         log.add(event(ran="native", sends=("all_reduce",), dtype="bool", fallback=True), 3, 0.0)

@@ -253,7 +253,7 @@ MP411: leaves of lengths [1, 2]; give leaves of one length
 MP411: divisor=2 with op='sum'; write a positive divisor, and only with op='avg'
 MP411: divisor=0 with op='avg'; write a positive divisor, and only with op='avg'
 MP411: a reduction needs leaves, found none; give one leaf per coordinate
-MP412: leaf 1 is torch.float32 (2,), leaf 0 is torch.float32 (1,); give leaves of one shape and dtype""",  # noqa: E501
+MP412: leaf 1 is torch.float32 (2,), leaf 0 is torch.float32 (1,); give leaves of one shape and dtype""",
     )
 
 

@@ -11,6 +11,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from meshplan.errors import GroupStateError
 
@@ -34,6 +35,9 @@ def bits(tensor: Tensor) -> Tensor:
         shape on the same device. A complex tensor gives one more axis of size 2, for the real and
         the imaginary part. A view where the tensor is contiguous, else a copy.
     """
+    # A view of a result that is still under way would be read before it is there.
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
     plain = tensor.detach().resolve_conj()
     if plain.is_complex():
         plain = torch.view_as_real(plain)

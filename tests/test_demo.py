@@ -1,0 +1,97 @@
+"""The main job under torchrun, over the model of NCCL's order."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def torchrun(mesh: str, domain: int, folder: Path, timeout: int) -> list[dict[str, Any]]:
+    output = folder / "demo.json"
+    ranks = math.prod(int(size) for size in mesh.split(","))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "jagged_mesh.py")]
+    command += ["--mesh", mesh, "--domain", str(domain), "--json", str(output)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(output.read_text())
+    assert found["mesh"] == [int(size) for size in mesh.split(",")]
+    assert "model of NCCL" in done.stdout
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+def check(rows: list[dict[str, Any]], both: str, first: str) -> None:
+    def pick(run: str, redistribution: str) -> list[dict[str, Any]]:
+        return [r for r in rows if r["run"] == run and r["redistribution"] == redistribution]
+
+    for redistribution, reductions in ((both, 2), (first, 1)):
+        plain = pick("plain DTensor", redistribution)
+        assert [r["model"] for r in plain] == ["ring", "tree"]
+        assert [r["reductions"] for r in plain] == [reductions] * 2
+        assert max(r["distinct_replicas"] for r in plain) > 1
+        assert max(r["max_fraction_differing"] for r in plain) > 0.05
+        planned = pick("meshplan", redistribution)
+        assert len(planned) == 2
+        for row in planned:
+            assert row["reductions"] == 1
+            assert row["distinct_replicas"] == 1
+            assert row["max_fraction_differing"] == 0
+            assert row["backend_calls"] == {"all_to_all_single": 1, "all_gather_into_tensor": 1}
+    fast = pick("meshplan fast", both)
+    assert [r["backend_calls"] for r in fast] == [{"all_reduce": 1}] * 2
+    assert [r["reductions"] for r in fast] == [1] * 2
+    assert all(r["seconds"] > 0 for r in rows)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.processes
+def test_a_small_jagged_mesh(tmp_path: Path) -> None:
+    check(torchrun("3,3", 4, tmp_path, 280), "(P, P) -> (R, R)", "(P, R) -> (R, R)")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.processes
+def test_the_issue_mesh(tmp_path: Path) -> None:
+    rows = torchrun("8,5,1", 8, tmp_path, 580)
+    check(rows, "(P, P, R) -> (R, R, R)", "(P, R, R) -> (R, R, R)")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "8,x"], "--mesh 8,x: write sizes like 8,5,1"),
+        (["--mesh", "0,5"], "one to three sizes, all >= 1"),
+        (["--mesh", "2,2"], "--mesh 2,2 has 4 ranks and 1 were started; use --nproc-per-node 4"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "1", str(ROOT / "examples" / "jagged_mesh.py"), *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
