@@ -15,7 +15,14 @@ from expecttest import TestCase
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _redistribute,
+    distribute_tensor,
+)
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -330,8 +337,10 @@ def test_backward_and_double_backward() -> None:
             assert_bitwise_equal(y.to_local().detach(), expected)
             (g,) = torch.autograd.grad(y.to_local().pow(2).sum(), summand, create_graph=True)
             assert_bitwise_equal(g.detach(), 2 * expected)
-            g.sum().backward()
-            assert summand.grad is not None
+            # Torch 2.11 cannot differentiate a redistribution twice.
+            if hasattr(_redistribute, "NestedRedistribute"):
+                g.sum().backward()
+                assert summand.grad is not None
 
     run_ranks(ranks, 6)
 
