@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.ready
+READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
 .PHONY: help setup demo test check golden clean
@@ -14,16 +15,20 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 help: ## list the verbs
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/'
 
-setup: $(STAMP) ## virtual environment with torch, meshplan and the tools
+setup: $(READY) $(TOOLS) ## virtual environment with torch, meshplan and the tools
 
-$(STAMP): pyproject.toml constraints-cpu.txt Makefile
+$(READY): pyproject.toml constraints-cpu.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(if $(TORCH),'$(TORCH)',-c constraints-cpu.txt torch)
-	$(BIN)/python -m pip install --quiet --group test --group dev --editable .
+	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-demo: setup ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshplan
+$(TOOLS): $(READY)
+	$(BIN)/python -m pip install --quiet --group test --group dev
+	touch $@
+
+demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshplan
 	$(TORCHRUN) --standalone --nproc-per-node 40 examples/jagged_mesh.py
 
 test: setup ## all tests
