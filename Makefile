@@ -21,7 +21,8 @@ $(READY): pyproject.toml constraints-cpu.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(if $(TORCH),'$(TORCH)',-c constraints-cpu.txt torch)
-	$(BIN)/python -m pip install --quiet --editable .
+	# Setuptools warns that it does what --editable asks for.
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
 $(TOOLS): $(READY)

@@ -288,4 +288,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # Taking the interpreter down costs each of the forty processes a second of a shared core.
+    os._exit(status)
