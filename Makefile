@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints-cpu.txt Makefile
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(if $(TORCH),'$(TORCH)',-c constraints-cpu.txt torch)
 	# Setuptools warns that it does what --editable asks for.
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --group examples --editable .
 	touch $@
 
 $(TOOLS): $(READY)
