@@ -30,6 +30,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 
@@ -276,8 +277,10 @@ def _refuse_flushed_subnormals(leaf: Tensor) -> None:
     threads = torch.get_num_threads()
     if not who and leaf.numel() >= _GRAIN and threads not in _seen_thread_counts():
         # Worker threads keep the mode in which they were started, so one look is enough.
-        probe = torch.ones(threads * _GRAIN, dtype=torch.int32).view(torch.float32)
-        if bool(((probe * 1.0).view(torch.int32) == 0).any()):
+        with _disable_current_modes():
+            probe = torch.ones(threads * _GRAIN, dtype=torch.int32, device="cpu")
+            flushed = bool(((probe.view(torch.float32) * 1.0).view(torch.int32) == 0).any())
+        if flushed:
             who = "one of torch's worker threads"
         else:
             _seen_thread_counts().add(threads)

@@ -154,8 +154,13 @@ class Layout:
         if coordinate is None:
             return None
         inner = self.axis_indices(axes)
-        index = tuple(slice(None) if i in inner else c for i, c in enumerate(coordinate))
-        return tuple(self.grid[index].flatten().tolist())
+        # Plain arithmetic: this runs inside redistributions that are being traced, where no real
+        # tensor may be touched.
+        positions = [0]
+        for i, size in enumerate(self.sizes):
+            indices = range(size) if i in inner else (coordinate[i],)
+            positions = [p * size + index for p in positions for index in indices]
+        return tuple(self.ranks[p] for p in positions)
 
     def __str__(self) -> str:
         axes = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True))

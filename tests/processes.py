@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import meshplan
+
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -100,6 +102,8 @@ def _child(
     sender: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    # A forked rank starts with what earlier tests of its parent left in the report.
+    meshplan.clear_report()
     os.environ["MESHPLAN_TEST_STORE"] = store
     try:
         if backend is not None:

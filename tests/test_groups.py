@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -341,3 +343,30 @@ def test_a_registry_forgets_with_its_default_group() -> None:
     assert len(own) == 0
     with pytest.raises(GroupStateError):
         own.get(mesh, Layout.of(a=2), (0,), token=TOKEN)
+
+
+def test_the_registry_keeps_no_group_alive() -> None:
+    own = GroupRegistry()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [1, 0])
+        pg = weakref.ref(own.get(mesh, Layout.from_mesh(mesh), (0,), token=TOKEN).pg)
+        assert pg() is not None
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert pg() is None
+
+
+def test_the_default_groups_own_timeout_bounds_the_wait() -> None:
+    def ranks(rank: int) -> float:
+        mesh = DeviceMesh("cpu", [1, 0])
+        started = time.monotonic()
+        if rank == 0:
+            found = error(registry().get, mesh, Layout.from_mesh(mesh), (0,), token=TOKEN)
+            assert "rank 1 did not come within 3 s" in found
+        else:
+            time.sleep(6)
+        return time.monotonic() - started
+
+    assert 3 <= run_ranks(ranks, 2, collective_timeout=3.0)[0] < 6

@@ -1,8 +1,9 @@
 """The process groups that steps run on: reuse what exists, else create, and keep.
 
 One registry per process. It belongs to one default group: when that is destroyed or replaced, the
-registry drops what it holds. It holds at most ``MAX_GROUPS`` groups of its own and never destroys
-one behind the caller's back, for destroying is collective too; ``shutdown`` does.
+registry drops what it knows. It creates at most ``MAX_GROUPS`` groups and never destroys one behind
+the caller's back, for destroying is collective too; ``shutdown`` does. It keeps no group alive:
+torch does, until the group or the default group is destroyed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from meshplan.layout import Layout
 __all__ = ["MAX_GROUPS", "Group", "GroupRegistry", "registry"]
 
 MAX_GROUPS = 64
+MAX_LAYOUTS = 1024
 
 Origin = Literal["created", "kept", "default", "axis", "flattened"]
 
@@ -60,14 +62,37 @@ class Group:
         return f"{self.origin} group {self.name} of {len(self.ranks)} ranks: {shown}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A ``Group`` without a hold on the process group."""
+
+    pg: weakref.ref[ProcessGroup]
+    ranks: tuple[int, ...]
+    origin: Origin
+    name: str
+
+    @classmethod
+    def of(cls, group: Group) -> _Known:
+        return cls(weakref.ref(group.pg), group.ranks, group.origin, group.name)
+
+    def group(self) -> Group | None:
+        pg = self.pg()
+        return None if pg is None else Group(pg, self.ranks, self.origin, self.name)
+
+
+_Key = tuple[tuple[int, ...], str, str, str]
+
+
 class GroupRegistry:
-    """Finds, creates and keeps groups. Thread-safe; a creation holds other creations up."""
+    """Finds, creates and remembers groups. Thread-safe; a creation holds other creations up."""
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
         self.max_groups = max_groups
         self._lock = threading.RLock()
         self._default: weakref.ref[ProcessGroup] | None = None
-        self._groups: dict[tuple[tuple[int, ...], str, str, str], Group] = {}
+        self._groups: dict[_Key, _Known] = {}
+        # The same groups by layout, which is hashed faster than long groups are listed.
+        self._by_layout: dict[tuple[Layout, tuple[int, ...], str, str, str], _Known] = {}
 
     def get(
         self,
@@ -100,20 +125,31 @@ class GroupRegistry:
                 "a reduction needs process groups and there is no default group; "
                 "call torch.distributed.init_process_group first"
             )
-        rank = dist.get_rank()
-        ranks = layout.group_of(rank, axes)
-        if ranks is None:
+        if mesh.get_coordinate() is None:
             raise GroupStateError(
-                f"rank {rank} is not in the mesh {layout}; only its members can reduce over it"
+                f"rank {dist.get_rank()} is not in the mesh {layout}; only its members can reduce "
+                "over it"
             )
-        key = (ranks, _backend_name(mesh, axes), mesh.device_type, token)
+        backend = _backend_name(mesh, axes)
+        by_layout = (layout, tuple(axes), backend, mesh.device_type, token)
         with self._lock:
             self._follow_default_group()
-            group = self._groups.get(key)
+            known = self._by_layout.get(by_layout)
+            group = None if known is None else known.group()
+            if group is not None:
+                return group
+            rank = dist.get_rank()
+            ranks = layout.group_of(rank, axes) or ()
+            key = (ranks, backend, mesh.device_type, token)
+            known = self._groups.get(key)
+            group = None if known is None else known.group()
             if group is None:
                 wait = default_timeout(mesh.device_type) if timeout is None else timeout
                 group = self._join(mesh, axes, key, rank, wait)
-                self._groups[key] = group
+                self._groups[key] = _Known.of(group)
+            if len(self._by_layout) >= MAX_LAYOUTS:
+                self._by_layout.clear()
+            self._by_layout[by_layout] = _Known.of(group)
             return group
 
     def shutdown(self) -> int:
@@ -126,8 +162,10 @@ class GroupRegistry:
             self._follow_default_group()
             created = {g.name: g for g in self._groups.values() if g.origin == "created"}
             for name in sorted(created):
-                dist.destroy_process_group(created[name].pg)
-            self._groups.clear()
+                group = created[name].group()
+                if group is not None:
+                    dist.destroy_process_group(group.pg)
+            self._forget()
             return len(created)
 
     def __len__(self) -> int:
@@ -139,14 +177,18 @@ class GroupRegistry:
         current = dist.group.WORLD if dist.is_initialized() else None
         known = self._default() if self._default is not None else None
         if current is None or current is not known:
-            self._groups.clear()
+            self._forget()
             self._default = None if current is None else weakref.ref(current)
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._by_layout.clear()
 
     def _join(
         self,
         mesh: DeviceMesh,
         axes: Sequence[int],
-        key: tuple[tuple[int, ...], str, str, str],
+        key: _Key,
         rank: int,
         timeout: float,
     ) -> Group:
@@ -172,10 +214,11 @@ class GroupRegistry:
             return found
         return _connect(ranks, backend, device_type, prefix, rank, timeout)
 
-    def _kept(self, key: tuple[tuple[int, ...], str, str, str]) -> Group | None:
+    def _kept(self, key: _Key) -> Group | None:
         """The same group, made under another contract: one communicator serves both."""
-        for (ranks, backend, device_type, _), group in self._groups.items():
-            if (ranks, backend, device_type) == key[:3]:
+        for found, known in self._groups.items():
+            group = known.group() if found[:3] == key[:3] else None
+            if group is not None:
                 return replace(group, origin="kept")
         return None
 
