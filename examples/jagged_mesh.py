@@ -253,6 +253,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run under torchrun with as many processes as the mesh has ranks."""
     options = parse()
+    if "RANK" not in os.environ:
+        count = math.prod(options.sizes)
+        print(
+            "this is one of many processes; start them with\n  python -m torch.distributed.run "
+            f"--standalone --nproc-per-node {count} {' '.join(sys.argv)}",
+            file=sys.stderr,
+        )
+        return 2
     torch.set_num_threads(1)
     if int(os.environ.get("RANK", "0")) > 0:
         # Torch warns of two all-reduces in a row on every rank; once is enough to read.
@@ -276,10 +284,13 @@ def main() -> int:
             print(describe(mesh, options.domain))
             print(table(rows))
             if options.json:
-                found = {"mesh": options.sizes, "domain": options.domain}
-                options.json.write_text(
-                    json.dumps(found | {"rows": [asdict(r) for r in rows]}, indent=2)
-                )
+                found = {
+                    "mesh": options.sizes,
+                    "domain": options.domain,
+                    "order_of_additions": nccl_model.ABOUT,
+                    "rows": [asdict(row) for row in rows],
+                }
+                options.json.write_text(json.dumps(found, indent=2) + "\n")
         wrong = [r for r in rows if r.run == "meshplan" and r.distinct_replicas != 1]
         meshplan.shutdown()
         return 1 if wrong else 0

@@ -33,6 +33,7 @@ def torchrun(mesh: str, domain: int, folder: Path, timeout: int) -> list[dict[st
     found = json.loads(output.read_text())
     assert found["mesh"] == [int(size) for size in mesh.split(",")]
     assert "model of NCCL" in done.stdout
+    assert "model of NCCL" in found["order_of_additions"]
     rows: list[dict[str, Any]] = found["rows"]
     return rows
 
@@ -95,3 +96,17 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     )
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_started_without_torchrun() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "jagged_mesh.py"), "--mesh", "4,3"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--nproc-per-node 12" in done.stderr

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.errors import GroupAgreementError, GroupStateError
-from meshplan.flatten import Group, GroupRegistry, registry
+from meshplan.flatten import Group, GroupRegistry, _groups, registry
 from meshplan.flatten._create import group_name
 from meshplan.layout import Layout
 from tests.processes import run_ranks
@@ -370,3 +370,39 @@ def test_the_default_groups_own_timeout_bounds_the_wait() -> None:
         return time.monotonic() - started
 
     assert 3 <= run_ranks(ranks, 2, collective_timeout=3.0)[0] < 6
+
+
+def test_a_member_that_fails_to_create_fails_all_and_the_next_call_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no cable")
+
+    def ranks(rank: int) -> tuple[str, float]:
+        mesh = DeviceMesh("cpu", [2, 1, 0])
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(_groups, "_create", broken)
+            message = error(group, mesh, 0, timeout=2.0)
+        return message, total(group(mesh, 0))
+
+    found = run_ranks(ranks, 3, collective_timeout=4.0)
+    for message, sum_of_ones in found:
+        assert message == (
+            "MP502: the group of ranks 2, 1, 0 was agreed on but could not be created, rank 1 "
+            "failed: RuntimeError: no cable; the members have dropped it and the next call tries "
+            "again"
+        )
+        assert sum_of_ones == 3.0
+
+
+def test_a_group_that_the_user_destroyed_is_not_used_again() -> None:
+    def ranks(rank: int) -> tuple[bool, float]:
+        mesh = DeviceMesh("cpu", [2, 1, 0])
+        first = group(mesh, 0)
+        dist.barrier()
+        dist.destroy_process_group(first.pg)
+        second = group(mesh, 0)
+        return second.pg is first.pg, total(second)
+
+    assert run_ranks(ranks, 3) == [(False, 3.0)] * 3

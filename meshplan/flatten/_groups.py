@@ -76,8 +76,11 @@ class _Known:
         return cls(weakref.ref(group.pg), group.ranks, group.origin, group.name)
 
     def group(self) -> Group | None:
+        """The group, or ``None`` if somebody has destroyed it."""
         pg = self.pg()
-        return None if pg is None else Group(pg, self.ranks, self.origin, self.name)
+        if pg is None or pg not in c10d._world.pg_map:
+            return None
+        return Group(pg, self.ranks, self.origin, self.name)
 
 
 _Key = tuple[tuple[int, ...], str, str, str]
@@ -132,12 +135,13 @@ class GroupRegistry:
             )
         backend = _backend_name(mesh, axes)
         by_layout = (layout, tuple(axes), backend, mesh.device_type, token)
+        # Not under the lock: another thread may hold it while it waits for other ranks.
+        known = self._by_layout.get(by_layout) if self._is_of_default_group() else None
+        group = None if known is None else known.group()
+        if group is not None:
+            return group
         with self._lock:
             self._follow_default_group()
-            known = self._by_layout.get(by_layout)
-            group = None if known is None else known.group()
-            if group is not None:
-                return group
             rank = dist.get_rank()
             ranks = layout.group_of(rank, axes) or ()
             key = (ranks, backend, mesh.device_type, token)
@@ -173,11 +177,15 @@ class GroupRegistry:
             self._follow_default_group()
             return len(self._groups)
 
-    def _follow_default_group(self) -> None:
+    def _is_of_default_group(self) -> bool:
+        known = self._default
         current = dist.group.WORLD if dist.is_initialized() else None
-        known = self._default() if self._default is not None else None
-        if current is None or current is not known:
+        return known is not None and current is not None and known() is current
+
+    def _follow_default_group(self) -> None:
+        if not self._is_of_default_group():
             self._forget()
+            current = dist.group.WORLD if dist.is_initialized() else None
             self._default = None if current is None else weakref.ref(current)
 
     def _forget(self) -> None:
