@@ -26,8 +26,7 @@ TORCHS_OWN = _redistribute._optimize_transform_infos
 def _always_out() -> object:
     yield
     _redistribute._optimize_transform_infos = TORCHS_OWN
-    _install._original = None
-    _install._config = None
+    _install._active = None
 
 
 def patched_attributes() -> dict[str, object]:

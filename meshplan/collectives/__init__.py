@@ -5,9 +5,21 @@ from __future__ import annotations
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
 from meshplan.collectives._provenance import Report as Report
+from meshplan.collectives._provenance import Source as Source
 from meshplan.collectives._provenance import clear_report as clear_report
+from meshplan.collectives._provenance import count_untouched as count_untouched
 from meshplan.collectives._provenance import record as record
 from meshplan.collectives._provenance import report as report
 from meshplan.collectives._run import run_all_reduce as run_all_reduce
 
-__all__ = ["MAX_RECORDS", "Event", "Report", "clear_report", "record", "report", "run_all_reduce"]
+__all__ = [
+    "MAX_RECORDS",
+    "Event",
+    "Report",
+    "Source",
+    "clear_report",
+    "count_untouched",
+    "record",
+    "report",
+    "run_all_reduce",
+]

@@ -1,4 +1,4 @@
-"""The ways to move the data of one all-reduce. Each takes a flat tensor and returns a flat tensor.
+"""The ways to move the data of one all-reduce. Out of place, any strides in, contiguous out.
 
 ``exchange`` and ``reference`` run the contract and give the same bits; ``native`` is the backend's
 own all-reduce. All sends are functional collectives, so that torch's tools see and count them and
@@ -19,21 +19,22 @@ __all__ = ["exchange", "native", "reference"]
 _ops = torch.ops._c10d_functional
 
 
-def exchange(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+def exchange(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
     """All-to-all of slices, reduction of the own slice in contract order, all-gather.
 
     The message is cut in as many equal slices as the group has ranks, the last ones padded. The
     wire carries the tensor's own dtype: 2 (W - 1) / W of its bytes leave each rank.
 
     Args:
-        flat: contiguous, 1 dim, at least one element.
+        tensor: this rank's summand, at least one element.
         step: an ``all_reduce`` with a contract.
         group: ordered by mesh coordinate.
 
     Returns:
-        [numel] in the dtype of ``flat``; not waited for.
+        Shape and dtype of ``tensor``; not waited for.
     """
     ranks = group.size()
+    flat = tensor.contiguous().view(-1)
     width = -(-flat.numel() // ranks)
     padded = flat
     if width * ranks != flat.numel():
@@ -43,23 +44,24 @@ def exchange(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
     received = _ops.wait_tensor(_ops.all_to_all_single(padded, split, split, group.group_name))
     own = _reduce_rows(received.view(ranks, width), step)
     gathered: Tensor = _ops.all_gather_into_tensor(own, ranks, group.group_name)
-    return gathered[: flat.numel()]
+    return gathered[: flat.numel()].view(tensor.shape)
 
 
-def reference(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+def reference(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
     """All-gather of everything, reduction of everything on every rank: the plain definition.
 
     (W - 1) times the tensor's bytes leave each rank, and W times its memory is needed.
     """
     ranks = group.size()
+    flat = tensor.contiguous().view(-1)
     gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
-    return _reduce_rows(gathered.view(ranks, flat.numel()), step)
+    return _reduce_rows(gathered.view(ranks, flat.numel()), step).view(tensor.shape)
 
 
-def native(flat: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+def native(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
     """The backend's own all-reduce, outside the contract. An average is a sum and a division."""
     op = "sum" if step.op == "avg" else step.op
-    reduced: Tensor = _ops.all_reduce(flat, op, group.group_name)
+    reduced: Tensor = _ops.all_reduce(tensor, op, group.group_name)
     if step.divisor is None:
         return reduced
     waited: Tensor = _ops.wait_tensor(reduced)

@@ -10,7 +10,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_RECORDS", "Event", "Report", "clear_report", "record", "report"]
+__all__ = [
+    "MAX_RECORDS",
+    "Event",
+    "Report",
+    "Source",
+    "clear_report",
+    "count_untouched",
+    "record",
+    "report",
+]
 
 MAX_RECORDS = 1024
 
@@ -40,6 +49,15 @@ class Event:
     fallback: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a collective is run for: ``asked``, ``planned`` and ``group`` of its events."""
+
+    asked: str
+    planned: str
+    group: str
+
+
 @dataclass(slots=True)
 class _Tally:
     count: int = 0
@@ -56,10 +74,13 @@ class Report:
             ``elements`` (sum of the elements reduced) and ``seconds`` (host time until the path
             returned; a device may still be busy).
         dropped: kinds of events that were forgotten because there were more than ``MAX_RECORDS``.
+        untouched: redistributions with nothing to plan: no axis to reduce, or under policy
+            ``fast`` a single step. Only counted; short by a few where threads count together.
     """
 
     entries: tuple[dict[str, Any], ...]
     dropped: int
+    untouched: int
 
     @property
     def fallbacks(self) -> tuple[dict[str, Any], ...]:
@@ -68,10 +89,14 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        return {"entries": list(self.entries), "dropped": self.dropped}
+        return {
+            "entries": list(self.entries),
+            "dropped": self.dropped,
+            "untouched": self.untouched,
+        }
 
     def __str__(self) -> str:
-        if not self.entries:
+        if not self.entries and not self.untouched:
             return "meshplan has not seen a redistribution"
         lines = []
         for entry in self.entries:
@@ -90,6 +115,8 @@ class Report:
                 )
         if self.dropped:
             lines.append(f"({self.dropped} older kinds of events were dropped)")
+        if self.untouched:
+            lines.append(f"{self.untouched} x nothing to plan, left to torch")
         return "\n".join(lines)
 
 
@@ -99,6 +126,8 @@ class _Log:
         self._lock = threading.Lock()
         self._tallies: OrderedDict[Event, _Tally] = OrderedDict()
         self._dropped = 0
+        # Counted without the lock, for it is on the path of everything that meshplan leaves alone.
+        self.untouched = 0
 
     def add(self, event: Event, elements: int, seconds: float) -> None:
         with self._lock:
@@ -119,12 +148,13 @@ class _Log:
                 | {"count": t.count, "elements": t.elements, "seconds": t.seconds}
                 for event, t in self._tallies.items()
             )
-            return Report(entries=entries, dropped=self._dropped)
+            return Report(entries=entries, dropped=self._dropped, untouched=self.untouched)
 
     def clear(self) -> None:
         with self._lock:
             self._tallies.clear()
             self._dropped = 0
+            self.untouched = 0
 
 
 _LOG = _Log(MAX_RECORDS)
@@ -133,6 +163,11 @@ _LOG = _Log(MAX_RECORDS)
 def record(event: Event, *, elements: int = 0, seconds: float = 0.0) -> None:
     """Count one event."""
     _LOG.add(event, elements, seconds)
+
+
+def count_untouched() -> None:
+    """Count one redistribution in which there was nothing to plan."""
+    _LOG.untouched += 1
 
 
 def report() -> Report:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan.collectives import _paths
-from meshplan.collectives._provenance import Event, record
+from meshplan.collectives._provenance import MAX_RECORDS, Event, Source, record
 from meshplan.contract import check_dtype
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
@@ -31,9 +32,7 @@ def run_all_reduce(
     step: Step,
     group: ProcessGroup,
     *,
-    asked: str,
-    planned: str,
-    on: str,
+    source: Source,
     strict: bool = False,
 ) -> Tensor:
     """Reduce ``tensor`` over ``group`` as ``step`` says; every rank gets the result.
@@ -44,7 +43,7 @@ def run_all_reduce(
             Others run on the backend's own all-reduce, which the report shows as a fallback.
         step: an ``all_reduce``.
         group: its group ranks follow mesh coordinates.
-        asked, planned, on: for the report.
+        source: what was asked and planned, for the report.
         strict: refuse a fallback.
 
     Returns:
@@ -69,34 +68,38 @@ def run_all_reduce(
             path, why, fallback = "native", str(error), step.contract is not None
             if fallback and strict:
                 raise FallbackRefusedError(
-                    f"{asked}: {tensor.dtype} would run on the backend's own {step.op}, in its own "
-                    "order; convert the tensor, or install with strict=False"
+                    f"{source.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
+                    "its own order; convert the tensor, or install with strict=False"
                 ) from error
     function, sends = _PATHS[path]
-    flat = numbers.contiguous().view(-1)
-    if step.norm is not None:
-        flat = flat**step.norm
-    if flat.numel() == 0:
-        result, sends = flat.clone(), ()
+    summand = numbers if step.norm is None else numbers**step.norm
+    if summand.numel() == 0:
+        result, sends = summand.clone(memory_format=torch.contiguous_format), ()
     else:
-        result = function(flat, step, group)
+        result = function(summand, step, group)
     if step.norm is not None:
         result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
-    result = result.view(numbers.shape)
     if tensor.is_complex() and not numbers.is_complex():
         result = torch.view_as_complex(result)
-    event = Event(
-        asked=asked,
-        planned=planned,
+    event = _event(source, path, sends, tensor.dtype, why, fallback)
+    record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
+    return result
+
+
+@lru_cache(maxsize=MAX_RECORDS)
+def _event(
+    source: Source, path: str, sends: tuple[str, ...], dtype: torch.dtype, why: str, fallback: bool
+) -> Event:
+    return Event(
+        asked=source.asked,
+        planned=source.planned,
         ran=path,
         sends=sends,
-        group=on,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        group=source.group,
+        dtype=str(dtype).removeprefix("torch."),
         why=why,
         fallback=fallback,
     )
-    record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
-    return result
 
 
 def _as_reals(tensor: Tensor, step: Step) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshplan.contract import Contract
 from meshplan.errors import ContractError, PolicyError
@@ -22,6 +22,7 @@ class Config:
         strict: raise instead of running a reduction outside the contract.
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
+        key: all of it as one string; equal configurations have equal keys.
 
     Raises:
         PolicyError: an unknown policy or path, or a timeout that is not positive.
@@ -33,6 +34,7 @@ class Config:
     path: ContractPath = "exchange"
     strict: bool = False
     timeout: float | None = None
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_policy(self.policy, self.path)
@@ -43,6 +45,8 @@ class Config:
             )
         if self.timeout is not None and not self.timeout > 0:
             raise PolicyError(f"timeout={self.timeout} is not a positive number of seconds")
+        # Part of a look-up in every redistribution: a string remembers its hash.
+        object.__setattr__(self, "key", f"{self.token}, strict {self.strict}, {self.timeout}")
 
     @property
     def token(self) -> str:

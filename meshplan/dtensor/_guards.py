@@ -10,7 +10,9 @@ function; the others stay as they are, one collective an axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Partial, Placement
@@ -83,17 +85,26 @@ def _objection(run: list[TransformInfo], layout: Layout, rank: int) -> str | Non
     if kind == "all_reduce":
         return None
     axes = tuple(sorted(info.mesh_dim for info in run))
-    ranks = layout.group_of(rank, axes) or ()
     names = ", ".join(layout.axes[i] for i in axes)
-    if list(ranks) != sorted(ranks):
+    if not _ascends(layout, rank, axes):
         return f"{kind} over ({names}) is not merged: the ranks do not ascend with the coordinate"
     if kind == "all_gather":
         dim = run[0].src_dst_placements[0].dim
         size = max(info.logical_shape[dim] for info in run)
-        sizes = [layout.sizes[i] for i in axes]
-        if nested_chunk_sizes(size, sizes) != chunk_sizes(size, len(ranks)):
+        if not _nests_evenly(size, tuple(layout.sizes[i] for i in axes)):
             return f"{kind} over ({names}) is not merged: {size} does not split evenly on dim {dim}"
     return None
+
+
+@lru_cache(maxsize=1024)
+def _ascends(layout: Layout, rank: int, axes: tuple[int, ...]) -> bool:
+    ranks = layout.group_of(rank, axes) or ()
+    return list(ranks) == sorted(ranks)
+
+
+@lru_cache(maxsize=4096)
+def _nests_evenly(size: int, sizes: tuple[int, ...]) -> bool:
+    return nested_chunk_sizes(size, sizes) == chunk_sizes(size, math.prod(sizes))
 
 
 def chunk_sizes(size: int, chunks: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement
 
+from meshplan.collectives import count_untouched
 from meshplan.contract import Contract
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._seam import Optimize, planned_steps
@@ -31,8 +32,9 @@ _ATTRIBUTE = "_optimize_transform_infos"
 _PARAMETERS = ("transform_infos", "device_mesh", "src_placements", "dst_placements")
 
 _lock = threading.RLock()
-_config: Config | None = None
-_original: Optimize | None = None
+# What is installed and torch's own function: one value, so that a redistribution on another thread
+# sees both or none.
+_active: tuple[Config, Optimize] | None = None
 
 
 def install(
@@ -63,7 +65,7 @@ def install(
         PolicyError, ContractError: an argument that does not exist.
         UnsupportedTorchError: an untested torch version, or one whose seam has moved.
     """
-    global _config, _original
+    global _active
     config = Config(
         policy=policy,
         contract=Contract() if contract is None else contract,
@@ -73,12 +75,14 @@ def install(
     )
     _check_torch(torch.__version__, allow_untested_torch)
     with _lock:
-        if _original is None:
-            current = getattr(_redistribute, _ATTRIBUTE, None)
-            _check_seam(current)
-            _original = current
-            setattr(_redistribute, _ATTRIBUTE, _planned_transform_infos)
-        _config = config
+        if _active is not None:
+            _active = (config, _active[1])
+            return
+        original = getattr(_redistribute, _ATTRIBUTE, None)
+        _check_seam(original)
+        assert original is not None
+        _active = (config, original)
+        setattr(_redistribute, _ATTRIBUTE, _planned_transform_infos)
 
 
 def uninstall() -> None:
@@ -89,18 +93,17 @@ def uninstall() -> None:
     Raises:
         InstallError: somebody else has replaced the function after meshplan did.
     """
-    global _config, _original
+    global _active
     with _lock:
-        if _original is None:
+        if _active is None:
             return
         if getattr(_redistribute, _ATTRIBUTE) is not _planned_transform_infos:
             raise InstallError(
                 f"{_redistribute.__name__}.{_ATTRIBUTE} was replaced after meshplan.install by "
                 f"{getattr(_redistribute, _ATTRIBUTE)!r}; undo that first, then uninstall"
             )
-        setattr(_redistribute, _ATTRIBUTE, _original)
-        _original = None
-        _config = None
+        setattr(_redistribute, _ATTRIBUTE, _active[1])
+        _active = None
 
 
 @contextmanager
@@ -109,9 +112,9 @@ def installed(**arguments: Any) -> Iterator[None]:
 
     For the whole process, not for one thread.
     """
-    global _config
+    global _active
     with _lock:
-        before = _config
+        before = _active
         install(**arguments)
     try:
         yield
@@ -120,12 +123,13 @@ def installed(**arguments: Any) -> Iterator[None]:
             if before is None:
                 uninstall()
             else:
-                _config = before
+                _active = before
 
 
 def current_config() -> Config | None:
     """What is installed, or ``None``."""
-    return _config
+    active = _active
+    return None if active is None else active[0]
 
 
 def _planned_transform_infos(
@@ -134,12 +138,20 @@ def _planned_transform_infos(
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
 ) -> list[Any]:
-    # Read together: another thread may uninstall between torch's look-up and this line.
-    with _lock:
-        config, original = _config, _original
-    if config is None or original is None:
+    active = _active
+    if active is None:
+        # Another thread has uninstalled since torch looked this function up.
         function: Optimize = getattr(_redistribute, _ATTRIBUTE)
         return function(transform_infos, device_mesh, src_placements, dst_placements)
+    config, original = active
+    if len(transform_infos) < 2 and (
+        config.policy == "fast"
+        or not transform_infos
+        or not transform_infos[0].src_dst_placements[0].is_partial()
+    ):
+        # Nothing to plan and nothing to merge, in the time that there is for saying so.
+        count_untouched()
+        return transform_infos
     return planned_steps(
         config, original, transform_infos, device_mesh, src_placements, dst_placements
     )

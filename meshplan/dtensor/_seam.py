@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.collectives import Event, record
@@ -29,6 +29,9 @@ from meshplan.planner import Plan, Problem, Step, plan
 __all__ = ["layout_of", "planned_steps"]
 
 MAX_ROUTES_PER_MESH = 1024
+
+_REPLICATE = Replicate()
+_PLAIN = (Partial, Replicate, Shard)
 
 TransformInfo = Any
 Optimize = Callable[..., list[TransformInfo]]
@@ -49,12 +52,16 @@ class _Route:
 
     carriers: dict[int, _Carrier]
     left: tuple[Event, ...]
+    # The one carrier, where it alone is the whole redistribution.
+    whole: _Carrier | None
 
 
 @dataclass(slots=True)
 class _Mesh:
     layout: Layout
     routes: dict[tuple[Any, ...], _Route] = field(default_factory=dict)
+    # The same by torch's own placements, for those that are plain values.
+    by_placement: dict[tuple[Any, ...], _Route] = field(default_factory=dict)
 
 
 # Owned by this module; an entry goes with its mesh, and holds no mesh itself.
@@ -78,7 +85,14 @@ def planned_steps(
         transform_infos, device_mesh, src_placements, dst_placements: as torch gives them.
     """
     mesh = _mesh_entry(device_mesh)
-    route = _route(mesh, config, src_placements, dst_placements)
+    by_placement = (src_placements, dst_placements, config.key)
+    route = mesh.by_placement.get(by_placement)
+    if route is None:
+        route = _route(mesh, config, src_placements, dst_placements)
+        if all(type(p) in _PLAIN for p in (*src_placements, *dst_placements)):
+            mesh.by_placement[by_placement] = route
+    if route.whole is not None:
+        return [_carried(route.whole, transform_infos[0].logical_shape, device_mesh)]
     for event in route.left:
         record(event)
     steps = _place(route, transform_infos, device_mesh) if route.carriers else transform_infos
@@ -125,13 +139,14 @@ def _route(
         contract=config.contract,
         path=config.path,
     )
-    # The key is text: placements that hold buffers must not be kept alive here.
-    key = (problem.src, problem.dst, config)
+    # By text: placements that hold buffers must not be kept alive here.
+    key = (problem.src, problem.dst, config.key)
     route = mesh.routes.get(key)
     if route is None:
         route = _new_route(plan(problem), config)
         if len(mesh.routes) >= MAX_ROUTES_PER_MESH:
             mesh.routes.clear()
+            mesh.by_placement.clear()
         mesh.routes[key] = route
     return route
 
@@ -153,7 +168,14 @@ def _new_route(planned: Plan, config: Config) -> _Route:
         for step in planned.steps
         if step.kind == "torch"
     )
-    return _Route(carriers=carriers, left=left)
+    only = next(iter(carriers.values()), None)
+    changed = {i for i, (s, d) in enumerate(zip(problem.src, problem.dst, strict=True)) if s != d}
+    whole = (
+        only is not None
+        and set(only.axes) == changed
+        and all(problem.dst[i].kind == "replicate" for i in changed)
+    )
+    return _Route(carriers=carriers, left=left, whole=only if whole else None)
 
 
 def _covered(problem: Problem, step: Step, others: Sequence[Step]) -> tuple[int, ...]:
@@ -188,15 +210,7 @@ def _place(
         finished.add(info.mesh_dim)
         if carrier not in placed:
             placed.append(carrier)
-            steps.append(
-                _redistribute._FlattenedTransformInfo(
-                    mesh_dim=carrier.first,
-                    src_dst_placements=(carrier.placement, Replicate()),
-                    logical_shape=info.logical_shape,
-                    mesh=device_mesh,
-                    original_mesh_dims=carrier.axes,
-                )
-            )
+            steps.append(_carried(carrier, info.logical_shape, device_mesh))
         target = info.src_dst_placements[1]
         if not target.is_replicate():
             steps.append(
@@ -207,6 +221,16 @@ def _place(
                 )
             )
     return steps
+
+
+def _carried(carrier: _Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> TransformInfo:
+    return _redistribute._FlattenedTransformInfo(
+        mesh_dim=carrier.first,
+        src_dst_placements=(carrier.placement, _REPLICATE),
+        logical_shape=logical_shape,
+        mesh=device_mesh,
+        original_mesh_dims=carrier.axes,
+    )
 
 
 def _torch_event(asked: str, planned: str, why: str) -> Event:

@@ -31,7 +31,7 @@ from meshplan.flatten._create import (
 )
 from meshplan.layout import Layout
 
-__all__ = ["MAX_GROUPS", "Group", "GroupRegistry", "registry"]
+__all__ = ["MAX_GROUPS", "Group", "GroupRegistry", "Handle", "registry"]
 
 MAX_GROUPS = 64
 MAX_LAYOUTS = 1024
@@ -81,6 +81,18 @@ class _Known:
         if pg is None or pg not in c10d._world.pg_map:
             return None
         return Group(pg, self.ranks, self.origin, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A found group, to be had again without a look-up while its default group lives."""
+
+    known: _Known
+    default: weakref.ref[ProcessGroup]
+
+    def group(self) -> Group | None:
+        """The group; ``None`` if it or its default group is gone."""
+        return self.known.group() if self.default() is dist.group.WORLD else None
 
 
 _Key = tuple[tuple[int, ...], str, str, str]
@@ -155,6 +167,12 @@ class GroupRegistry:
                 self._by_layout.clear()
             self._by_layout[by_layout] = _Known.of(group)
             return group
+
+    def handle(self, group: Group) -> Handle:
+        """A handle for a group that ``get`` has just returned."""
+        world = dist.group.WORLD
+        assert world is not None
+        return Handle(_Known.of(group), weakref.ref(world))
 
     def shutdown(self) -> int:
         """Destroy the created groups, in name order, and forget all. Returns how many.
