@@ -13,7 +13,7 @@ from expecttest import TestCase
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from meshplan.collectives import Source, clear_report, report, run_all_reduce
+from meshplan.collectives import Source, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
@@ -40,7 +40,7 @@ def step(path: str, op: str = "sum", sizes: tuple[int, ...] = (3,), **more: Any)
 
 
 def run(tensor: Tensor, wanted: Step, **options: Any) -> Tensor:
-    result = run_all_reduce(
+    result = run_reduction(
         tensor, wanted, dist.group.WORLD, source=Source("asked", "planned", "world"), **options
     )
     return torch.ops._c10d_functional.wait_tensor(result)

@@ -201,13 +201,64 @@ def test_random_redistributions_that_start_from_partial() -> None:
                 case = Case(mesh, src, dst, shape)
                 sent = case.check()
                 wide = [i for i in case.partial if case.layout.sizes[i] > 1]
-                # A rank whose shard is empty before the reduction has nothing to send.
-                assert sent == EXCHANGE or not (wide and case.expected.numel())
-                assert sent == {} or (wide and math.prod(shape))
+                if not wide or not math.prod(shape):
+                    assert sent == {}
+                elif case.expected.numel():
+                    # What is cut on all reduced axes needs no gather. A slice that another axis
+                    # makes of the same dim keeps the reduction whole.
+                    kept = [i for i in wide if isinstance(dst[i], Replicate)]
+                    cuts = {dst[i].dim for i in wide if isinstance(dst[i], Shard)}  # type: ignore[attr-defined]
+                    others = {
+                        p.dim
+                        for i, p in enumerate(dst)
+                        if isinstance(p, Shard) and i not in wide and case.layout.sizes[i] > 1
+                    }
+                    scattered = not kept and not cuts & others
+                    assert sent == ({"all_to_all_single": 1} if scattered else EXCHANGE)
                 done += 1
         return done
 
     assert min(run_ranks(ranks, 8, timeout=110)) > 90
+
+
+@pytest.mark.parametrize("path", ["exchange", "reference"])
+def test_reduce_scatter_is_cut_at_mesh_coordinates(path: str) -> None:
+    """Uneven shards, more ranks than rows, several dims, ranks in any order, any dtype."""
+
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[[5, 0], [3, 7]], [[1, 4], [6, 2]]])
+        targets = [
+            ((S(0), S(0), S(0)), False),
+            ((S(0), S(1), S(0)), False),
+            ((S(1), R, S(0)), True),
+            ((R, S(0), R), True),
+            ((R, R, S(2)), True),
+        ]
+        with meshplan.installed(path=path, strict=True):
+            for dst, gathered in targets:
+                for shape in ((8, 4, 2), (5, 3, 7), (1, 2, 3), (9, 1, 1)):
+                    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                        case = Case(mesh, (P, P, P), dst, shape, dtype)
+                        sent = case.check()
+                        if path == "reference":
+                            assert sent == {"all_gather_into_tensor": 1}
+                        elif case.expected.numel():
+                            assert sent == (EXCHANGE if gathered else {"all_to_all_single": 1})
+            # Means, complex numbers, tensors that are not contiguous.
+            Case(mesh, (P, Partial("avg"), P), (S(0), R, S(0)), (5, 3)).check()
+            case = Case(mesh, (P, P, P), (S(0), R, S(1)), (6, 8))
+            strided = DTensor.from_local(
+                case.local.t().contiguous().t(), mesh, (P, P, P), run_check=False
+            )
+            found = strided.redistribute(mesh, case.dst).to_local()
+            assert_bitwise_equal(found, case.expected)
+            imaginary = DTensor.from_local(
+                torch.complex(case.local, -case.local), mesh, (P, P, P), run_check=False
+            )
+            found = imaginary.redistribute(mesh, case.dst).to_local()
+            assert_bitwise_equal(found.real.contiguous(), case.expected)
+
+    run_ranks(ranks, 8, timeout=110)
 
 
 def test_partial_beside_shards() -> None:

@@ -62,9 +62,29 @@ torch S(0) -> R over (c): no reduction""",
         self.assertExpectedInline(
             str(planned(CUBE, "P(avg) S(1) P", "S(0) R R", contract=Contract(order="rank"))),
             """\
-all_reduce avg/2 over (a, c), groups of 4, exchange, contract v1/rank/wide/once: 2 axes in one reduction, in an order that all siblings share
-slice R -> S(0) over (a), local: the finished value of the P(avg) is there
+reduce_scatter avg/2 over (a, c) to S(0) over a, all_gather over (c), groups of 4, exchange, contract v1/rank/wide/once: 2 axes in one reduction, in an order that all siblings share
 torch S(1) -> R over (b): no reduction""",
+        )
+
+    def test_scatter(self) -> None:
+        self.assertExpectedInline(
+            str(planned(CUBE, "P P P", "S(0) R S(0)")),
+            """reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), groups of 12, exchange, contract v1/tree/wide/once: 3 axes in one reduction, in an order that all siblings share""",
+        )
+        # Another axis cuts the same tensor dim: the shards are sliced from the finished value.
+        self.assertExpectedInline(
+            str(planned(CUBE, "P S(0) P", "S(0) S(0) R")),
+            """\
+all_reduce sum over (a, c), groups of 4, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share
+slice R -> S(0) over (a), local: the finished value of the P(sum) is there""",
+        )
+        # One process plays all ranks, or the order of the shards is the user's own.
+        self.assertExpectedInline(
+            str(planned(CUBE, "P P P", "S(0) R S(0)", scatter=False)),
+            """\
+all_reduce sum over (a, b, c), groups of 12, exchange, contract v1/tree/wide/once: 3 axes in one reduction, in an order that all siblings share
+slice R -> S(0) over (a), local: the finished value of the P(sum) is there
+slice R -> S(0) over (c), local: the finished value of the P(sum) is there""",
         )
 
     def test_nothing(self) -> None:
@@ -85,7 +105,7 @@ torch S(1) -> R over (b): no reduction""",
         found = planned(Layout.of(a=2, b=2), "P P(avg)", "R R", dtype=torch.bfloat16)
         self.assertExpectedInline(
             found.dumps(),
-            """{"dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
+            """{"dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
         )
         assert json.loads(found.dumps()) == found.to_json()
 
@@ -181,11 +201,22 @@ def test_all_partial_axes_are_one_reduction(data: st.DataObject) -> None:
         assert step.contract == Contract()
         assert step.group_size == math.prod(sizes[i] for i in wide)
     sliced = [s.axes[0] for s in found.steps if s.kind == "slice"]
+    cut = [axis for step in found.reductions for axis, _ in step.scatter]
     partial_to_shard = [i for i in range(len(sizes)) if src[i][0] == "P" and dst[i][0] == "S"]
-    assert sliced == (partial_to_shard if wide else [])
+    assert sorted(sliced + cut) == (partial_to_shard if wide else [])
+    # A reduction cuts its shards itself unless another axis cuts the same tensor dim.
+    elsewhere = {
+        text
+        for i in range(len(sizes))
+        if i not in wide and sizes[i] > 1
+        for text in (src[i], dst[i])
+        if text[0] == "S"
+    }
+    blocked = any(dst[i] in elsewhere for i in wide)
+    assert cut == ([] if blocked else [i for i in partial_to_shard if i in wide])
     left = [s.axes[0] for s in found.steps if s.kind == "torch"]
     changed = {i for i, (s, d) in enumerate(zip(src, dst, strict=True)) if s != d}
-    assert set(left) | set(sliced) | {i for i in changed if src[i][0] == "P"} == changed
+    assert set(left) | set(sliced + cut) | {i for i in changed if src[i][0] == "P"} == changed
 
 
 @pytest.mark.parametrize("op", ["max", "min", "product"])

@@ -10,7 +10,7 @@ from meshplan.collectives._provenance import clear_report as clear_report
 from meshplan.collectives._provenance import count_untouched as count_untouched
 from meshplan.collectives._provenance import record as record
 from meshplan.collectives._provenance import report as report
-from meshplan.collectives._run import run_all_reduce as run_all_reduce
+from meshplan.collectives._run import run_reduction as run_reduction
 
 __all__ = [
     "MAX_RECORDS",
@@ -21,5 +21,5 @@ __all__ = [
     "count_untouched",
     "record",
     "report",
-    "run_all_reduce",
+    "run_reduction",
 ]

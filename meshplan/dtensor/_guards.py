@@ -91,7 +91,7 @@ def _objection(run: list[TransformInfo], layout: Layout, rank: int) -> str | Non
     if kind == "all_gather":
         dim = run[0].src_dst_placements[0].dim
         size = max(info.logical_shape[dim] for info in run)
-        if not _nests_evenly(size, tuple(layout.sizes[i] for i in axes)):
+        if not _may_nest(size, tuple(layout.sizes[i] for i in axes)):
             return f"{kind} over ({names}) is not merged: {size} does not split evenly on dim {dim}"
     return None
 
@@ -100,6 +100,13 @@ def _objection(run: list[TransformInfo], layout: Layout, rank: int) -> str | Non
 def _ascends(layout: Layout, rank: int, axes: tuple[int, ...]) -> bool:
     ranks = layout.group_of(rank, axes) or ()
     return list(ranks) == sorted(ranks)
+
+
+def _may_nest(size: Any, sizes: tuple[int, ...]) -> bool:
+    # While tracing, a size may be a symbol; divisibility is enough, and a guard it can carry.
+    if not isinstance(size, int):
+        return bool(size % math.prod(sizes) == 0)
+    return _nests_evenly(size, sizes)
 
 
 @lru_cache(maxsize=4096)

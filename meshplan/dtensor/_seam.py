@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
-from meshplan.dtensor._partial import PlannedPartial
+from meshplan.dtensor._partial import AlreadyCut, PlannedPartial
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Problem, Step, plan
 
@@ -44,6 +45,8 @@ class _Carrier:
     placement: PlannedPartial
     axes: tuple[int, ...]
     first: int
+    # Mesh axes that the reduction itself cuts, outermost first.
+    cut: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class _Route:
     left: tuple[Event, ...]
     # The one carrier, where it alone is the whole redistribution.
     whole: _Carrier | None
+    cuts: bool
 
 
 @dataclass(slots=True)
@@ -93,6 +97,8 @@ def planned_steps(
             mesh.by_placement[by_placement] = route
     if route.whole is not None:
         return [_carried(route.whole, transform_infos[0].logical_shape, device_mesh)]
+    if route.cuts and not _may_cut(route, transform_infos):
+        route = _route(mesh, config, src_placements, dst_placements, scatter=False)
     for event in route.left:
         record(event)
     steps = _place(route, transform_infos, device_mesh) if route.carriers else transform_infos
@@ -130,6 +136,7 @@ def _route(
     config: Config,
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
+    scatter: bool = True,
 ) -> _Route:
     problem = Problem.of(
         mesh.layout,
@@ -138,9 +145,10 @@ def _route(
         policy=config.policy,
         contract=config.contract,
         path=config.path,
+        scatter=scatter,
     )
     # By text: placements that hold buffers must not be kept alive here.
-    key = (problem.src, problem.dst, config.key)
+    key = (problem.src, problem.dst, config.key, scatter)
     route = mesh.routes.get(key)
     if route is None:
         route = _new_route(plan(problem), config)
@@ -161,6 +169,7 @@ def _new_route(planned: Plan, config: Config) -> _Route:
             placement=PlannedPartial(step, problem.layout, asked, config),
             axes=axes,
             first=step.axes[0],
+            cut=tuple(axis for axis, _ in step.scatter),
         )
         carriers.update(dict.fromkeys(axes, carrier))
     left = tuple(
@@ -175,7 +184,8 @@ def _new_route(planned: Plan, config: Config) -> _Route:
         and set(only.axes) == changed
         and all(problem.dst[i].kind == "replicate" for i in changed)
     )
-    return _Route(carriers=carriers, left=left, whole=only if whole else None)
+    cuts = any(carrier.cut for carrier in carriers.values())
+    return _Route(carriers=carriers, left=left, whole=only if whole else None, cuts=cuts)
 
 
 def _covered(problem: Problem, step: Step, others: Sequence[Step]) -> tuple[int, ...]:
@@ -212,6 +222,8 @@ def _place(
             placed.append(carrier)
             steps.append(_carried(carrier, info.logical_shape, device_mesh))
         target = info.src_dst_placements[1]
+        if info.mesh_dim in carrier.cut:
+            target = AlreadyCut(target.dim)
         if not target.is_replicate():
             steps.append(
                 _redistribute._TransformInfo(
@@ -221,6 +233,18 @@ def _place(
                 )
             )
     return steps
+
+
+def _may_cut(route: _Route, transform_infos: Sequence[TransformInfo]) -> bool:
+    """Whether the planned cuts are those that torch would make, on this very rank."""
+    if local_tensor_mode() is not None:
+        # One process plays all ranks: there is no rank of its own whose shard it could compute.
+        return False
+    for carrier in route.carriers.values():
+        order = [info.mesh_dim for info in transform_infos if info.mesh_dim in carrier.cut]
+        if tuple(order) != carrier.cut:
+            return False
+    return True
 
 
 def _carried(carrier: _Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> TransformInfo:

@@ -22,20 +22,23 @@ class Step:
 
     Attributes:
         kind: ``all_reduce``: one reduction over ``axes``, every rank gets the result.
+            ``reduce_scatter``: the same, but each rank gets the shard that it is to hold.
             ``slice``: each rank keeps its shard of a finished value; nothing is sent.
             ``torch``: a transition that meshplan leaves to torch as it is.
         axes: positions of the mesh axes, ascending; those of size 1 are left out of a reduction.
         sizes: sizes of ``axes``.
         move: the transition in placements, e.g. ``P(sum) -> R``.
         why: the reason, in words.
-        op: the reduction, for ``all_reduce``.
+        op: the reduction, for ``all_reduce`` and ``reduce_scatter``.
         divisor: for ``op="avg"``: what the sum is divided by, the product of the averaged axes.
         path: how the data moves; ``native`` is the backend's own all-reduce.
         contract: what fixes the bits; ``None`` for ``native``.
         norm: reduce ``x ** norm`` and return the ``1 / norm``-th power.
+        scatter: for ``reduce_scatter``: (mesh axis, tensor dim) in the order of the cuts, outermost
+            first. The shard is gathered over the other ``axes`` once it is finished.
     """
 
-    kind: Literal["all_reduce", "slice", "torch"]
+    kind: Literal["all_reduce", "reduce_scatter", "slice", "torch"]
     axes: tuple[int, ...]
     sizes: tuple[int, ...]
     move: str
@@ -45,6 +48,13 @@ class Step:
     path: Path | None = None
     contract: Contract | None = None
     norm: float | None = None
+    scatter: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def gather_axes(self) -> tuple[int, ...]:
+        """The axes over which a finished shard is gathered; empty for other kinds."""
+        cut = {axis for axis, _ in self.scatter}
+        return tuple(i for i in self.axes if i not in cut) if self.scatter else ()
 
     @property
     def group_size(self) -> int:
@@ -62,8 +72,14 @@ class Step:
         if self.norm is not None:
             op = f"{self.norm:g}-norm"
         bits = f"contract {self.contract.id}" if self.contract else "no contract"
+        to = ""
+        if self.scatter:
+            cuts = ", ".join(f"S({dim}) over {layout.axes[axis]}" for axis, dim in self.scatter)
+            rest = ", ".join(layout.axes[i] for i in self.gather_axes)
+            to = f" to {cuts}" + (f", all_gather over ({rest})" if rest else "")
         return (
-            f"all_reduce {op} {over}, groups of {self.group_size}, {self.path}, {bits}: {self.why}"
+            f"{self.kind} {op} {over}{to}, groups of {self.group_size}, {self.path}, {bits}: "
+            f"{self.why}"
         )
 
     def to_json(self, layout: Layout) -> dict[str, Any]:
@@ -76,6 +92,7 @@ class Step:
             "op": self.op,
             "divisor": self.divisor,
             "norm": self.norm,
+            "scatter": [[layout.axes[axis], dim] for axis, dim in self.scatter],
             "path": self.path,
             "contract": self.contract.id if self.contract else None,
             "why": self.why,
@@ -92,7 +109,7 @@ class Plan:
     @property
     def reductions(self) -> tuple[Step, ...]:
         """The steps that combine summands under meshplan: at most one unless norms are mixed in."""
-        return tuple(step for step in self.steps if step.kind == "all_reduce")
+        return tuple(s for s in self.steps if s.kind in ("all_reduce", "reduce_scatter"))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict: the problem and the steps. ``json.dumps`` of it is stable."""

@@ -24,7 +24,9 @@ def plan(problem: Problem) -> Plan:
     """The plan for ``problem``.
 
     Under ``deterministic`` every plain ``Partial`` that is to become something else takes part in
-    one reduction under the contract; what is to be sharded is sliced from the finished value.
+    one reduction under the contract. Where some of these axes are to be sharded, each rank reduces
+    its own shard only, if nothing else cuts the same tensor dims; else the shards are sliced from
+    the finished value.
     Under ``fast`` only two or more ``P -> R`` axes are taken, as one all-reduce of the backend.
     Transitions that start from anything else stay with torch.
 
@@ -35,16 +37,18 @@ def plan(problem: Problem) -> Plan:
     groups = _reductions(problem, changed)
     steps: list[Step] = []
     taken: set[int] = set()
+    cut: set[int] = set()
     for axes in groups:
         step = _reduce(problem, axes)
         if step is not None:
             steps.append(step)
             taken.update(axes)
+            cut.update(axis for axis, _ in step.scatter)
     for i in changed:
         src, dst = problem.src[i], problem.dst[i]
         if i not in taken:
             steps.append(_left_to_torch(problem, i))
-        elif dst.kind != "replicate":
+        elif dst.kind != "replicate" and i not in cut:
             steps.append(
                 Step(
                     kind="slice",
@@ -87,18 +91,44 @@ def _reduce(problem: Problem, axes: tuple[int, ...]) -> Step | None:
     path: Path = "native" if native else problem.path
     count = f"{len(wide)} axes in one reduction" if len(wide) > 1 else "one axis"
     order = "in the backend's own order" if native else "in an order that all siblings share"
+    scatter = _scatter(problem, wide)
+    to = ", ".join(problem.dst[i].text for i in axes) if scatter else "R"
     return Step(
-        kind="all_reduce",
+        kind="reduce_scatter" if scatter else "all_reduce",
         axes=wide,
         sizes=tuple(layout.sizes[i] for i in wide),
-        move=f"{', '.join(s.text for s in specs)} -> R",
+        move=f"{', '.join(s.text for s in specs)} -> {to}",
         why=f"{count}, {order}",
         op=op,
         divisor=divisor,
         path=path,
         contract=None if native else problem.contract,
         norm=specs[0].norm,
+        scatter=scatter,
     )
+
+
+def _scatter(problem: Problem, wide: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The cuts of a reduce-scatter, in torch's default order; empty if there is to be none."""
+    cuts = []
+    for i in wide:
+        spec = problem.dst[i]
+        if spec.kind == "other":
+            return ()
+        if spec.dim is not None:
+            cuts.append((i, spec.dim))
+    elsewhere = {
+        spec.dim
+        for i, size in enumerate(problem.layout.sizes)
+        if size > 1 and i not in wide
+        for spec in (problem.src[i], problem.dst[i])
+        if spec.kind in ("shard", "other")
+    }
+    # A strided shard has no dim here: it may cut anything.
+    blocked = None in elsewhere or any(dim in elsewhere for _, dim in cuts)
+    if problem.policy == "fast" or not problem.scatter or blocked:
+        return ()
+    return tuple(cuts)
 
 
 def _operation(problem: Problem, axes: tuple[int, ...]) -> tuple[Op, int | None]:

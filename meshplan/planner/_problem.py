@@ -97,6 +97,8 @@ class Problem:
         contract: order, accumulator and rounding.
         path: how contract reductions move their data; it cannot change a bit.
         dtype: of the tensor, if known; ``None`` makes a plan that holds for every dtype.
+        scatter: whether each rank may reduce the part that it will keep. Not where the parts are in
+            an order of the user's own, or where one process plays all ranks.
     """
 
     layout: Layout
@@ -106,6 +108,7 @@ class Problem:
     contract: Contract = Contract()
     path: ContractPath = "exchange"
     dtype: torch.dtype | None = None
+    scatter: bool = True
 
     def __post_init__(self) -> None:
         check_policy(self.policy, self.path)
@@ -138,6 +141,7 @@ class Problem:
         contract: Contract | None = None,
         path: ContractPath = "exchange",
         dtype: torch.dtype | None = None,
+        scatter: bool = True,
     ) -> Problem:
         """From torch placements or their text.
 
@@ -154,6 +158,7 @@ class Problem:
             contract=contract or Contract(),
             path=path,
             dtype=dtype,
+            scatter=scatter,
         )
 
     def __str__(self) -> str:

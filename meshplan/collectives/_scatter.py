@@ -1,0 +1,122 @@
+"""Reduce-scatter under the contract: each rank reduces the shard that it is to hold.
+
+The shard of a rank is what DTensor's placements make of its mesh coordinate: one cut per sharded
+axis, outermost first, parts as ``torch.chunk`` makes them, empty ones at the end. Ranks that differ
+only along axes that are not sharded hold the same shard; each of them reduces a part of it, and
+they gather the finished parts. An element is always one fold over the same leaves, so that its bits
+are those of the all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.collectives._paths import native
+from meshplan.contract import reduce_leaves
+from meshplan.planner import Step
+
+__all__ = ["exchange_scatter", "native_scatter", "reference_scatter", "shard_of"]
+
+_ops = torch.ops._c10d_functional
+
+
+def shard_of(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
+    """The view of ``tensor`` that the rank at ``group_rank`` is to hold."""
+    where = dict(zip(step.axes, _unravel(group_rank, step.sizes), strict=True))
+    sizes = dict(zip(step.axes, step.sizes, strict=True))
+    for axis, dim in step.scatter:
+        length = tensor.shape[dim]
+        width = -(-length // sizes[axis])
+        start = min(where[axis] * width, length)
+        tensor = tensor.narrow(dim, start, min(width, length - start))
+    return tensor
+
+
+def exchange_scatter(
+    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
+) -> Tensor:
+    """All-to-all of shards, reduction of the own part, all-gather of finished parts.
+
+    (W - 1) / W of the tensor's bytes leave each rank, and of its shard what ``gather`` needs.
+
+    Args:
+        tensor: this rank's summand, any strides, at least one element.
+        step: a ``reduce_scatter`` with a contract.
+        group: over ``step.axes``, ordered by mesh coordinate.
+        gather: over ``step.gather_axes``; ``None`` if there are none.
+
+    Returns:
+        This rank's shard, contiguous; not waited for if it was gathered.
+    """
+    ranks = group.size()
+    parts = list(_parts(tensor, step, ranks))
+    own = parts[group.rank()].numel()
+    received = _ops.all_to_all_single(
+        torch.cat(parts), [own] * ranks, [part.numel() for part in parts], group.group_name
+    )
+    rows = _ops.wait_tensor(received).view(ranks, own)
+    finished = _reduce(rows.unbind(0), step)
+    shard = shard_of(tensor, step, group.rank())
+    if gather is None or shard.numel() == 0:
+        return finished.view(shard.shape)
+    width = -(-shard.numel() // gather.size())
+    if own < width:
+        padded = finished.new_zeros(width)
+        padded[:own] = finished
+        finished = padded
+    gathered: Tensor = _ops.all_gather_into_tensor(finished, gather.size(), gather.group_name)
+    return gathered[: shard.numel()].view(shard.shape)
+
+
+def reference_scatter(
+    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
+) -> Tensor:
+    """All-gather of everything, reduction of the own shard: the plain definition."""
+    ranks = group.size()
+    flat = tensor.contiguous().view(-1)
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
+    rows = gathered.view(ranks, *tensor.shape).unbind(0)
+    return _reduce([shard_of(row, step, group.rank()) for row in rows], step)
+
+
+def native_scatter(
+    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
+) -> Tensor:
+    """The backend's own all-reduce, outside the contract, and a slice."""
+    reduced = _ops.wait_tensor(native(tensor, step, group))
+    return shard_of(reduced, step, group.rank()).contiguous()
+
+
+def _parts(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
+    """What is sent to each rank: its part of its shard, flat."""
+    gather_axes = step.gather_axes
+    sizes = [size for axis, size in zip(step.axes, step.sizes, strict=True) if axis in gather_axes]
+    sharers = math.prod(sizes)
+    for rank in range(ranks):
+        shard = shard_of(tensor, step, rank).reshape(-1)
+        width = -(-shard.numel() // sharers)
+        where = zip(step.axes, _unravel(rank, step.sizes), strict=True)
+        position = 0
+        for size, index in zip(sizes, [i for axis, i in where if axis in gather_axes], strict=True):
+            position = position * size + index
+        start = min(position * width, shard.numel())
+        yield shard[start : start + width]
+
+
+def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(sizes):
+        position, i = divmod(position, size)
+        index.append(i)
+    return index[::-1]
+
+
+def _reduce(leaves: Sequence[Tensor], step: Step) -> Tensor:
+    assert step.op is not None
+    assert step.contract is not None
+    return reduce_leaves(leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
