@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
@@ -24,6 +23,7 @@ from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
 from meshplan.dtensor._partial import AlreadyCut, PlannedPartial
+from meshplan.flatten import this_rank
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Problem, Step, plan
 
@@ -109,7 +109,7 @@ def planned_steps(
         return original(run, device_mesh, src_placements, dst_placements)
 
     flattened = bool(device_mesh._get_root_mesh()._flatten_mapping)
-    merged, reasons = merge_safely(steps, mesh.layout, dist.get_rank(), merge, flattened)
+    merged, reasons = merge_safely(steps, mesh.layout, this_rank(), merge, flattened)
     for reason in reasons:
         record(_torch_event(_text(mesh.layout, src_placements, dst_placements), reason, reason))
     return merged

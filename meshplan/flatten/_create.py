@@ -19,7 +19,14 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["attempt_store", "create_members_only", "default_timeout", "group_name", "warm_up"]
+__all__ = [
+    "attempt_store",
+    "create_members_only",
+    "default_timeout",
+    "group_name",
+    "this_rank",
+    "warm_up",
+]
 
 _BOUND_DEVICE_LOCK = threading.Lock()
 
@@ -33,6 +40,11 @@ def group_name(ranks: Sequence[int], backend: str, device_type: str) -> str:
     default = c10d._get_default_group()
     identity = f"{list(ranks)} {backend} {device_type} {default.group_name} {default.size()}"
     return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
+
+
+def this_rank() -> int:
+    """This process's global rank; a number also where torch simulates all ranks in one process."""
+    return int(c10d._get_default_group().rank())
 
 
 def default_timeout(device_type: str) -> float:
@@ -68,7 +80,7 @@ def create_members_only(
     Raises:
         RuntimeError, ValueError: from torch, if the backend cannot connect the members.
     """
-    group_rank = list(ranks).index(dist.get_rank())
+    group_rank = list(ranks).index(this_rank())
     with _disable_current_modes(), _without_bound_device():
         group, _ = c10d._new_process_group_helper(
             len(ranks),

@@ -27,6 +27,7 @@ from meshplan.flatten._create import (
     create_members_only,
     default_timeout,
     group_name,
+    this_rank,
     warm_up,
 )
 from meshplan.layout import Layout
@@ -142,7 +143,7 @@ class GroupRegistry:
             )
         if mesh.get_coordinate() is None:
             raise GroupStateError(
-                f"rank {dist.get_rank()} is not in the mesh {layout}; only its members can reduce "
+                f"rank {this_rank()} is not in the mesh {layout}; only its members can reduce "
                 "over it"
             )
         backend = _backend_name(mesh, axes)
@@ -154,7 +155,7 @@ class GroupRegistry:
             return group
         with self._lock:
             self._follow_default_group()
-            rank = dist.get_rank()
+            rank = this_rank()
             ranks = layout.group_of(rank, axes) or ()
             key = (ranks, backend, mesh.device_type, token)
             known = self._groups.get(key)
