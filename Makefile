@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test check golden clean
+.PHONY: help setup demo test check bench golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -39,6 +39,9 @@ check: setup ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: setup ## what a redistribution costs before anything is sent
+	$(BIN)/python benchmarks/dispatch.py
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

@@ -110,6 +110,63 @@ slice R -> S(0) over (c), local: the finished value of the P(sum) is there""",
         assert json.loads(found.dumps()) == found.to_json()
 
 
+class TestThreeAxes(TestCase):
+    """Redistributions of which torch merges only what stands side by side."""
+
+    def test_plans(self) -> None:
+        layout = Layout.of(a=2, b=2, c=2)
+        lines = []
+        for text in (
+            "P P P -> R R R",
+            "P P P -> R S(0) R",
+            "P P P -> S(0) R R",
+            "P P P -> R R S(0)",
+            "P P P -> S(0) R S(0)",
+            "P P P -> S(0) S(1) S(0)",
+            "P P P -> S(0) S(0) S(0)",
+            "P S(0) P -> R S(0) R",
+            "P S(0) P -> R R R",
+            "P R P -> R R R",
+            "P S(0) P -> R S(1) R",
+            "P S(0) P -> S(0) S(0) S(0)",
+            "S(0) P P -> S(0) R R",
+            "S(0) P P -> R R R",
+            "S(0) S(0) P -> R R R",
+            "S(0) R S(0) -> R R R",
+            "S(0) S(1) S(0) -> R R R",
+            "S(1) S(0) S(0) -> R R R",
+            "P P P -> S(0) S(0) R",
+        ):
+            src, dst = text.split(" -> ")
+            found = planned(layout, src, dst)
+            steps = [step.line(layout).split(", groups")[0].split(":")[0] for step in found.steps]
+            lines.append(f"{text}: {'; '.join(steps)}")
+            assert len(found.reductions) == (1 if "P" in src else 0)
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+P P P -> R R R: all_reduce sum over (a, b, c)
+P P P -> R S(0) R: reduce_scatter sum over (a, b, c) to S(0) over b, all_gather over (a, c)
+P P P -> S(0) R R: reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c)
+P P P -> R R S(0): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b)
+P P P -> S(0) R S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b)
+P P P -> S(0) S(1) S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c
+P P P -> S(0) S(0) S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c
+P S(0) P -> R S(0) R: all_reduce sum over (a, c)
+P S(0) P -> R R R: all_reduce sum over (a, c); torch S(0) -> R over (b)
+P R P -> R R R: all_reduce sum over (a, c)
+P S(0) P -> R S(1) R: all_reduce sum over (a, c); torch S(0) -> S(1) over (b)
+P S(0) P -> S(0) S(0) S(0): all_reduce sum over (a, c); slice R -> S(0) over (a), local; slice R -> S(0) over (c), local
+S(0) P P -> S(0) R R: all_reduce sum over (b, c)
+S(0) P P -> R R R: all_reduce sum over (b, c); torch S(0) -> R over (a)
+S(0) S(0) P -> R R R: all_reduce sum over (c); torch S(0) -> R over (a); torch S(0) -> R over (b)
+S(0) R S(0) -> R R R: torch S(0) -> R over (a); torch S(0) -> R over (c)
+S(0) S(1) S(0) -> R R R: torch S(0) -> R over (a); torch S(1) -> R over (b); torch S(0) -> R over (c)
+S(1) S(0) S(0) -> R R R: torch S(1) -> R over (a); torch S(0) -> R over (b); torch S(0) -> R over (c)
+P P P -> S(0) S(0) R: reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c)""",
+        )
+
+
 class TestErrors(TestCase):
     def message(self, error: type[Exception], src: str, dst: str, **options: object) -> str:
         with pytest.raises(error) as caught:
