@@ -64,8 +64,8 @@ def test_all_come(store: dist.Store) -> None:
 
 def test_a_missing_rank_is_named_to_all(store: dist.Store) -> None:
     started = time.monotonic()
-    found = members(store, (0, 1, 2, 3), {0: 0.0, 1: 0.1, 3: 0.0}, timeout=0.4)
-    assert time.monotonic() - started < 5
+    found = members(store, (0, 1, 2, 3), {0: 0.0, 1: 0.1, 3: 0.0}, timeout=1.5)
+    assert time.monotonic() - started < 10
     assert {v.missing for v in found.values()} == {(2,)}
 
 
@@ -105,7 +105,7 @@ def test_a_vote_that_was_never_decided_is_passed_by() -> None:
     assert open_round(store, "group", 0) == ("meshplan/group/1", None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     late=st.lists(st.integers(0, 3), min_size=5, max_size=5),
     gone=st.sets(st.integers(0, 4), max_size=2),
@@ -113,7 +113,7 @@ def test_a_vote_that_was_never_decided_is_passed_by() -> None:
 def test_all_members_read_the_same(late: list[int], gone: set[int]) -> None:
     ranks = (0, 1, 2, 3, 4)
     come = {r: late[r] * 0.002 for r in ranks if r not in gone}
-    found = members(dist.HashStore(), ranks, come, timeout=0.15)
+    found = members(dist.HashStore(), ranks, come, timeout=1.0 if gone else 20.0)
     (verdict,) = {v.dumps() for v in found.values()}
     if gone:
         assert set(Verdict.loads(verdict).missing) == gone
