@@ -16,6 +16,7 @@ __all__ = [
     "MeshplanError",
     "LayoutError",
     "AxisNameError",
+    "TopologyError",
     "PlacementError",
     "PolicyError",
     "ContractError",
@@ -50,6 +51,12 @@ class AxisNameError(MeshplanError, ValueError):
     """An axis was named that the mesh does not have."""
 
     code = "MP102"
+
+
+class TopologyError(MeshplanError, ValueError):
+    """Nodes and domains that do not describe where ranks sit, or a rank outside them."""
+
+    code = "MP201"
 
 
 class PlacementError(MeshplanError, ValueError):

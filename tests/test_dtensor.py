@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -39,7 +41,13 @@ from meshplan.dtensor import _seam
 from meshplan.dtensor._guards import chunk_sizes
 from meshplan.errors import ContractTypeError, FallbackRefusedError, GroupAgreementError
 from meshplan.layout import Layout
-from meshplan.testing import assert_bitwise_equal, assert_replicas_equal, order_sensitive
+from meshplan.testing import (
+    assert_bitwise_equal,
+    assert_replicas_equal,
+    nccl_model,
+    order_sensitive,
+    replica_fingerprints,
+)
 from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -454,6 +462,49 @@ def test_fast_is_one_all_reduce_of_the_backend() -> None:
         return sends
 
     assert run_ranks(ranks, 6) == [[{"all_reduce": 1}] * 3] * 6
+
+
+@pytest.mark.parametrize(("algorithm", "sizes"), [("ring", (2, 5)), ("tree", (3, 3))])
+def test_policies_over_a_model_of_nccls_order(algorithm: str, sizes: tuple[int, int]) -> None:
+    """Nodes of four ranks: the groups of an axis fall on them in different ways."""
+    world_size = math.prod(sizes)
+
+    def ranks(rank: int) -> dict[str, list[int]]:
+        nccl_model.register()
+        nccl_model.configure(domain_size=4, algorithm=algorithm)  # type: ignore[arg-type]
+        dist.init_process_group(
+            "nccl_model",
+            rank=rank,
+            world_size=world_size,
+            init_method=f"file://{os.environ['MESHPLAN_TEST_STORE']}",
+        )
+        mesh = init_device_mesh("cpu", sizes)
+        where = mesh.get_coordinate()
+        assert where is not None
+
+        def different() -> list[int]:
+            found = []
+            for src in ((P, P), (P, R), (R, P)):
+                # Ranks along an axis that is not partial are replicas and hold the same summand.
+                mine = sizes[1] * where[0] * (src[0] is P) + where[1] * (src[1] is P)
+                summand = order_sensitive(500, rank=mine, world_size=world_size)
+                d = DTensor.from_local(summand, mesh, src, run_check=False)
+                found.append(len(set(replica_fingerprints(d.full_tensor()))))
+            return found
+
+        result = {"plain": different()}
+        for policy in ("deterministic", "consistent", "fast"):
+            with meshplan.installed(policy=policy):
+                result[policy] = different()
+        dist.barrier()
+        dist.destroy_process_group()
+        return result
+
+    for found in run_ranks(ranks, world_size, init=False):
+        assert max(found["plain"]) > 1
+        assert found["deterministic"] == found["consistent"] == [1, 1, 1]
+        # One flattened all-reduce cures two axes; one axis stays as it was.
+        assert found["fast"] == [1, *found["plain"][1:]]
 
 
 def test_ranks_outside_the_mesh_and_sub_meshes() -> None:

@@ -21,6 +21,7 @@ def test_the_table_of_codes() -> None:
 MP000 MeshplanError(Exception)
 MP101 LayoutError(MeshplanError, ValueError)
 MP102 AxisNameError(MeshplanError, ValueError)
+MP201 TopologyError(MeshplanError, ValueError)
 MP401 PlacementError(MeshplanError, ValueError)
 MP402 PolicyError(MeshplanError, ValueError)
 MP411 ContractError(MeshplanError, ValueError)

@@ -109,7 +109,7 @@ class TestMessages(TestCase):
     def test_arguments(self) -> None:
         self.assertExpectedInline(
             self.message(ValueError, policy="deterministc"),
-            """MP402: no policy 'deterministc'; write 'deterministic' or 'fast'""",
+            """MP402: no policy 'deterministc'; write 'deterministic' or 'consistent' or 'fast'""",
         )
         self.assertExpectedInline(
             self.message(ValueError, contract="tree"),

@@ -50,6 +50,34 @@ class TestText(TestCase):
             """all_reduce sum over (ddp, fsdp), groups of 40, native, no contract: 2 axes in one reduction, in the backend's own order""",
         )
 
+    def test_consistent(self) -> None:
+        lines = []
+        for text in (
+            "P P R -> R R R",
+            "P R R -> R R R",
+            "P S(0) R -> R S(0) R",
+            "P S(0) R -> R R R",
+            "P P R -> R S(0) R",
+            "P(max) R R -> R R R",
+        ):
+            src, dst = text.split(" -> ")
+            steps = planned(ISSUE, src, dst, policy="consistent").steps
+            lines += [f"{text}: {step.line(ISSUE).split(', groups')[0]}" for step in steps]
+        pair = Layout.of(ddp=2, fsdp=5)
+        lines += [str(planned(pair, "P R", "R R", policy="consistent"))]
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+P P R -> R R R: all_reduce sum over (ddp, fsdp)
+P R R -> R R R: all_reduce sum over (ddp)
+P S(0) R -> R S(0) R: torch P(sum) -> R over (ddp): its siblings agree whatever the backend's order is
+P S(0) R -> R R R: all_reduce sum over (ddp)
+P S(0) R -> R R R: torch S(0) -> R over (fsdp): no reduction
+P P R -> R S(0) R: reduce_scatter sum over (ddp, fsdp) to S(0) over fsdp, all_gather over (ddp)
+P(max) R R -> R R R: torch P(max) -> R over (ddp): its siblings agree whatever the backend's order is
+torch P(sum) -> R over (ddp): its siblings agree whatever the backend's order is""",
+        )
+
     def test_fast_leaves_one_axis(self) -> None:
         self.assertExpectedInline(
             str(planned(CUBE, "P R S(0)", "R R R", policy="fast")),
@@ -190,7 +218,7 @@ class TestErrors(TestCase):
     def test_options(self) -> None:
         self.assertExpectedInline(
             self.message(PolicyError, "P P P", "R R R", policy="quick"),
-            """MP402: no policy 'quick'; write 'deterministic' or 'fast'""",
+            """MP402: no policy 'quick'; write 'deterministic' or 'consistent' or 'fast'""",
         )
         self.assertExpectedInline(
             self.message(PolicyError, "P P P", "R R R", path="ring"),

@@ -16,7 +16,7 @@ class Config:
     """The arguments of ``install``, checked.
 
     Attributes:
-        policy: ``deterministic`` or ``fast``.
+        policy: ``deterministic``, ``consistent`` or ``fast``.
         contract: what fixes the bits of every reduction under ``deterministic``.
         path: how contract reductions move their data, ``exchange`` or ``reference``.
         strict: raise instead of running a reduction outside the contract.

@@ -53,6 +53,8 @@ def install(
 
     Args:
         policy: ``deterministic``: every such reduction runs under the contract, as one collective.
+            ``consistent``: only those on which other groups must agree and may not; the rest as
+            with ``fast``, so that replicas agree but runs may differ.
             ``fast``: two or more ``P -> R`` axes become one all-reduce of the backend.
         contract: ``Contract()`` if not given.
         path: how contract reductions move their data, ``exchange`` or ``reference``; same bits.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from meshplan.planner import _nccl_order as nccl_order
+from meshplan.planner._hazard import Hazard as Hazard
+from meshplan.planner._hazards import hazards as hazards
 from meshplan.planner._plan import Path as Path
 from meshplan.planner._plan import Plan as Plan
 from meshplan.planner._plan import Step as Step
@@ -18,6 +21,7 @@ __all__ = [
     "CONTRACT_PATHS",
     "POLICIES",
     "ContractPath",
+    "Hazard",
     "Path",
     "Plan",
     "Policy",
@@ -25,5 +29,7 @@ __all__ = [
     "Spec",
     "Step",
     "check_policy",
+    "hazards",
+    "nccl_order",
     "plan",
 ]

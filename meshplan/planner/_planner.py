@@ -9,8 +9,10 @@ import math
 from functools import lru_cache
 
 from meshplan.contract import Op
+from meshplan.planner._hazards import hazards
 from meshplan.planner._plan import Path, Plan, Step
 from meshplan.planner._problem import Problem, Spec
+from meshplan.topology import Topology
 
 __all__ = ["MAX_CACHED_PLANS", "plan"]
 
@@ -28,6 +30,8 @@ def plan(problem: Problem) -> Plan:
     its own shard only, if nothing else cuts the same tensor dims; else the shards are sliced from
     the finished value.
     Under ``fast`` only two or more ``P -> R`` axes are taken, as one all-reduce of the backend.
+    ``consistent`` does the same where no other group must come to the same result, whatever the
+    topology, and is ``deterministic`` everywhere else: all replicas agree, but not from run to run.
     Transitions that start from anything else stay with torch.
 
     The cache holds ``MAX_CACHED_PLANS`` plans, the least recently used leaves first; plans hold
@@ -83,10 +87,10 @@ def _reduce(problem: Problem, axes: tuple[int, ...]) -> Step | None:
     """The reduction over ``axes``, or ``None`` if torch does as well (nothing to add up, ...)."""
     layout = problem.layout
     wide = tuple(i for i in axes if layout.sizes[i] > 1)
-    if not wide or (problem.policy == "fast" and len(wide) < 2):
+    native = _may_be_native(problem, axes)
+    if not wide or (native and len(wide) < 2):
         return None
     specs = [problem.src[i] for i in axes]
-    native = problem.policy == "fast"
     op, divisor = _operation(problem, wide)
     path: Path = "native" if native else problem.path
     count = f"{len(wide)} axes in one reduction" if len(wide) > 1 else "one axis"
@@ -106,6 +110,21 @@ def _reduce(problem: Problem, axes: tuple[int, ...]) -> Step | None:
         norm=specs[0].norm,
         scatter=scatter,
     )
+
+
+def _may_be_native(problem: Problem, axes: tuple[int, ...]) -> bool:
+    """Whether the policy lets the backend add in its own order."""
+    if problem.policy != "consistent":
+        return problem.policy == "fast"
+    every = [i for i, s in enumerate(problem.src) if s.kind in _PARTIAL_KINDS]
+    gathered = any(
+        s.kind in ("shard", "other") and d.kind == "replicate"
+        for s, d in zip(problem.src, problem.dst, strict=True)
+    )
+    # Torch may gather before it reduces, and then ranks along that axis hold the same inputs.
+    whole = set(every) == set(axes) and all(problem.dst[i].kind == "replicate" for i in axes)
+    nowhere = Topology.unknown(max(problem.layout.ranks) + 1)
+    return whole and not gathered and not hazards(problem, nowhere)
 
 
 def _scatter(problem: Problem, wide: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -154,6 +173,8 @@ def _left_to_torch(problem: Problem, axis: int) -> Step:
 def _reason(problem: Problem, src: Spec, size: int) -> str:
     if size == 1:
         return "an axis of size 1, nothing is sent"
+    if src.kind == "partial" and problem.policy == "consistent":
+        return "its siblings agree whatever the backend's order is"
     if src.kind == "partial":
         return f"policy {problem.policy} takes two or more axes of P -> R only"
     if src.kind in ("norm", "opaque"):

@@ -21,7 +21,7 @@ from meshplan.layout import Layout
 
 __all__ = ["CONTRACT_PATHS", "POLICIES", "ContractPath", "Policy", "Problem", "Spec"]
 
-Policy = Literal["deterministic", "fast"]
+Policy = Literal["deterministic", "consistent", "fast"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 ContractPath = Literal["exchange", "reference"]
 CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
@@ -92,8 +92,9 @@ class Problem:
     Attributes:
         layout: the mesh.
         src, dst: one ``Spec`` per axis.
-        policy: ``deterministic`` (every reduction under the contract) or ``fast`` (several
-            all-reduces become one of the backend's own, whose order is the backend's).
+        policy: ``deterministic`` (every reduction under the contract), ``consistent`` (only those
+            of which sibling groups must agree on the result and may not) or ``fast`` (none:
+            several all-reduces become one of the backend's own, whose order is the backend's).
         contract: order, accumulator and rounding.
         path: how contract reductions move their data; it cannot change a bit.
         dtype: of the tensor, if known; ``None`` makes a plan that holds for every dtype.

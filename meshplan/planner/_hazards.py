@@ -1,0 +1,275 @@
+"""Which siblings of a sequence of reductions must agree, and whether the NCCL model lets them.
+
+Siblings must agree along an axis if they hold the same inputs and owe the same replica: the axis
+is replicated at the source, or was reduced or gathered by an earlier step, and ends replicated.
+Along an axis that is reduced later, or is sharded, or ends sharded, every group has inputs or a
+piece of the result of its own. An earlier step needs no other rule for the steps behind it: all
+members of a group get the same bits, whatever their order, so its groups may differ from each
+other as long as each of them hands one value to all siblings of the next step. Applied step by
+step the rule is exact in the model: a subtree is found again in the final association by its set
+of leaves, so equal results need equal associations in every step.
+
+The model can show that siblings may disagree, never that they agree on a real machine: in-switch
+reductions (NVLS, CollNet), RCCL, several channels and GPUs without NVSwitch are outside of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshplan.contract import check_dtype
+from meshplan.errors import ContractTypeError, TopologyError
+from meshplan.planner import _nccl_order as order
+from meshplan.planner._hazard import Example, Hazard
+from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._sequence import SHARDED, are_alike, checked_steps, default_steps
+from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
+from meshplan.topology import Topology
+
+__all__ = ["hazards"]
+
+_UNMODELLED = ("nvls", "collnet", "rccl")
+
+
+def hazards(
+    problem: Problem,
+    topology: Topology,
+    *,
+    steps: Sequence[Sequence[int | str]] | None = None,
+    sort_ranks: bool = True,
+) -> tuple[Hazard, ...]:
+    """The reductions that can make replicas differ if the backend runs them in its own order.
+
+    The policy and contract of ``problem`` are not looked at: under the contract there is no hazard.
+
+    Args:
+        problem: what is redistributed. A dtype of integers makes every reduction safe.
+        topology: where ranks sit; it must reach the highest rank of the layout.
+        steps: the axes of each reduction, in the order in which they run; several axes are one
+            flattened reduction. An axis that goes from sharded to replicated may be a step of its
+            own, the moment at which it is gathered, which counts: torch gathers the inner axes
+            before it reduces the outer ones. Left out, it is gathered after the last reduction.
+            By default all partial axes are one reduction (one for each axis if their arithmetic
+            differs).
+        sort_ranks: ranks of a communicator ascend by global rank, as in the groups that torch
+            makes for a mesh; ``False``: by mesh coordinate, as in those that meshplan makes. The
+            same on a mesh whose ranks ascend.
+
+    Returns:
+        A ``Hazard`` for each reduction that is not safe in every order, in the order of the steps.
+        Left out are groups of 1 or 2 ranks (IEEE addition commutes), ``max``, ``min`` and integers
+        (exact), and reductions without siblings that must agree. A step towards a shard is
+        judged as an all-reduce; the ring of a reduce-scatter is no worse.
+
+    Raises:
+        TopologyError: the layout has a rank that the topology lacks.
+        PlacementError: ``steps`` names an axis that is not pending, or twice, or none, leaves one
+            out, or mixes arithmetic that cannot be reduced together.
+        AxisNameError: ``steps`` names an axis that the mesh does not have.
+    """
+    highest = max(problem.layout.ranks)
+    if highest >= topology.world_size:
+        raise TopologyError(
+            f"the topology describes {topology.world_size} ranks, the mesh {problem.layout} has "
+            f"rank {highest}; write a topology of {highest + 1} or more ranks"
+        )
+    sequence = default_steps(problem) if steps is None else checked_steps(problem, steps)
+    # A redistribution may be planned while torch traces; where ranks sit is not part of a trace.
+    with _disable_current_modes():
+        return _Analysis(problem, topology, sort_ranks).run(sequence)
+
+
+class _Analysis:
+    """One call of `hazards`: what is worked out for a reduction serves all cures as well."""
+
+    def __init__(self, problem: Problem, topology: Topology, sort_ranks: bool) -> None:
+        self.problem = problem
+        self.layout = problem.layout
+        self.topology = topology
+        self.sort_ranks = sort_ranks
+        self.replicated = {i for i, s in enumerate(problem.src) if s.kind == "replicate"}
+        self._siblings: dict[tuple[int, ...], Siblings] = {}
+
+    def run(self, steps: Sequence[tuple[int, ...]]) -> tuple[Hazard, ...]:
+        held = set(self.replicated)
+        found = []
+        for axes in steps:
+            hazard = None if self._gathers(axes) else self._judge(axes, held)
+            if hazard is not None:
+                found.append(hazard)
+            held |= set(axes)
+        if all(hazard.verdict == "none" for hazard in found):
+            return tuple(found)
+        cures = self._cures(steps)
+        return tuple(h if h.verdict == "none" else replace(h, cures=cures) for h in found)
+
+    def _judge(self, axes: tuple[int, ...], held: set[int]) -> Hazard | None:
+        sizes, labels, dst = self.layout.sizes, self.layout.axes, self.problem.dst
+        along = self._must_agree(axes, held)
+        group_size = math.prod(sizes[i] for i in axes)
+        if not along or group_size <= 2 or _is_exact(self.problem, axes):
+            return None
+        scattered = any(dst[i].kind in SHARDED for i in axes)
+        hazard = Hazard(
+            axes=axes,
+            labels=tuple(labels[i] for i in axes),
+            along=tuple(labels[i] for i in along),
+            op=_operation([self.problem.src[i] for i in axes]),
+            group_size=group_size,
+            groups=self.layout.world_size // group_size,
+            siblings=math.prod(sizes[i] for i in along),
+            signatures=(),
+            classes=(),
+            # PAT exists for reduce-scatter alone.
+            unknown=(*_UNMODELLED, "pat") if scattered else _UNMODELLED,
+        )
+        if not self.topology.known:
+            return replace(hazard, unknown=(*ALGORITHMS, *hazard.unknown))
+        siblings = self._siblings_over(axes)
+        classes, mixed = _classes(siblings, along)
+        hazard = replace(
+            hazard, classes=classes, signatures=tuple(dict.fromkeys(siblings.signatures))
+        )
+        return _with_examples(hazard, siblings, mixed) if hazard.may_differ else hazard
+
+    def _must_agree(self, axes: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
+        return tuple(
+            i
+            for i in sorted(held - set(axes))
+            if self.layout.sizes[i] > 1 and self.problem.dst[i].kind == "replicate"
+        )
+
+    def _siblings_over(self, axes: tuple[int, ...]) -> Siblings:
+        if axes not in self._siblings:
+            self._siblings[axes] = Siblings(
+                self.layout, axes, self.topology, sort_ranks=self.sort_ranks
+            )
+        return self._siblings[axes]
+
+    def _gathers(self, axes: tuple[int, ...]) -> bool:
+        return self.problem.src[axes[0]].kind in SHARDED
+
+    def _cures(self, steps: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+        src = self.problem.src
+        reductions = [axes for axes in steps if not self._gathers(axes)]
+        gathers = [axes for axes in steps if self._gathers(axes)]
+        flat = tuple(sorted(i for axes in reductions for i in axes))
+        cures = []
+        if are_alike([src[i] for i in flat]):
+            better = self._safe_order(reductions) if len(steps) > 1 else None
+            if better is not None:
+                then = f", then gather {self._named(gathers)}" if gathers else ""
+                cures.append(
+                    f"in the order {self._named(better)}{then}, siblings add alike under ring "
+                    "and tree"
+                )
+            if len(reductions) > 1 and self._is_safe(flat, self.replicated):
+                alone = not self._must_agree(flat, self.replicated)
+                why = "no siblings are left" if alone else "siblings add alike under ring and tree"
+                cures.append(f"in one flattened reduction over {self._named([flat])}, {why}")
+        if _has_contract(self.problem, flat):
+            cures.append(
+                "under the contract (policy 'deterministic'), the order is always the same"
+            )
+        return tuple(cures)
+
+    def _safe_order(self, reductions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+        # An earlier step has fewer siblings that must agree. So a step that is safe as the last
+        # one can be the last one in some safe order, if there is any: no search is needed.
+        left, later = list(reductions), list[tuple[int, ...]]()
+        while left:
+            held = self.replicated.union(*left)
+            last = next((axes for axes in reversed(left) if self._is_safe(axes, held)), None)
+            if last is None:
+                return None
+            left.remove(last)
+            later.insert(0, last)
+        return later
+
+    def _is_safe(self, axes: tuple[int, ...], held: set[int]) -> bool:
+        hazard = self._judge(axes, held)
+        return hazard is None or hazard.verdict == "none"
+
+    def _named(self, steps: Sequence[tuple[int, ...]]) -> str:
+        labels = self.layout.axes
+        return ", ".join(f"({', '.join(labels[i] for i in axes)})" for axes in steps)
+
+
+def _classes(
+    siblings: Siblings, along: tuple[int, ...]
+) -> tuple[tuple[tuple[Algorithm, int], ...], Tensor]:
+    """Associations per algorithm in the worst set, and the sets that have several patterns."""
+    sets = siblings.sets(along)
+    patterns = siblings.pattern[sets]
+    mixed = sets[(patterns != patterns[:, :1]).any(dim=1)]
+    classes: list[tuple[Algorithm, int]] = []
+    for algorithm in ALGORITHMS:
+        count = 1
+        if len(mixed):
+            ordered = siblings.associations(algorithm, mixed).sort(dim=1).values
+            count += int((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).max())
+        classes.append((algorithm, count))
+    return tuple(classes), mixed
+
+
+def _with_examples(hazard: Hazard, siblings: Siblings, mixed: Tensor) -> Hazard:
+    # The last is the tree: one expression for the whole message.
+    algorithm = hazard.may_differ[-1]
+    numbers = siblings.associations(algorithm, mixed)
+    differ = (numbers != numbers[:, :1]).any(dim=1)
+    mixed, numbers = mixed[differ], numbers[differ]
+    first = siblings.smallest(mixed.flatten())
+    row = int((mixed == first).any(dim=1).nonzero()[0])
+    other = numbers[row] != numbers[row][mixed[row] == first]
+    second = siblings.smallest(mixed[row][other])
+    chunk = None
+    if algorithm == "ring":
+        chunk = next(
+            c
+            for c in range(hazard.group_size)
+            if not order.same_bits(
+                order.ring_tree(siblings.ring(first), c), order.ring_tree(siblings.ring(second), c)
+            )
+        )
+    examples = tuple(
+        Example(
+            ranks=tuple(siblings.members[group].tolist()),
+            signature=siblings.signatures[int(siblings.pattern[group])],
+            expression=order.draw(siblings.tree(algorithm, group, chunk or 0)),
+        )
+        for group in (first, second)
+    )
+    return replace(hazard, algorithm=algorithm, chunk=chunk, examples=examples)
+
+
+def _is_exact(problem: Problem, axes: tuple[int, ...]) -> bool:
+    dtype = problem.dtype
+    if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
+        return True
+    specs = [problem.src[i] for i in axes]
+    return all(s.op in ("max", "min") or (s.norm is not None and math.isinf(s.norm)) for s in specs)
+
+
+def _has_contract(problem: Problem, axes: tuple[int, ...]) -> bool:
+    specs = [problem.src[i] for i in axes]
+    if not are_alike(specs) or specs[0].kind == "opaque":
+        return False
+    if specs[0].kind == "norm" and any(problem.dst[i].kind != "replicate" for i in axes):
+        return False
+    if problem.dtype is not None:
+        try:
+            check_dtype("sum", problem.dtype)
+        except ContractTypeError:
+            return False
+    return True
+
+
+def _operation(specs: Sequence[Spec]) -> str:
+    if specs[0].kind == "partial":
+        return "avg" if any(s.op == "avg" for s in specs) else f"{specs[0].op}"
+    return specs[0].text if specs[0].norm is None else f"{specs[0].norm:g}-norm"

@@ -1,0 +1,261 @@
+"""Where ranks sit: the node and the NVLink domain of every global rank, or that it is unknown.
+
+A *node* is what NCCL counts as one: a host, or a clique of hosts joined by multi-node NVLink. A
+*domain* is a set of GPUs inside a node that NVLink or xGMI joins. What is not known stays ``None``:
+a rank whose node nobody told is not a node of its own, and a node is not taken for one domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from meshplan.errors import TopologyError
+
+__all__ = ["LINK_CLASSES", "LinkClass", "Topology"]
+
+LinkClass = Literal["domain", "node", "network", "unknown"]
+LINK_CLASSES: tuple[LinkClass, ...] = get_args(LinkClass)
+_DOMAIN, _NODE, _NETWORK, _UNKNOWN = range(4)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The node and domain of each global rank. Frozen, hashable, compared by value.
+
+    Made by `uniform`, `of` or `unknown`. Numbers of nodes and domains are names and nothing more;
+    a domain number is compared only between ranks of one node.
+
+    Attributes:
+        world_size: ranks 0 to ``world_size - 1`` are described.
+        node_map: how many consecutive ranks share a node (so that a million ranks cost nothing),
+            or the node of each rank; ``None`` if unknown.
+        domain_map: how many consecutive ranks of a node share a domain, or the domain of each
+            rank; ``None`` if unknown.
+
+    Raises:
+        TopologyError: no rank, a size below 1, a domain larger than its node, a map of the wrong
+            length or with a negative number, or domains without nodes.
+    """
+
+    world_size: int
+    node_map: int | tuple[int, ...] | None
+    domain_map: int | tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise TopologyError(
+                f"a topology needs at least 1 rank, found world_size={self.world_size}; "
+                "write for example Topology.uniform(40, node_size=8)"
+            )
+        for what, found in (("node", self.node_map), ("domain", self.domain_map)):
+            if isinstance(found, tuple):
+                _check_ids(what, found, self.world_size)
+            elif found is not None and found < 1:
+                raise TopologyError(
+                    f"a {what} holds at least 1 rank, found {what}_size={found}; "
+                    f"write the number of consecutive ranks of a {what}"
+                )
+        if isinstance(self.domain_map, int) and (
+            not isinstance(self.node_map, int) or self.domain_map > self.node_map
+        ):
+            raise TopologyError(
+                f"a domain lies inside a node, found domain_size={self.domain_map} with "
+                f"node_size={self.node_map}; write a domain_size up to node_size, or use "
+                "Topology.of for other nodes"
+            )
+        if self.node_map is None and self.domain_map is not None:
+            raise TopologyError(
+                "a domain lies inside a node, found domains and no nodes; "
+                "write the nodes too, or Topology.unknown(world_size)"
+            )
+
+    @classmethod
+    def uniform(
+        cls, world_size: int, *, node_size: int, domain_size: int | None = None
+    ) -> Topology:
+        """Consecutive ranks share a node; the last node may hold fewer.
+
+        ``domain_size``: consecutive ranks of one domain, counted anew in each node; the last
+        domain of a node may hold fewer. ``None`` if it is not known which GPUs NVLink joins.
+        """
+        given = cls(world_size, node_size, domain_size)
+        if node_size <= world_size:
+            return given
+        # A node that is not full is as large as what it holds, whatever size was said.
+        return cls(world_size, world_size, domain_size and min(domain_size, world_size))
+
+    @classmethod
+    def of(
+        cls, node_of_rank: Sequence[int], domain_of_rank: Sequence[int] | None = None
+    ) -> Topology:
+        """From the node, and the domain if known, of rank 0, 1, 2, ...
+
+        Maps that `uniform` could have made give a topology equal to that of `uniform`.
+        """
+        nodes = tuple(node_of_rank)
+        domains = None if domain_of_rank is None else tuple(domain_of_rank)
+        found = cls(len(nodes), nodes, domains)
+        node_size = _leading(nodes)
+        even = cls(len(nodes), node_size, None)
+        if not torch.equal(_known(even.nodes), _known(found.nodes)):
+            return found
+        if domains is None:
+            return even
+        fine = cls(len(nodes), node_size, min(_leading(domains), node_size))
+        same = torch.equal(_known(fine.domains), _known(found.domains))
+        return fine if same else cls(len(nodes), node_size, domains)
+
+    @classmethod
+    def unknown(cls, world_size: int) -> Topology:
+        """Ranks of which nobody knows where they sit."""
+        return cls(world_size, None, None)
+
+    @property
+    def known(self) -> bool:
+        """True if the node of every rank is known; the domains may still be unknown."""
+        return self.node_map is not None
+
+    @cached_property
+    def nodes(self) -> Tensor | None:
+        """Node of each rank, int64 CPU tensor [world_size]; ``None`` if unknown."""
+        if isinstance(self.node_map, tuple):
+            return torch.tensor(self.node_map, dtype=torch.int64, device="cpu")
+        if self.node_map is None:
+            return None
+        return torch.arange(self.world_size, device="cpu") // self.node_map
+
+    @cached_property
+    def domains(self) -> Tensor | None:
+        """Domain of each rank, int64 CPU tensor [world_size]; ``None`` if unknown."""
+        if self.domain_map is None:
+            return None
+        if isinstance(self.domain_map, tuple):
+            return torch.tensor(self.domain_map, dtype=torch.int64, device="cpu")
+        assert isinstance(self.node_map, int)
+        ranks = torch.arange(self.world_size, device="cpu")
+        per_node = -(-self.node_map // self.domain_map)
+        return ranks // self.node_map * per_node + ranks % self.node_map // self.domain_map
+
+    def node_of(self, rank: int) -> int | None:
+        """The node of a global rank; ``None`` if unknown.
+
+        Raises:
+            TopologyError: no such rank.
+        """
+        self._check_ranks(rank, rank)
+        if isinstance(self.node_map, tuple):
+            return self.node_map[rank]
+        return None if self.node_map is None else rank // self.node_map
+
+    def nodes_of(self, ranks: Tensor) -> Tensor | None:
+        """The node of each rank of an int64 CPU tensor, in its shape; ``None`` if unknown.
+
+        Raises:
+            TopologyError: a rank that does not exist.
+        """
+        if ranks.numel():
+            self._check_ranks(int(ranks.min()), int(ranks.max()))
+        if isinstance(self.node_map, int):
+            return ranks // self.node_map
+        nodes = self.nodes
+        return None if nodes is None else nodes[ranks]
+
+    def link_class(self, ranks: Sequence[int]) -> LinkClass:
+        """The slowest link that two ranks of a group need.
+
+        ``domain``: all ranks are in one domain (a single rank needs no link). ``node``: in one
+        node, not in one domain. ``network``: in several nodes. ``unknown``: it depends on what is
+        not known; also for one node whose domains are unknown.
+
+        Raises:
+            TopologyError: no rank, or one that does not exist.
+        """
+        group = torch.tensor(list(ranks), dtype=torch.int64, device="cpu")
+        return LINK_CLASSES[int(self.link_classes(group[None])[0])]
+
+    def link_classes(self, groups: Tensor) -> Tensor:
+        """`link_class` of many groups at once.
+
+        Args:
+            groups: global ranks, int64 CPU tensor [groups, ranks per group].
+
+        Returns:
+            Position in ``LINK_CLASSES`` for each group, int64 CPU tensor [groups].
+
+        Raises:
+            TopologyError: another shape, groups without ranks, or a rank that does not exist.
+        """
+        if groups.ndim != 2 or groups.shape[1] == 0:
+            raise TopologyError(
+                f"groups have 1 or more ranks each, found ranks of shape {list(groups.shape)}; "
+                "write a tensor [groups, ranks per group]"
+            )
+        nodes = self.nodes_of(groups)
+        found = torch.full((len(groups),), _UNKNOWN, dtype=torch.int64, device="cpu")
+        if nodes is not None:
+            one_node = _rows_are_constant(nodes)
+            found[~one_node] = _NETWORK
+            if self.domains is not None:
+                one_domain = one_node & _rows_are_constant(self.domains[groups])
+                found[one_node] = _NODE
+                found[one_domain] = _DOMAIN
+        found[_rows_are_constant(groups)] = _DOMAIN
+        return found
+
+    def __str__(self) -> str:
+        if self.nodes is None:
+            return "nodes unknown"
+        sizes = torch.unique(self.nodes, return_counts=True)[1]
+        low, high = int(sizes.min()), int(sizes.max())
+        count = f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} of "
+        if isinstance(self.node_map, int):
+            # Consecutive, and only the last node can be smaller.
+            last = f", the last of {low}" if low < high else ""
+            text = f"{count}{high}{last}"
+        else:
+            text = f"{count}{low if low == high else f'{low} to {high}'}, ranks not consecutive"
+        if self.domain_map is None:
+            return text
+        fine = f"of {self.domain_map}" if isinstance(self.domain_map, int) else "given by rank"
+        return f"{text}, domains {fine}"
+
+    def _check_ranks(self, low: int, high: int) -> None:
+        if low < 0 or high >= self.world_size:
+            raise TopologyError(
+                f"no rank {low if low < 0 else high} in a topology of {self.world_size} ranks; "
+                f"write ranks from 0 to {self.world_size - 1}"
+            )
+
+
+def _check_ids(what: str, ids: tuple[int, ...], world_size: int) -> None:
+    bad = [i for i in ids if not isinstance(i, int) or i < 0]
+    if bad:
+        raise TopologyError(
+            f"a {what} is a whole number from 0 up, found {bad[0]!r}; number the {what}s, or write "
+            + ("Topology.unknown(world_size)" if what == "node" else "domain_of_rank=None")
+            + " where they are not known"
+        )
+    if len(ids) != world_size:
+        raise TopologyError(
+            f"{world_size} ranks need {world_size} {what} numbers, found {len(ids)}; "
+            f"write the {what} of rank 0, 1, 2, ..."
+        )
+
+
+def _leading(ids: tuple[int, ...]) -> int:
+    return next((i for i, found in enumerate(ids) if found != ids[0]), len(ids))
+
+
+def _known(ids: Tensor | None) -> Tensor:
+    assert ids is not None
+    return ids
+
+
+def _rows_are_constant(values: Tensor) -> Tensor:
+    return (values == values[:, :1]).all(dim=1)

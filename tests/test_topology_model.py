@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyError
+from meshplan.topology import LINK_CLASSES, Topology
+
+
+def listed(found: torch.Tensor | None) -> list[int] | None:
+    if found is None:
+        return None
+    assert (found.dtype, found.device.type) == (torch.int64, "cpu")
+    return found.tolist()
+
+
+def test_uniform() -> None:
+    found = Topology.uniform(11, node_size=5, domain_size=2)
+    assert listed(found.nodes) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
+    # Domains start anew in every node.
+    assert listed(found.domains) == [0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 6]
+    assert found.known
+    assert [found.node_of(rank) for rank in (0, 4, 5, 10)] == [0, 0, 1, 2]
+    assert Topology.uniform(3, node_size=8).node_of(2) == 0
+
+
+def test_partial_knowledge_is_not_guessed() -> None:
+    nodes = Topology.uniform(8, node_size=4)
+    assert nodes.known
+    assert nodes.domains is None
+    assert nodes.link_class([0, 1]) == "unknown"
+    assert nodes.link_class([0, 4]) == "network"
+    nothing = Topology.unknown(8)
+    assert not nothing.known
+    assert (nothing.nodes, nothing.domains, nothing.node_of(3)) == (None, None, None)
+    assert nothing.nodes_of(torch.tensor([1, 2])) is None
+    assert nothing.link_class([0, 1]) == "unknown"
+    assert nothing.link_class([3]) == "domain"
+
+
+def test_values() -> None:
+    even = Topology.uniform(10, node_size=4, domain_size=2)
+    given_by_rank = Topology.of([0] * 4 + [1] * 4 + [2] * 2, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    assert even == given_by_rank
+    assert hash(even) == hash(given_by_rank)
+    assert Topology.of([0] * 4 + [1] * 4) == Topology.uniform(8, node_size=4)
+    assert Topology.uniform(5, node_size=8, domain_size=8) == Topology.of([0] * 5, [0] * 5)
+    assert Topology.uniform(8, node_size=4) != even
+    assert Topology.of([1, 0]) != Topology.of([0, 1])
+    assert Topology.unknown(8) != Topology.unknown(9)
+    local = Topology.of([0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 1])
+    assert listed(local.domains) == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert local.link_class([0, 4]) == "network"
+
+
+def test_a_million_ranks_are_two_numbers() -> None:
+    big = Topology.uniform(1_048_576, node_size=72, domain_size=72)
+    assert hash(big) == hash(Topology.uniform(1_048_576, node_size=72, domain_size=72))
+    assert not {"nodes", "domains"} & set(vars(big))
+    assert big.node_of(1_048_575) == 14563
+    assert listed(big.nodes_of(torch.tensor([[71, 72]]))) == [[0, 1]]
+    assert not {"nodes", "domains"} & set(vars(big))
+
+
+class TestText(TestCase):
+    def test_str(self) -> None:
+        shown = [
+            Topology.uniform(40, node_size=8),
+            Topology.uniform(36, node_size=8, domain_size=4),
+            Topology.uniform(5, node_size=8),
+            Topology.of([0, 1, 0, 1]),
+            Topology.of([3, 3, 3, 7, 5, 5], [0, 0, 0, 0, 1, 2]),
+            Topology.unknown(4),
+        ]
+        self.assertExpectedInline(
+            "\n".join(map(str, shown)),
+            """\
+5 nodes of 8
+5 nodes of 8, the last of 4, domains of 4
+1 node of 5
+2 nodes of 2, ranks not consecutive
+3 nodes of 1 to 3, ranks not consecutive, domains given by rank
+nodes unknown""",
+        )
+
+
+class TestErrors(TestCase):
+    def message(self, call: object) -> str:
+        with pytest.raises(TopologyError) as caught:
+            call()  # type: ignore[operator]
+        return str(caught.value)
+
+    def test_sizes(self) -> None:
+        self.assertExpectedInline(
+            self.message(lambda: Topology.uniform(0, node_size=8)),
+            """MP201: a topology needs at least 1 rank, found world_size=0; write for example Topology.uniform(40, node_size=8)""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.uniform(8, node_size=0)),
+            """MP201: a node holds at least 1 rank, found node_size=0; write the number of consecutive ranks of a node""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.uniform(8, node_size=4, domain_size=-1)),
+            """MP201: a domain holds at least 1 rank, found domain_size=-1; write the number of consecutive ranks of a domain""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.uniform(8, node_size=4, domain_size=8)),
+            """MP201: a domain lies inside a node, found domain_size=8 with node_size=4; write a domain_size up to node_size, or use Topology.of for other nodes""",
+        )
+
+    def test_maps(self) -> None:
+        self.assertExpectedInline(
+            self.message(lambda: Topology.of([])),
+            """MP201: a topology needs at least 1 rank, found world_size=0; write for example Topology.uniform(40, node_size=8)""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.of([0, 0, 1], [0, 1])),
+            """MP201: 3 ranks need 3 domain numbers, found 2; write the domain of rank 0, 1, 2, ...""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.of([0, -1])),
+            """MP201: a node is a whole number from 0 up, found -1; number the nodes, or write Topology.unknown(world_size) where they are not known""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.of([0, 0], [0, None])),  # type: ignore[list-item]
+            """MP201: a domain is a whole number from 0 up, found None; number the domains, or write domain_of_rank=None where they are not known""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology(2, None, (0, 0))),
+            """MP201: a domain lies inside a node, found domains and no nodes; write the nodes too, or Topology.unknown(world_size)""",
+        )
+
+    def test_ranks(self) -> None:
+        found = Topology.uniform(8, node_size=4)
+        self.assertExpectedInline(
+            self.message(lambda: found.node_of(8)),
+            """MP201: no rank 8 in a topology of 8 ranks; write ranks from 0 to 7""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: found.link_class([3, -1])),
+            """MP201: no rank -1 in a topology of 8 ranks; write ranks from 0 to 7""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: Topology.unknown(8).link_class([])),
+            """MP201: groups have 1 or more ranks each, found ranks of shape [1, 0]; write a tensor [groups, ranks per group]""",
+        )
+        self.assertExpectedInline(
+            self.message(lambda: found.link_classes(torch.tensor([0, 1]))),
+            """MP201: groups have 1 or more ranks each, found ranks of shape [2]; write a tensor [groups, ranks per group]""",
+        )
+
+
+@given(st.data())
+def test_the_class_of_a_group_is_that_of_its_slowest_pair(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 9))
+    ids = st.lists(st.integers(0, 2), min_size=world, max_size=world)
+    nodes = data.draw(ids)
+    domains = data.draw(st.none() | ids)
+    found = Topology.of(nodes, domains)
+    width = data.draw(st.integers(1, 4))
+    group = st.lists(st.integers(0, world - 1), min_size=width, max_size=width)
+    groups = data.draw(st.lists(group, min_size=1, max_size=4))
+
+    def pair(a: int, b: int) -> str:
+        if a == b:
+            return "domain"
+        if nodes[a] != nodes[b]:
+            return "network"
+        if domains is None:
+            return "unknown"
+        return "domain" if domains[a] == domains[b] else "node"
+
+    # "unknown" is a link inside a node: the network is slower, whatever it is.
+    speed = ["domain", "node", "unknown", "network"]
+    slowest = [max((pair(a, b) for a in g for b in g), key=speed.index) for g in groups]
+    assert [found.link_class(g) for g in groups] == slowest
+    classes = found.link_classes(torch.tensor(groups))
+    assert [LINK_CLASSES[int(c)] for c in classes] == slowest
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.none() | st.integers(1, 12))
+def test_uniform_and_its_own_maps_are_equal(world: int, node: int, domain: int | None) -> None:
+    if domain is not None and domain > node:
+        return
+    even = Topology.uniform(world, node_size=node, domain_size=domain)
+    again = Topology.of(listed(even.nodes), listed(even.domains))  # type: ignore[arg-type]
+    assert again == even
+    assert listed(again.nodes) == [rank // node for rank in range(world)]
+    assert [even.node_of(rank) for rank in range(world)] == listed(even.nodes)
