@@ -12,6 +12,7 @@ from meshplan.contract import Contract as Contract
 from meshplan.contract import reduce_leaves as reduce_leaves
 from meshplan.dtensor import install as install
 from meshplan.dtensor import installed as installed
+from meshplan.dtensor import policy as policy
 from meshplan.dtensor import prepare as prepare
 from meshplan.dtensor import shutdown as shutdown
 from meshplan.dtensor import uninstall as uninstall

@@ -39,7 +39,12 @@ import meshplan
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.dtensor import _seam
 from meshplan.dtensor._guards import chunk_sizes
-from meshplan.errors import ContractTypeError, FallbackRefusedError, GroupAgreementError
+from meshplan.errors import (
+    AxisNameError,
+    ContractTypeError,
+    FallbackRefusedError,
+    GroupAgreementError,
+)
 from meshplan.layout import Layout
 from meshplan.testing import (
     assert_bitwise_equal,
@@ -505,6 +510,49 @@ def test_policies_over_a_model_of_nccls_order(algorithm: str, sizes: tuple[int, 
         assert found["deterministic"] == found["consistent"] == [1, 1, 1]
         # One flattened all-reduce cures two axes; one axis stays as it was.
         assert found["fast"] == [1, *found["plain"][1:]]
+
+
+def test_policy_by_call_and_by_axis() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("dp", "tp", "one"))
+
+        def sent(*src: Placement) -> dict[str, int]:
+            d = DTensor.from_local(torch.ones(6), mesh, src, run_check=False)
+            return counts(d.full_tensor)[1]
+
+        native = {"all_reduce": 1}
+        with meshplan.installed():
+            assert sent(P, P, R) == EXCHANGE
+            with meshplan.policy("fast"):
+                assert sent(P, P, R) == native
+                with meshplan.policy("consistent"):
+                    assert sent(R, P, R) == EXCHANGE
+                    assert sent(P, R, R) == native  # two ranks add alike in any order
+                assert sent(P, P, R) == native
+            assert sent(P, P, R) == EXCHANGE
+            with meshplan.policy({"tp": "fast"}):
+                assert sent(R, P, P) == native
+                assert sent(P, R, R) == EXCHANGE
+                # Together with a stricter axis the stricter policy holds.
+                assert sent(P, P, R) == EXCHANGE
+        with meshplan.installed(policy={"tp": "fast", "dp": "fast"}):
+            assert sent(P, P, P) == native
+            assert (
+                counts(
+                    lambda: DTensor.from_local(
+                        torch.ones(6), mesh["tp"], (P,), run_check=False
+                    ).full_tensor()
+                )[1]
+                == native
+            )
+        with meshplan.installed(policy={"tpp": "fast"}):
+            with pytest.raises(AxisNameError) as caught:
+                sent(R, P, R)
+            assert str(caught.value) == (
+                "MP102: no axis 'tpp' in the mesh, it has dp, tp, one; did you mean 'tp'?"
+            )
+
+    run_ranks(ranks, 6)
 
 
 def test_ranks_outside_the_mesh_and_sub_meshes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,6 +100,26 @@ def test_threads_install_and_uninstall_together() -> None:
     assert _redistribute._optimize_transform_infos is TORCHS_OWN
 
 
+def test_policy_is_of_this_thread_and_block() -> None:
+    meshplan.install(contract=meshplan.Contract(order="rank"))
+
+    def elsewhere() -> str:
+        config = current_config()
+        assert config is not None
+        return str(config.policy)
+
+    with meshplan.policy("fast"):
+        config = current_config()
+        assert config is not None
+        assert (config.policy, config.contract.order) == ("fast", "rank")
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(elsewhere).result(10) == "deterministic"
+        with pytest.raises(ZeroDivisionError), meshplan.policy({"a": "consistent"}):
+            raise ZeroDivisionError
+        assert elsewhere() == "fast"
+    assert elsewhere() == "deterministic"
+
+
 class TestMessages(TestCase):
     def message(self, error: type[Exception], **options: object) -> str:
         with pytest.raises(error) as caught:
@@ -114,6 +135,16 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             self.message(ValueError, contract="tree"),
             """MP411: contract='tree' is not a contract; write contract=meshplan.Contract(order='tree')""",
+        )
+        self.assertExpectedInline(
+            self.message(ValueError, policy={"tp": "quick"}),
+            """MP402: no policy 'quick'; write 'deterministic' or 'consistent' or 'fast'""",
+        )
+        with pytest.raises(InstallError) as caught, meshplan.policy("fast"):
+            pass
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP601: meshplan is not installed, there is no policy to change; call meshplan.install first""",
         )
         self.assertExpectedInline(
             self.message(ValueError, timeout=0),

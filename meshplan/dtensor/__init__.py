@@ -6,8 +6,18 @@ from meshplan.dtensor._config import Config as Config
 from meshplan.dtensor._install import current_config as current_config
 from meshplan.dtensor._install import install as install
 from meshplan.dtensor._install import installed as installed
+from meshplan.dtensor._install import policy as policy
 from meshplan.dtensor._install import uninstall as uninstall
 from meshplan.dtensor._prepare import prepare as prepare
 from meshplan.dtensor._prepare import shutdown as shutdown
 
-__all__ = ["Config", "current_config", "install", "installed", "prepare", "shutdown", "uninstall"]
+__all__ = [
+    "Config",
+    "current_config",
+    "install",
+    "installed",
+    "policy",
+    "prepare",
+    "shutdown",
+    "uninstall",
+]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.contract import Contract
 from meshplan.errors import ContractError, PolicyError
-from meshplan.planner import ContractPath, Policy, check_policy
+from meshplan.layout import Layout
+from meshplan.planner import POLICIES, ContractPath, Policy, check_policy
 
-__all__ = ["Config"]
+__all__ = ["Config", "PolicyChoice"]
+
+PolicyChoice = Policy | Mapping[str, Policy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +20,8 @@ class Config:
     """The arguments of ``install``, checked.
 
     Attributes:
-        policy: ``deterministic``, ``consistent`` or ``fast``.
+        policy: ``deterministic``, ``consistent`` or ``fast``; or (axis name, policy) pairs, made of
+            a mapping: axes that it does not name are ``deterministic``.
         contract: what fixes the bits of every reduction under ``deterministic``.
         path: how contract reductions move their data, ``exchange`` or ``reference``.
         strict: raise instead of running a reduction outside the contract.
@@ -29,7 +34,7 @@ class Config:
         ContractError: ``contract`` is not a ``Contract``.
     """
 
-    policy: Policy = "deterministic"
+    policy: Policy | tuple[tuple[str, Policy], ...] = "deterministic"
     contract: Contract = Contract()
     path: ContractPath = "exchange"
     strict: bool = False
@@ -37,7 +42,8 @@ class Config:
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_policy(self.policy, self.path)
+        for policy in [self.policy] if isinstance(self.policy, str) else dict(self.policy).values():
+            check_policy(policy, self.path)
         if not isinstance(self.contract, Contract):
             raise ContractError(
                 f"contract={self.contract!r} is not a contract; "
@@ -48,7 +54,29 @@ class Config:
         # Part of a look-up in every redistribution: a string remembers its hash.
         object.__setattr__(self, "key", f"{self.token}, strict {self.strict}, {self.timeout}")
 
+    @staticmethod
+    def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
+        """A policy as ``install`` takes it, made hashable."""
+        return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
+
+    def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
+        """The policy of a reduction over ``axes``: the strictest of theirs."""
+        if isinstance(self.policy, str):
+            return self.policy
+        named = dict(self.policy)
+        wide = [layout.axes[i] for i in axes if layout.sizes[i] > 1]
+        found = {named.get(label, "deterministic") for label in wide}
+        return min(found, key=POLICIES.index, default="deterministic")
+
+    @property
+    def named_axes(self) -> tuple[str, ...]:
+        """The axes that have a policy of their own."""
+        return () if isinstance(self.policy, str) else tuple(name for name, _ in self.policy)
+
     @property
     def token(self) -> str:
         """What the members of a group must have in common before they reduce together."""
-        return f"policy {self.policy}, contract {self.contract.id}, path {self.path}"
+        policy = self.policy
+        if not isinstance(policy, str):
+            policy = "{" + ", ".join(f"{axis}: {name}" for axis, name in policy) + "}"  # type: ignore[assignment]
+        return f"policy {policy}, contract {self.contract.id}, path {self.path}"

@@ -10,6 +10,9 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,12 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshplan.collectives import count_untouched
 from meshplan.contract import Contract
-from meshplan.dtensor._config import Config
+from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._seam import Optimize, planned_steps
 from meshplan.errors import InstallError, UnsupportedTorchError
 from meshplan.planner import ContractPath, Policy
 
-__all__ = ["current_config", "install", "installed", "uninstall"]
+__all__ = ["current_config", "install", "installed", "policy", "uninstall"]
 
 TESTED_TORCH = ((2, 11), (2, 15))
 
@@ -35,11 +38,13 @@ _lock = threading.RLock()
 # What is installed and torch's own function: one value, so that a redistribution on another thread
 # sees both or none.
 _active: tuple[Config, Optimize] | None = None
+_Choice = Policy | tuple[tuple[str, Policy], ...]
+_override: ContextVar[_Choice | None] = ContextVar("meshplan_policy", default=None)
 
 
 def install(
     *,
-    policy: Policy = "deterministic",
+    policy: PolicyChoice = "deterministic",
     contract: Contract | None = None,
     path: ContractPath = "exchange",
     strict: bool = False,
@@ -56,6 +61,8 @@ def install(
             ``consistent``: only those on which other groups must agree and may not; the rest as
             with ``fast``, so that replicas agree but runs may differ.
             ``fast``: two or more ``P -> R`` axes become one all-reduce of the backend.
+            A mapping such as ``{"tp": "fast"}`` chooses by axis; axes that it does not name are
+            ``deterministic``, and a reduction over several axes follows the strictest.
         contract: ``Contract()`` if not given.
         path: how contract reductions move their data, ``exchange`` or ``reference``; same bits.
         strict: raise ``FallbackRefusedError`` rather than reduce outside the contract.
@@ -69,7 +76,7 @@ def install(
     """
     global _active
     config = Config(
-        policy=policy,
+        policy=Config.policy_of(policy),
         contract=Contract() if contract is None else contract,
         path=path,
         strict=strict,
@@ -128,10 +135,44 @@ def installed(**arguments: Any) -> Iterator[None]:
                 _active = before
 
 
+@contextmanager
+def policy(choice: PolicyChoice) -> Iterator[None]:
+    """Another policy for the redistributions in a ``with`` block, on this thread.
+
+    Every rank must do the same. Backward of what was computed in the block follows it only if it
+    runs in the block as well (and on this thread, as it does for CPU tensors).
+
+    Args:
+        choice: as for ``install``.
+
+    Raises:
+        PolicyError: a policy that does not exist.
+        InstallError: meshplan is not installed, so that there is no policy to change.
+    """
+    config = current_config()
+    if config is None:
+        raise InstallError(
+            "meshplan is not installed, there is no policy to change; call meshplan.install first"
+        )
+    token = _override.set(replace(config, policy=Config.policy_of(choice)).policy)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
 def current_config() -> Config | None:
-    """What is installed, or ``None``."""
+    """What holds for a redistribution on this thread, or ``None`` if nothing is installed."""
     active = _active
-    return None if active is None else active[0]
+    if active is None:
+        return None
+    override = _override.get()
+    return active[0] if override is None else _with_policy(active[0], override)
+
+
+@lru_cache(maxsize=64)
+def _with_policy(config: Config, choice: _Choice) -> Config:
+    return replace(config, policy=choice)
 
 
 def _planned_transform_infos(
@@ -146,6 +187,9 @@ def _planned_transform_infos(
         function: Optimize = getattr(_redistribute, _ATTRIBUTE)
         return function(transform_infos, device_mesh, src_placements, dst_placements)
     config, original = active
+    override = _override.get()
+    if override is not None:
+        config = _with_policy(config, override)
     if len(transform_infos) < 2 and (
         config.policy == "fast"
         or not transform_infos

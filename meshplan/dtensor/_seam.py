@@ -92,10 +92,11 @@ def planned_steps(
     by_placement = (src_placements, dst_placements, config.key)
     route = mesh.by_placement.get(by_placement)
     if route is None:
+        _check_named_axes(config, device_mesh, mesh.layout)
         route = _route(mesh, config, src_placements, dst_placements)
         if all(type(p) in _PLAIN for p in (*src_placements, *dst_placements)):
             mesh.by_placement[by_placement] = route
-    if route.whole is not None:
+    if route.whole is not None and transform_infos:
         return [_carried(route.whole, transform_infos[0].logical_shape, device_mesh)]
     if route.cuts and not _may_cut(route, transform_infos):
         route = _route(mesh, config, src_placements, dst_placements, scatter=False)
@@ -131,6 +132,14 @@ def _mesh_entry(device_mesh: DeviceMesh) -> _Mesh:
         return entry
 
 
+def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -> None:
+    """Refuse a policy for an axis that neither the mesh nor its root nor a flattened mesh has."""
+    root = device_mesh._get_root_mesh()
+    for name in config.named_axes:
+        if name not in layout.axes and name not in root._flatten_mapping:
+            layout_of(root).axis_index(name)
+
+
 def _route(
     mesh: _Mesh,
     config: Config,
@@ -138,11 +147,16 @@ def _route(
     dst_placements: tuple[Placement, ...],
     scatter: bool = True,
 ) -> _Route:
+    pending = [
+        i
+        for i, (src, dst) in enumerate(zip(src_placements, dst_placements, strict=True))
+        if src.is_partial() and not dst.is_partial()
+    ]
     problem = Problem.of(
         mesh.layout,
         src_placements,
         dst_placements,
-        policy=config.policy,
+        policy=config.policy_over(mesh.layout, pending),
         contract=config.contract,
         path=config.path,
         scatter=scatter,
