@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.errors import GroupAgreementError, GroupStateError
-from meshplan.flatten import Group, GroupRegistry, _groups, registry
+from meshplan.flatten import Group, GroupRegistry, _join, registry
 from meshplan.flatten._create import group_name
 from meshplan.layout import Layout
 from tests.processes import run_ranks
@@ -382,7 +382,7 @@ def test_a_member_that_fails_to_create_fails_all_and_the_next_call_works(
         mesh = DeviceMesh("cpu", [2, 1, 0])
         with monkeypatch.context() as patch:
             if rank == 1:
-                patch.setattr(_groups, "_create", broken)
+                patch.setattr(_join, "_create", broken)
             message = error(group, mesh, 0, timeout=2.0)
         return message, total(group(mesh, 0))
 

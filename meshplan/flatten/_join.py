@@ -1,0 +1,203 @@
+"""How a group comes to be: looked for among torch's, voted on, created, voted on again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
+from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._create import (
+    attempt_store,
+    create_members_only,
+    default_timeout,
+    group_name,
+    warm_up,
+)
+
+__all__ = ["Group", "Origin", "existing_group", "join_group"]
+
+Origin = Literal["created", "kept", "default", "axis", "flattened"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group whose group ranks follow mesh coordinates.
+
+    Attributes:
+        pg: torch's process group.
+        ranks: global ranks in group order.
+        origin: ``created`` by meshplan, or ``kept`` from another contract that created it; or
+            found: the ``default`` group, an ``axis`` group of the mesh, a mesh that the user
+            ``flattened``.
+        name: torch's name for it.
+    """
+
+    pg: ProcessGroup
+    ranks: tuple[int, ...]
+    origin: Origin
+    name: str
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.origin} group {self.name} of {len(self.ranks)} ranks: {shown}"
+
+
+def join_group(
+    found: Group | None,
+    ranks: tuple[int, ...],
+    backend: str,
+    device_type: str,
+    *,
+    rank: int,
+    token: str,
+    objection: str | None,
+    timeout: float,
+) -> Group:
+    """Agree with the other members on the group of ``ranks``, and create it if none was found.
+
+    Args:
+        found: the group, if this rank has one already.
+        ranks: global ranks by mesh coordinate.
+        backend, device_type: of the group.
+        rank: this process's global rank.
+        token: what the members must have in common.
+        objection: why this rank cannot join, for all to read.
+        timeout: seconds to wait for the other members.
+
+    Raises:
+        GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.get`` says.
+    """
+    if backend == "fake":
+        # One process plays one rank of a job that does not exist: there is nobody to ask.
+        return found or _create(ranks, backend, device_type, "meshplan/fake")
+    store = c10d._get_default_store()
+    prefix, refused = open_round(store, group_name(ranks, backend, device_type), rank)
+    verdict = refused or vote(
+        store,
+        prefix,
+        ranks=ranks,
+        rank=rank,
+        token=f"{token}, {f'on the {found.origin} group' if found else 'on a new group'}",
+        timeout=timeout,
+        veto=objection,
+    )
+    if not verdict.unanimous:
+        raise _refusal(verdict, ranks, rank, timeout)
+    if found is not None:
+        return found
+    return _connect(ranks, backend, device_type, prefix, rank, timeout)
+
+
+def existing_group(
+    mesh: DeviceMesh, axes: Sequence[int], ranks: tuple[int, ...], backend: str
+) -> Group | None:
+    """A group of torch's with these ranks in this order: default, axis, or a flattened mesh."""
+    candidates: list[tuple[Origin, ProcessGroup]] = []
+    world = c10d._get_default_group()
+    candidates.append(("default", world))
+    if len(axes) == 1:
+        candidates.append(("axis", mesh.get_group(axes[0])))
+    candidates += [
+        ("flattened", flat.get_group())
+        for flat in mesh._get_root_mesh()._flatten_mapping.values()
+        if flat.ndim == 1 and flat.get_coordinate() is not None
+    ]
+    for origin, pg in candidates:
+        # The group's own rank order, not the mesh's: torch sorts the ranks of most groups.
+        ordered = tuple(dist.get_process_group_ranks(pg))
+        if ordered == ranks and c10d._world.pg_map[pg][0] == backend:
+            return Group(pg=pg, ranks=ranks, origin=origin, name=pg.group_name)
+    return None
+
+
+def _connect(
+    ranks: tuple[int, ...], backend: str, device_type: str, prefix: str, rank: int, timeout: float
+) -> Group:
+    failure: Exception | None = None
+    group: Group | None = None
+    try:
+        group = _create(ranks, backend, device_type, prefix)
+        warm_up(group.pg, device_type, timeout)
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    verdict = vote(
+        c10d._get_default_store(),
+        f"{prefix}/ready",
+        ranks=ranks,
+        rank=rank,
+        token="ready",
+        timeout=timeout,
+        veto=None if failure is None else f"{type(failure).__name__}: {failure}",
+    )
+    if verdict.unanimous and group is not None:
+        return group
+    if group is not None:
+        dist.destroy_process_group(group.pg)
+    who, reason = verdict.veto or (None, "")
+    if verdict.missing:
+        reason = f"{_ranks(verdict.missing)} did not finish within {timeout:g} s"
+    elif who is not None:
+        reason = f"rank {who} failed: {reason}"
+    raise GroupCreationError(
+        f"the group of ranks {_shown(ranks)} was agreed on but could not be created, {reason}; "
+        "the members have dropped it and the next call tries again"
+    ) from failure
+
+
+def _create(ranks: tuple[int, ...], backend: str, device_type: str, prefix: str) -> Group:
+    name = group_name(ranks, backend, device_type)
+    pg = create_members_only(
+        ranks,
+        name=name,
+        backend=backend,
+        store=attempt_store(prefix),
+        timeout=default_timeout(device_type),
+    )
+    return Group(pg=pg, ranks=ranks, origin="created", name=name)
+
+
+def _refusal(
+    verdict: Verdict, ranks: tuple[int, ...], rank: int, timeout: float
+) -> GroupAgreementError | GroupStateError:
+    if verdict.veto is not None:
+        who, reason = verdict.veto
+        return GroupStateError(
+            f"rank {who} cannot join the group of ranks {_shown(ranks)}: {reason}"
+        )
+    if verdict.missing:
+        others = tuple(r for r in verdict.missing if r != rank)
+        if len(others) < len(verdict.missing):
+            late = "this rank" + (f" and {_ranks(others)}" if others else "")
+        else:
+            late = _ranks(others)
+        return GroupAgreementError(
+            f"{late} did not come within {timeout:g} s to the first reduction over ranks "
+            f"{_shown(ranks)}, so nobody started it; every rank of the group must run the same "
+            "redistribution: look for a rank that died or took another branch",
+            missing=verdict.missing,
+        )
+    common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
+    differing = tuple(sorted(r for r, t in verdict.tokens.items() if t != common))
+    return GroupAgreementError(
+        f"{_ranks(differing)} came to the first reduction over ranks {_shown(ranks)} with "
+        f"'{verdict.tokens[differing[0]]}', the others with '{common}', so nobody started it; "
+        "give meshplan.install the same arguments, and call meshplan.shutdown, on every rank",
+        differing=differing,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_shown(ranks)}"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (
+        f", ... ({len(ranks)} ranks)" if len(ranks) > 16 else ""
+    )
