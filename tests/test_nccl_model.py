@@ -303,7 +303,11 @@ def check_movement(rank: int) -> None:
     # Gloo's threads drop Python tensors here; a call that held the GIL would deadlock with them.
     for _ in range(100):
         dist.all_gather([piece.clone() for piece in pieces], ones.clone())
+        gather_single(torch.empty(10), ones.clone())
         dist.broadcast(ones.clone(), 0)
+        outgoing = [ones.clone() for _ in range(WORLD)] if rank == 0 else None
+        dist.scatter(torch.empty(2), outgoing)
+        dist.gather(ones.clone(), None if outgoing is None else [o.clone() for o in outgoing])
     output = torch.empty(5)
     dist.all_to_all_single(output, torch.arange(5.0) + 10 * rank)
     assert output.tolist() == [10.0 * r + rank for r in range(5)]

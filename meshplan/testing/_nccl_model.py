@@ -142,11 +142,16 @@ class NcclModelProcessGroup(dist.ProcessGroup):
         return f"<{self.describe()}>"
 
     # torch runs what is not overridden here while it holds the GIL, and gloo's threads may need the
-    # GIL to free a tensor: a deadlock. Called from Python, gloo's own methods release it.
+    # GIL to free a tensor: a deadlock. Called from Python, gloo's own methods release it. The
+    # second names are those of later torch versions.
     broadcast, barrier = _forward("broadcast"), _forward("barrier")
-    allgather = _forward("allgather")
-    send, recv = _forward("send"), _forward("recv")
-    alltoall_base = all_to_all_single = _forward("alltoall_base")
+    gather, scatter = _forward("gather"), _forward("scatter")
+    gather_single = gather_into_tensor = _forward("gather_single")
+    allgather, allgather_coalesced = _forward("allgather"), _forward("allgather_coalesced")
+    _allgather_base = all_gather_single = _forward("_allgather_base")
+    send, recv, recv_anysource = _forward("send"), _forward("recv"), _forward("recv_anysource")
+    alltoall, alltoall_base = _forward("alltoall"), _forward("alltoall_base")
+    all_to_all_single = alltoall_base
 
     def all_gather_single_coalesced(self, outputs: _List, inputs: _List, _: Any = None) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
