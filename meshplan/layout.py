@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.errors import AxisNameError, LayoutError
 
@@ -98,7 +99,9 @@ class Layout:
     @cached_property
     def grid(self) -> torch.Tensor:
         """Global ranks as an int64 CPU tensor of shape ``sizes``."""
-        return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.sizes)
+        # Kept, and so never to be made of the fake tensors of a trace.
+        with _disable_current_modes():
+            return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.sizes)
 
     def axis_index(self, axis: str | int) -> int:
         """The position of an axis that is given by label or by position.

@@ -571,6 +571,32 @@ def test_ranks_outside_the_mesh_and_sub_meshes() -> None:
     run_ranks(ranks, 6)
 
 
+@pytest.mark.parametrize("policy", ["deterministic", "consistent", "fast"])
+def test_compiled_and_eager_have_the_same_bits(policy: str) -> None:
+    """Groups are found, voted on and created while torch traces with fake tensors."""
+
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
+        for dst in ((R, R), (R, S(0)), (S(0), S(0))):
+            # The larger one is reduced on several threads.
+            for rows in (5, 70_000):
+                summand = order_sensitive(rows * 3, rank=rank, world_size=4).view(rows, 3)
+
+                def step(x: Tensor, dst: Sequence[Placement] = dst) -> Tensor:
+                    d = DTensor.from_local(x, mesh, (P, P), run_check=False)
+                    return d.redistribute(mesh, dst).to_local() * 1.0
+
+                torch._dynamo.reset()
+                with meshplan.installed(policy=policy):
+                    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+                    first = compiled(summand)
+                    if policy != "fast":
+                        assert_bitwise_equal(first, step(summand))
+                    assert_bitwise_equal(compiled(summand), first)
+
+    run_ranks(ranks, 4, timeout=100)
+
+
 def test_debug_mode_prints_the_planned_step() -> None:
     def ranks(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2, 2))

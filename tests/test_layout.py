@@ -11,6 +11,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -236,3 +237,10 @@ def test_from_mesh_permuted_and_unnamed() -> None:
     layout = Layout.from_mesh(mesh)
     assert layout == Layout((2, 2), None, (0, 3, 2, 1))
     assert layout.siblings(["axis1"]).tolist() == [[0, 3], [2, 1]]
+
+
+def test_a_grid_made_while_tracing_is_real() -> None:
+    layout = Layout.of([1, 0, 3, 2], a=2, b=2)
+    with FakeTensorMode():
+        assert layout.grid.shape == (2, 2)
+    assert layout.siblings("a").tolist() == [[1, 3], [0, 2]]
