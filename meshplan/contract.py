@@ -16,25 +16,46 @@ coordinate of a group (row-major), are combined as follows (contract v1):
 * max, min: NaN wins, -0.0 < +0.0. product: as sum. Integers wrap.
 * every NaN in the result is the canonical quiet NaN of its dtype.
 
+A reduction may be done in two parts with the same bits: ``combine_leaves`` over blocks of leaves
+that are subtrees, ``finish_partials`` over what comes out. Subtrees are the blocks of the last
+axes, and inside the next axis outward those of a power of two that divides its size.
+
 ``tree`` is not better than ``rank``: they are two contracts with different bits.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from meshplan.errors import ContractError, ContractStateError, ContractTypeError
+from meshplan._fold import (
+    INTEGERS,
+    NAN_BITS,
+    canonical,
+    divided,
+    extremum,
+    fold,
+    new,
+    refuse_flushed_subnormals,
+)
+from meshplan.errors import ContractError, ContractTypeError
 
-__all__ = ["CONTRACT_VERSION", "OPS", "Contract", "Op", "check_dtype", "reduce_leaves"]
+__all__ = [
+    "CONTRACT_VERSION",
+    "OPS",
+    "Contract",
+    "Op",
+    "check_dtype",
+    "combine_leaves",
+    "finish_partials",
+    "partial_dtype",
+    "reduce_leaves",
+]
 
 Op = Literal["sum", "avg", "max", "min", "product"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -43,20 +64,6 @@ CONTRACT_VERSION = "v1"
 _ORDERS = ("tree", "rank")
 _ACCUMULATES = ("wide", "float64")
 _ROUNDINGS = ("once", "node")
-
-# Integer dtype with the same bits, and the canonical quiet NaN in it.
-_NAN_BITS = {
-    torch.float32: (torch.int32, 0x7FC00000),
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float16: (torch.int16, 0x7E00),
-    torch.float64: (torch.int64, 0x7FF8000000000000),
-}
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_SMALLEST_SUBNORMAL = math.ulp(0.0)
-
-# From this many elements on, torch computes on several threads (at::internal::GRAIN_SIZE).
-_GRAIN = 32768
-_checked = threading.local()
 
 
 @dataclass(frozen=True)
@@ -109,14 +116,14 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
     """
     if op not in OPS:
         raise ContractError(f"no reduction {op!r} in the contract; write one of {', '.join(OPS)}")
-    if dtype in _INTEGERS:
+    if dtype in INTEGERS:
         if op == "avg":
             raise ContractTypeError(
                 f"avg of {dtype} has no exact result, the contract defines avg for floats only; "
                 "reduce with 'sum' and divide as you need, or convert to a floating dtype first"
             )
-    elif dtype not in _NAN_BITS:
-        known = ", ".join(str(d).removeprefix("torch.") for d in (*_NAN_BITS, *_INTEGERS))
+    elif dtype not in NAN_BITS:
+        known = ", ".join(str(d).removeprefix("torch.") for d in (*NAN_BITS, *INTEGERS))
         raise ContractTypeError(f"{dtype} is outside the contract; convert to one of {known}")
 
 
@@ -151,35 +158,137 @@ def reduce_leaves(
         ContractStateError: this thread, or one of torch's worker threads, flushes subnormal
             numbers to zero.
     """
-    _check_leaves(leaves, op, shape, divisor)
-    leaves = [leaf.detach().resolve_neg() for leaf in leaves]
+    leaves = _checked(leaves, op, shape, divisor)
     dtype = leaves[0].dtype
     check_dtype(op, dtype)
+    if divisor is None and op == "avg":
+        divisor = len(leaves)
+    return _finished(leaves, op, shape, contract, dtype, divisor)
+
+
+def partial_dtype(op: str, dtype: torch.dtype, contract: Contract) -> torch.dtype:
+    """The dtype of what ``combine_leaves`` returns for leaves of ``dtype``."""
+    exact = op in ("max", "min") or contract.rounding == "node"
+    return dtype if exact else contract.accumulator(dtype)
+
+
+def combine_leaves(
+    leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
+) -> Tensor:
+    """The first part of a reduction: one block of its leaves, for ``finish_partials``.
+
+    Args:
+        leaves, op, contract: as for ``reduce_leaves``. ``avg`` is a sum here.
+        shape: sizes of the axes of the block, outermost first.
+
+    Returns:
+        A new contiguous tensor of the leaves' shape and of ``partial_dtype``, neither divided nor
+        rounded for the last time. NaNs in it may be any.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as ``reduce_leaves``; and
+            ContractError for a fold of floats in ``order="rank"``, which has no parts.
+    """
+    leaves = _checked(leaves, op, shape, None)
+    dtype = leaves[0].dtype
+    check_dtype(op, dtype)
+    _refuse_without_parts(op, dtype, contract)
+    if op in ("max", "min"):
+        return extremum(leaves, op)
+    result = _folded(leaves, op, shape, contract, dtype)
+    return new(result, partial_dtype(op, dtype, contract), leaves[0])
+
+
+def finish_partials(
+    partials: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None = None,
+) -> Tensor:
+    """The second part of a reduction: combine what ``combine_leaves`` gave for every block.
+
+    Args:
+        partials: one per block, row-major over ``shape``.
+        op, contract: as for ``combine_leaves``.
+        shape: sizes of the axes over the blocks, outermost first.
+        dtype: of the leaves.
+        divisor: for ``avg``, and then needed: what the sum is divided by.
+
+    Returns:
+        What ``reduce_leaves`` gives for all leaves, bit for bit: a new contiguous tensor of
+        ``dtype``.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as ``combine_leaves``; and
+            ContractError for ``avg`` without a divisor, ContractTypeError for partials that are
+            not of ``partial_dtype``.
+    """
+    partials = _checked(partials, op, shape, divisor)
+    check_dtype(op, dtype)
+    _refuse_without_parts(op, dtype, contract)
+    wanted = partial_dtype(op, dtype, contract)
+    if partials[0].dtype is not wanted:
+        raise ContractTypeError(
+            f"partials of {op} of {dtype} are {wanted} under {contract.id}, found "
+            f"{partials[0].dtype}; give what combine_leaves returned"
+        )
+    if op == "avg" and divisor is None:
+        raise ContractError(
+            f"an average in parts was given {len(partials)} partials and no divisor, and how many "
+            "leaves they stand for cannot be seen; give divisor, the number of leaves"
+        )
+    return _finished(partials, op, shape, contract, dtype, divisor)
+
+
+def _finished(
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None,
+) -> Tensor:
     if op in ("max", "min"):
         # Exact in any order and any dtype, hence no accumulator.
-        return _extremum(leaves, op)
-    _refuse_flushed_subnormals(leaves[0])
-
-    accumulator = contract.accumulator(dtype)
-    node_dtype = dtype if contract.rounding == "node" else None
-    combine = partial(_node, torch.add if op != "product" else torch.mul, node_dtype, accumulator)
-    if contract.order == "rank":
-        result = leaves[0].to(accumulator)
-        for leaf in leaves[1:]:
-            result = combine(result, leaf.to(accumulator))
-    else:
-        result = _mesh_tree(leaves, tuple(shape), accumulator, combine)
-    if op == "avg":
-        count = len(leaves) if divisor is None else divisor
-        # A tensor on the device, not a Python number: CUDA multiplies by the reciprocal of a host
-        # scalar, which is not the IEEE division.
-        result = torch.div(result, torch.full((), count, dtype=accumulator, device=result.device))
-    return _finished(result, leaves[0])
+        return extremum(leaves, op)
+    result = _folded(leaves, op, shape, contract, dtype)
+    if divisor is not None:
+        result = divided(result, divisor)
+    return canonical(new(result, dtype, leaves[0]))
 
 
-def _check_leaves(
+def _folded(
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+) -> Tensor:
+    refuse_flushed_subnormals(leaves[0])
+    return fold(
+        leaves,
+        op,
+        shape,
+        order=contract.order,
+        accumulator=contract.accumulator(dtype),
+        node_dtype=dtype if contract.rounding == "node" else None,
+    )
+
+
+def _refuse_without_parts(op: str, dtype: torch.dtype, contract: Contract) -> None:
+    exact = op in ("max", "min") or dtype in INTEGERS
+    if contract.order == "rank" and not exact:
+        raise ContractError(
+            f"{op} of {dtype} in order='rank' is one fold from the first leaf to the last and has "
+            "no parts; write order='tree', or give all leaves to reduce_leaves"
+        )
+
+
+def _checked(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
-) -> None:
+) -> list[Tensor]:
     if not leaves or math.prod(shape) != len(leaves) or min(shape, default=1) < 1:
         raise ContractError(
             f"axes of sizes {list(shape)} need {math.prod(shape)} leaves, found {len(leaves)}; "
@@ -197,102 +306,4 @@ def _check_leaves(
                 f"leaf {i} is {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}, leaf 0 is "
                 f"{first.dtype} {tuple(first.shape)} on {first.device}; all leaves must be alike"
             )
-
-
-def _node(
-    combine: Callable[[Tensor, Tensor], Tensor],
-    node_dtype: torch.dtype | None,
-    accumulator: torch.dtype,
-    left: Tensor,
-    right: Tensor,
-) -> Tensor:
-    value = combine(left, right)
-    return value if node_dtype is None else value.to(node_dtype).to(accumulator)
-
-
-def _mesh_tree(
-    leaves: Sequence[Tensor],
-    shape: tuple[int, ...],
-    accumulator: torch.dtype,
-    combine: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    if len(leaves) == 1:
-        return leaves[0].to(accumulator)
-    if shape[0] == 1:
-        return _mesh_tree(leaves, shape[1:], accumulator, combine)
-    # Splitting the outermost axis at the largest power of two below its size, and coming back to
-    # the same function with each part, is the tree of the outer axis over the trees of the inner.
-    split = 1 << (shape[0] - 1).bit_length() - 1
-    stride = len(leaves) // shape[0]
-    left = _mesh_tree(leaves[: split * stride], (split, *shape[1:]), accumulator, combine)
-    right = _mesh_tree(
-        leaves[split * stride :], (shape[0] - split, *shape[1:]), accumulator, combine
-    )
-    return combine(left, right)
-
-
-def _extremum(leaves: Sequence[Tensor], op: str) -> Tensor:
-    if leaves[0].dtype in _INTEGERS:
-        pick = torch.maximum if op == "max" else torch.minimum
-        result = leaves[0].clone()
-        for leaf in leaves[1:]:
-            result = pick(result, leaf)
-        return result.contiguous()
-    # Integer keys order the floats totally, with -0.0 below +0.0; torch.maximum on floats leaves
-    # the choice between equal zeros to the vector unit.
-    integer, canonical = _NAN_BITS[leaves[0].dtype]
-    pick = torch.maximum if op == "max" else torch.minimum
-    key = _ordered_key(leaves[0], integer)
-    nan = torch.isnan(leaves[0])
-    for leaf in leaves[1:]:
-        key = pick(key, _ordered_key(leaf, integer))
-        nan = nan | torch.isnan(leaf)
-    return _unordered(key).masked_fill_(nan, canonical).view(leaves[0].dtype)
-
-
-def _ordered_key(leaf: Tensor, integer: torch.dtype) -> Tensor:
-    return _unordered(leaf.contiguous().view(integer))
-
-
-def _unordered(bits: Tensor) -> Tensor:
-    """Sign-magnitude bits to two's complement and back: the map is its own inverse."""
-    top = torch.iinfo(bits.dtype)
-    return torch.where(bits < 0, bits ^ top.max, bits)
-
-
-def _finished(result: Tensor, leaf: Tensor) -> Tensor:
-    out = result.to(leaf.dtype, copy=result is leaf).contiguous()
-    if leaf.dtype in _NAN_BITS:
-        integer, canonical = _NAN_BITS[leaf.dtype]
-        out.view(integer).masked_fill_(torch.isnan(out), canonical)
-    return out
-
-
-def _refuse_flushed_subnormals(leaf: Tensor) -> None:
-    if leaf.device.type != "cpu" or not leaf.is_floating_point():
-        return
-    # torch.set_flush_denormal changes this thread's floating-point mode, for Python's own
-    # arithmetic as well; there is no way to ask torch for the mode.
-    who = "this thread" if _SMALLEST_SUBNORMAL * 1.0 == 0.0 else ""
-    threads = torch.get_num_threads()
-    if not who and leaf.numel() >= _GRAIN and threads not in _seen_thread_counts():
-        # Worker threads keep the mode in which they were started, so one look is enough.
-        with _disable_current_modes():
-            probe = torch.ones(threads * _GRAIN, dtype=torch.int32, device="cpu")
-            flushed = bool(((probe.view(torch.float32) * 1.0).view(torch.int32) == 0).any())
-        if flushed:
-            who = "one of torch's worker threads"
-        else:
-            _seen_thread_counts().add(threads)
-    if who:
-        raise ContractStateError(
-            f"{who} flushes subnormal numbers to zero, the contract keeps them; "
-            "call torch.set_flush_denormal(False) on every rank, before any computation"
-        )
-
-
-def _seen_thread_counts() -> set[int]:
-    if not hasattr(_checked, "counts"):
-        _checked.counts = set()
-    counts: set[int] = _checked.counts
-    return counts
+    return [leaf.detach().resolve_neg() for leaf in leaves]

@@ -19,6 +19,7 @@ __all__ = [
     "TopologyError",
     "PlacementError",
     "PolicyError",
+    "ShardOrderError",
     "ContractError",
     "ContractTypeError",
     "ContractStateError",
@@ -69,6 +70,12 @@ class PolicyError(MeshplanError, ValueError):
     """A policy, path or option that does not exist."""
 
     code = "MP402"
+
+
+class ShardOrderError(MeshplanError, ValueError):
+    """Shards would be gathered in the order of sorted ranks though they lie by mesh coordinate."""
+
+    code = "MP403"
 
 
 class ContractError(MeshplanError, ValueError):

@@ -92,6 +92,11 @@ class Layout:
         return len(self.ranks)
 
     @property
+    def highest_rank(self) -> int:
+        """The highest global rank in the mesh."""
+        return self.ranks[-1] if isinstance(self.ranks, range) else max(self.ranks)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """A label per axis: its name, or ``axis0``, ``axis1``, ... on a mesh without names."""
         return self.names or tuple(f"axis{i}" for i in range(len(self.sizes)))
@@ -150,6 +155,18 @@ class Layout:
         outer = tuple(i for i in range(len(self.sizes)) if i not in inner)
         group_size = math.prod(self.sizes[i] for i in inner)
         return self.grid.permute(*outer, *inner).reshape(-1, group_size)
+
+    def ascends(self, axes: Iterable[str | int] | str | int) -> bool:
+        """Whether ranks ascend with the coordinate in every group of ``axes``.
+
+        Torch sorts the ranks of the groups that it makes: where this is false, the order of a
+        group and the order of coordinates are two.
+        """
+        if isinstance(self.ranks, range):
+            return True
+        with _disable_current_modes():
+            groups = self.siblings(axes)
+            return bool((groups[:, 1:] > groups[:, :-1]).all())
 
     def group_of(self, rank: int, axes: Iterable[str | int] | str | int) -> tuple[int, ...] | None:
         """The ordered global ranks of ``rank``'s group over ``axes``; ``None`` if outside."""

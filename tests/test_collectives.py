@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.collectives import Source, clear_report, report, run_reduction
+from meshplan.collectives import Source, StepGroups, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
@@ -28,7 +32,7 @@ GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 def step(path: str, op: str = "sum", sizes: tuple[int, ...] = (3,), **more: Any) -> Step:
     options: dict[str, Any] = {"contract": Contract()} | more
     return Step(
-        kind="all_reduce",
+        kind="reduce_scatter" if "scatter" in more else "all_reduce",
         axes=tuple(range(len(sizes))),
         sizes=sizes,
         move="P -> R",
@@ -39,11 +43,64 @@ def step(path: str, op: str = "sum", sizes: tuple[int, ...] = (3,), **more: Any)
     )
 
 
-def run(tensor: Tensor, wanted: Step, **options: Any) -> Tensor:
+def run(
+    tensor: Tensor, wanted: Step, groups: StepGroups | None = None, *, strict: bool = False
+) -> Tensor:
+    """Run a step; on the default group, if ``groups`` are not given."""
     result = run_reduction(
-        tensor, wanted, dist.group.WORLD, source=Source("asked", "planned", "world"), **options
+        tensor,
+        wanted,
+        groups or StepGroups(dist.group.WORLD),
+        source=Source("asked", "planned", "world"),
+        strict=strict,
     )
     return torch.ops._c10d_functional.wait_tensor(result)
+
+
+def groups_of(wanted: Step) -> StepGroups:
+    """New groups of this rank, whose rank is its position. All ranks of the world come by."""
+    ranks = torch.arange(wanted.group_size)
+
+    def mine(rows: Tensor) -> dist.ProcessGroup:
+        return dist.new_subgroups_by_enumeration(rows.tolist())[0]
+
+    gather = None
+    if wanted.gather_axes:
+        axes = wanted.gather_axes
+        rest = [axis for axis in wanted.axes if axis not in axes]
+        grid = ranks.view(wanted.sizes).permute(*rest, *axes)
+        gather = mine(grid.reshape(-1, math.prod(wanted.sizes[axis] for axis in axes)))
+    if wanted.inner == 1:
+        return StepGroups(dist.group.WORLD, gather=gather)
+    blocks = ranks.view(-1, wanted.inner)
+    return StepGroups(None, inner=mine(blocks), outer=mine(blocks.t()), gather=gather)
+
+
+class Sent(TorchDispatchMode):
+    """What this rank sends, in order, and how many bytes of it to ranks on other nodes.
+
+    An all-to-all and an all-gather send each peer its own part directly.
+    """
+
+    def __init__(self, per_node: int = 1) -> None:
+        super().__init__()
+        self.per_node = per_node
+        self.names: list[str] = []
+        self.dtypes: list[torch.dtype] = []
+        self.off_node = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, name = func._schema.name.split("::")
+        if space == "_c10d_functional" and name != "wait_tensor":
+            self.names.append(name)
+            self.dtypes.append(args[0].dtype)
+            peers = dist.get_process_group_ranks(_resolve_process_group(args[-1]))
+            split = args[2] if name == "all_to_all_single" else [args[0].numel()] * len(peers)
+            node = dist.get_rank() // self.per_node
+            for peer, numel in zip(peers, split, strict=True):
+                if peer // self.per_node != node:
+                    self.off_node += numel * args[0].element_size()
+        return func(*args, **(kwargs or {}))
 
 
 def tensor_of(text: str, dtype: str) -> Tensor:
@@ -174,30 +231,20 @@ def test_sends_are_what_the_report_says() -> None:
 
     for found in run_ranks(ranks, 3):
         for path, counted, sends, elements in found:
-            assert counted == dict.fromkeys(sends, 1), path
+            assert counted == Counter(sends), path
             assert elements == 7
 
 
 def test_wire_dtype_is_the_tensors_own() -> None:
     """16-bit values travel as 16 bits."""
 
-    def ranks(rank: int) -> set[torch.dtype]:
-        seen: set[torch.dtype] = set()
-
-        class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                if "c10d" in str(func) and "wait" not in str(func):
-                    seen.add(args[0].dtype)
-                return func(*args, **(kwargs or {}))
-
-        with Spy():
+    def ranks(rank: int) -> list[torch.dtype]:
+        with Sent() as sent:
             run(torch.ones(7, dtype=torch.bfloat16), step("exchange"))
             run(torch.ones(7, dtype=torch.bfloat16), step("reference"))
-        return seen
+        return sent.dtypes
 
-    assert run_ranks(ranks, 3) == [{torch.bfloat16}] * 3
+    assert run_ranks(ranks, 3) == [[torch.bfloat16] * 3] * 3
 
 
 def test_native_average_is_a_sum_and_one_division() -> None:
@@ -224,6 +271,238 @@ def test_complex_is_two_reals_and_norms_are_power_sums() -> None:
     run_ranks(ranks, 3)
 
 
+NESTED = [
+    ((2, 2), 2),
+    ((4,), 2),
+    ((2, 3), 3),
+    ((6,), 2),
+    ((8,), 2),
+    ((8,), 4),
+    ((2, 2, 2), 2),
+    ((2, 2, 2), 4),
+    ((3, 4), 2),
+    ((3, 4), 4),
+    ((12,), 4),
+    ((2, 6), 2),
+]
+TREES = (
+    Contract(),
+    Contract(accumulate="float64"),
+    Contract(rounding="node"),
+    Contract(accumulate="float64", rounding="node"),
+)
+
+
+@pytest.mark.parametrize(("sizes", "inner"), NESTED, ids=str)
+def test_hierarchical_equals_flat(sizes: tuple[int, ...], inner: int) -> None:
+    world_size = math.prod(sizes)
+
+    def ranks(rank: int) -> None:
+        groups = groups_of(step("exchange", sizes=sizes, inner=inner))
+        assert groups.position == rank
+        for numel in (0, 1, 2, 5, 7, 31, 1000):
+            for dtype in DTYPES:
+                leaves = [
+                    order_sensitive(
+                        numel, rank=r, world_size=world_size, dtype=dtype, specials=True
+                    )
+                    for r in range(world_size)
+                ]
+                mean = "avg" if dtype.is_floating_point else "sum"
+                for op, contract in zip(("sum", mean, "max", "product"), TREES, strict=True):
+                    divisor = 3 if op == "avg" else None
+                    wanted = step(
+                        "exchange", op, sizes, inner=inner, contract=contract, divisor=divisor
+                    )
+                    expected = reduce_leaves(leaves, op, sizes, contract, divisor=divisor)
+                    found = run(leaves[rank], wanted, groups)
+                    assert_bitwise_equal(found, expected, f"{op} {contract.id} {dtype} {numel}")
+
+    run_ranks(ranks, world_size)
+
+
+@pytest.mark.parametrize("contract", TREES, ids=lambda contract: contract.id)
+def test_hierarchical_sums_of_every_float(contract: Contract) -> None:
+    """Sums alone, at a length that is no multiple of anything, under each contract."""
+
+    def ranks(rank: int) -> None:
+        sizes = (3, 4)
+        nested = [step("exchange", sizes=sizes, inner=n, contract=contract) for n in (2, 4)]
+        groups = [groups_of(wanted) for wanted in nested]
+        for dtype in DTYPES:
+            leaves = [
+                order_sensitive(997, rank=r, world_size=12, dtype=dtype, specials=True)
+                for r in range(12)
+            ]
+            expected = reduce_leaves(leaves, "sum", sizes, contract)
+            for wanted, those in zip(nested, groups, strict=True):
+                assert_bitwise_equal(run(leaves[rank], wanted, those), expected)
+
+    run_ranks(ranks, 12)
+
+
+def shard(whole: Tensor, wanted: Step, rank: int) -> Tensor:
+    """What ``rank`` is to hold, as ``torch.chunk`` cuts it."""
+    where = (torch.arange(wanted.group_size).view(wanted.sizes) == rank).nonzero()[0].tolist()
+    for axis, dim in wanted.scatter:
+        chunks = whole.chunk(wanted.sizes[axis], dim)
+        empty = whole.narrow(dim, 0, 0)
+        whole = chunks[where[axis]] if where[axis] < len(chunks) else empty
+    return whole.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inners", "scatter"),
+    [
+        ((2, 2), (1, 2), ((0, 0),)),
+        ((2, 3), (1, 3), ((0, 0), (1, 0))),
+        ((2, 3), (1, 3), ((1, 1),)),
+        ((8,), (1, 2, 4), ((0, 0),)),
+        ((2, 2, 2), (1, 2, 4), ((1, 0),)),
+        ((2, 2, 2), (1, 2, 4), ((2, 1),)),
+        ((3, 4), (1, 2, 4), ((0, 0), (1, 1))),
+        ((3, 4), (1, 2, 4), ((1, 0),)),
+        ((2, 3, 2), (1, 2, 6), ((0, 1),)),
+    ],
+    ids=str,
+)
+def test_hierarchical_shards(
+    sizes: tuple[int, ...],
+    inners: tuple[int, ...],
+    scatter: tuple[tuple[int, int], ...],
+) -> None:
+    """Shards that do not come out even, some of them empty."""
+    world_size = math.prod(sizes)
+    shapes = ((1, 1), (2, 1), (5, 3), (7, 4), (3, 13), (16, 24))
+
+    def ranks(rank: int) -> None:
+        for inner in inners:
+            more: dict[str, Any] = {"inner": inner, "scatter": scatter}
+            groups = groups_of(step("exchange", sizes=sizes, **more))
+            for shape in shapes:
+                for dtype, contract in (
+                    (torch.float32, Contract()),
+                    (torch.bfloat16, Contract()),
+                    (torch.float32, Contract(accumulate="float64")),
+                    (torch.bfloat16, Contract(rounding="node")),
+                ):
+                    leaves = [
+                        order_sensitive(
+                            math.prod(shape), rank=r, world_size=world_size, dtype=dtype
+                        ).view(shape)
+                        for r in range(world_size)
+                    ]
+                    wanted = step("exchange", sizes=sizes, contract=contract, **more)
+                    whole = reduce_leaves(leaves, "sum", sizes, contract)
+                    found = run(leaves[rank], wanted, groups)
+                    assert found.is_contiguous()
+                    assert_bitwise_equal(found, shard(whole, wanted, rank), f"{inner} {shape}")
+
+    run_ranks(ranks, world_size)
+
+
+def test_hierarchical_sends_are_what_the_report_says_in_order() -> None:
+    cut: dict[str, Any] = {"scatter": ((1, 0),)}
+    steps = [
+        step("exchange", sizes=(2, 2, 2)),
+        step("exchange", sizes=(2, 2, 2), inner=4),
+        step("exchange", sizes=(2, 2, 2), **cut),
+        step("exchange", sizes=(2, 2, 2), inner=2, **cut),
+        step("exchange", sizes=(2, 2, 2), inner=2, scatter=((0, 0), (1, 1), (2, 0))),
+    ]
+
+    def ranks(rank: int) -> list[str]:
+        lines = []
+        for wanted in steps:
+            groups = groups_of(wanted)
+            clear_report()
+            # Ranks at coordinate 1 of the axis that is cut have nothing to hold of one row.
+            for rows in (1, 4):
+                with Sent() as sent:
+                    run(torch.ones(rows, 4), wanted, groups)
+                assert report().entries[-1]["sends"] == tuple(sent.names)
+            lines.append(" ".join(sent.names))
+        return lines
+
+    to, gather = "all_to_all_single", "all_gather_into_tensor"
+    assert (
+        run_ranks(ranks, 8)
+        == [
+            [
+                f"{to} {gather}",
+                f"{to} {to} {gather} {gather}",
+                f"{to} {gather}",
+                f"{to} {to} {gather}",
+                f"{to} {to}",
+            ]
+        ]
+        * 8
+    )
+
+
+def test_partials_travel_unrounded_and_all_else_as_it_is() -> None:
+    def ranks(rank: int) -> list[list[torch.dtype]]:
+        groups = groups_of(step("exchange", sizes=(2, 2), inner=2))
+        found = []
+        for dtype, contract, op in (
+            (torch.bfloat16, Contract(), "sum"),
+            (torch.float32, Contract(accumulate="float64"), "sum"),
+            (torch.bfloat16, Contract(rounding="node"), "sum"),
+            (torch.float16, Contract(), "max"),
+            (torch.int32, Contract(), "sum"),
+        ):
+            wanted = step("exchange", op, (2, 2), inner=2, contract=contract)
+            with Sent() as sent:
+                run(torch.ones(7, dtype=dtype), wanted, groups)
+            found.append(sent.dtypes)
+        return found
+
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    assert (
+        run_ranks(ranks, 4)
+        == [
+            [
+                [half, single, half, half],
+                [single, double, single, single],
+                [half] * 4,
+                [torch.float16] * 4,
+                [torch.int32] * 4,
+            ]
+        ]
+        * 4
+    )
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_hierarchical_sends_less_between_nodes(cut: bool) -> None:
+    """Eight ranks on two nodes of four: of each summand a quarter of the flat bytes leaves."""
+    more: dict[str, Any] = {"scatter": ((0, 0), (1, 0))} if cut else {}
+    numel = 80
+
+    def ranks(rank: int) -> list[int]:
+        found = []
+        for inner in (1, 4):
+            wanted = step("exchange", sizes=(2, 4), inner=inner, **more)
+            groups = groups_of(wanted)
+            for dtype in (torch.float32, torch.bfloat16):
+                leaves = [
+                    order_sensitive(numel, rank=r, world_size=8, dtype=dtype) for r in range(8)
+                ]
+                with Sent(per_node=4) as sent:
+                    result = run(leaves[rank], wanted, groups)
+                whole = reduce_leaves(leaves, "sum", (2, 4))
+                assert_bitwise_equal(result, shard(whole, wanted, rank))
+                found.append(sent.off_node)
+        return found
+
+    for flat_4, flat_2, nested_4, nested_2 in run_ranks(ranks, 8):
+        # Half of the group is on the other node, and gets 1 / 8 of the summand each.
+        assert (flat_4, flat_2) == ((2 - cut) * numel // 2 * 4, (2 - cut) * numel // 2 * 2)
+        assert nested_4 * 4 == flat_4
+        # What is finished travels in bfloat16, partials in float32.
+        assert nested_2 * 4 == (flat_2 * 2 if cut else flat_2 * (4 + 2) // (2 * 2))
+
+
 class TestRefusals(TestCase):
     def test_average_of_integers(self) -> None:
         def ranks(rank: int) -> list[str]:
@@ -240,6 +519,21 @@ class TestRefusals(TestCase):
             first,
             """MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first""",
         )
+
+    def test_a_dtype_outside_the_contract_on_blocks(self) -> None:
+        cuts: list[dict[str, Any]] = [{}, {"scatter": ((0, 0), (1, 0))}]
+        steps = [step("exchange", "max", (2, 3), inner=3, **more) for more in cuts]
+
+        def ranks(rank: int) -> tuple[list[bool], list[bool], list[tuple[str, ...]]]:
+            mine = torch.arange(6) == rank
+            mine[2] = False
+            groups = groups_of(steps[0])
+            whole, part = (run(mine, wanted, groups) for wanted in steps)
+            return whole.tolist(), part.tolist(), [e["sends"] for e in report().fallbacks]
+
+        for rank, found in enumerate(run_ranks(ranks, 6)):
+            expected = [True, True, False, True, True, True]
+            assert found == (expected, [expected[rank]], [("all_reduce", "all_reduce")])
 
     def test_a_dtype_outside_the_contract(self) -> None:
         def ranks(rank: int) -> tuple[list[bool], list[dict[str, Any]], str]:

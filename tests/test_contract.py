@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshplan.contract import OPS, Contract, check_dtype, reduce_leaves
+from meshplan.contract import (
+    OPS,
+    Contract,
+    check_dtype,
+    combine_leaves,
+    finish_partials,
+    partial_dtype,
+    reduce_leaves,
+)
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
 
@@ -237,6 +245,113 @@ def test_the_result_is_new_memory_and_leaves_stay(count: int, op: str, dtype: to
             assert_bitwise_equal(leaf, copy)
 
 
+TREES = [contract for contract in CONTRACTS if contract.order == "tree"]
+
+
+def in_two_parts(
+    leaves: list[Tensor],
+    op: str,
+    outer: Sequence[int],
+    inner: Sequence[int],
+    contract: Contract,
+    divisor: int | None = None,
+) -> Tensor:
+    """``reduce_leaves`` over the axes ``outer`` and then ``inner``, block by block."""
+    size = math.prod(inner)
+    blocks = [leaves[i : i + size] for i in range(0, len(leaves), size)]
+    partials = [combine_leaves(block, op, inner, contract) for block in blocks]
+    wanted = partial_dtype(op, leaves[0].dtype, contract)
+    assert {partial.dtype for partial in partials} == {wanted}
+    if op == "avg" and divisor is None:
+        divisor = len(leaves)
+    return finish_partials(partials, op, outer, contract, leaves[0].dtype, divisor)
+
+
+def splits(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """All cuts of the tree of ``shape`` in blocks that are subtrees: (outer sizes, inner sizes)."""
+    found = []
+    for k in range(len(shape) + 1):
+        outer, inner = shape[:k], shape[k:]
+        found.append((outer, inner))
+        power = 2
+        while outer and outer[-1] % power == 0:
+            found.append(((*outer[:-1], outer[-1] // power), (power, *inner)))
+            power *= 2
+    return found
+
+
+def test_splits_are_those_of_a_mesh() -> None:
+    assert splits((3, 4)) == [
+        ((), (3, 4)),
+        ((3,), (4,)),
+        ((3, 4), ()),
+        ((3, 2), (2,)),
+        ((3, 1), (4,)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
+@pytest.mark.parametrize(
+    "shape", [(2,), (6,), (8,), (12,), (20,), (2, 3), (3, 4), (2, 2, 2), (6, 5), (3, 1, 2), (4, 6)]
+)
+def test_two_parts_equal_flat(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """G5 for blocks of whole axes, and of a power of two inside one axis."""
+    leaves = group(math.prod(shape), 68, dtype, specials=True)
+    ops = OPS if dtype.is_floating_point else ("sum", "product", "max")
+    for op, contract in itertools.product(ops, TREES):
+        whole = reduce_leaves(leaves, op, shape, contract)
+        for outer, inner in splits(shape):
+            found = in_two_parts(leaves, op, outer, inner, contract)
+            assert_bitwise_equal(found, whole, f"{op} {contract.id} {outer} over {inner}")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_two_parts_of_any_bits_equal_flat(data: st.DataObject) -> None:
+    leaves, op, shape, contract, divisor = data.draw(reductions())
+    exact = op in ("max", "min") or not leaves[0].is_floating_point()
+    if contract.order == "rank" and not exact:
+        contract = Contract("tree", contract.accumulate, contract.rounding)
+    outer, inner = data.draw(st.sampled_from(splits(shape)))
+    found = in_two_parts(leaves, op, outer, inner, contract, divisor)
+    assert_bitwise_equal(found, reduce_leaves(leaves, op, shape, contract, divisor=divisor))
+
+
+def test_a_block_that_is_no_subtree_gives_other_bits() -> None:
+    """What the tests above would show: blocks of 3 in an axis of 6, and a rounding in between."""
+    leaves = group(6, 200, torch.float32)
+    parts = in_two_parts(leaves, "sum", (2,), (3,), Contract())
+    assert (bits(parts) != bits(reduce_leaves(leaves, "sum", [6]))).any()
+    leaves = group(8, 200, torch.bfloat16)
+    early = [reduce_leaves(leaves[i : i + 2], "sum", [2]) for i in range(0, 8, 2)]
+    assert (bits(reduce_leaves(early, "sum", [4])) != bits(reduce_leaves(leaves, "sum", [8]))).any()
+
+
+def test_partial_dtypes() -> None:
+    wide, double, node = Contract(), Contract(accumulate="float64"), Contract(rounding="node")
+    for contract, wanted in (
+        (wide, [torch.float32] * 3 + [torch.float64]),
+        (double, [torch.float64] + [torch.float32] * 2 + [torch.float64]),
+        (node, list(FLOATS)),
+    ):
+        assert [partial_dtype("avg", dtype, contract) for dtype in FLOATS] == wanted
+        assert [partial_dtype("max", dtype, contract) for dtype in FLOATS] == list(FLOATS)
+        assert [partial_dtype("sum", dtype, contract) for dtype in INTEGERS] == list(INTEGERS)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_parts_are_new_contiguous_memory(op: str, dtype: torch.dtype) -> None:
+    leaf = group(1, 24, dtype)[0].view(4, 6).t()
+    for contract in TREES:
+        partial = combine_leaves([leaf], op, [1], contract)
+        finished = finish_partials([partial.t()], op, [1], contract, dtype)
+        for found, given_ in ((partial, leaf), (finished, partial)):
+            assert found.is_contiguous()
+            assert found.untyped_storage().data_ptr() != given_.untyped_storage().data_ptr()
+        assert_bitwise_equal(finished, reduce_leaves([leaf.t()], op, [1], contract))
+
+
 def test_contract_is_a_value() -> None:
     assert Contract() == Contract("tree", "wide", "once")
     assert len({contract.id for contract in CONTRACTS}) == len(set(CONTRACTS)) == 8
@@ -292,6 +407,44 @@ MP412: leaf 1 is torch.float32 (2,) on meta, leaf 0 is torch.float32 (2,) on cpu
     )
 
 
+def test_errors_of_parts() -> None:
+    one, by_rank = torch.ones(2), Contract("rank")
+    half = one.bfloat16()
+    rows = []
+    for error, act in (
+        (ContractError, lambda: combine_leaves([one, one], "sum", [2], by_rank)),
+        (ContractError, lambda: finish_partials([one], "avg", [1], by_rank, one.dtype, 2)),
+        (ContractError, lambda: combine_leaves([one], "sum", [2])),
+        (ContractTypeError, lambda: combine_leaves([one.int()], "avg", [1])),
+        (ContractTypeError, lambda: combine_leaves([one.bool()], "max", [1])),
+        (ContractError, lambda: finish_partials([one], "avg", [1], Contract(), one.dtype)),
+        (ContractError, lambda: finish_partials([one], "sum", [1], Contract(), one.dtype, 2)),
+        (ContractTypeError, lambda: finish_partials([half], "sum", [1], Contract(), half.dtype)),
+        (ContractTypeError, lambda: finish_partials([one], "max", [1], Contract(), half.dtype)),
+    ):
+        with pytest.raises(error) as caught:
+            act()
+        rows.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MP411: sum of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; write order='tree', or give all leaves to reduce_leaves
+MP411: avg of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; write order='tree', or give all leaves to reduce_leaves
+MP411: axes of sizes [2] need 2 leaves, found 1; give one leaf per coordinate, row-major
+MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first
+MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
+MP411: an average in parts was given 1 partials and no divisor, and how many leaves they stand for cannot be seen; give divisor, the number of leaves
+MP411: divisor=2 with op='sum'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
+MP412: partials of sum of torch.bfloat16 are torch.float32 under v1/tree/wide/once, found torch.bfloat16; give what combine_leaves returned
+MP412: partials of max of torch.bfloat16 are torch.bfloat16 under v1/tree/wide/once, found torch.float32; give what combine_leaves returned""",
+    )
+    # In any order these are exact, and may be done in parts.
+    numbers = [torch.tensor([100, -7], dtype=torch.int8)] * 6
+    for op, leaves in (("sum", numbers), ("product", numbers), ("min", [one, -one] * 3)):
+        found = in_two_parts(leaves, op, (2,), (3,), by_rank)
+        assert_bitwise_equal(found, reduce_leaves(leaves, op, [6], by_rank))
+
+
 def test_leaves_with_a_pending_negation_or_a_gradient() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j]).conj()
     for op in OPS:
@@ -343,6 +496,13 @@ def test_a_thread_that_flushes_subnormals_is_refused() -> None:
     try:
         with pytest.raises(ContractStateError) as caught:
             reduce_leaves(single(1e-45, 1e-45), "sum", [2])
+        for dtype in FLOATS:
+            tiny = single(1, 2, dtype=dtype)
+            with pytest.raises(ContractStateError):
+                combine_leaves(tiny, "sum", [2])
+            partials = [leaf.to(partial_dtype("sum", dtype, Contract())) for leaf in tiny]
+            with pytest.raises(ContractStateError):
+                finish_partials(partials, "sum", [2], Contract(), dtype)
         assert reduce_leaves(single(1, 2, dtype=torch.int32), "sum", [2]).item() == 3
     finally:
         torch.set_flush_denormal(False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
+from meshplan.collectives import clear_report, report
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.dtensor._config import Config
+from meshplan.dtensor._partial import PlannedPartial
 from meshplan.errors import GroupAgreementError, GroupStateError
-from meshplan.flatten import Group, GroupRegistry, _join, registry
+from meshplan.flatten import Block, Group, GroupRegistry, _join, registry
 from meshplan.flatten._create import group_name
 from meshplan.layout import Layout
+from meshplan.planner import Step
+from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -28,8 +36,26 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 TOKEN = "contract"
 
 
-def group(mesh: DeviceMesh, *axes: int, token: str = TOKEN, timeout: float = 20.0) -> Group:
-    return registry().get(mesh, Layout.from_mesh(mesh), axes, token=token, timeout=timeout)
+def group(
+    mesh: DeviceMesh,
+    *axes: int,
+    token: str = TOKEN,
+    timeout: float = 20.0,
+    block: Block | None = None,
+) -> Group:
+    return registry().get(
+        mesh, Layout.from_mesh(mesh), axes, token=token, timeout=timeout, block=block
+    )
+
+
+def blocks(mesh: DeviceMesh, *axes: int, size: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Origin and ranks of this rank's inner and outer group, which work."""
+    found = [group(mesh, *axes, block=Block(kind, size)) for kind in ("inner", "outer")]
+    for one in found:
+        assert total(one) == len(one.ranks)
+        # The group's own order, not only that of the look-up.
+        assert one.pg.rank() == one.ranks.index(dist.get_rank())
+    return [(one.origin, one.ranks) for one in found]
 
 
 def total(found: Group) -> float:
@@ -128,6 +154,108 @@ def test_reuses_what_exists() -> None:
     shared = ["default", "axis", "axis", "created", "created"]
     assert found[0] == [*shared, "created", "default", "kept"]
     assert found[5] == [*shared, "default", "kept"]
+
+
+def test_blocks_of_whole_axes_are_the_axis_groups() -> None:
+    def ranks(rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], bool]:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+        found = blocks(mesh, 0, 1, size=3)
+        inner = group(mesh, 0, 1, block=Block("inner", 3)).pg
+        outer = group(mesh, 0, 1, block=Block("outer", 3)).pg
+        return found, inner is mesh.get_group("b") and outer is mesh.get_group("a")
+
+    for rank, (found, same) in enumerate(run_ranks(ranks, 6)):
+        o, j = divmod(rank, 3)
+        assert found == [("axis", (3 * o, 3 * o + 1, 3 * o + 2)), ("axis", (j, j + 3))]
+        assert same
+
+
+def test_blocks_inside_an_axis_are_created() -> None:
+    def ranks(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+        found = blocks(mesh, 0, size=2)
+        # Another mesh order: the same ranks in another order are another group.
+        found += blocks(DeviceMesh("cpu", [2, 0, 3, 1]), 0, size=2)
+        # And one that was made for a block is found again as what it is.
+        again = group(DeviceMesh("cpu", [[2, 0], [3, 1]]), 1)
+        return [*found, (again.origin, again.ranks)]
+
+    found = run_ranks(ranks, 4)
+    made = [
+        [("created", inner), ("created", outer)]
+        for inner, outer in (((0, 1), (0, 2)), ((0, 1), (1, 3)), ((2, 3), (0, 2)), ((2, 3), (1, 3)))
+    ]
+    assert [lines[:2] for lines in found] == made
+    assert found[0][2:] == [("created", (2, 0)), ("created", (0, 1)), ("created", (2, 0))]
+    assert found[1][2:] == [("created", (3, 1)), ("created", (0, 1)), ("created", (3, 1))]
+    assert found[2][2:] == [("created", (2, 0)), ("created", (2, 3)), ("created", (2, 0))]
+    assert found[3][2:] == [("created", (3, 1)), ("created", (2, 3)), ("created", (3, 1))]
+
+
+def test_blocks_of_several_axes_and_the_whole_group_beside_them() -> None:
+    def ranks(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        mesh["b", "c"]._flatten("bc")
+        found = blocks(mesh, 0, 1, 2, size=4) + blocks(mesh, 0, 2, size=2)
+        whole = group(mesh, 0, 1, 2)
+        return [*found, (whole.origin, whole.ranks), *blocks(mesh, 0, 1, 2, size=2)]
+
+    assert run_ranks(ranks, 8)[5] == [
+        ("flattened", (4, 5, 6, 7)),
+        ("axis", (1, 5)),
+        ("axis", (4, 5)),
+        ("axis", (1, 5)),
+        ("default", tuple(range(8))),
+        ("axis", (4, 5)),
+        ("created", (1, 3, 5, 7)),
+    ]
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_planned_hierarchical_step_finds_its_groups_once(scatter: bool) -> None:
+    cut: dict[str, Any] = {"kind": "all_reduce"}
+    if scatter:
+        cut = {"kind": "reduce_scatter", "scatter": ((1, 0),)}
+    step = Step(
+        axes=(0, 1, 2),
+        sizes=(2, 2, 2),
+        move="P, P, P -> R",
+        why="a test",
+        op="sum",
+        path="exchange",
+        contract=Contract(),
+        inner=2,
+        **cut,
+    )
+
+    def ranks(rank: int) -> tuple[bool, int, int, str]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        planned = PlannedPartial(step, Layout.from_mesh(mesh), "asked", Config(timeout=20.0))
+        summand = order_sensitive(6, rank=rank, world_size=8).view(3, 2)
+        first = planned._reduce_value(summand, mesh, 0) + 0
+        count = len(registry())
+        clear_report()
+        again = planned._reduce_value(summand, mesh, 0) + 0
+        (entry,) = report().entries
+        leaves = [order_sensitive(6, rank=r, world_size=8).view(3, 2) for r in range(8)]
+        whole = reduce_leaves(leaves, "sum", (2, 2, 2))
+        if scatter:
+            whole = whole[2:] if mesh.get_coordinate()[1] else whole[:2]
+        assert_bitwise_equal(first, whole)
+        return torch.equal(first, again), count, len(registry()), entry["group"]
+
+    found = run_ranks(ranks, 8)
+    for same, first, second, _ in found:
+        assert same
+        # Over a and b without c, which nothing has yet; of c and a alone the mesh's own.
+        assert first == second == (3 if scatter else 2)
+    text = re.sub(r"(axis|created) group \S+", r"\1 group ...", found[5][3])
+    expected = (
+        "inner axis group ... of 2 ranks: 4, 5; outer created group ... of 4 ranks: 1, 3, 5, 7"
+    )
+    if scatter:
+        expected += "; gathered on created group ... of 4 ranks: 0, 1, 4, 5"
+    assert text == expected
 
 
 def test_a_users_flattened_mesh_serves() -> None:

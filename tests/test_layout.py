@@ -244,3 +244,17 @@ def test_a_grid_made_while_tracing_is_real() -> None:
     with FakeTensorMode():
         assert layout.grid.shape == (2, 2)
     assert layout.siblings("a").tolist() == [[1, 3], [0, 2]]
+
+
+def test_ascends() -> None:
+    assert Layout.of(a=2, b=3).ascends((0, 1))
+    dealt = Layout.of([0, 2, 1, 3], a=2, b=2)
+    assert dealt.ascends("a")
+    assert dealt.ascends("b")
+    assert not dealt.ascends(("a", "b"))
+    turned = Layout.of([1, 0, 3, 2], a=2, b=2)
+    assert turned.ascends("a")
+    assert not turned.ascends("b")
+    # One group out of order is enough, and a single rank is in order.
+    assert not Layout.of([0, 1, 3, 2], a=2, b=2).ascends("b")
+    assert Layout.of([3, 1], a=1, b=2).ascends("a")

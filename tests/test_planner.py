@@ -19,9 +19,16 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from meshplan.contract import Contract
-from meshplan.errors import ContractTypeError, PlacementError, PolicyError
+from meshplan.errors import (
+    ContractTypeError,
+    PlacementError,
+    PolicyError,
+    ShardOrderError,
+    TopologyError,
+)
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Problem, Spec, plan
+from meshplan.topology import Topology
 
 ISSUE = Layout.of(ddp=8, fsdp=5, tp=1)
 CUBE = Layout.of(a=2, b=3, c=2)
@@ -99,12 +106,14 @@ torch S(1) -> R over (b): no reduction""",
             str(planned(CUBE, "P P P", "S(0) R S(0)")),
             """reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), groups of 12, exchange, contract v1/tree/wide/once: 3 axes in one reduction, in an order that all siblings share""",
         )
-        # Another axis cuts the same tensor dim: the shards are sliced from the finished value.
+        # A shard that is kept lies inside of one that is to be made: it is undone in between.
         self.assertExpectedInline(
             str(planned(CUBE, "P S(0) P", "S(0) S(0) R")),
             """\
 all_reduce sum over (a, c), groups of 4, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share
-slice R -> S(0) over (a), local: the finished value of the P(sum) is there""",
+torch S(0) -> R over (b): no reduction
+slice R -> S(0) over (a), local: the finished value of the P(sum) is there
+slice R -> S(0) over (b), local: the whole value is there""",
         )
         # One process plays all ranks, or the order of the shards is the user's own.
         self.assertExpectedInline(
@@ -114,6 +123,28 @@ all_reduce sum over (a, b, c), groups of 12, exchange, contract v1/tree/wide/onc
 slice R -> S(0) over (a), local: the finished value of the P(sum) is there
 slice R -> S(0) over (c), local: the finished value of the P(sum) is there""",
         )
+
+    def test_hierarchical(self) -> None:
+        layout, nodes = Layout.of(dp=4, fsdp=8), Topology.uniform(32, node_size=8)
+        self.assertExpectedInline(
+            str(planned(layout, "P P", "R R", topology=nodes)),
+            """all_reduce sum over (dp, fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share, each 8 near ranks first""",
+        )
+        self.assertExpectedInline(
+            str(planned(layout, "P P", "S(0) R", topology=nodes)),
+            """reduce_scatter sum over (dp, fsdp) to S(0) over dp, all_gather over (fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share, each 8 near ranks first""",
+        )
+        # A left fold has no parts that could be done first; a maximum has.
+        rank = Contract(order="rank")
+        (step,) = planned(layout, "P P", "R R", topology=nodes, contract=rank).steps
+        assert step.inner == 1
+        (step,) = planned(layout, "P(max) P(max)", "R R", topology=nodes, contract=rank).steps
+        assert step.inner == 8
+        # The reference path gathers everything, and no policy but the contract's is planned so.
+        (step,) = planned(layout, "P P", "R R", topology=nodes, path="reference").steps
+        assert step.inner == 1
+        (step,) = planned(layout, "P P", "R R", topology=nodes, policy="fast").steps
+        assert step.inner == 1
 
     def test_nothing(self) -> None:
         self.assertExpectedInline(str(planned(CUBE, "R R R", "R R R")), """nothing to do""")
@@ -133,7 +164,7 @@ slice R -> S(0) over (c), local: the finished value of the P(sum) is there""",
         found = planned(Layout.of(a=2, b=2), "P P(avg)", "R R", dtype=torch.bfloat16)
         self.assertExpectedInline(
             found.dumps(),
-            """{"dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
+            """{"cost": {"collectives": 2, "creates": [], "domain": 0, "nanoseconds": 281058, "network": 12582912, "node": 0, "peak": 25165824}, "dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "shape": null, "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "gathers": [], "inner": 1, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
         )
         assert json.loads(found.dumps()) == found.to_json()
 
@@ -164,34 +195,37 @@ class TestThreeAxes(TestCase):
             "S(0) S(1) S(0) -> R R R",
             "S(1) S(0) S(0) -> R R R",
             "P P P -> S(0) S(0) R",
+            "P R P -> R S(0) R",
         ):
             src, dst = text.split(" -> ")
             found = planned(layout, src, dst)
-            steps = [step.line(layout).split(", groups")[0].split(":")[0] for step in found.steps]
-            lines.append(f"{text}: {'; '.join(steps)}")
+            steps = [step.brief(layout).removesuffix(", exchange") for step in found.steps]
+            sending = [step for step in found.steps if step.kind != "slice"]
+            lines.append(f"{text}: {len(sending)} sent: {'; '.join(steps)}")
             assert len(found.reductions) == (1 if "P" in src else 0)
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-P P P -> R R R: all_reduce sum over (a, b, c)
-P P P -> R S(0) R: reduce_scatter sum over (a, b, c) to S(0) over b, all_gather over (a, c)
-P P P -> S(0) R R: reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c)
-P P P -> R R S(0): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b)
-P P P -> S(0) R S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b)
-P P P -> S(0) S(1) S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c
-P P P -> S(0) S(0) S(0): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c
-P S(0) P -> R S(0) R: all_reduce sum over (a, c)
-P S(0) P -> R R R: all_reduce sum over (a, c); torch S(0) -> R over (b)
-P R P -> R R R: all_reduce sum over (a, c)
-P S(0) P -> R S(1) R: all_reduce sum over (a, c); torch S(0) -> S(1) over (b)
-P S(0) P -> S(0) S(0) S(0): all_reduce sum over (a, c); slice R -> S(0) over (a), local; slice R -> S(0) over (c), local
-S(0) P P -> S(0) R R: all_reduce sum over (b, c)
-S(0) P P -> R R R: all_reduce sum over (b, c); torch S(0) -> R over (a)
-S(0) S(0) P -> R R R: all_reduce sum over (c); torch S(0) -> R over (a); torch S(0) -> R over (b)
-S(0) R S(0) -> R R R: torch S(0) -> R over (a); torch S(0) -> R over (c)
-S(0) S(1) S(0) -> R R R: torch S(0) -> R over (a); torch S(1) -> R over (b); torch S(0) -> R over (c)
-S(1) S(0) S(0) -> R R R: torch S(1) -> R over (a); torch S(0) -> R over (b); torch S(0) -> R over (c)
-P P P -> S(0) S(0) R: reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c)""",
+P P P -> R R R: 1 sent: all_reduce sum over (a, b, c)
+P P P -> R S(0) R: 1 sent: reduce_scatter sum over (a, b, c) to S(0) over b, all_gather over (a, c)
+P P P -> S(0) R R: 1 sent: reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c)
+P P P -> R R S(0): 1 sent: reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b)
+P P P -> S(0) R S(0): 1 sent: reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b)
+P P P -> S(0) S(1) S(0): 1 sent: reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c
+P P P -> S(0) S(0) S(0): 1 sent: reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c
+P S(0) P -> R S(0) R: 1 sent: all_reduce sum over (a, c)
+P S(0) P -> R R R: 2 sent: all_reduce sum over (a, c); torch S(0) -> R over (b)
+P R P -> R R R: 1 sent: all_reduce sum over (a, c)
+P S(0) P -> R S(1) R: 2 sent: all_reduce sum over (a, c); torch S(0) -> S(1) over (b)
+P S(0) P -> S(0) S(0) S(0): 2 sent: all_reduce sum over (a, c); torch S(0) -> R over (b); slice R -> S(0) over (a), local; slice R -> S(0) over (b), local; slice R -> S(0) over (c), local
+S(0) P P -> S(0) R R: 1 sent: all_reduce sum over (b, c)
+S(0) P P -> R R R: 2 sent: all_reduce sum over (b, c); torch S(0) -> R over (a)
+S(0) S(0) P -> R R R: 3 sent: all_reduce sum over (c); torch S(0) -> R over (b); torch S(0) -> R over (a)
+S(0) R S(0) -> R R R: 2 sent: torch S(0) -> R over (a); torch S(0) -> R over (c)
+S(0) S(1) S(0) -> R R R: 3 sent: torch S(0) -> R over (a); torch S(1) -> R over (b); torch S(0) -> R over (c)
+S(1) S(0) S(0) -> R R R: 3 sent: torch S(1) -> R over (a); torch S(0) -> R over (b); torch S(0) -> R over (c)
+P P P -> S(0) S(0) R: 1 sent: reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c)
+P R P -> R S(0) R: 1 sent: slice R -> S(0) over (b), local; all_reduce sum over (a, c)""",
         )
 
 
@@ -214,6 +248,41 @@ class TestErrors(TestCase):
             self.message(PlacementError, "P(max) P R", "R R R"),
             """MP401: partial values of kinds max and sum cannot be reduced together, the result would depend on which comes first; redistribute one of them before""",
         )
+
+    def test_shape(self) -> None:
+        self.assertExpectedInline(
+            self.message(PlacementError, "P P S(2)", "R R S(2)", shape=(4, 4)),
+            """MP401: S(2) needs a tensor of 3 or more dims, found shape [4, 4]; write a dim below 2""",
+        )
+        self.assertExpectedInline(
+            self.message(PlacementError, "P P P", "R S(0) R", shape=()),
+            """MP401: S(0) cannot shard a tensor of 0 dims; write R""",
+        )
+        self.assertExpectedInline(
+            self.message(PlacementError, "P P P", "R R R", shape=(3, -1)),
+            """MP401: no tensor has the shape [3, -1]; write sizes of 0 or more elements""",
+        )
+
+    def test_topology_of_other_ranks(self) -> None:
+        self.assertExpectedInline(
+            self.message(
+                TopologyError, "P P P", "R R R", topology=Topology.uniform(8, node_size=4)
+            ),
+            """MP201: the topology describes 8 ranks, the mesh (a=2, b=3, c=2) has rank 11; write a topology of 12 or more ranks""",
+        )
+
+    def test_gather_along_descending_ranks(self) -> None:
+        turned = Layout.of([1, 0, 3, 2], a=2, b=2)
+        assert planned(turned, "P P", "S(0) S(0)").reductions
+        assert planned(turned, "P S(0)", "R S(0)").reductions
+        with pytest.raises(ShardOrderError) as caught:
+            planned(turned, "P S(0)", "R R")
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP403: (P(sum), S(0)) -> (R, R) on (a=2, b=2; ranks 1, 0, 3, 2) moves shards along axis b, whose ranks do not ascend: torch would put them in the order of sorted ranks, not of mesh coordinates; make a mesh whose ranks ascend along each axis""",
+        )
+        # Axis a ascends.
+        assert planned(turned, "S(0) P", "R R").reductions
 
     def test_options(self) -> None:
         self.assertExpectedInline(
@@ -280,28 +349,29 @@ def test_all_partial_axes_are_one_reduction(data: st.DataObject) -> None:
 
     wide = tuple(i for i, s in enumerate(src) if s.startswith("P") and sizes[i] > 1)
     assert [step.axes for step in found.reductions] == ([wide] if wide else [])
+    assert found.ordered == bool(wide)
     for step in found.reductions:
         averaged = math.prod(sizes[i] for i in wide if src[i] == "P(avg)")
         assert (step.op, step.divisor) == (("avg", averaged) if averaged > 1 else ("sum", None))
         assert step.contract == Contract()
         assert step.group_size == math.prod(sizes[i] for i in wide)
-    sliced = [s.axes[0] for s in found.steps if s.kind == "slice"]
-    cut = [axis for step in found.reductions for axis, _ in step.scatter]
-    partial_to_shard = [i for i in range(len(sizes)) if src[i][0] == "P" and dst[i][0] == "S"]
-    assert sorted(sliced + cut) == (partial_to_shard if wide else [])
-    # A reduction cuts its shards itself unless another axis cuts the same tensor dim.
-    elsewhere = {
-        text
-        for i in range(len(sizes))
-        if i not in wide and sizes[i] > 1
-        for text in (src[i], dst[i])
-        if text[0] == "S"
-    }
-    blocked = any(dst[i] in elsewhere for i in wide)
-    assert cut == ([] if blocked else [i for i in partial_to_shard if i in wide])
-    left = [s.axes[0] for s in found.steps if s.kind == "torch"]
-    changed = {i for i, (s, d) in enumerate(zip(src, dst, strict=True)) if s != d}
-    assert set(left) | set(sliced + cut) | {i for i in changed if src[i][0] == "P"} == changed
+        # At most one gather of finished values after it.
+        assert step.gather_axes in ((), tuple(i for i in wide if i not in dict(step.scatter)))
+    # Every axis ends where it is to end, whatever stands between.
+    held = [Spec.of(text).text for text in src]
+    for step in found.steps:
+        if step.kind in ("all_reduce", "reduce_scatter"):
+            cut = dict(step.scatter)
+            for i in step.axes:
+                held[i] = f"S({cut[i]})" if i in cut else "R"
+        else:
+            (axis,) = step.axes
+            assert step.src is not None
+            assert step.dst is not None
+            assert held[axis] == step.src.text
+            held[axis] = step.dst.text
+    if found.ordered:
+        assert all(held[i] == Spec.of(dst[i]).text for i in range(len(sizes)) if sizes[i] > 1)
 
 
 @pytest.mark.parametrize("op", ["max", "min", "product"])

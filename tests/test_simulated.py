@@ -6,14 +6,17 @@ in ascending order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -66,3 +69,91 @@ def test_all_ranks_of_the_issue_mesh(
         # Ten rows over five or over eight ranks are two each, while there are any.
         sharded = [i for i, p in enumerate(dst) if p == S]
         assert local.shape[0] == (10 if not sharded else 2 if where[sharded[0]] < 5 else 0)
+
+
+CASES = (
+    "P P P -> R R R",
+    "P P P -> R S(0) R",
+    "P P P -> S(0) R R",
+    "P P P -> R R S(0)",
+    "P P P -> S(0) R S(0)",
+    "P P P -> S(0) S(1) S(0)",
+    "P P P -> S(0) S(0) S(0)",
+    "P S(0) P -> R S(0) R",
+    "P S(0) P -> R R R",
+    "P R P -> R R R",
+    "P S(0) P -> R S(1) R",
+    "P S(0) P -> S(0) S(0) S(0)",
+    "S(0) P P -> S(0) R R",
+    "S(0) P P -> R R R",
+    "S(0) S(0) P -> R R R",
+    "S(0) R S(0) -> R R R",
+    "S(0) S(1) S(0) -> R R R",
+    "S(1) S(0) S(0) -> R R R",
+    "P P P -> S(0) S(0) R",
+)
+
+
+def placements_of(text: str) -> tuple[Placement, ...]:
+    return tuple({"P": P, "R": R, "S(0)": Shard(0), "S(1)": Shard(1)}[t] for t in text.split())
+
+
+@pytest.fixture
+def cube() -> Iterator[DeviceMesh]:
+    """Eight ranks, and every flattened mesh that a user may make of their mesh."""
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        for names in (("a", "b"), ("b", "c"), ("a", "c"), ("a", "b", "c")):
+            mesh[names]._flatten("_".join(names))
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def test_never_more_collectives_than_the_cheapest_plan_of_torch(cube: DeviceMesh) -> None:
+    """A reduction under the contract counts as one, though its exchange is two operations."""
+    lines = []
+    for text in CASES:
+        src, dst = map(placements_of, text.split(" -> "))
+        shape = [8 // math.prod(2 for p in src if p == Shard(dim)) for dim in range(2)]
+        d = DTensor.from_local(
+            torch.ones(shape), cube, src, run_check=False, shape=torch.Size((8, 8)), stride=(8, 1)
+        )
+        found = []
+        for planned in (False, True):
+            meshplan.clear_report()
+            with (
+                meshplan.installed() if planned else use_min_cost_redistribution_plan(),
+                CommDebugMode() as calls,
+            ):
+                d.redistribute(cube, dst)
+            ours = [e for e in meshplan.report().entries if e["ran"] == "exchange"]
+            assert len(ours) == (planned and P in src)
+            sent = sum(calls.get_comm_counts().values())
+            found.append(sent - sum(len(e["sends"]) - 1 for e in ours))
+        lines.append(f"{text}: torch {found[0]}, meshplan {found[1]}")
+        assert found[1] <= found[0], lines[-1]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+P P P -> R R R: torch 1, meshplan 1
+P P P -> R S(0) R: torch 2, meshplan 1
+P P P -> S(0) R R: torch 2, meshplan 1
+P P P -> R R S(0): torch 2, meshplan 1
+P P P -> S(0) R S(0): torch 2, meshplan 1
+P P P -> S(0) S(1) S(0): torch 3, meshplan 1
+P P P -> S(0) S(0) S(0): torch 1, meshplan 1
+P S(0) P -> R S(0) R: torch 1, meshplan 1
+P S(0) P -> R R R: torch 2, meshplan 2
+P R P -> R R R: torch 1, meshplan 1
+P S(0) P -> R S(1) R: torch 2, meshplan 2
+P S(0) P -> S(0) S(0) S(0): torch 3, meshplan 2
+S(0) P P -> S(0) R R: torch 1, meshplan 1
+S(0) P P -> R R R: torch 2, meshplan 2
+S(0) S(0) P -> R R R: torch 2, meshplan 2
+S(0) R S(0) -> R R R: torch 1, meshplan 1
+S(0) S(1) S(0) -> R R R: torch 2, meshplan 2
+S(1) S(0) S(0) -> R R R: torch 2, meshplan 2
+P P P -> S(0) S(0) R: torch 2, meshplan 1""",
+    )

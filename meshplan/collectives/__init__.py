@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshplan.collectives._groups import StepGroups as StepGroups
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
 from meshplan.collectives._provenance import Report as Report
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "Report",
     "Source",
+    "StepGroups",
     "clear_report",
     "count_untouched",
     "record",

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from meshplan.collectives._groups import StepGroups
 from meshplan.contract import reduce_leaves
 from meshplan.planner import Step
 
-__all__ = ["exchange", "native", "reference"]
+__all__ = ["equal_slices", "exchange", "native", "reference"]
 
 _ops = torch.ops._c10d_functional
 
 
-def exchange(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+def exchange(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """All-to-all of slices, reduction of the own slice in contract order, all-gather.
 
     The message is cut in as many equal slices as the group has ranks, the last ones padded. The
@@ -28,44 +28,59 @@ def exchange(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
     Args:
         tensor: this rank's summand, at least one element.
         step: an ``all_reduce`` with a contract.
-        group: ordered by mesh coordinate.
+        groups: of a flat step.
 
     Returns:
         Shape and dtype of ``tensor``; not waited for.
     """
+    group = groups.flat
     ranks = group.size()
-    flat = tensor.contiguous().view(-1)
-    width = -(-flat.numel() // ranks)
-    padded = flat
-    if width * ranks != flat.numel():
-        padded = flat.new_zeros(width * ranks)
-        padded[: flat.numel()] = flat
+    message, width = equal_slices(tensor, ranks)
     split = [width] * ranks
-    received = _ops.wait_tensor(_ops.all_to_all_single(padded, split, split, group.group_name))
+    received = _ops.wait_tensor(_ops.all_to_all_single(message, split, split, group.group_name))
     own = _reduce_rows(received.view(ranks, width), step)
     gathered: Tensor = _ops.all_gather_into_tensor(own, ranks, group.group_name)
-    return gathered[: flat.numel()].view(tensor.shape)
+    return gathered[: tensor.numel()].view(tensor.shape)
 
 
-def reference(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
+def reference(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """All-gather of everything, reduction of everything on every rank: the plain definition.
 
     (W - 1) times the tensor's bytes leave each rank, and W times its memory is needed.
     """
+    group = groups.flat
     ranks = group.size()
     flat = tensor.contiguous().view(-1)
     gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
     return _reduce_rows(gathered.view(ranks, flat.numel()), step).view(tensor.shape)
 
 
-def native(tensor: Tensor, step: Step, group: ProcessGroup) -> Tensor:
-    """The backend's own all-reduce, outside the contract. An average is a sum and a division."""
+def native(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """The backend's own all-reduce, outside the contract. An average is a sum and a division.
+
+    A hierarchical step has no group of all its ranks: one over the inner group, then one over the
+    outer, each in the backend's order.
+    """
     op = "sum" if step.op == "avg" else step.op
-    reduced: Tensor = _ops.all_reduce(tensor, op, group.group_name)
+    *first, last = groups.levels
+    for group in first:
+        tensor = _ops.wait_tensor(_ops.all_reduce(tensor, op, group.group_name))
+    reduced: Tensor = _ops.all_reduce(tensor, op, last.group_name)
     if step.divisor is None:
         return reduced
     waited: Tensor = _ops.wait_tensor(reduced)
     return waited / step.divisor
+
+
+def equal_slices(tensor: Tensor, count: int) -> tuple[Tensor, int]:
+    """``tensor`` flat and contiguous, padded to ``count`` slices of one width; and that width."""
+    flat = tensor.contiguous().view(-1)
+    width = -(-flat.numel() // count)
+    if width * count == flat.numel():
+        return flat, width
+    padded = flat.new_zeros(width * count)
+    padded[: flat.numel()] = flat
+    return padded, width
 
 
 def _reduce_rows(rows: Tensor, step: Step) -> Tensor:

@@ -8,9 +8,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from meshplan.collectives import _paths
+from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
 from meshplan.collectives._provenance import MAX_RECORDS, Event, Source, record
 from meshplan.collectives._scatter import (
     exchange_scatter,
@@ -24,39 +25,36 @@ from meshplan.planner import Step
 
 __all__ = ["run_reduction"]
 
-_PathFunction = Callable[[Tensor, Step, ProcessGroup], Tensor]
-_ScatterFunction = Callable[[Tensor, Step, ProcessGroup, ProcessGroup | None], Tensor]
+_Path = Callable[[Tensor, Step, StepGroups], Tensor]
 
-_PATHS: dict[str, tuple[_PathFunction, tuple[str, ...]]] = {
-    "exchange": (_paths.exchange, ("all_to_all_single", "all_gather_into_tensor")),
-    "reference": (_paths.reference, ("all_gather_into_tensor",)),
-    "native": (_paths.native, ("all_reduce",)),
+_PATHS: dict[str, _Path] = {
+    "exchange": _paths.exchange,
+    "reference": _paths.reference,
+    "native": _paths.native,
 }
-_SCATTER_PATHS: dict[str, tuple[_ScatterFunction, tuple[str, ...]]] = {
-    "exchange": (exchange_scatter, ("all_to_all_single", "all_gather_into_tensor")),
-    "reference": (reference_scatter, ("all_gather_into_tensor",)),
-    "native": (native_scatter, ("all_reduce",)),
+_SCATTER_PATHS: dict[str, _Path] = {
+    "exchange": exchange_scatter,
+    "reference": reference_scatter,
+    "native": native_scatter,
 }
 
 
 def run_reduction(
     tensor: Tensor,
     step: Step,
-    group: ProcessGroup,
+    groups: StepGroups,
     *,
     source: Source,
-    gather: ProcessGroup | None = None,
     strict: bool = False,
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` as ``step`` says; each rank gets the result or its shard.
+    """Reduce ``tensor`` over ``groups`` as ``step`` says; each rank gets the result or its shard.
 
     Args:
         tensor: this rank's summand, any shape and strides; left as it is. The dtypes of the
             contract, and complex for sum and avg (real and imaginary parts are two elements).
             Others run on the backend's own all-reduce, which the report shows as a fallback.
         step: an ``all_reduce`` or ``reduce_scatter``.
-        group: its group ranks follow mesh coordinates.
-        gather: the group over ``step.gather_axes``, where there are any.
+        groups: the step's.
         source: what was asked and planned, for the report.
         strict: refuse a fallback.
 
@@ -88,15 +86,11 @@ def run_reduction(
                 ) from error
     summand = numbers if step.norm is None else numbers**step.norm
     if summand.numel() == 0:
-        shard = shard_of(summand, step, group.rank())
+        shard = shard_of(summand, step, groups.position)
         result = shard.clone(memory_format=torch.contiguous_format)
-    elif step.scatter:
-        scatter, sends = _SCATTER_PATHS[path]
-        sends = sends if gather is not None or path != "exchange" else sends[:1]
-        result = scatter(summand, step, group, gather)
     else:
-        reduce, sends = _PATHS[path]
-        result = reduce(summand, step, group)
+        result = _function(step, path)(summand, step, groups)
+        sends = _sends(step, path, result)
     if step.norm is not None:
         result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
     if tensor.is_complex() and not numbers.is_complex():
@@ -104,6 +98,26 @@ def run_reduction(
     event = _event(source, path, sends, tensor.dtype, why, fallback)
     record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
     return result
+
+
+def _function(step: Step, path: str) -> _Path:
+    if step.inner > 1 and path == "exchange":
+        return hierarchical_scatter if step.scatter else hierarchical_exchange
+    return (_SCATTER_PATHS if step.scatter else _PATHS)[path]
+
+
+def _sends(step: Step, path: str, result: Tensor) -> tuple[str, ...]:
+    """The collectives that have run on this rank, in order."""
+    if path == "reference":
+        return ("all_gather_into_tensor",)
+    levels = 1 if step.inner == 1 else 2
+    if path == "native":
+        return ("all_reduce",) * levels
+    gathers = levels
+    if step.scatter:
+        # Nobody gathers an empty shard.
+        gathers = 1 if step.gather_axes and result.numel() else 0
+    return ("all_to_all_single",) * levels + ("all_gather_into_tensor",) * gathers
 
 
 @lru_cache(maxsize=MAX_RECORDS)

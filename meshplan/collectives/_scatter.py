@@ -14,13 +14,20 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import native
 from meshplan.contract import reduce_leaves
 from meshplan.planner import Step
 
-__all__ = ["exchange_scatter", "native_scatter", "reference_scatter", "shard_of"]
+__all__ = [
+    "exchange_scatter",
+    "gather_shard",
+    "native_scatter",
+    "parts_of",
+    "reference_scatter",
+    "shard_of",
+]
 
 _ops = torch.ops._c10d_functional
 
@@ -37,46 +44,34 @@ def shard_of(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
     return tensor
 
 
-def exchange_scatter(
-    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
-) -> Tensor:
+def exchange_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """All-to-all of shards, reduction of the own part, all-gather of finished parts.
 
-    (W - 1) / W of the tensor's bytes leave each rank, and of its shard what ``gather`` needs.
+    (W - 1) / W of the tensor's bytes leave each rank, and of its shard what the gather needs.
 
     Args:
         tensor: this rank's summand, any strides, at least one element.
         step: a ``reduce_scatter`` with a contract.
-        group: over ``step.axes``, ordered by mesh coordinate.
-        gather: over ``step.gather_axes``; ``None`` if there are none.
+        groups: of a flat step.
 
     Returns:
         This rank's shard, contiguous; not waited for if it was gathered.
     """
+    group = groups.flat
     ranks = group.size()
-    parts = list(_parts(tensor, step, ranks))
+    parts = list(parts_of(tensor, step, ranks))
     own = parts[group.rank()].numel()
     received = _ops.all_to_all_single(
         torch.cat(parts), [own] * ranks, [part.numel() for part in parts], group.group_name
     )
     rows = _ops.wait_tensor(received).view(ranks, own)
-    finished = _reduce(rows.unbind(0), step)
     shard = shard_of(tensor, step, group.rank())
-    if gather is None or shard.numel() == 0:
-        return finished.view(shard.shape)
-    width = -(-shard.numel() // gather.size())
-    if own < width:
-        padded = finished.new_zeros(width)
-        padded[:own] = finished
-        finished = padded
-    gathered: Tensor = _ops.all_gather_into_tensor(finished, gather.size(), gather.group_name)
-    return gathered[: shard.numel()].view(shard.shape)
+    return gather_shard(_reduce(rows.unbind(0), step), shard.shape, groups)
 
 
-def reference_scatter(
-    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
-) -> Tensor:
+def reference_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """All-gather of everything, reduction of the own shard: the plain definition."""
+    group = groups.flat
     ranks = group.size()
     flat = tensor.contiguous().view(-1)
     gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
@@ -84,15 +79,37 @@ def reference_scatter(
     return _reduce([shard_of(row, step, group.rank()) for row in rows], step)
 
 
-def native_scatter(
-    tensor: Tensor, step: Step, group: ProcessGroup, gather: ProcessGroup | None
-) -> Tensor:
+def native_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """The backend's own all-reduce, outside the contract, and a slice."""
-    reduced = _ops.wait_tensor(native(tensor, step, group))
-    return shard_of(reduced, step, group.rank()).contiguous()
+    reduced = _ops.wait_tensor(native(tensor, step, groups))
+    return shard_of(reduced, step, groups.position).contiguous()
 
 
-def _parts(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
+def gather_shard(finished: Tensor, shape: torch.Size, groups: StepGroups) -> Tensor:
+    """The shard, of the parts of it that this rank and its sharers have finished.
+
+    Args:
+        finished: this rank's part, flat, as ``parts_of`` cut it.
+        shape: of the shard.
+        groups: of the step.
+
+    Returns:
+        Contiguous; not waited for if anything was sent.
+    """
+    numel = math.prod(shape)
+    if groups.gather is None or numel == 0:
+        return finished.view(shape)
+    ranks = groups.gather.size()
+    width = -(-numel // ranks)
+    part = finished
+    if finished.numel() < width:
+        part = finished.new_zeros(width)
+        part[: finished.numel()] = finished
+    gathered: Tensor = _ops.all_gather_into_tensor(part, ranks, groups.gather.group_name)
+    return gathered[:numel].view(shape)
+
+
+def parts_of(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
     """What is sent to each rank: its part of its shard, flat."""
     gather_axes = step.gather_axes
     sizes = [size for axis, size in zip(step.axes, step.sizes, strict=True) if axis in gather_axes]

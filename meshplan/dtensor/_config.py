@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.contract import Contract
-from meshplan.errors import ContractError, PolicyError
+from meshplan.errors import ContractError, PolicyError, TopologyError
 from meshplan.layout import Layout
 from meshplan.planner import POLICIES, ContractPath, Policy, check_policy
+from meshplan.topology import Topology
 
 __all__ = ["Config", "PolicyChoice"]
 
@@ -25,6 +26,7 @@ class Config:
         contract: what fixes the bits of every reduction under ``deterministic``.
         path: how contract reductions move their data, ``exchange`` or ``reference``.
         strict: raise instead of running a reduction outside the contract.
+        topology: where the ranks of the job sit, or ``None``; plans are compared by it.
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
         key: all of it as one string; equal configurations have equal keys.
@@ -32,6 +34,7 @@ class Config:
     Raises:
         PolicyError: an unknown policy or path, or a timeout that is not positive.
         ContractError: ``contract`` is not a ``Contract``.
+        TopologyError: ``topology`` is not a ``Topology``.
     """
 
     policy: Policy | tuple[tuple[str, Policy], ...] = "deterministic"
@@ -39,6 +42,7 @@ class Config:
     path: ContractPath = "exchange"
     strict: bool = False
     timeout: float | None = None
+    topology: Topology | None = None
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +55,11 @@ class Config:
             )
         if self.timeout is not None and not self.timeout > 0:
             raise PolicyError(f"timeout={self.timeout} is not a positive number of seconds")
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise TopologyError(
+                f"topology={self.topology!r} is not a topology; "
+                "write topology=Topology.uniform(world_size, node_size=8)"
+            )
         # Part of a look-up in every redistribution: a string remembers its hash.
         object.__setattr__(self, "key", f"{self.token}, strict {self.strict}, {self.timeout}")
 
@@ -79,4 +88,5 @@ class Config:
         policy = self.policy
         if not isinstance(policy, str):
             policy = "{" + ", ".join(f"{axis}: {name}" for axis, name in policy) + "}"  # type: ignore[assignment]
-        return f"policy {policy}, contract {self.contract.id}, path {self.path}"
+        where = "unknown" if self.topology is None else self.topology.id
+        return f"policy {policy}, contract {self.contract.id}, path {self.path}, topology {where}"

@@ -23,9 +23,12 @@ from torch.distributed.tensor.placement_types import Placement
 from meshplan.collectives import count_untouched
 from meshplan.contract import Contract
 from meshplan.dtensor._config import Config, PolicyChoice
+from meshplan.dtensor._meshes import known
 from meshplan.dtensor._seam import Optimize, planned_steps
+from meshplan.dtensor._shard_order import any_by_coordinate, watched
 from meshplan.errors import InstallError, UnsupportedTorchError
 from meshplan.planner import ContractPath, Policy
+from meshplan.topology import Topology
 
 __all__ = ["current_config", "install", "installed", "policy", "uninstall"]
 
@@ -49,6 +52,7 @@ def install(
     path: ContractPath = "exchange",
     strict: bool = False,
     timeout: float | None = None,
+    topology: Topology | None = None,
     allow_untested_torch: bool = False,
 ) -> None:
     """Plan every redistribution of this process that starts from ``Partial``.
@@ -68,10 +72,14 @@ def install(
         strict: raise ``FallbackRefusedError`` rather than reduce outside the contract.
         timeout: seconds to wait for the other members before the first reduction of a group; the
             default group's own timeout if not given.
+        topology: where the ranks of the job sit and what links cost, the same on every rank.
+            Reductions whose groups span nodes are then done inside nodes first where that costs
+            less; same bits. Not for a policy: what siblings may do is not known for sure from it.
         allow_untested_torch: go on with a torch version outside the tested range.
 
     Raises:
-        PolicyError, ContractError: an argument that does not exist.
+        PolicyError, ContractError, TopologyError: an argument that does not exist. (A topology of
+            another number of ranks than the job has is found in the first redistribution.)
         UnsupportedTorchError: an untested torch version, or one whose seam has moved.
     """
     global _active
@@ -81,6 +89,7 @@ def install(
         path=path,
         strict=strict,
         timeout=timeout,
+        topology=topology,
     )
     _check_torch(torch.__version__, allow_untested_torch)
     with _lock:
@@ -197,10 +206,19 @@ def _planned_transform_infos(
     ):
         # Nothing to plan and nothing to merge, in the time that there is for saying so.
         count_untouched()
+        if transform_infos and (any_by_coordinate() or _slices(transform_infos[0])):
+            mesh = known(device_mesh)
+            if mesh.descending:
+                return watched(mesh, transform_infos, config.strict)
         return transform_infos
     return planned_steps(
         config, original, transform_infos, device_mesh, src_placements, dst_placements
     )
+
+
+def _slices(transform_info: Any) -> bool:
+    src, dst = transform_info.src_dst_placements
+    return bool(src.is_replicate() and dst.is_shard())
 
 
 def _check_torch(version: str, allow_untested: bool) -> None:

@@ -6,15 +6,18 @@ knows its step is all that is needed to take the reduction over; no loop of torc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from meshplan.collectives import Source, run_reduction
+from meshplan.collectives import Source, StepGroups, run_reduction
 from meshplan.dtensor._config import Config
-from meshplan.flatten import Group, Handle, registry
+from meshplan.dtensor._meshes import known
+from meshplan.dtensor._shard_order import mark
+from meshplan.flatten import Block, Group, Handle, registry
 from meshplan.layout import Layout
 from meshplan.planner import Step
 
@@ -34,7 +37,7 @@ class AlreadyCut(Shard):
         mesh_dim: int,
         shard_index: int | torch.SymInt,
     ) -> torch.Tensor:
-        return local_tensor
+        return mark(known(mesh), mesh_dim, local_tensor)
 
 
 class PlannedPartial(Partial):
@@ -48,7 +51,7 @@ class PlannedPartial(Partial):
     _layout: Layout
     _config: Config
     _asked: str
-    _found: tuple[Handle, Handle | None, Source] | None
+    _found: tuple[tuple[Handle, ...], Source] | None
 
     def __init__(self, step: Step, layout: Layout, asked: str, config: Config) -> None:
         super().__init__(step.op)
@@ -65,31 +68,56 @@ class PlannedPartial(Partial):
     def _reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if isinstance(tensor, funcol.AsyncCollectiveTensor):
             tensor = tensor.wait()
-        group, gather, source = self._groups(mesh)
+        groups, source = self._groups(mesh)
         result = run_reduction(
-            tensor, self._step, group, gather=gather, source=source, strict=self._config.strict
+            tensor, self._step, groups, source=source, strict=self._config.strict
         )
         return funcol._maybe_wrap_tensor(result)
 
-    def _groups(self, mesh: DeviceMesh) -> tuple[ProcessGroup, ProcessGroup | None, Source]:
+    def _groups(self, mesh: DeviceMesh) -> tuple[StepGroups, Source]:
         if self._found is not None:
-            handle, gather_handle, source = self._found
-            group = handle.group()
-            gather = None if gather_handle is None else gather_handle.group()
-            if group is not None and (gather is None) == (gather_handle is None):
-                return group.pg, None if gather is None else gather.pg, source
-        group = self._find(mesh, self._step.axes)
-        rest = self._step.gather_axes if self._step.path == "exchange" else ()
-        gather = self._find(mesh, rest) if rest else None
-        on = str(group) if gather is None else f"{group}; gathered on {gather}"
-        source = Source(self._asked, self._step.line(self._layout), on)
-        gather_handle = None if gather is None else registry().handle(gather)
-        object.__setattr__(self, "_found", (registry().handle(group), gather_handle, source))
-        return group.pg, None if gather is None else gather.pg, source
+            handles, source = self._found
+            alive = [group for handle in handles if (group := handle.group()) is not None]
+            if len(alive) == len(handles):
+                return self._in_place(alive), source
+        step = self._step
+        if step.inner > 1:
+            config = self._config
+            registry().meet(
+                mesh, self._layout, step.axes, token=config.token, timeout=config.timeout
+            )
+        # In one order on every rank: the first look for a group is a vote of its members.
+        groups = [self._find(mesh, step.axes, block) for block in self._blocks()]
+        if step.gather_axes:
+            groups.append(self._find(mesh, step.gather_axes))
+        source = Source(self._asked, step.line(self._layout), self._text(groups))
+        handles = tuple(registry().handle(group) for group in groups)
+        object.__setattr__(self, "_found", (handles, source))
+        return self._in_place(groups), source
 
-    def _find(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> Group:
+    def _blocks(self) -> tuple[Block | None, ...]:
+        """The groups that reduce; ``None`` stands for the whole group."""
+        inner = self._step.inner
+        return (None,) if inner == 1 else (Block("inner", inner), Block("outer", inner))
+
+    def _in_place(self, groups: Sequence[Group]) -> StepGroups:
+        pgs = [group.pg for group in groups]
+        gathers = bool(self._step.gather_axes)
+        if self._step.inner == 1:
+            return StepGroups(pgs[0], gather=pgs[1] if gathers else None)
+        return StepGroups(None, inner=pgs[0], outer=pgs[1], gather=pgs[2] if gathers else None)
+
+    def _text(self, groups: Sequence[Group]) -> str:
+        """The groups for the report."""
+        roles = [f"{block.kind} " if block else "" for block in self._blocks()]
+        roles += ["gathered on "] if self._step.gather_axes else []
+        return "; ".join(f"{role}{group}" for role, group in zip(roles, groups, strict=True))
+
+    def _find(self, mesh: DeviceMesh, axes: tuple[int, ...], block: Block | None = None) -> Group:
         config = self._config
-        return registry().get(mesh, self._layout, axes, token=config.token, timeout=config.timeout)
+        return registry().get(
+            mesh, self._layout, axes, token=config.token, timeout=config.timeout, block=block
+        )
 
     def _reduce_shard_value(
         self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement

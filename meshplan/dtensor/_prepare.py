@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._install import current_config
-from meshplan.dtensor._seam import layout_of
-from meshplan.flatten import Group, registry
+from meshplan.dtensor._meshes import known
+from meshplan.flatten import Block, Group, registry
+from meshplan.planner import near_blocks
 
 __all__ = ["prepare", "shutdown"]
 
@@ -26,18 +27,19 @@ def prepare(
     Args:
         mesh: a device mesh or sub-mesh.
         *axes: each a set of axes, e.g. ``prepare(mesh, ("ddp", "fsdp"))``; if none is given, all
-            sets of axes (2 ** n - 1 for n axes larger than 1).
+            sets of axes (2 ** n - 1 for n axes larger than 1). Where the topology that was
+            installed lets near ranks reduce first, the groups for that are made too.
         timeout: seconds to wait for the other members; as installed if not given.
 
     Returns:
-        The groups of this rank, one per set.
+        The groups of this rank, one per set, each followed by those for near ranks first.
 
     Raises:
         AxisNameError: an axis that the mesh does not have.
         GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
     """
     config = current_config() or Config()
-    layout = layout_of(mesh)
+    layout = known(mesh).layout
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]
     sets = [layout.axis_indices(names) for names in axes] or [
         chosen for count in range(1, len(wide) + 1) for chosen in combinations(wide, count)
@@ -47,9 +49,17 @@ def prepare(
     wait = config.timeout if timeout is None else timeout
     groups = []
     for chosen in sets:
-        inner = tuple(i for i in chosen if layout.sizes[i] > 1)
-        if inner:
-            groups.append(registry().get(mesh, layout, inner, token=config.token, timeout=wait))
+        found = tuple(i for i in chosen if layout.sizes[i] > 1)
+        if not found:
+            continue
+        sizes = near_blocks(layout, config.topology, found)
+        blocks = [Block(kind, size) for size in sizes for kind in ("inner", "outer")]
+        for block in (None, *blocks):
+            groups.append(
+                registry().get(mesh, layout, found, token=config.token, timeout=wait, block=block)
+            )
+        if blocks:
+            registry().meet(mesh, layout, found, token=config.token, timeout=wait)
     return tuple(groups)
 
 

@@ -7,34 +7,39 @@ torch's, under the guards.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
-from meshplan.dtensor._partial import AlreadyCut, PlannedPartial
+from meshplan.dtensor._meshes import Known, known
+from meshplan.dtensor._order import TransformInfo, already_cut, in_default_order, move
+from meshplan.dtensor._partial import PlannedPartial
+from meshplan.dtensor._shard_order import watched
+from meshplan.errors import TopologyError
 from meshplan.flatten import this_rank
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Problem, Step, plan
 
-__all__ = ["layout_of", "planned_steps"]
+__all__ = ["planned_steps"]
 
 MAX_ROUTES_PER_MESH = 1024
 
 _REPLICATE = Replicate()
+_KEPT_ORDER = (
+    "the cuts of a dim are not nested in the default order: torch's moves stay in torch's order, "
+    "around the reduction"
+)
 _PLAIN = (Partial, Replicate, Shard)
 
-TransformInfo = Any
 Optimize = Callable[..., list[TransformInfo]]
 
 
@@ -45,32 +50,18 @@ class _Carrier:
     placement: PlannedPartial
     axes: tuple[int, ...]
     first: int
-    # Mesh axes that the reduction itself cuts, outermost first.
-    cut: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
     """What becomes of one (source, target) on one mesh."""
 
+    plan: Plan
     carriers: dict[int, _Carrier]
     left: tuple[Event, ...]
     # The one carrier, where it alone is the whole redistribution.
     whole: _Carrier | None
     cuts: bool
-
-
-@dataclass(slots=True)
-class _Mesh:
-    layout: Layout
-    routes: dict[tuple[Any, ...], _Route] = field(default_factory=dict)
-    # The same by torch's own placements, for those that are plain values.
-    by_placement: dict[tuple[Any, ...], _Route] = field(default_factory=dict)
-
-
-# Owned by this module; an entry goes with its mesh, and holds no mesh itself.
-_MESHES: weakref.WeakKeyDictionary[DeviceMesh, _Mesh] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
 
 
 def planned_steps(
@@ -88,48 +79,52 @@ def planned_steps(
         original: torch's ``_optimize_transform_infos``.
         transform_infos, device_mesh, src_placements, dst_placements: as torch gives them.
     """
-    mesh = _mesh_entry(device_mesh)
+    mesh = known(device_mesh)
     by_placement = (src_placements, dst_placements, config.key)
-    route = mesh.by_placement.get(by_placement)
+    route: _Route | None = mesh.by_placement.get(by_placement)
     if route is None:
         _check_named_axes(config, device_mesh, mesh.layout)
+        _check_world(config)
         route = _route(mesh, config, src_placements, dst_placements)
         if all(type(p) in _PLAIN for p in (*src_placements, *dst_placements)):
             mesh.by_placement[by_placement] = route
     if route.whole is not None and transform_infos:
         return [_carried(route.whole, transform_infos[0].logical_shape, device_mesh)]
-    if route.cuts and not _may_cut(route, transform_infos):
+    if route.cuts and local_tensor_mode() is not None:
+        # One process plays all ranks: there is no rank of its own whose shard it could compute.
         route = _route(mesh, config, src_placements, dst_placements, scatter=False)
+    steps = _in_order(route, transform_infos, device_mesh) if route.plan.ordered else None
+    if steps is None:
+        if route.plan.ordered:
+            route = _route(mesh, config, src_placements, dst_placements, scatter=False)
+            record(_torch_event(str(route.plan.problem), _KEPT_ORDER, _KEPT_ORDER))
+        steps = _place(route, transform_infos, device_mesh)
+    steps = _merged(steps, mesh.layout, original, device_mesh, src_placements, dst_placements)
     for event in route.left:
         record(event)
-    steps = _place(route, transform_infos, device_mesh) if route.carriers else transform_infos
+    return watched(mesh, steps, config.strict) if mesh.descending else steps
+
+
+def _merged(
+    steps: list[TransformInfo],
+    layout: Layout,
+    original: Optimize,
+    device_mesh: DeviceMesh,
+    src_placements: tuple[Placement, ...],
+    dst_placements: tuple[Placement, ...],
+) -> list[TransformInfo]:
+    """Torch's own merges of what is left to it, where they are right."""
     if len(steps) < 2:
-        return list(steps)
+        return steps
 
     def merge(run: list[TransformInfo]) -> list[TransformInfo]:
         return original(run, device_mesh, src_placements, dst_placements)
 
     flattened = bool(device_mesh._get_root_mesh()._flatten_mapping)
-    merged, reasons = merge_safely(steps, mesh.layout, this_rank(), merge, flattened)
+    merged, reasons = merge_safely(steps, layout, this_rank(), merge, flattened)
     for reason in reasons:
-        record(_torch_event(_text(mesh.layout, src_placements, dst_placements), reason, reason))
+        record(_torch_event(_text(layout, src_placements, dst_placements), reason, reason))
     return merged
-
-
-def layout_of(device_mesh: DeviceMesh) -> Layout:
-    """The layout of a mesh, read once while the mesh lives."""
-    return _mesh_entry(device_mesh).layout
-
-
-def _mesh_entry(device_mesh: DeviceMesh) -> _Mesh:
-    with _LOCK:
-        entry = _MESHES.get(device_mesh)
-        if entry is None:
-            # While tracing, the mesh's rank tensor must be read for real.
-            with _disable_current_modes():
-                entry = _Mesh(Layout.from_mesh(device_mesh))
-            _MESHES[device_mesh] = entry
-        return entry
 
 
 def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -> None:
@@ -137,11 +132,21 @@ def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -
     root = device_mesh._get_root_mesh()
     for name in config.named_axes:
         if name not in layout.axes and name not in root._flatten_mapping:
-            layout_of(root).axis_index(name)
+            known(root).layout.axis_index(name)
+
+
+def _check_world(config: Config) -> None:
+    """Refuse a topology of another job."""
+    world, topology = dist.get_world_size(), config.topology
+    if topology is not None and topology.world_size != world:
+        raise TopologyError(
+            f"the topology given to meshplan.install describes {topology.world_size} ranks, the "
+            f"job has {world}; install with a topology of all {world} ranks"
+        )
 
 
 def _route(
-    mesh: _Mesh,
+    mesh: Known,
     config: Config,
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
@@ -160,10 +165,11 @@ def _route(
         contract=config.contract,
         path=config.path,
         scatter=scatter,
+        topology=config.topology,
     )
     # By text: placements that hold buffers must not be kept alive here.
     key = (problem.src, problem.dst, config.key, scatter)
-    route = mesh.routes.get(key)
+    route: _Route | None = mesh.routes.get(key)
     if route is None:
         route = _new_route(plan(problem), config)
         if len(mesh.routes) >= MAX_ROUTES_PER_MESH:
@@ -183,14 +189,15 @@ def _new_route(planned: Plan, config: Config) -> _Route:
             placement=PlannedPartial(step, problem.layout, asked, config),
             axes=axes,
             first=step.axes[0],
-            cut=tuple(axis for axis, _ in step.scatter),
         )
         carriers.update(dict.fromkeys(axes, carrier))
-    left = tuple(
+    left = [
         _torch_event(asked, step.line(problem.layout), step.why)
         for step in planned.steps
         if step.kind == "torch"
-    )
+    ]
+    if planned.reductions and any(spec.kind == "other" for spec in (*problem.src, *problem.dst)):
+        left.append(_torch_event(asked, _KEPT_ORDER, _KEPT_ORDER))
     only = next(iter(carriers.values()), None)
     changed = {i for i, (s, d) in enumerate(zip(problem.src, problem.dst, strict=True)) if s != d}
     whole = (
@@ -198,8 +205,13 @@ def _new_route(planned: Plan, config: Config) -> _Route:
         and set(only.axes) == changed
         and all(problem.dst[i].kind == "replicate" for i in changed)
     )
-    cuts = any(carrier.cut for carrier in carriers.values())
-    return _Route(carriers=carriers, left=left, whole=only if whole else None, cuts=cuts)
+    return _Route(
+        plan=planned,
+        carriers=carriers,
+        left=tuple(left),
+        whole=only if whole else None,
+        cuts=any(step.scatter for step in planned.reductions),
+    )
 
 
 def _covered(problem: Problem, step: Step, others: Sequence[Step]) -> tuple[int, ...]:
@@ -223,6 +235,8 @@ def _place(
     Reductions commute with the movements of other axes, and the earliest place is never after a
     gather of values that are not finished yet.
     """
+    if not route.carriers:
+        return list(transform_infos)
     steps: list[TransformInfo] = []
     placed: list[_Carrier] = []
     finished: set[int] = set()
@@ -236,8 +250,6 @@ def _place(
             placed.append(carrier)
             steps.append(_carried(carrier, info.logical_shape, device_mesh))
         target = info.src_dst_placements[1]
-        if info.mesh_dim in carrier.cut:
-            target = AlreadyCut(target.dim)
         if not target.is_replicate():
             steps.append(
                 _redistribute._TransformInfo(
@@ -249,16 +261,25 @@ def _place(
     return steps
 
 
-def _may_cut(route: _Route, transform_infos: Sequence[TransformInfo]) -> bool:
-    """Whether the planned cuts are those that torch would make, on this very rank."""
-    if local_tensor_mode() is not None:
-        # One process plays all ranks: there is no rank of its own whose shard it could compute.
-        return False
-    for carrier in route.carriers.values():
-        order = [info.mesh_dim for info in transform_infos if info.mesh_dim in carrier.cut]
-        if tuple(order) != carrier.cut:
-            return False
-    return True
+def _in_order(
+    route: _Route, transform_infos: Sequence[TransformInfo], device_mesh: DeviceMesh
+) -> list[TransformInfo] | None:
+    """The plan's own steps in its own order; ``None`` if torch's cuts are not in default order."""
+    problem = route.plan.problem
+    if not in_default_order(problem, transform_infos):
+        return None
+    infos: list[TransformInfo] = []
+    for step in route.plan.steps:
+        if step.kind in ("all_reduce", "reduce_scatter"):
+            carrier = route.carriers[step.axes[0]]
+            infos.append(_carried(carrier, transform_infos[0].logical_shape, device_mesh))
+            infos += [already_cut(axis, dim, transform_infos[0]) for axis, dim in step.scatter]
+        elif problem.layout.sizes[step.axes[0]] > 1:
+            info = move(step, transform_infos)
+            if info is None:
+                return None
+            infos.append(info)
+    return infos
 
 
 def _carried(carrier: _Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> TransformInfo:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
+from meshplan.flatten._groups import Block as Block
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import Handle as Handle
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import Group as Group
 
-__all__ = ["MAX_GROUPS", "Group", "GroupRegistry", "Handle", "registry", "this_rank"]
+__all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry", "this_rank"]

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import GroupStateError
 from meshplan.flatten._create import default_timeout, this_rank
-from meshplan.flatten._join import Group, Origin, existing_group, join_group
+from meshplan.flatten._join import Group, Origin, agree_on, existing_group, join_group
 from meshplan.layout import Layout
 
-__all__ = ["MAX_GROUPS", "Group", "GroupRegistry", "Handle", "registry"]
+__all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
 
 MAX_GROUPS = 64
 MAX_LAYOUTS = 1024
@@ -63,7 +64,31 @@ class Handle:
         return self.known.group() if self.default() is dist.group.WORLD else None
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of the two groups of a hierarchical step, out of the ordered group over its axes.
+
+    That group is cut in blocks of ``size`` consecutive ranks; ``size`` divides it.
+
+    Attributes:
+        kind: ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place
+            in each of the blocks.
+        size: ranks in a block.
+    """
+
+    kind: Literal["inner", "outer"]
+    size: int
+
+    def of(self, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The ranks out of ``ranks`` that go with ``rank``, in the same order."""
+        block, place = divmod(ranks.index(rank), self.size)
+        if self.kind == "outer":
+            return ranks[place :: self.size]
+        return ranks[block * self.size : (block + 1) * self.size]
+
+
 _Key = tuple[tuple[int, ...], str, str, str]
+_LayoutKey = tuple[Layout, tuple[int, ...], Block | None, str, str, str]
 
 
 class GroupRegistry:
@@ -75,7 +100,9 @@ class GroupRegistry:
         self._default: weakref.ref[ProcessGroup] | None = None
         self._groups: dict[_Key, _Known] = {}
         # The same groups by layout, which is hashed faster than long groups are listed.
-        self._by_layout: dict[tuple[Layout, tuple[int, ...], str, str, str], _Known] = {}
+        self._by_layout: dict[_LayoutKey, _Known] = {}
+        # Layouts, axes and tokens on which all ranks of a group agreed before its blocks are used.
+        self._met: set[tuple[Layout, tuple[int, ...], str]] = set()
 
     def get(
         self,
@@ -85,6 +112,7 @@ class GroupRegistry:
         *,
         token: str,
         timeout: float | None = None,
+        block: Block | None = None,
     ) -> Group:
         """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate.
 
@@ -96,6 +124,7 @@ class GroupRegistry:
             axes: positions, ascending.
             token: what the members must have in common (contract, path).
             timeout: seconds to wait for the other members; the default group's own if ``None``.
+            block: only this part of the group.
 
         Raises:
             GroupAgreementError: members missing or with another token; nobody has the group.
@@ -114,7 +143,7 @@ class GroupRegistry:
                 "over it"
             )
         backend = _backend_name(mesh, axes)
-        by_layout = (layout, tuple(axes), backend, mesh.device_type, token)
+        by_layout = (layout, tuple(axes), block, backend, mesh.device_type, token)
         # Not under the lock: another thread may hold it while it waits for other ranks.
         known = self._by_layout.get(by_layout) if self._is_of_default_group() else None
         group = None if known is None else known.group()
@@ -124,6 +153,7 @@ class GroupRegistry:
             self._follow_default_group()
             rank = this_rank()
             ranks = layout.group_of(rank, axes) or ()
+            ranks = ranks if block is None else block.of(ranks, rank)
             key = (ranks, backend, mesh.device_type, token)
             known = self._groups.get(key)
             group = None if known is None else known.group()
@@ -135,6 +165,44 @@ class GroupRegistry:
                 self._by_layout.clear()
             self._by_layout[by_layout] = _Known.of(group)
             return group
+
+    def meet(
+        self,
+        mesh: DeviceMesh,
+        layout: Layout,
+        axes: Sequence[int],
+        *,
+        token: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Agree, once, with all ranks of the group over ``axes`` that blocks of it will reduce.
+
+        Without it, who waits for a block of ranks that gave up on a missing one would name them.
+
+        Args:
+            mesh, layout, axes, token, timeout: as for ``get``.
+
+        Raises:
+            GroupAgreementError, GroupStateError: as for ``get``.
+        """
+        with self._lock:
+            self._follow_default_group()
+            rank = this_rank()
+            key = (layout, tuple(axes), token)
+            if key in self._met:
+                return
+            wait = default_timeout(mesh.device_type) if timeout is None else timeout
+            agree_on(
+                layout.group_of(rank, axes) or (),
+                _backend_name(mesh, axes),
+                mesh.device_type,
+                rank=rank,
+                token=token,
+                timeout=wait,
+            )
+            if len(self._met) >= MAX_LAYOUTS:
+                self._met.clear()
+            self._met.add(key)
 
     def handle(self, group: Group) -> Handle:
         """A handle for a group that ``get`` has just returned."""
@@ -177,6 +245,7 @@ class GroupRegistry:
     def _forget(self) -> None:
         self._groups.clear()
         self._by_layout.clear()
+        self._met.clear()
 
     def _join(
         self,

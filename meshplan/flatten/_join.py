@@ -21,7 +21,7 @@ from meshplan.flatten._create import (
     warm_up,
 )
 
-__all__ = ["Group", "Origin", "existing_group", "join_group"]
+__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group"]
 
 Origin = Literal["created", "kept", "default", "axis", "flattened"]
 
@@ -77,33 +77,70 @@ def join_group(
     if backend == "fake":
         # One process plays one rank of a job that does not exist: there is nobody to ask.
         return found or _create(ranks, backend, device_type, "meshplan/fake")
-    store = c10d._get_default_store()
-    prefix, refused = open_round(store, group_name(ranks, backend, device_type), rank)
-    verdict = refused or vote(
-        store,
-        prefix,
-        ranks=ranks,
+    how = f"on the {found.origin} group" if found else "on a new group"
+    prefix = _agreed(
+        group_name(ranks, backend, device_type),
+        ranks,
         rank=rank,
-        token=f"{token}, {f'on the {found.origin} group' if found else 'on a new group'}",
+        token=f"{token}, {how}",
         timeout=timeout,
-        veto=objection,
+        objection=objection,
     )
-    if not verdict.unanimous:
-        raise _refusal(verdict, ranks, rank, timeout)
     if found is not None:
         return found
     return _connect(ranks, backend, device_type, prefix, rank, timeout)
 
 
+def agree_on(
+    ranks: tuple[int, ...],
+    backend: str,
+    device_type: str,
+    *,
+    rank: int,
+    token: str,
+    timeout: float,
+) -> None:
+    """Agree with the other ranks to reduce together, without a group of all of them.
+
+    Raises:
+        GroupAgreementError, GroupStateError: as ``GroupRegistry.get`` says.
+    """
+    if backend != "fake":
+        name = f"{group_name(ranks, backend, device_type)}/meet"
+        _agreed(name, ranks, rank=rank, token=token, timeout=timeout)
+
+
+def _agreed(
+    name: str,
+    ranks: tuple[int, ...],
+    *,
+    rank: int,
+    token: str,
+    timeout: float,
+    objection: str | None = None,
+) -> str:
+    """Hold a vote on ``name``; returns its key prefix if all said yes."""
+    store = c10d._get_default_store()
+    prefix, refused = open_round(store, name, rank)
+    verdict = refused or vote(
+        store, prefix, ranks=ranks, rank=rank, token=token, timeout=timeout, veto=objection
+    )
+    if not verdict.unanimous:
+        raise _refusal(verdict, ranks, rank, timeout)
+    return prefix
+
+
 def existing_group(
     mesh: DeviceMesh, axes: Sequence[int], ranks: tuple[int, ...], backend: str
 ) -> Group | None:
-    """A group of torch's with these ranks in this order: default, axis, or a flattened mesh."""
+    """A group of torch's with these ranks in this order: default, axis, or a flattened mesh.
+
+    Of several ``axes``, the group of one may serve too: ``ranks`` may be a block of theirs.
+    """
     candidates: list[tuple[Origin, ProcessGroup]] = []
     world = c10d._get_default_group()
     candidates.append(("default", world))
-    if len(axes) == 1:
-        candidates.append(("axis", mesh.get_group(axes[0])))
+    candidates += [("axis", mesh.get_group(axis)) for axis in axes]
     candidates += [
         ("flattened", flat.get_group())
         for flat in mesh._get_root_mesh()._flatten_mapping.values()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from meshplan.planner import _nccl_order as nccl_order
+from meshplan.planner._candidates import MAX_CANDIDATES as MAX_CANDIDATES
+from meshplan.planner._candidates import Candidate as Candidate
+from meshplan.planner._cost import Cost as Cost
+from meshplan.planner._cost import near_blocks as near_blocks
 from meshplan.planner._hazard import Hazard as Hazard
 from meshplan.planner._hazards import hazards as hazards
-from meshplan.planner._plan import Path as Path
+from meshplan.planner._placing import follows_default_order as follows_default_order
 from meshplan.planner._plan import Plan as Plan
-from meshplan.planner._plan import Step as Step
 from meshplan.planner._planner import plan as plan
 from meshplan.planner._problem import CONTRACT_PATHS as CONTRACT_PATHS
 from meshplan.planner._problem import POLICIES as POLICIES
@@ -16,11 +19,18 @@ from meshplan.planner._problem import Policy as Policy
 from meshplan.planner._problem import Problem as Problem
 from meshplan.planner._problem import Spec as Spec
 from meshplan.planner._problem import check_policy as check_policy
+from meshplan.planner._search import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
+from meshplan.planner._step import Path as Path
+from meshplan.planner._step import Step as Step
 
 __all__ = [
     "CONTRACT_PATHS",
+    "MAX_CANDIDATES",
+    "NOMINAL_ELEMENTS",
     "POLICIES",
+    "Candidate",
     "ContractPath",
+    "Cost",
     "Hazard",
     "Path",
     "Plan",
@@ -29,7 +39,9 @@ __all__ = [
     "Spec",
     "Step",
     "check_policy",
+    "follows_default_order",
     "hazards",
     "nccl_order",
+    "near_blocks",
     "plan",
 ]

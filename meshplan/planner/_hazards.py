@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.contract import check_dtype
-from meshplan.errors import ContractTypeError, TopologyError
+from meshplan.errors import ContractTypeError
 from meshplan.planner import _nccl_order as order
 from meshplan.planner._hazard import Example, Hazard
-from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._problem import Problem, Spec, check_reach
 from meshplan.planner._sequence import SHARDED, are_alike, checked_steps, default_steps
 from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
 from meshplan.topology import Topology
@@ -72,12 +72,7 @@ def hazards(
             out, or mixes arithmetic that cannot be reduced together.
         AxisNameError: ``steps`` names an axis that the mesh does not have.
     """
-    highest = max(problem.layout.ranks)
-    if highest >= topology.world_size:
-        raise TopologyError(
-            f"the topology describes {topology.world_size} ranks, the mesh {problem.layout} has "
-            f"rank {highest}; write a topology of {highest + 1} or more ranks"
-        )
+    check_reach(topology, problem.layout)
     sequence = default_steps(problem) if steps is None else checked_steps(problem, steps)
     # A redistribution may be planned while torch traces; where ranks sit is not part of a trace.
     with _disable_current_modes():

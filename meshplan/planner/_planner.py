@@ -6,12 +6,19 @@ Pure: no process group, no device, no environment. The same problem gives the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from meshplan.contract import Op
+from meshplan.errors import ShardOrderError
+from meshplan.planner._candidates import MAX_CANDIDATES, Candidate
 from meshplan.planner._hazards import hazards
-from meshplan.planner._plan import Path, Plan, Step
+from meshplan.planner._placing import REPLICATE
+from meshplan.planner._plan import Plan
 from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._reductions import Way
+from meshplan.planner._search import Found, Move, search
+from meshplan.planner._step import Path, Step
 from meshplan.topology import Topology
 
 __all__ = ["MAX_CACHED_PLANS", "plan"]
@@ -19,6 +26,7 @@ __all__ = ["MAX_CACHED_PLANS", "plan"]
 MAX_CACHED_PLANS = 4096
 
 _PARTIAL_KINDS = ("partial", "norm", "opaque")
+_REPLICATED = Spec("replicate", "R")
 
 
 @lru_cache(maxsize=MAX_CACHED_PLANS)
@@ -26,9 +34,9 @@ def plan(problem: Problem) -> Plan:
     """The plan for ``problem``.
 
     Under ``deterministic`` every plain ``Partial`` that is to become something else takes part in
-    one reduction under the contract. Where some of these axes are to be sharded, each rank reduces
-    its own shard only, if nothing else cuts the same tensor dims; else the shards are sliced from
-    the finished value.
+    one reduction under the contract. Where it stands among the movements of other axes, whether
+    each rank reduces its own shard only, and whether near ranks combine their summands first, is
+    what costs least; it cannot change a bit.
     Under ``fast`` only two or more ``P -> R`` axes are taken, as one all-reduce of the backend.
     ``consistent`` does the same where no other group must come to the same result, whatever the
     topology, and is ``deterministic`` everywhere else: all replicas agree, but not from run to run.
@@ -36,36 +44,55 @@ def plan(problem: Problem) -> Plan:
 
     The cache holds ``MAX_CACHED_PLANS`` plans, the least recently used leaves first; plans hold
     no mesh and no tensor.
+
+    Raises:
+        ShardOrderError: the redistribution also gathers shards along an axis whose ranks do not
+            ascend, which torch would do in the order of sorted ranks.
     """
     changed = [i for i, (s, d) in enumerate(zip(problem.src, problem.dst, strict=True)) if s != d]
     groups = _reductions(problem, changed)
+    if len(groups) == 1 and _is_plain(problem):
+        axes = _wide(problem, groups[0])
+        if axes and not _may_be_native(problem, groups[0]):
+            return _ordered(problem, changed, axes)
+    return _unordered(problem, changed, groups)
+
+
+def _ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...]) -> Plan:
+    """The cheapest plan for the whole redistribution."""
+    found, compared = search(problem, axes, MAX_CANDIDATES)
+    rest = tuple(_rest(problem, changed))
+    candidates = tuple(Candidate((*_steps(problem, one), *rest), one.cost) for one in found)
+    steps = candidates[0].steps
+    for step in steps:
+        if step.kind == "torch" and step.src is not None and step.src.kind == "shard":
+            check_ascending(problem, step.axes[0])
+    return Plan(
+        problem=problem, steps=steps, ordered=True, candidates=candidates, compared=compared
+    )
+
+
+def _unordered(problem: Problem, changed: Sequence[int], groups: Sequence[tuple[int, ...]]) -> Plan:
+    """The reductions alone, at torch's places, and all else as torch has it."""
     steps: list[Step] = []
     taken: set[int] = set()
-    cut: set[int] = set()
     for axes in groups:
-        step = _reduce(problem, axes)
-        if step is not None:
-            steps.append(step)
+        wide = _wide(problem, axes)
+        native = _may_be_native(problem, axes)
+        # A single axis that need not be under the contract is what torch does anyway.
+        if wide and not (native and len(wide) < 2):
+            steps.append(_reduction(problem, Way(wide), native=native))
             taken.update(axes)
-            cut.update(axis for axis, _ in step.scatter)
     for i in changed:
-        src, dst = problem.src[i], problem.dst[i]
+        dst = problem.dst[i]
         if i not in taken:
-            steps.append(_left_to_torch(problem, i))
-        elif dst.kind != "replicate" and i not in cut:
-            steps.append(
-                Step(
-                    kind="slice",
-                    axes=(i,),
-                    sizes=(problem.layout.sizes[i],),
-                    move=f"R -> {dst.text}",
-                    why=f"the finished value of the {src.text} is there",
-                )
-            )
+            steps.append(_left_to_torch(problem, i, problem.src[i], dst))
+        elif dst.kind != "replicate":
+            steps.append(_slice(problem, i, dst))
     return Plan(problem=problem, steps=tuple(steps))
 
 
-def _reductions(problem: Problem, changed: list[int]) -> list[tuple[int, ...]]:
+def _reductions(problem: Problem, changed: Sequence[int]) -> list[tuple[int, ...]]:
     """Which axes reduce together. Reductions of different arithmetic are never merged."""
     pending = [i for i in changed if problem.dst[i].kind not in _PARTIAL_KINDS]
     partial = [i for i in pending if problem.src[i].kind == "partial"]
@@ -83,36 +110,21 @@ def _reductions(problem: Problem, changed: list[int]) -> list[tuple[int, ...]]:
     return [tuple(partial)] if partial else []
 
 
-def _reduce(problem: Problem, axes: tuple[int, ...]) -> Step | None:
-    """The reduction over ``axes``, or ``None`` if torch does as well (nothing to add up, ...)."""
-    layout = problem.layout
-    wide = tuple(i for i in axes if layout.sizes[i] > 1)
-    native = _may_be_native(problem, axes)
-    if not wide or (native and len(wide) < 2):
-        return None
-    specs = [problem.src[i] for i in axes]
-    op, divisor = _operation(problem, wide)
-    path: Path = "native" if native else problem.path
-    count = f"{len(wide)} axes in one reduction" if len(wide) > 1 else "one axis"
-    order = "in the backend's own order" if native else "in an order that all siblings share"
-    scatter = _scatter(problem, wide)
-    to = ", ".join(problem.dst[i].text for i in axes) if scatter else "R"
-    return Step(
-        kind="reduce_scatter" if scatter else "all_reduce",
-        axes=wide,
-        sizes=tuple(layout.sizes[i] for i in wide),
-        move=f"{', '.join(s.text for s in specs)} -> {to}",
-        why=f"{count}, {order}",
-        op=op,
-        divisor=divisor,
-        path=path,
-        contract=None if native else problem.contract,
-        norm=specs[0].norm,
-        scatter=scatter,
+def _wide(problem: Problem, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for i in axes if problem.layout.sizes[i] > 1)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether every move of every axis is one that the search knows."""
+    return all(
+        src.kind in ("replicate", "shard", "partial")
+        and dst.kind in ("replicate", "shard", "partial")
+        and (dst.kind != "partial" or src.kind == "replicate" or src == dst)
+        for src, dst in zip(problem.src, problem.dst, strict=True)
     )
 
 
-def _may_be_native(problem: Problem, axes: tuple[int, ...]) -> bool:
+def _may_be_native(problem: Problem, axes: Sequence[int]) -> bool:
     """Whether the policy lets the backend add in its own order."""
     if problem.policy != "consistent":
         return problem.policy == "fast"
@@ -123,34 +135,63 @@ def _may_be_native(problem: Problem, axes: tuple[int, ...]) -> bool:
     )
     # Torch may gather before it reduces, and then ranks along that axis hold the same inputs.
     whole = set(every) == set(axes) and all(problem.dst[i].kind == "replicate" for i in axes)
-    nowhere = Topology.unknown(max(problem.layout.ranks) + 1)
+    nowhere = Topology.unknown(problem.layout.highest_rank + 1)
     return whole and not gathered and not hazards(problem, nowhere)
 
 
-def _scatter(problem: Problem, wide: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The cuts of a reduce-scatter, in torch's default order; empty if there is to be none."""
-    cuts = []
-    for i in wide:
-        spec = problem.dst[i]
-        if spec.kind == "other":
-            return ()
-        if spec.dim is not None:
-            cuts.append((i, spec.dim))
-    elsewhere = {
-        spec.dim
-        for i, size in enumerate(problem.layout.sizes)
-        if size > 1 and i not in wide
-        for spec in (problem.src[i], problem.dst[i])
-        if spec.kind in ("shard", "other")
-    }
-    # A strided shard has no dim here: it may cut anything.
-    blocked = None in elsewhere or any(dim in elsewhere for _, dim in cuts)
-    if problem.policy == "fast" or not problem.scatter or blocked:
-        return ()
-    return tuple(cuts)
+def _steps(problem: Problem, found: Found) -> list[Step]:
+    """A candidate as steps."""
+    steps = []
+    for move in found.path:
+        if isinstance(move, Way):
+            steps.append(_reduction(problem, move))
+        elif move.held == REPLICATE:
+            steps.append(_slice(problem, move.axis, problem.dst[move.axis]))
+        else:
+            steps.append(_left_to_torch(problem, move.axis, *_ends_of(problem, move)))
+    return steps
 
 
-def _operation(problem: Problem, axes: tuple[int, ...]) -> tuple[Op, int | None]:
+def _ends_of(problem: Problem, move: Move) -> tuple[Spec, Spec]:
+    src = problem.src[move.axis]
+    return src, _REPLICATED if move.then == REPLICATE else problem.dst[move.axis]
+
+
+def _rest(problem: Problem, changed: Sequence[int]) -> list[Step]:
+    """What the search does not look at: axes of size 1, and values that become partial."""
+    return [
+        _left_to_torch(problem, i, problem.src[i], problem.dst[i])
+        for i in changed
+        if problem.dst[i].kind == "partial"
+        or (problem.layout.sizes[i] == 1 and problem.src[i].kind != "partial")
+    ]
+
+
+def _reduction(problem: Problem, way: Way, *, native: bool = False) -> Step:
+    layout, wide = problem.layout, way.axes
+    op, divisor = _operation(problem, wide)
+    path: Path = "native" if native else problem.path
+    count = f"{len(wide)} axes in one reduction" if len(wide) > 1 else "one axis"
+    order = "in the backend's own order" if native else "in an order that all siblings share"
+    near = f", each {way.inner} near ranks first" if way.inner > 1 else ""
+    to = ", ".join(problem.dst[i].text if i in way.cut else "R" for i in wide)
+    return Step(
+        kind="reduce_scatter" if way.cut else "all_reduce",
+        axes=wide,
+        sizes=tuple(layout.sizes[i] for i in wide),
+        move=f"{', '.join(problem.src[i].text for i in wide)} -> {to if way.cut else 'R'}",
+        why=f"{count}, {order}{near}",
+        op=op,
+        divisor=divisor,
+        path=path,
+        contract=None if native else problem.contract,
+        norm=problem.src[wide[0]].norm,
+        scatter=tuple((i, problem.dst[i].dim or 0) for i in way.cut),
+        inner=way.inner,
+    )
+
+
+def _operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | None]:
     sizes = problem.layout.sizes
     averaged = math.prod(sizes[i] for i in axes if problem.src[i].op == "avg")
     if averaged > 1:
@@ -159,14 +200,30 @@ def _operation(problem: Problem, axes: tuple[int, ...]) -> tuple[Op, int | None]
     return ops.get(problem.src[axes[0]].op, "sum"), None
 
 
-def _left_to_torch(problem: Problem, axis: int) -> Step:
-    src, dst, size = problem.src[axis], problem.dst[axis], problem.layout.sizes[axis]
+def _slice(problem: Problem, axis: int, dst: Spec) -> Step:
+    src = problem.src[axis]
+    finished = f"the finished value of the {src.text} is there"
+    return Step(
+        kind="slice",
+        axes=(axis,),
+        sizes=(problem.layout.sizes[axis],),
+        move=f"R -> {dst.text}",
+        why=finished if src.kind == "partial" else "the whole value is there",
+        src=_REPLICATED,
+        dst=dst,
+    )
+
+
+def _left_to_torch(problem: Problem, axis: int, src: Spec, dst: Spec) -> Step:
+    size = problem.layout.sizes[axis]
     return Step(
         kind="torch",
         axes=(axis,),
         sizes=(size,),
         move=f"{src.text} -> {dst.text}",
         why=_reason(problem, src, size),
+        src=src,
+        dst=dst,
     )
 
 
@@ -180,3 +237,18 @@ def _reason(problem: Problem, src: Spec, size: int) -> str:
     if src.kind in ("norm", "opaque"):
         return f"{src.text} has arithmetic of its own"
     return "no reduction"
+
+
+def check_ascending(problem: Problem, axis: int) -> None:
+    """Refuse a gather of shards by torch along an axis whose ranks do not ascend.
+
+    Raises:
+        ShardOrderError: names the axis and a way out.
+    """
+    layout = problem.layout
+    if layout.sizes[axis] > 1 and not layout.ascends(axis):
+        raise ShardOrderError(
+            f"{problem} moves shards along axis {layout.axes[axis]}, whose ranks do not ascend: "
+            "torch would put them in the order of sorted ranks, not of mesh coordinates; make a "
+            "mesh whose ranks ascend along each axis"
+        )

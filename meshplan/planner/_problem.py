@@ -16,10 +16,20 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from meshplan.contract import OPS, Contract
-from meshplan.errors import ContractTypeError, PlacementError, PolicyError
+from meshplan.errors import ContractTypeError, PlacementError, PolicyError, TopologyError
 from meshplan.layout import Layout
+from meshplan.topology import Topology
 
-__all__ = ["CONTRACT_PATHS", "POLICIES", "ContractPath", "Policy", "Problem", "Spec"]
+__all__ = [
+    "CONTRACT_PATHS",
+    "POLICIES",
+    "ContractPath",
+    "Policy",
+    "Problem",
+    "Spec",
+    "check_policy",
+    "check_reach",
+]
 
 Policy = Literal["deterministic", "consistent", "fast"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -100,6 +110,13 @@ class Problem:
         dtype: of the tensor, if known; ``None`` makes a plan that holds for every dtype.
         scatter: whether each rank may reduce the part that it will keep. Not where the parts are in
             an order of the user's own, or where one process plays all ranks.
+        shape: of the whole tensor, in elements, if known; plans are compared by it. Without it
+            they are compared for ``NOMINAL_ELEMENTS``, and hold for every shape.
+        topology: where ranks sit and what links cost; ``None`` if unknown, and then all links are
+            taken for the slowest.
+
+    Raises:
+        PlacementError, PolicyError, ContractTypeError, TopologyError: as ``of`` says.
     """
 
     layout: Layout
@@ -110,6 +127,8 @@ class Problem:
     path: ContractPath = "exchange"
     dtype: torch.dtype | None = None
     scatter: bool = True
+    shape: tuple[int, ...] | None = None
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         check_policy(self.policy, self.path)
@@ -130,6 +149,24 @@ class Problem:
                 f"P(avg) of {self.dtype} has no exact result; use P(sum) and divide, or convert "
                 "to a floating dtype first"
             )
+        if self.shape is not None:
+            self._check_shape(self.shape)
+        if self.topology is not None:
+            check_reach(self.topology, self.layout)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if any(size < 0 for size in shape):
+            raise PlacementError(
+                f"no tensor has the shape {list(shape)}; write sizes of 0 or more elements"
+            )
+        for spec in (*self.src, *self.dst):
+            if spec.dim is not None and spec.dim >= len(shape):
+                raise PlacementError(
+                    f"{spec.text} needs a tensor of {spec.dim + 1} or more dims, found shape "
+                    f"{list(shape)}; write a dim below {len(shape)}"
+                    if shape
+                    else f"{spec.text} cannot shard a tensor of 0 dims; write R"
+                )
 
     @classmethod
     def of(
@@ -143,13 +180,17 @@ class Problem:
         path: ContractPath = "exchange",
         dtype: torch.dtype | None = None,
         scatter: bool = True,
+        shape: Sequence[int] | None = None,
+        topology: Topology | None = None,
     ) -> Problem:
         """From torch placements or their text.
 
         Raises:
-            PlacementError: placements that do not fit the mesh, or that cannot be combined.
+            PlacementError: placements that do not fit the mesh or the shape, or that cannot be
+                combined.
             PolicyError: unknown policy or path.
             ContractTypeError: ``avg`` of integers, where ``dtype`` is given.
+            TopologyError: the layout has a rank that the topology lacks.
         """
         return cls(
             layout=layout,
@@ -160,12 +201,28 @@ class Problem:
             path=path,
             dtype=dtype,
             scatter=scatter,
+            shape=None if shape is None else tuple(shape),
+            topology=topology,
         )
 
     def __str__(self) -> str:
         src = ", ".join(s.text for s in self.src)
         dst = ", ".join(s.text for s in self.dst)
         return f"({src}) -> ({dst}) on {self.layout}"
+
+
+def check_reach(topology: Topology, layout: Layout) -> None:
+    """Refuse a topology that does not reach the highest rank of the layout.
+
+    Raises:
+        TopologyError: names both.
+    """
+    highest = layout.highest_rank
+    if highest >= topology.world_size:
+        raise TopologyError(
+            f"the topology describes {topology.world_size} ranks, the mesh {layout} has "
+            f"rank {highest}; write a topology of {highest + 1} or more ranks"
+        )
 
 
 def check_policy(policy: str, path: str) -> None:

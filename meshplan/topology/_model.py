@@ -7,6 +7,7 @@ a rank whose node nobody told is not a node of its own, and a node is not taken 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshplan.errors import TopologyError
+from meshplan.topology._links import Links
 
 __all__ = ["LINK_CLASSES", "LinkClass", "Topology"]
 
@@ -37,6 +39,7 @@ class Topology:
             or the node of each rank; ``None`` if unknown.
         domain_map: how many consecutive ranks of a node share a domain, or the domain of each
             rank; ``None`` if unknown.
+        links: what the links between ranks cost.
 
     Raises:
         TopologyError: no rank, a size below 1, a domain larger than its node, a map of the wrong
@@ -46,6 +49,7 @@ class Topology:
     world_size: int
     node_map: int | tuple[int, ...] | None
     domain_map: int | tuple[int, ...] | None
+    links: Links = Links()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -77,22 +81,30 @@ class Topology:
 
     @classmethod
     def uniform(
-        cls, world_size: int, *, node_size: int, domain_size: int | None = None
+        cls,
+        world_size: int,
+        *,
+        node_size: int,
+        domain_size: int | None = None,
+        links: Links = Links(),
     ) -> Topology:
         """Consecutive ranks share a node; the last node may hold fewer.
 
         ``domain_size``: consecutive ranks of one domain, counted anew in each node; the last
         domain of a node may hold fewer. ``None`` if it is not known which GPUs NVLink joins.
         """
-        given = cls(world_size, node_size, domain_size)
+        given = cls(world_size, node_size, domain_size, links)
         if node_size <= world_size:
             return given
         # A node that is not full is as large as what it holds, whatever size was said.
-        return cls(world_size, world_size, domain_size and min(domain_size, world_size))
+        return cls(world_size, world_size, domain_size and min(domain_size, world_size), links)
 
     @classmethod
     def of(
-        cls, node_of_rank: Sequence[int], domain_of_rank: Sequence[int] | None = None
+        cls,
+        node_of_rank: Sequence[int],
+        domain_of_rank: Sequence[int] | None = None,
+        links: Links = Links(),
     ) -> Topology:
         """From the node, and the domain if known, of rank 0, 1, 2, ...
 
@@ -100,26 +112,31 @@ class Topology:
         """
         nodes = tuple(node_of_rank)
         domains = None if domain_of_rank is None else tuple(domain_of_rank)
-        found = cls(len(nodes), nodes, domains)
+        found = cls(len(nodes), nodes, domains, links)
         node_size = _leading(nodes)
-        even = cls(len(nodes), node_size, None)
+        even = cls(len(nodes), node_size, None, links)
         if not torch.equal(_known(even.nodes), _known(found.nodes)):
             return found
         if domains is None:
             return even
-        fine = cls(len(nodes), node_size, min(_leading(domains), node_size))
+        fine = cls(len(nodes), node_size, min(_leading(domains), node_size), links)
         same = torch.equal(_known(fine.domains), _known(found.domains))
-        return fine if same else cls(len(nodes), node_size, domains)
+        return fine if same else cls(len(nodes), node_size, domains, links)
 
     @classmethod
-    def unknown(cls, world_size: int) -> Topology:
+    def unknown(cls, world_size: int, links: Links = Links()) -> Topology:
         """Ranks of which nobody knows where they sit."""
-        return cls(world_size, None, None)
+        return cls(world_size, None, None, links)
 
     @property
     def known(self) -> bool:
         """True if the node of every rank is known; the domains may still be unknown."""
         return self.node_map is not None
+
+    @cached_property
+    def id(self) -> str:
+        """A short digest: equal topologies have equal ids on every rank."""
+        return hashlib.sha1(repr(self).encode()).hexdigest()[:12]
 
     @cached_property
     def nodes(self) -> Tensor | None:

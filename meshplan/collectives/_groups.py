@@ -1,0 +1,55 @@
+"""The process groups of one step, as one value. Their group ranks follow mesh coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+__all__ = ["StepGroups"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """What a step runs on: ``whole`` if it is flat, ``inner`` and ``outer`` if it is hierarchical.
+
+    Let p be a rank's position in the whole group, row-major over ``step.sizes``, and
+    ``p = o * step.inner + j``. Its inner group are the ranks with the same o, in the order of j;
+    its outer group those with the same j, in the order of o.
+
+    Attributes:
+        whole: all ranks that reduce together; a hierarchical step does not need it.
+        inner, outer: of this rank; ``None`` for a flat step.
+        gather: over ``step.gather_axes``; ``None`` if there are none.
+    """
+
+    whole: ProcessGroup | None
+    inner: ProcessGroup | None = None
+    outer: ProcessGroup | None = None
+    gather: ProcessGroup | None = None
+
+    @property
+    def flat(self) -> ProcessGroup:
+        """The group of a flat step."""
+        assert self.whole is not None
+        return self.whole
+
+    @property
+    def nested(self) -> tuple[ProcessGroup, ProcessGroup]:
+        """The inner and the outer group of a hierarchical step."""
+        assert self.inner is not None
+        assert self.outer is not None
+        return self.inner, self.outer
+
+    @property
+    def levels(self) -> tuple[ProcessGroup, ...]:
+        """The groups to reduce over one after the other, for the one result."""
+        return self.nested if self.whole is None else (self.whole,)
+
+    @property
+    def position(self) -> int:
+        """This rank's position in the whole group, which need not exist."""
+        if self.whole is not None:
+            return int(self.whole.rank())
+        inner, outer = self.nested
+        return int(outer.rank() * inner.size() + inner.rank())

@@ -1,0 +1,106 @@
+"""The hierarchical exchange: near ranks first combine their summands among themselves.
+
+The group is cut in blocks of ``step.inner`` consecutive ranks, which sit near each other. Inside a
+block the wire carries the tensor's own dtype; between blocks it carries partials, which no rounding
+has touched, and of each only a 1 / inner-th part. The blocks are subtrees of the contract's tree,
+so that the bits are those of the flat exchange. What the groups are: ``StepGroups``.
+
+With n ranks in a block and m blocks, (m - 1) / (n m) of the tensor's elements leave each rank for
+other blocks as partials, and as many to gather an all-reduce; flat it is n times as many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._paths import equal_slices
+from meshplan.collectives._scatter import gather_shard, parts_of, shard_of
+from meshplan.contract import combine_leaves, finish_partials
+from meshplan.planner import Step
+
+__all__ = ["hierarchical_exchange", "hierarchical_scatter"]
+
+_ops = torch.ops._c10d_functional
+
+
+def hierarchical_exchange(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """All-to-all in the block and then between blocks, all-gather between and then in the block.
+
+    Args:
+        tensor: this rank's summand, at least one element.
+        step: an ``all_reduce`` with a contract and ``inner > 1``.
+        groups: of a hierarchical step.
+
+    Returns:
+        Shape and dtype of ``tensor``; not waited for.
+    """
+    inner, outer = groups.nested
+    message, width = equal_slices(tensor, inner.size() * outer.size())
+    # Rank j of block o finishes slice j * blocks + o, not that of its position in the group: the
+    # slices of one j lie together, and both gathers put theirs where they belong.
+    chunk = [outer.size() * width] * inner.size()
+    partial = _combined(message, chunk, chunk[0], step, groups)
+    own = _finished(partial, [width] * outer.size(), width, step, groups, tensor.dtype)
+    across = _ops.all_gather_into_tensor(own, outer.size(), outer.group_name)
+    gathered: Tensor = _ops.all_gather_into_tensor(
+        _ops.wait_tensor(across), inner.size(), inner.group_name
+    )
+    return gathered[: tensor.numel()].view(tensor.shape)
+
+
+def hierarchical_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """All-to-all in the block and then between blocks, all-gather of finished parts.
+
+    Args:
+        tensor: this rank's summand, any strides, at least one element.
+        step: a ``reduce_scatter`` with a contract and ``inner > 1``.
+        groups: of a hierarchical step.
+
+    Returns:
+        This rank's shard, contiguous; not waited for if it was gathered.
+    """
+    inner, outer = groups.nested
+    ranks = inner.size()
+    parts = list(parts_of(tensor, step, ranks * outer.size()))
+    # To rank j of the block goes what rank j of any block is to finish.
+    by_peer = [parts[j::ranks] for j in range(ranks)]
+    message = torch.cat([part for peer in by_peer for part in peer])
+    split = [sum(part.numel() for part in peer) for peer in by_peer]
+    mine = [part.numel() for part in by_peer[inner.rank()]]
+    partial = _combined(message, split, sum(mine), step, groups)
+    finished = _finished(partial, mine, mine[outer.rank()], step, groups, tensor.dtype)
+    shard = shard_of(tensor, step, groups.position)
+    return gather_shard(finished, shard.shape, groups)
+
+
+def _combined(
+    message: Tensor, split: list[int], own: int, step: Step, groups: StepGroups
+) -> Tensor:
+    """Send ``split[j]`` elements to rank j of the block; combine the ``own`` that each sent."""
+    assert step.op is not None
+    assert step.contract is not None
+    inner, _ = groups.nested
+    ranks = inner.size()
+    sent = _ops.all_to_all_single(message, [own] * ranks, split, inner.group_name)
+    rows = _ops.wait_tensor(sent).view(ranks, own).unbind(0)
+    return combine_leaves(rows, step.op, step.inner_sizes, step.contract)
+
+
+def _finished(
+    partial: Tensor,
+    split: list[int],
+    own: int,
+    step: Step,
+    groups: StepGroups,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Send ``split[o]`` elements to block o; finish the ``own`` that each block sent."""
+    assert step.op is not None
+    assert step.contract is not None
+    _, outer = groups.nested
+    blocks = outer.size()
+    sent = _ops.all_to_all_single(partial, [own] * blocks, split, outer.group_name)
+    rows = _ops.wait_tensor(sent).view(blocks, own).unbind(0)
+    return finish_partials(rows, step.op, step.outer_sizes, step.contract, dtype, step.divisor)

@@ -1,0 +1,129 @@
+"""Shards along an axis whose ranks do not ascend with the coordinate.
+
+Torch sorts the ranks of the groups that it makes. Along such an axis it scatters, reduce-scatters
+and gathers by sorted rank, but slices by coordinate; meshplan always cuts by coordinate. A gather
+by torch is right for shards of the first kind only, and no tensor says of which kind it is. So what
+was cut by coordinate is marked, and torch may not gather it. What is computed from it has no mark:
+once there are such shards, a gather of anything else warns, and is an error under ``strict``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Shard
+
+from meshplan.dtensor._meshes import Known
+from meshplan.errors import ShardOrderError
+
+__all__ = ["any_by_coordinate", "mark", "watched"]
+
+_MARK = "_meshplan_cut_by_coordinate"
+_noted = False
+
+
+def any_by_coordinate() -> bool:
+    """Whether there may be shards that torch would gather in another order than they lie in."""
+    return _noted
+
+
+def mark(mesh: Known, axis: int, shard: torch.Tensor) -> torch.Tensor:
+    """Remember that ``shard`` was cut by coordinate, where that is not torch's order."""
+    global _noted
+    if axis in mesh.descending:
+        setattr(shard, _MARK, True)
+        mesh.by_coordinate.add(axis)
+        _noted = True
+    return shard
+
+
+def watched(mesh: Known, transform_infos: Iterable[Any], strict: bool) -> list[Any]:
+    """Torch's steps, with those that cut or move shards along a descending axis under watch."""
+    steps = []
+    for info in transform_infos:
+        src, dst = info.src_dst_placements
+        if info.mesh_dim in mesh.descending:
+            if src.is_replicate() and type(dst) is Shard:
+                dst = _Watched(dst.dim, mesh, strict)
+                info = replace(info, src_dst_placements=(src, dst))
+            elif type(src) is Shard and info.mesh_dim in mesh.by_coordinate:
+                src = _Watched(src.dim, mesh, strict)
+                info = replace(info, src_dst_placements=(src, dst))
+        steps.append(info)
+    return steps
+
+
+class _Watched(Shard):
+    """A ``Shard`` that marks what torch cuts by coordinate, and refuses to move what is marked."""
+
+    _mesh: Known
+    _strict: bool
+
+    def __init__(self, dim: int, mesh: Known, strict: bool) -> None:
+        super().__init__(dim)
+        # Torch's placements are frozen dataclasses.
+        object.__setattr__(self, "_mesh", mesh)
+        object.__setattr__(self, "_strict", strict)
+
+    def _replicate_to_shard(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        shard_index: int | torch.SymInt,
+    ) -> torch.Tensor:
+        shard: torch.Tensor = super()._replicate_to_shard(local_tensor, mesh, mesh_dim, shard_index)
+        return mark(self._mesh, mesh_dim, shard)
+
+    def _to_replicate_tensor(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[Any],
+    ) -> torch.Tensor:
+        self._check(local_tensor, mesh_dim)
+        gathered: torch.Tensor = super()._to_replicate_tensor(
+            local_tensor, mesh, mesh_dim, current_logical_shape
+        )
+        return gathered
+
+    def _to_new_shard_dim(
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[Any],
+        new_shard_dim: int,
+    ) -> torch.Tensor:
+        self._check(local_tensor, mesh_dim)
+        moved: torch.Tensor = super()._to_new_shard_dim(
+            local_tensor, mesh, mesh_dim, current_logical_shape, new_shard_dim
+        )
+        return moved
+
+    def _check(self, shard: torch.Tensor, axis: int) -> None:
+        layout = self._mesh.layout
+        where = f"shards along axis {layout.axes[axis]} of {layout}, whose ranks do not ascend"
+        cure = "make a mesh whose ranks ascend along each axis"
+        if getattr(shard, _MARK, False):
+            raise ShardOrderError(
+                f"torch would gather {where}, in the order of sorted ranks, but they were cut in "
+                f"the order of mesh coordinates; {cure}, or go from Partial to Replicate"
+            )
+        if self._strict:
+            raise ShardOrderError(
+                f"torch would gather {where}, in the order of sorted ranks, and other shards "
+                f"were cut there in the order of mesh coordinates; {cure}, or install with "
+                "strict=False if torch has scattered these"
+            )
+        warnings.warn(
+            f"meshplan: torch gathers {where}, in the order of sorted ranks; that is wrong for "
+            f"what was computed from shards cut in the order of mesh coordinates; {cure}",
+            stacklevel=2,
+        )

@@ -1,0 +1,255 @@
+"""What a plan costs: an alpha-beta model per link class, in time, bytes, memory and new groups.
+
+A collective in which each rank hands every other rank a piece of n bytes takes
+
+    launch + sum over the other ranks of (latency + n / bandwidth), of the class of link to each,
+
+for the rank that has the fewest others near (Hockney, "The communication challenge for MPP", 1994,
+for the two terms of a message). All collectives are taken as such direct exchanges; a ring moves
+the same bytes. Local arithmetic is left out: it is the same in all plans. Times are whole
+nanoseconds, so that all ranks compare alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshplan.layout import Layout
+from meshplan.topology import Links, Topology
+
+__all__ = ["MAX_LAYOUTS", "Cost", "Groups", "Peers", "collective", "groups_of", "near_blocks"]
+
+MAX_LAYOUTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other ranks of a group, by the link to them, for the rank with the fewest near."""
+
+    domain: int
+    node: int
+    network: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a plan or a part of it costs on the rank for which it is worst.
+
+    Attributes:
+        nanoseconds: predicted time, with the share of a use in the creation of groups.
+        collectives: how many are run.
+        domain, node, network: bytes that leave a rank, by the class of link.
+        peak: bytes of memory held at once besides the input.
+        creates: process groups that do not exist yet, in words.
+    """
+
+    nanoseconds: int = 0
+    collectives: int = 0
+    domain: int = 0
+    node: int = 0
+    network: int = 0
+    peak: int = 0
+    creates: tuple[str, ...] = ()
+
+    @classmethod
+    def total(cls, parts: Sequence[Cost]) -> Cost:
+        """All of them, one after the other."""
+        return cls(
+            nanoseconds=sum(part.nanoseconds for part in parts),
+            collectives=sum(part.collectives for part in parts),
+            domain=sum(part.domain for part in parts),
+            node=sum(part.node for part in parts),
+            network=sum(part.network for part in parts),
+            peak=max((part.peak for part in parts), default=0),
+            creates=tuple(dict.fromkeys(name for part in parts for name in part.creates)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; bytes and nanoseconds."""
+        return {**asdict(self), "creates": list(self.creates)}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave a rank."""
+        return self.domain + self.node + self.network
+
+
+def collective(links: Links, peers: Peers, piece: int) -> Cost:
+    """A collective that hands each of ``peers`` a piece of so many bytes."""
+    seconds = links.launch
+    for link, count in (
+        (links.domain, peers.domain),
+        (links.node, peers.node),
+        (links.network, peers.network),
+    ):
+        seconds += count * (link.latency + piece / link.bandwidth)
+    return Cost(
+        nanoseconds=round(seconds * 1e9),
+        collectives=1,
+        domain=peers.domain * piece,
+        node=peers.node * piece,
+        network=peers.network * piece,
+    )
+
+
+class Groups:
+    """Facts about the groups of one layout, worked out once each."""
+
+    def __init__(self, layout: Layout, topology: Topology | None) -> None:
+        self.layout = layout
+        self.topology = topology or Topology.unknown(layout.highest_rank + 1)
+        self.links = self.topology.links
+        self._wide = tuple(i for i, size in enumerate(layout.sizes) if size > 1)
+        # A number for the node of each rank, and one for node and domain together: domains are
+        # numbered anew in each node.
+        self._nodes, self._domains = self.topology.nodes, self.topology.domains
+        if self._nodes is not None and self._domains is not None:
+            self._domains = self._nodes * (int(self._domains.max()) + 1) + self._domains
+        self._peers: dict[tuple[tuple[int, ...], int, bool], Peers] = {}
+        self._near: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def peers(self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False) -> Peers:
+        """The peers in a group over ``axes``; or in a block of ``inner`` consecutive ranks of it,
+        or ``across`` such blocks."""
+        key = (axes, inner, across)
+        if key not in self._peers:
+            self._peers[key] = self._nearest(axes, inner, across)
+        return self._peers[key]
+
+    def blocks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """How many consecutive ranks of a group over ``axes`` may be reduced first, near by.
+
+        The blocks are subtrees of the contract's tree, smaller than the group, and lie inside a
+        node (the larger ones) or a domain; empty if the group is in one node, or nothing is known.
+        """
+        if axes not in self._near:
+            with _disable_current_modes():
+                self._near[axes] = self._blocks(axes)
+        return self._near[axes]
+
+    def _blocks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        group = self._members(axes, 1, False)
+        if self._nodes is None or _are_constant(self._nodes[group]):
+            return ()
+        subtrees = _subtrees([self.layout.sizes[i] for i in axes])
+        near = [place[group] for place in (self._nodes, self._domains) if place is not None]
+        found = {_largest(subtrees, place) for place in near}
+        return tuple(sorted(found - {1}, reverse=True))
+
+    def _nearest(self, axes: tuple[int, ...], inner: int, across: bool) -> Peers:
+        size = math.prod(self.layout.sizes[i] for i in axes)
+        if inner > 1:
+            size = size // inner if across else inner
+        if self._nodes is None:
+            return Peers(0, 0, size - 1)
+        with _disable_current_modes():
+            groups = self._members(axes, inner, across)
+            in_node = _fewest_alike(self._nodes[groups])
+            if self._domains is None:
+                return Peers(0, in_node - 1, size - in_node)
+            in_domain = min(_fewest_alike(self._domains[groups]), in_node)
+        return Peers(in_domain - 1, in_node - in_domain, size - in_node)
+
+    def missing(
+        self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False
+    ) -> tuple[str, ...]:
+        """The group in words, if neither torch nor the job has made it.
+
+        Torch has a group for each axis and one for the whole job, with sorted ranks. What users
+        flattened is not looked at: it may differ from rank to rank and from call to call.
+        """
+        layout = self.layout
+        names = ", ".join(layout.axes[i] for i in axes)
+        if inner > 1:
+            for k in range(1, len(axes)):
+                if math.prod(layout.sizes[i] for i in axes[k:]) == inner:
+                    return self.missing(axes[:k] if across else axes[k:])
+            return (f"{'across' if across else 'in'} blocks of {inner} over ({names})",)
+        if len(axes) == 1 and layout.ascends(axes):
+            return ()
+        if axes == self._wide and layout.ranks == range(self.topology.world_size):
+            return ()
+        return (f"over ({names})",)
+
+    def creation(self, created: Sequence[str]) -> Cost:
+        """The share of one use in the creation of groups."""
+        seconds = len(created) * self.links.group / self.links.uses
+        return Cost(nanoseconds=round(seconds * 1e9), creates=tuple(created))
+
+    def _members(self, axes: tuple[int, ...], inner: int, across: bool) -> Tensor:
+        """Global ranks [groups, ranks per group], of each way to fall on nodes at least once."""
+        groups = self.layout.siblings(axes)
+        if inner > 1:
+            groups = groups.reshape(len(groups), -1, inner)
+            groups = groups.transpose(1, 2) if across else groups
+            groups = groups.reshape(-1, groups.shape[-1])
+        node_size, world = self.topology.node_map, self.topology.world_size
+        if isinstance(self.layout.ranks, range) and isinstance(node_size, int):
+            # The groups are shifted copies of each other, and nodes repeat: what counts is where in
+            # a node a group starts, unless it reaches the last node, which may be smaller.
+            starts = torch.full((node_size,), -1, dtype=torch.int64, device="cpu")
+            starts[groups[:, 0] % node_size] = torch.arange(len(groups), device="cpu")
+            chosen = starts[starts >= 0]
+            if world % node_size:
+                last = groups.amax(dim=1) >= world - world % node_size
+                chosen = torch.cat((chosen, last.nonzero().flatten()))
+            groups = groups[chosen]
+        return groups
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def groups_of(layout: Layout, topology: Topology | None) -> Groups:
+    """The facts about a layout, kept for the ``MAX_LAYOUTS`` that were used last."""
+    return Groups(layout, topology)
+
+
+def near_blocks(
+    layout: Layout, topology: Topology | None, axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The sizes of blocks that some plan may reduce first, in a group over ``axes``."""
+    return groups_of(layout, topology).blocks(axes)
+
+
+def _fewest_alike(values: Tensor) -> int:
+    """The smallest number of equal values in a row, of those that are there."""
+    ordered = values
+    if bool((values[:, 1:] < values[:, :-1]).any()):
+        ordered = values.sort(dim=1).values
+    ends = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[:, 1:], ordered[:, :-1], out=ends[:, :-1])
+    at = ends.flatten().nonzero().flatten()
+    return min(int(at[0]) + 1, int(at.diff().min()) if len(at) > 1 else values.numel())
+
+
+def _subtrees(sizes: Sequence[int]) -> list[int]:
+    """Numbers of consecutive leaves, above 1 and below all, that split evenly into subtrees of the
+    contract's tree: whole inner axes, and of one more axis a power of two that divides it."""
+    found, trailing = [], 1
+    for size in reversed(sizes):
+        power = 2
+        while size % power == 0 and power < size:
+            found.append(trailing * power)
+            power *= 2
+        trailing *= size
+        found.append(trailing)
+    return found[:-1]
+
+
+def _largest(blocks: Sequence[int], where: Tensor) -> int:
+    """The largest block that has one value of ``where`` all through; 1 if none has."""
+    for block in sorted(blocks, reverse=True):
+        if _are_constant(where.reshape(-1, block)):
+            return block
+    return 1
+
+
+def _are_constant(rows: Tensor) -> bool:
+    return bool((rows == rows[:, :1]).all())

@@ -1,0 +1,121 @@
+"""The ways to do the one reduction of a redistribution, from a given state, and what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshplan.planner._cost import Cost, Groups, Peers, collective
+from meshplan.planner._placing import State, cut_axes
+from meshplan.planner._problem import Problem
+
+__all__ = ["Bytes", "Way", "reduction_cost", "ways"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes per element: on the wire, and of a partial that is not finished."""
+
+    wire: int
+    partial: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Bytes:
+        """By the dtype of the problem; float32 if it is not known."""
+        dtype = problem.dtype or torch.float32
+        exact = problem.contract.rounding == "node" or not dtype.is_floating_point
+        partial = dtype if exact else problem.contract.accumulator(dtype)
+        return cls(dtype.itemsize, partial.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to reduce: the axes that it cuts, and the size of blocks that are reduced first."""
+
+    axes: tuple[int, ...]
+    cut: tuple[int, ...] = ()
+    inner: int = 1
+
+
+def ways(
+    problem: Problem, groups: Groups, axes: tuple[int, ...], state: State, goal: State
+) -> Iterator[Way]:
+    """The ways to reduce over ``axes`` from ``state``; the plainest first."""
+    exchange = problem.path == "exchange"
+    inners = (1, *(groups.blocks(axes) if exchange and _may_nest(problem, axes) else ()))
+    cut = cut_axes(state, goal) if problem.scatter else ()
+    for inner in inners:
+        yield Way(axes, inner=inner)
+        if cut:
+            yield Way(axes, cut, inner)
+
+
+def _may_nest(problem: Problem, axes: tuple[int, ...]) -> bool:
+    """Whether parts of the reduction may be done first: a left fold has no parts."""
+    return problem.contract.order == "tree" or problem.src[axes[0]].op in ("max", "min")
+
+
+def reduction_cost(
+    problem: Problem, groups: Groups, way: Way, elements: int, part: int, width: Bytes
+) -> Cost:
+    """What a way costs.
+
+    Args:
+        problem, groups: the redistribution, and its groups.
+        way: how it is reduced.
+        elements: of the largest summand.
+        part: elements of the largest shard after the cuts; ``elements`` if there are none.
+        width: bytes per element.
+    """
+    sizes, links = groups.layout.sizes, groups.links
+    ranks = math.prod(sizes[i] for i in way.axes)
+    whole = elements * width.wire
+
+    def pieces(count: int, of: int) -> int:
+        return -(-of // count)
+
+    if problem.path == "reference":
+        return Cost.total(
+            (
+                collective(links, groups.peers(way.axes), whole),
+                groups.creation(groups.missing(way.axes)),
+                Cost(peak=ranks * whole + part * width.wire),
+            )
+        )
+
+    stages: list[tuple[Peers, int]] = []
+    created: list[str] = []
+    if way.inner == 1:
+        stages.append((groups.peers(way.axes), pieces(ranks, elements) * width.wire))
+        created += groups.missing(way.axes)
+        partial = 0
+    else:
+        inside = groups.peers(way.axes, way.inner)
+        across = groups.peers(way.axes, way.inner, across=True)
+        stages.append((inside, pieces(way.inner, elements) * width.wire))
+        stages.append((across, pieces(ranks, elements) * width.partial))
+        created += groups.missing(way.axes, way.inner)
+        created += groups.missing(way.axes, way.inner, across=True)
+        partial = 2 * pieces(way.inner, elements) * width.partial
+    own = pieces(ranks, elements)
+    if not way.cut:
+        if way.inner == 1:
+            stages.append((groups.peers(way.axes), own * width.wire))
+        else:
+            stages.append((across, own * width.wire))
+            stages.append((inside, pieces(way.inner, elements) * width.wire))
+    rest = tuple(i for i in way.axes if i not in way.cut)
+    if way.cut and rest:
+        stages.append((groups.peers(rest), own * width.wire))
+        created += groups.missing(rest)
+    return Cost.total(
+        (
+            *(collective(links, peers, piece) for peers, piece in stages),
+            groups.creation(tuple(dict.fromkeys(created))),
+            # What is sent, what comes in, partials on their way, and the result.
+            Cost(peak=2 * whole + partial + part * width.wire),
+        )
+    )

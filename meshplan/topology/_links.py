@@ -1,0 +1,71 @@
+"""What links cost: latency and bandwidth per class, the figures of the alpha-beta model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshplan.errors import TopologyError
+
+__all__ = ["Link", "Links"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A class of links: a message of n bytes takes ``latency + n / bandwidth`` seconds.
+
+    Attributes:
+        latency: seconds per message (alpha).
+        bandwidth: bytes per second that one rank sends in one direction (1 / beta).
+
+    Raises:
+        TopologyError: a latency below 0, or a bandwidth that is not above 0.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+            raise TopologyError(
+                f"a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found "
+                f"latency={self.latency}, bandwidth={self.bandwidth}; write for example "
+                "Link(latency=2.7e-6, bandwidth=50e9)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links of a cluster, by class.
+
+    The defaults are data-sheet figures, good for comparing plans and not for predicting seconds:
+    bandwidths per GPU and direction of NVLink 4 (450 GB/s), PCI Express 5.0 x16 (63 GB/s) and a
+    400 Gb/s adapter (50 GB/s); latencies and launch as in NCCL's tuning tables for its LL protocol
+    (0.6, 1.0 and 2.7 us a hop, 6.6 us base).
+
+    Attributes:
+        domain: between ranks of one NVLink or xGMI domain.
+        node: between ranks of one node and different domains, or where domains are unknown.
+        network: between nodes, and wherever nothing is known.
+        launch: seconds that each collective takes before it sends anything.
+        group: seconds to create one more process group.
+        uses: reductions among which the creation of a group is divided.
+
+    Raises:
+        TopologyError: a negative time, or less than one use.
+    """
+
+    domain: Link = Link(0.6e-6, 450e9)
+    node: Link = Link(1.0e-6, 63e9)
+    network: Link = Link(2.7e-6, 50e9)
+    launch: float = 6.6e-6
+    group: float = 0.5
+    uses: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.launch < math.inf and 0 <= self.group < math.inf and self.uses >= 1):
+            raise TopologyError(
+                f"launch and group are times of 0 or more seconds and uses is 1 or more, found "
+                f"launch={self.launch}, group={self.group}, uses={self.uses}; leave out what you "
+                "do not know"
+            )

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.errors import TopologyError
+from meshplan.topology import Link, Links, Topology
+
+
+class TestRefusals(TestCase):
+    def test_link(self) -> None:
+        messages = []
+        for latency, bandwidth in ((-1e-6, 1e9), (0.0, 0.0), (math.nan, 1e9), (0.0, math.inf)):
+            with pytest.raises(TopologyError) as caught:
+                Link(latency, bandwidth)
+            messages.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(messages),
+            """\
+MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=-1e-06, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=0.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=nan, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=inf; write for example Link(latency=2.7e-6, bandwidth=50e9)""",
+        )
+
+    def test_links(self) -> None:
+        with pytest.raises(TopologyError) as caught:
+            Links(uses=0)
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP201: launch and group are times of 0 or more seconds and uses is 1 or more, found launch=6.6e-06, group=0.5, uses=0; leave out what you do not know""",
+        )
+
+
+def test_links_belong_to_the_topology() -> None:
+    slow = Links(network=Link(1e-3, 1e6))
+    for made in (
+        Topology.uniform(8, node_size=4, links=slow),
+        Topology.uniform(3, node_size=4, domain_size=2, links=slow),
+        Topology.of([0, 0, 1], links=slow),
+        Topology.of([0, 1, 0], [0, 0, 1], links=slow),
+        Topology.unknown(3, links=slow),
+    ):
+        assert made.links is slow
+
+
+def test_id_tells_topologies_apart() -> None:
+    made = [
+        Topology.uniform(8, node_size=4),
+        Topology.uniform(8, node_size=2),
+        Topology.uniform(8, node_size=4, domain_size=4),
+        Topology.uniform(8, node_size=4, links=Links(launch=0.0)),
+        Topology.of([0, 1, 0, 1]),
+        Topology.unknown(8),
+    ]
+    assert len({topology.id for topology in made}) == len(made)
+    assert Topology.of([0, 0, 0, 0, 1, 1, 1, 1]).id == made[0].id

@@ -1,0 +1,155 @@
+"""Plans as torch's executor runs them: slices first, shards in orders of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._redistribute import (
+    redistribute_local_tensor,
+    use_min_cost_redistribution_plan,
+)
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshplan
+from meshplan.contract import reduce_leaves
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+P, R, S = Partial(), Replicate(), Shard
+
+
+class Sent(TorchDispatchMode):
+    """The elements handed to each collective, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.split(".")[1] in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
+            self.elements.append((name.split(".")[1], args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def source(mesh: DeviceMesh, shape: tuple[int, ...], *src: Placement) -> tuple[DTensor, Any]:
+    """Sums of known leaves over the partial axes; no axis is sharded."""
+    sizes = tuple(mesh.mesh.shape)
+    where = mesh.get_coordinate() or ()
+    partial = [i for i, p in enumerate(src) if p.is_partial()]
+    position, count = 0, 1
+    for i in partial:
+        position, count = position * sizes[i] + where[i], count * sizes[i]
+    numel = int(torch.Size(shape).numel())
+    leaves = [order_sensitive(numel, rank=r, world_size=count).view(shape) for r in range(count)]
+    d = DTensor.from_local(leaves[position], mesh, src, run_check=False)
+    return d, reduce_leaves(leaves, "sum", [sizes[i] for i in partial])
+
+
+def test_an_axis_that_is_sliced_anyway_is_sliced_first() -> None:
+    """A quarter of the elements is reduced, where torch would reduce them all."""
+
+    def ranks(rank: int) -> list[tuple[str, int]]:
+        mesh = init_device_mesh("cpu", (2, 4))
+        d, full = source(mesh, (16, 3), P, R)
+        with meshplan.installed(strict=True), Sent() as sent:
+            found = d.redistribute(mesh, (R, S(0)))
+        where = mesh.get_coordinate() or ()
+        assert_bitwise_equal(found.to_local(), full[where[1] * 4 : where[1] * 4 + 4])
+        return sent.elements
+
+    for elements in run_ranks(ranks, 8):
+        assert elements == [("all_to_all_single", 12), ("all_gather_into_tensor", 6)]
+
+
+def test_min_cost_plans_of_torch_give_way_to_the_plan() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        for src, dst in (
+            ((P, P, P), (S(0), R, S(0))),
+            ((P, R, P), (R, S(1), S(0))),
+            ((P, P, R), (S(1), R, S(1))),
+        ):
+            for shape in ((5, 3), (8, 8), (1, 7)):
+                d, _ = source(mesh, shape, *src)
+                with meshplan.installed(strict=True):
+                    wanted = d.redistribute(mesh, dst).to_local()
+                    with use_min_cost_redistribution_plan():
+                        found = d.redistribute(mesh, dst).to_local()
+                assert_bitwise_equal(found, wanted, f"{src} {dst} {shape}")
+                with meshplan.installed(strict=True), use_min_cost_redistribution_plan():
+                    assert_bitwise_equal(d.redistribute(mesh, dst).full_tensor(), d.full_tensor())
+
+    run_ranks(ranks, 8)
+
+
+def test_strided_shards_are_cut_by_torch_from_the_one_reduction() -> None:
+    """(strided, plain) on one dim: the second axis cuts first, as FSDP over TP does."""
+
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        where = mesh.get_coordinate() or ()
+        d, full = source(mesh, (8, 3), P, P)
+        meshplan.clear_report()
+        with meshplan.installed(strict=True):
+            found = d.redistribute(mesh, (_StridedShard(0, split_factor=2), S(0))).to_local()
+        start = where[1] * 4 + where[0] * 2
+        assert_bitwise_equal(found, full[start : start + 2])
+        entries = meshplan.report().entries
+        assert [e["ran"] for e in entries].count("exchange") == 1
+        return [e["why"] for e in entries if e["ran"] == "torch"]
+
+    for reasons in run_ranks(ranks, 4):
+        assert reasons == [
+            "the cuts of a dim are not nested in the default order: torch's moves stay in torch's "
+            "order, around the reduction"
+        ]
+
+
+def spec(mesh: DeviceMesh, placements: Any, shape: Any, order: Any = None) -> DTensorSpec:
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape).stride(), torch.float32)
+    return DTensorSpec(
+        mesh,
+        placements,
+        meta,
+        shard_order=order,
+        use_strided_shard_as_shard_order=False if order else None,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (5, 3), (3, 2)])
+def test_an_order_of_shards_that_is_not_in_the_placements(shape: tuple[int, int]) -> None:
+    """Torch keeps it in the spec; only its moves show it."""
+    inner_first = (ShardOrderEntry(tensor_dim=0, mesh_dims=(2, 1)),)
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        where = mesh.get_coordinate() or ()
+        whole, replica = spec(mesh, (P, P, R), shape), spec(mesh, (R, R, R), shape)
+        turned = spec(mesh, (R, S(0), S(0)), shape, inner_first)
+        held = spec(mesh, (P, S(0), S(0)), shape, inner_first)
+        d, full = source(mesh, shape, P, P, R)
+        first = torch.chunk(full, 2)[where[2]]
+        parts = torch.chunk(first, 2)
+        wanted = parts[where[1]] if where[1] < len(parts) else first[:0]
+        with meshplan.installed(strict=True):
+            # Towards that order, and, which would be easy to get wrong, out of it.
+            found = redistribute_local_tensor(d.to_local(), whole, turned)
+            assert_bitwise_equal(found, wanted)
+            mine = order_sensitive(full.numel(), rank=where[0], world_size=2).view(shape)
+            first = torch.chunk(mine, 2)[where[2]]
+            parts = torch.chunk(first, 2)
+            local = (parts[where[1]] if where[1] < len(parts) else first[:0]).contiguous()
+            found = redistribute_local_tensor(local, held, replica)
+        leaves = [order_sensitive(full.numel(), rank=r, world_size=2).view(shape) for r in range(2)]
+        assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (2,)))
+
+    run_ranks(ranks, 8)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+
+from meshplan.layout import Layout
+from meshplan.planner import NOMINAL_ELEMENTS, Problem
+from meshplan.planner._reductions import Way
+from meshplan.planner._search import Move, _Search, search
+from meshplan.topology import Topology
+
+LAYOUT = Layout.of(a=2, b=2, c=3)
+NODES = Topology.uniform(12, node_size=6, domain_size=3)
+TEXTS = (
+    "P P P -> R R R",
+    "P S(0) P -> R S(1) S(0)",
+    "P S(0) S(0) -> R R S(0)",
+    "S(0) P R -> R S(0) S(1)",
+    "S(0) S(0) P -> S(1) R S(0)",
+    "P R R -> R S(0) S(0)",
+)
+
+
+def problem(text: str, **options: object) -> tuple[Problem, tuple[int, ...]]:
+    src, dst = (part.split() for part in text.split(" -> "))
+    axes = tuple(i for i, s in enumerate(src) if s == "P")
+    return Problem.of(LAYOUT, src, dst, **options), axes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("shape", [None, (7, 30), (1, 1), (4096, 4096)])
+def test_no_path_through_the_states_is_cheaper(text: str, shape: tuple[int, int] | None) -> None:
+    """Against all simple paths, one by one."""
+    asked, axes = problem(text, shape=shape, topology=NODES)
+    found, compared = search(asked, axes, 3)
+    everything = _Search(asked, axes)
+    turns = everything._grow()
+    start, end = (False, everything.first), (True, everything.goal)
+    times = {
+        tuple(path): nx.path_weight(everything.graph, path, "weight")
+        for path in nx.all_simple_paths(everything.graph, start, end)
+    }
+    assert found[0].cost.nanoseconds == min(times.values())
+    # One candidate for each way to reduce at each place where it can stand.
+    best = [min(t for path, t in times.items() if turn in path) for turn in turns]
+    assert compared == len(turns)
+    assert [one.cost.nanoseconds for one in found] == sorted(best)[: len(found)]
+
+
+def test_shapes_decide() -> None:
+    """Latency counts for small tensors, bytes for large ones: then each domain goes first."""
+    for shape, inner in (((4,), 1), ((1 << 24,), 3)):
+        asked, axes = problem("P P P -> R R R", shape=shape, topology=NODES)
+        assert search(asked, axes, 1)[0][0].way.inner == inner
+
+
+def test_the_largest_shard_counts() -> None:
+    asked, axes = problem("S(0) S(0) P -> S(0) S(0) R", shape=(5, 7), topology=NODES)
+    seeker = _Search(asked, axes)
+    assert seeker.elements((0, 0, -1)) == 2 * 7
+    assert seeker.elements((0, -1, -1)) == 3 * 7
+    assert seeker.elements((0, 1, -1)) == 3 * 4
+    unknown = _Search(problem("S(0) S(0) P -> S(0) S(0) R")[0], axes)
+    assert unknown.elements((0, 0, -1)) == NOMINAL_ELEMENTS // 4
+
+
+def test_moves_stand_around_the_one_reduction() -> None:
+    asked, axes = problem("P S(0) R -> S(0) R S(1)", shape=(12, 12), topology=NODES)
+    (first, *_), _ = search(asked, axes, 5)
+    assert first.path == (
+        # Half is left away at once; whole rows are there before each rank takes some of them, so
+        # that nothing has to be gathered once it is finished.
+        Move(axis=2, held=-1, then=1),
+        Move(axis=1, held=0, then=-1),
+        Way(axes=(0,), cut=(0,)),
+    )
