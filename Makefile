@@ -40,8 +40,9 @@ check: setup ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: setup ## what a redistribution costs before anything is sent
+bench: setup ## what planning and dispatch cost, before anything is sent
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/planner.py
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.collectives import Source, StepGroups, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
@@ -23,6 +21,7 @@ from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.processes import run_ranks
+from tests.sent import Sent
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
@@ -74,33 +73,6 @@ def groups_of(wanted: Step) -> StepGroups:
         return StepGroups(dist.group.WORLD, gather=gather)
     blocks = ranks.view(-1, wanted.inner)
     return StepGroups(None, inner=mine(blocks), outer=mine(blocks.t()), gather=gather)
-
-
-class Sent(TorchDispatchMode):
-    """What this rank sends, in order, and how many bytes of it to ranks on other nodes.
-
-    An all-to-all and an all-gather send each peer its own part directly.
-    """
-
-    def __init__(self, per_node: int = 1) -> None:
-        super().__init__()
-        self.per_node = per_node
-        self.names: list[str] = []
-        self.dtypes: list[torch.dtype] = []
-        self.off_node = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, name = func._schema.name.split("::")
-        if space == "_c10d_functional" and name != "wait_tensor":
-            self.names.append(name)
-            self.dtypes.append(args[0].dtype)
-            peers = dist.get_process_group_ranks(_resolve_process_group(args[-1]))
-            split = args[2] if name == "all_to_all_single" else [args[0].numel()] * len(peers)
-            node = dist.get_rank() // self.per_node
-            for peer, numel in zip(peers, split, strict=True):
-                if peer // self.per_node != node:
-                    self.off_node += numel * args[0].element_size()
-        return func(*args, **(kwargs or {}))
 
 
 def tensor_of(text: str, dtype: str) -> Tensor:

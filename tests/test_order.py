@@ -14,30 +14,16 @@ from torch.distributed.tensor._redistribute import (
     use_min_cost_redistribution_plan,
 )
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
 from meshplan.contract import reduce_leaves
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
+from tests.sent import Sent
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 P, R, S = Partial(), Replicate(), Shard
-
-
-class Sent(TorchDispatchMode):
-    """The elements handed to each collective, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.split(".")[1] in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
-            self.elements.append((name.split(".")[1], args[0].numel()))
-        return func(*args, **(kwargs or {}))
 
 
 def source(mesh: DeviceMesh, shape: tuple[int, ...], *src: Placement) -> tuple[DTensor, Any]:
@@ -64,7 +50,7 @@ def test_an_axis_that_is_sliced_anyway_is_sliced_first() -> None:
             found = d.redistribute(mesh, (R, S(0)))
         where = mesh.get_coordinate() or ()
         assert_bitwise_equal(found.to_local(), full[where[1] * 4 : where[1] * 4 + 4])
-        return sent.elements
+        return list(zip(sent.names, sent.elements, strict=True))
 
     for elements in run_ranks(ranks, 8):
         assert elements == [("all_to_all_single", 12), ("all_gather_into_tensor", 6)]

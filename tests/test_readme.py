@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.processes
 def test_blocks_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
 
     def ranks(rank: int) -> tuple[list[float], str]:
         printed = io.StringIO()
@@ -33,6 +33,7 @@ def test_blocks_run() -> None:
     assert len({tuple(values) for values, _ in found}) == 1
     for _, printed in found:
         assert "all_reduce sum over (ddp, fsdp), groups of 4, exchange" in printed
+        assert "exchange in blocks of 8" in printed
         assert "may differ under tree (5 orders)" in printed
 
 

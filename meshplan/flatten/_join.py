@@ -106,8 +106,9 @@ def agree_on(
         GroupAgreementError, GroupStateError: as ``GroupRegistry.get`` says.
     """
     if backend != "fake":
-        name = f"{group_name(ranks, backend, device_type)}/meet"
-        _agreed(name, ranks, rank=rank, token=token, timeout=timeout)
+        # The name of the whole group: a rank that would reduce over that is found as well.
+        name = group_name(ranks, backend, device_type)
+        _agreed(name, ranks, rank=rank, token=f"{token}, in blocks", timeout=timeout)
 
 
 def _agreed(

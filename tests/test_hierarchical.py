@@ -1,0 +1,203 @@
+"""A topology at work: near ranks first, the same bits, fewer bytes between nodes, the same errors."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import meshplan
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import GroupAgreementError, TopologyError
+from meshplan.flatten import registry
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.topology import Topology
+from tests.processes import run_ranks
+from tests.sent import Sent
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+P, R, S = Partial(), Replicate(), Shard
+TWO_NODES = Topology.uniform(8, node_size=4, domain_size=4)
+
+
+def summand(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    """One leaf per rank of the mesh, by its coordinate."""
+    where = (mesh.mesh.flatten() == dist.get_rank()).nonzero().item()
+    leaf = leaves(mesh, shape, dtype)[int(where)]
+    return DTensor.from_local(leaf, mesh, [P] * mesh.ndim, run_check=False)
+
+
+def leaves(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    count = mesh.mesh.numel()
+    numel = math.prod(shape)
+    return [
+        order_sensitive(numel, rank=r, world_size=count, dtype=dtype).view(shape)
+        for r in range(count)
+    ]
+
+
+TARGETS: tuple[tuple[Placement, Placement], ...] = (
+    (R, R),
+    (R, S(0)),
+    (S(0), R),
+    (S(0), S(0)),
+    (S(1), S(0)),
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "nodes"),
+    [
+        ((2, 4), range(8), TWO_NODES),
+        # The nodes are dealt out over the ranks; along the mesh they are two blocks all the same.
+        ((2, 4), (0, 2, 4, 6, 1, 3, 5, 7), Topology.of([0, 1] * 4)),
+        ((8, 1), range(8), TWO_NODES),
+        ((4, 2), range(8), Topology.uniform(8, node_size=2)),
+    ],
+)
+def test_the_same_bits_with_and_without_a_topology(
+    sizes: tuple[int, int], order: tuple[int, ...], nodes: Topology
+) -> None:
+    def ranks(rank: int) -> None:
+        mesh = DeviceMesh("cpu", torch.tensor(list(order)).view(sizes))
+        for dtype, contract in (
+            (torch.float32, Contract()),
+            (torch.bfloat16, Contract()),
+            (torch.bfloat16, Contract(rounding="node")),
+            (torch.float32, Contract(accumulate="float64")),
+            (torch.float32, Contract(order="rank")),
+        ):
+            for shape in ((1, 1), (5, 3), (16, 8)):
+                full = reduce_leaves(leaves(mesh, shape, dtype), "sum", sizes, contract)
+                d = summand(mesh, shape, dtype)
+                for dst in TARGETS:
+                    with meshplan.installed(contract=contract, strict=True):
+                        flat = d.redistribute(mesh, dst).to_local()
+                    with meshplan.installed(contract=contract, strict=True, topology=nodes):
+                        near = d.redistribute(mesh, dst).to_local()
+                    assert_bitwise_equal(near, flat, f"{dst} {shape} {dtype} {contract}")
+                    if dst == (R, R):
+                        assert_bitwise_equal(near, full)
+        planned = " ".join(e["planned"] for e in meshplan.report().entries)
+        assert "in blocks of" in planned
+        meshplan.shutdown()
+
+    run_ranks(ranks, 8, timeout=110)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1 / 4), (torch.bfloat16, 1.5 / 4)])
+def test_a_quarter_of_the_bytes_leaves_a_node_of_four(dtype: torch.dtype, share: float) -> None:
+    """Bfloat16 goes out as float32 partials and comes back as bfloat16: (4 + 2) / (2 + 2)."""
+
+    def ranks(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2, 4))
+        d = summand(mesh, (64, 8), dtype)
+        counted = []
+        for topology in (None, TWO_NODES):
+            with (
+                meshplan.installed(strict=True, topology=topology),
+                Sent(per_node=4) as sent,
+            ):
+                d.redistribute(mesh, (R, R))
+            counted.append(sent.off_node)
+        return counted
+
+    for flat, near in run_ranks(ranks, 8):
+        assert flat == 2 * 512 * dtype.itemsize * 4 // 8
+        assert near == flat * share
+
+
+def test_nothing_is_done_first_where_groups_straddle_nodes() -> None:
+    """The issue's mesh in small: groups of 3 on nodes of 4."""
+
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 3))
+        with meshplan.installed(topology=Topology.uniform(6, node_size=4)):
+            summand(mesh, (8,), torch.float32).full_tensor()
+        (entry,) = meshplan.report().entries
+        return entry["planned"]
+
+    assert all("in blocks of" not in planned for planned in run_ranks(ranks, 6))
+
+
+def test_prepare_makes_the_groups_that_a_plan_may_need() -> None:
+    def ranks(rank: int) -> tuple[list[tuple[int, ...]], int, int]:
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+        with meshplan.installed(topology=TWO_NODES):
+            groups = meshplan.prepare(mesh)
+            before = len(registry())
+            summand(mesh, (8,), torch.float32).full_tensor()
+            return [group.ranks for group in groups], before, len(registry())
+
+    for rank, (groups, before, after) in enumerate(run_ranks(ranks, 8)):
+        first = rank // 4 * 4
+        place = rank % 4
+        assert groups == [
+            tuple(range(8)),
+            tuple(range(first, first + 4)),
+            (place, place + 4),
+        ]
+        assert before == after == 3
+
+
+class TestErrors(TestCase):
+    def test_a_topology_of_another_job(self) -> None:
+        def ranks(rank: int) -> str:
+            mesh = init_device_mesh("cpu", (2,))
+            with (
+                meshplan.installed(topology=TWO_NODES),
+                pytest.raises(TopologyError) as caught,
+            ):
+                summand(mesh, (8,), torch.float32).full_tensor()
+            return str(caught.value)
+
+        self.assertExpectedInline(run_ranks(ranks, 2)[0], """MP201: the topology given to meshplan.install describes 8 ranks, the job has 2; install with a topology of all 2 ranks""")
+
+    def test_what_is_no_topology(self) -> None:
+        with pytest.raises(TopologyError) as caught:
+            meshplan.install(topology=8)  # type: ignore[arg-type]
+        self.assertExpectedInline(str(caught.value), """MP201: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""")
+
+    def test_ranks_with_different_topologies(self) -> None:
+        def ranks(rank: int) -> tuple[tuple[int, ...], str]:
+            mesh = init_device_mesh("cpu", (2, 2))
+            nodes = Topology.uniform(4, node_size=2 if rank < 3 else 4)
+            with meshplan.installed(topology=nodes, timeout=20.0):
+                with pytest.raises(GroupAgreementError) as caught:
+                    summand(mesh, (8,), torch.float32).full_tensor()
+                return caught.value.differing, str(caught.value)
+
+        found = run_ranks(ranks, 4)
+        # Rank 3 plans a flat reduction: it is found before anybody waits for a block.
+        assert {differing for differing, _ in found} == {(3,)}
+        self.assertExpectedInline(found[0][1], """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology ce36ac2ce0d5, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology d370d3fdd600, in blocks', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""")
+
+
+def test_a_rank_that_never_comes_is_named_on_all_others() -> None:
+    """Not the ranks of its block, which have given up as well."""
+
+    def ranks(rank: int) -> tuple[tuple[int, ...], float] | None:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        if rank == 5:
+            time.sleep(12)
+            return None
+        nodes = TWO_NODES
+        started = time.monotonic()
+        with (
+            meshplan.installed(topology=nodes, timeout=3.0),
+            pytest.raises(GroupAgreementError) as caught,
+        ):
+            summand(mesh, (8,), torch.float32).full_tensor()
+        return caught.value.missing, time.monotonic() - started
+
+    found = [result for result in run_ranks(ranks, 8) if result is not None]
+    assert [missing for missing, _ in found] == [(5,)] * 7
+    assert max(seconds for _, seconds in found) < 2 * 3 + 4
