@@ -159,12 +159,18 @@ class TestErrors(TestCase):
                 summand(mesh, (8,), torch.float32).full_tensor()
             return str(caught.value)
 
-        self.assertExpectedInline(run_ranks(ranks, 2)[0], """MP201: the topology given to meshplan.install describes 8 ranks, the job has 2; install with a topology of all 2 ranks""")
+        self.assertExpectedInline(
+            run_ranks(ranks, 2)[0],
+            """MP201: the topology given to meshplan.install describes 8 ranks, the job has 2; install with a topology of all 2 ranks""",
+        )
 
     def test_what_is_no_topology(self) -> None:
         with pytest.raises(TopologyError) as caught:
             meshplan.install(topology=8)  # type: ignore[arg-type]
-        self.assertExpectedInline(str(caught.value), """MP201: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""")
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP201: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""",
+        )
 
     def test_ranks_with_different_topologies(self) -> None:
         def ranks(rank: int) -> tuple[tuple[int, ...], str]:
@@ -178,7 +184,10 @@ class TestErrors(TestCase):
         found = run_ranks(ranks, 4)
         # Rank 3 plans a flat reduction: it is found before anybody waits for a block.
         assert {differing for differing, _ in found} == {(3,)}
-        self.assertExpectedInline(found[0][1], """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology ce36ac2ce0d5, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology d370d3fdd600, in blocks', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""")
+        self.assertExpectedInline(
+            found[0][1],
+            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology ce36ac2ce0d5, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology d370d3fdd600, in blocks', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
+        )
 
 
 def test_a_rank_that_never_comes_is_named_on_all_others() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
@@ -14,6 +16,7 @@ from torch.distributed.tensor._redistribute import (
     use_min_cost_redistribution_plan,
 )
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._debug_mode import DebugMode
 
 import meshplan
 from meshplan.contract import reduce_leaves
@@ -139,3 +142,29 @@ def test_an_order_of_shards_that_is_not_in_the_placements(shape: tuple[int, int]
         assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (2,)))
 
     run_ranks(ranks, 8)
+
+
+def test_torchs_own_trace_of_the_placements_is_true() -> None:
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        traces = []
+        for src, dst in (
+            ((P, R, P), (R, S(0), R)),
+            ((P, R, P), (S(0), S(1), R)),
+            ((P, P, R), (R, S(0), S(0))),
+        ):
+            d, _ = source(mesh, (8, 4), *src)
+            with meshplan.installed(strict=True), DebugMode(record_torchfunction=False) as debug:
+                d.redistribute(mesh, dst)
+            traces += re.findall(r"trace: (.*)\)", debug.debug_string())
+        return traces
+
+    first, *others = run_ranks(ranks, 8)
+    assert all(traces == first for traces in others)
+    assert_expected_inline(
+        "\n".join(first),
+        """\
+P(sum)RP(sum)->P(sum)S(0)P(sum)-->RS(0)R
+P(sum)RP(sum)->P(sum)S(1)P(sum)-->RS(1)R->S(0)S(1)R
+P(sum)P(sum)R-->RRR->RS(0)R->RS(0)[0]S(0)[1]""",
+    )

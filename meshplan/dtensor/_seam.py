@@ -1,8 +1,8 @@
 """The one function that torch calls on every redistribution, in meshplan's version.
 
 It takes torch's steps and gives steps back: the plain partial axes become one step that carries a
-planned reduction, what was to be scattered is sliced from the finished value, and all the rest is
-torch's, under the guards.
+planned reduction, torch's moves of other axes stand around it in the order of the plan, and what
+does not start from ``Partial`` is torch's own, under the guards.
 """
 
 from __future__ import annotations
@@ -137,8 +137,11 @@ def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -
 
 def _check_world(config: Config) -> None:
     """Refuse a topology of another job."""
-    world, topology = dist.get_world_size(), config.topology
-    if topology is not None and topology.world_size != world:
+    topology = config.topology
+    if topology is None:
+        return
+    world = dist.get_world_size()
+    if topology.world_size != world:
         raise TopologyError(
             f"the topology given to meshplan.install describes {topology.world_size} ranks, the "
             f"job has {world}; install with a topology of all {world} ranks"
