@@ -1,0 +1,217 @@
+"""Plans, executed over numpy arrays of all ranks, against the contract: thousands of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import ShardOrderError
+from meshplan.layout import Layout
+from meshplan.planner import Plan, Step, plan
+from meshplan.topology import Topology
+from tests.all_ranks import AllRanks, Array, bits, coordinates, cut, reduced, shard
+from tests.strategies import Redistribution, redistributions
+
+GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
+# Sums of which depend on the order, and what is easily lost on the way.
+ODD = (1e20, -1e20, 1.0, -1.0, 0.1, 3e-39, -0.0, 0.0, 5e-324, 65504.0, 1e-8, float("inf"))
+
+
+class Bench:
+    """What the ranks of a case hold before, and what they are to hold after."""
+
+    def __init__(self, case: Redistribution) -> None:
+        self.case = case
+        self.sizes = case.layout.sizes
+        self.pending = [i for i, text in enumerate(case.src) if text[0] == "P"]
+        ranges = [range(self.sizes[i]) for i in self.pending]
+        self.leaves = {index: self._leaf(index) for index in itertools.product(*ranges)}
+        self._totals: dict[tuple[range, ...], Array] = {}
+
+    def start(self) -> dict[tuple[int, ...], Array]:
+        """By coordinate."""
+        cuts = dims_of(self.case.src)
+        return {
+            where: shard(
+                self.leaves[tuple(where[i] for i in self.pending)], cuts, self.sizes, where
+            )
+            for where in coordinates(self.sizes)
+        }
+
+    def expected(self, where: tuple[int, ...]) -> Array:
+        """The contract over all leaves, and then a slice."""
+        case = self.case
+        over = tuple(
+            range(self.sizes[i]) if i in case.partial else range(where[i], where[i] + 1)
+            for i in self.pending
+        )
+        if over not in self._totals:
+            self._totals[over] = self._total(over)
+        total = self._totals[over]
+        for i, (src, dst) in enumerate(zip(case.src, case.dst, strict=True)):
+            if src == "R" and dst[0] == "P" and where[i]:
+                total = np.zeros_like(total)
+        return shard(total, dims_of(case.dst), self.sizes, where)
+
+    def wrong(self, found: Plan, steps: tuple[Step, ...]) -> list[tuple[int, ...]]:
+        """The coordinates at which the steps end with other bits than they should."""
+        bad = []
+        for where, array in AllRanks(found, self.start()).run(steps).items():
+            wanted = self.expected(where)
+            if array.shape != wanted.shape or not np.array_equal(bits(array), bits(wanted)):
+                bad.append(where)
+        return bad
+
+    def _leaf(self, index: tuple[int, ...]) -> Array:
+        case = self.case
+        chance = np.random.default_rng((case.seed, *index))
+        name = str(case.dtype).removeprefix("torch.")
+        if not case.dtype.is_floating_point:
+            return chance.integers(-(2**31), 2**31, case.shape).astype(name)
+        values = chance.choice(ODD, case.shape) * chance.choice([1.0, 3.0, -7.0], case.shape)
+        values = np.where(chance.random(case.shape) < 0.02, np.nan, values)
+        with np.errstate(all="ignore"):
+            made: Array = values.astype(name)
+        return made
+
+    def _total(self, over: tuple[range, ...]) -> Array:
+        case = self.case
+        leaves = [torch.from_numpy(self.leaves[i].copy()) for i in itertools.product(*over)]
+        op = case.src[self.pending[0]][2:-1] or "sum"
+        divisor = math.prod(self.sizes[i] for i in case.partial if case.src[i] == "P(avg)")
+        if op in ("sum", "avg"):
+            op = "avg" if divisor > 1 else "sum"
+        total: Array = reduce_leaves(
+            leaves,
+            op,  # type: ignore[arg-type]
+            [self.sizes[i] for i in case.partial],
+            case.options["contract"],
+            divisor=divisor if op == "avg" else None,
+        ).numpy()
+        return total
+
+
+def dims_of(texts: tuple[str, ...]) -> list[int | None]:
+    return [int(text[2]) if text[0] == "S" else None for text in texts]
+
+
+@pytest.mark.timeout(120)
+def test_every_plan_gives_the_bits_of_the_contract() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(redistributions())
+    def each(case: Redistribution) -> None:
+        try:
+            found = plan(case.problem)
+        except ShardOrderError:
+            # Some shards that are there lie along descending ranks.
+            assert any(
+                text[0] == "S" and case.layout.sizes[i] > 1 and not case.layout.ascends(i)
+                for i, text in enumerate(case.src)
+            )
+            seen["refused"] += 1
+            return
+        wide = [i for i in case.partial if case.layout.sizes[i] > 1]
+        assert len(found.reductions) == bool(wide)
+        if not wide:
+            return
+        assert Bench(case).wrong(found, found.steps) == []
+        (step,) = found.reductions
+        seen["hierarchical" if step.inner > 1 else step.kind] += 1
+        seen["slice first"] += found.steps[0].kind == "slice"
+
+    each()
+    kinds = ("all_reduce", "reduce_scatter", "hierarchical", "slice first", "refused")
+    assert min(seen[kind] for kind in kinds) >= 20, seen
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(redistributions(max_world=16))
+def test_what_was_not_chosen_gives_the_same_bits(case: Redistribution) -> None:
+    try:
+        found = plan(case.problem)
+    except ShardOrderError:
+        assume(False)
+    bench = Bench(case)
+    for candidate in found.candidates:
+        assert bench.wrong(found, candidate.steps) == []
+
+
+def test_golden() -> None:
+    """The reading of the contract is right."""
+    count = 0
+    for case in json.loads(GOLDEN.read_text())["cases"]:
+        if case["dtype"] == "bfloat16":
+            continue
+        leaves = [np.frombuffer(bytes.fromhex(text), case["dtype"]) for text in case["inputs"]]
+        divisor = case.get("divisor") or len(leaves)
+        step = Step(
+            kind="all_reduce",
+            axes=tuple(range(len(case["shape"]))),
+            sizes=tuple(case["shape"]),
+            move="",
+            why="",
+            op=case["op"],
+            divisor=divisor if case["op"] == "avg" else None,
+        )
+        contract = Contract(case["order"], case["accumulate"], case["rounding"])
+        found = reduced(leaves, step, contract)
+        wanted = np.frombuffer(bytes.fromhex(case["output"]), case["dtype"])
+        assert np.array_equal(bits(found), bits(wanted)), case
+        count += 1
+    assert count > 100
+
+
+def test_orders_differ() -> None:
+    leaves = [np.array([value], np.float32) for value in (1e20, 1, -1e20, 1)]
+    step = Step(kind="all_reduce", axes=(0,), sizes=(4,), move="", why="", op="sum")
+    assert reduced(leaves, step, Contract()).tolist() == [0.0]
+    assert reduced(leaves, step, Contract(order="rank")).tolist() == [1.0]
+
+
+def test_cuts_are_those_of_chunk() -> None:
+    for length in range(14):
+        for parts in range(1, 7):
+            chunks = torch.arange(length).chunk(parts)
+            for index in range(parts):
+                wanted = chunks[index].tolist() if index < len(chunks) else []
+                assert cut(np.arange(length), 0, parts, index).tolist() == wanted
+
+
+def test_broken_plans_are_noticed() -> None:
+    case = Redistribution(
+        Layout.of(a=2, b=3, c=2),
+        ("P", "P", "P"),
+        ("S(0)", "R", "S(0)"),
+        (7, 5),
+        torch.float32,
+        {"topology": Topology.uniform(12, node_size=2, domain_size=2)},
+        7,
+    )
+    case.options["contract"] = Contract()
+    found, bench = plan(case.problem), Bench(case)
+    (step,) = found.steps
+    assert step.inner == 2
+    assert bench.wrong(found, found.steps) == []
+    for broken in (
+        replace(step, sizes=(3, 2, 2)),
+        replace(step, scatter=step.scatter[:1]),
+        replace(step, op="avg", divisor=12),
+        replace(step, inner=4, sizes=(3, 4)),
+    ):
+        assert bench.wrong(found, (broken,)), broken
+    rank = replace(found, problem=replace(found.problem, contract=Contract(order="rank")))
+    assert bench.wrong(rank, (replace(step, inner=1),))
+    with pytest.raises(AssertionError, match="outside of a cut"):
+        AllRanks(found, bench.start()).run((replace(step, scatter=step.scatter[::-1]),))

@@ -1,0 +1,159 @@
+"""Random redistributions over eight gloo processes, bit for bit against the contract."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import meshplan
+from meshplan.contract import reduce_leaves
+from meshplan.dtensor._guards import chunk_sizes
+from meshplan.errors import ShardOrderError
+from meshplan.layout import Layout
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import run_ranks
+from tests.strategies import Redistribution, redistributions
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+DRAWN = 500
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+def placement(text: str) -> Placement:
+    if text[0] == "S":
+        return Shard(int(text[2]))
+    return Replicate() if text == "R" else Partial(text[2:-1] or "sum")
+
+
+def drawn() -> list[Redistribution]:
+    """The same cases on every run; shrinking is for the pure test."""
+    cases: list[Redistribution] = []
+
+    @settings(
+        max_examples=DRAWN,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(redistributions(max_world=8, all_ranks=8, to_partial=False, dtypes=DTYPES))
+    def collect(case: Redistribution) -> None:
+        # Where all partial axes are of size 1 there is nothing to reduce, and torch is left alone.
+        if any(case.layout.sizes[i] > 1 for i in case.partial):
+            cases.append(case)
+
+    collect()
+    return cases
+
+
+class Leaves:
+    """The summands of one case, and what they come to."""
+
+    def __init__(self, case: Redistribution, where: tuple[int, ...]) -> None:
+        self.case, self.where, self.sizes = case, where, case.layout.sizes
+        self.pending = [i for i, text in enumerate(case.src) if text[0] == "P"]
+        self.count = math.prod(self.sizes[i] for i in self.pending)
+
+    def leaf(self, index: tuple[int, ...]) -> Tensor:
+        position = 0
+        for i, at in zip(self.pending, index, strict=True):
+            position = position * self.sizes[i] + at
+        values = order_sensitive(
+            math.prod(self.case.shape),
+            rank=position,
+            world_size=max(2, self.count),
+            dtype=self.case.dtype,
+            seed=self.case.seed,
+            specials=True,
+        )
+        return values.view(self.case.shape)
+
+    def shard(self, whole: Tensor, texts: tuple[str, ...]) -> Tensor:
+        for text, index, size in zip(texts, self.where, self.sizes, strict=True):
+            if text[0] == "S":
+                lengths = chunk_sizes(whole.shape[int(text[2])], size)
+                whole = whole.narrow(int(text[2]), sum(lengths[:index]), lengths[index])
+        return whole.contiguous()
+
+    def source(self) -> Tensor:
+        return self.shard(self.leaf(tuple(self.where[i] for i in self.pending)), self.case.src)
+
+    def expected(self) -> Tensor:
+        case = self.case
+        over = [
+            range(self.sizes[i]) if i in case.partial else (self.where[i],) for i in self.pending
+        ]
+        divisor = math.prod(self.sizes[i] for i in case.partial if case.src[i] == "P(avg)")
+        op = case.src[self.pending[0]][2:-1] or "sum"
+        if op in ("sum", "avg"):
+            op = "avg" if divisor > 1 else "sum"
+        total = reduce_leaves(
+            [self.leaf(index) for index in itertools.product(*over)],
+            op,  # type: ignore[arg-type]
+            [self.sizes[i] for i in case.partial],
+            case.options["contract"],
+            divisor=divisor if op == "avg" else None,
+        )
+        return self.shard(total, case.dst)
+
+
+def test_random_redistributions_that_start_from_partial() -> None:
+    """Uneven and empty shards, 0-dim and zero-size tensors, meshes of some ranks in any order."""
+    cases = drawn()
+
+    def ranks(rank: int) -> Counter[str]:
+        meshes: dict[Layout, DeviceMesh] = {}
+        done: Counter[str] = Counter()
+        for number, case in enumerate(cases):
+            if case.layout not in meshes:
+                meshes[case.layout] = DeviceMesh("cpu", case.layout.grid)
+            # A process may have 64 groups that meshplan made.
+            if number % 15 == 14:
+                meshplan.shutdown()
+            mesh = meshes[case.layout]
+            where = mesh.get_coordinate()
+            if where is not None:
+                done[run_one(case, mesh, tuple(where))] += 1
+        return done
+
+    found = run_ranks(ranks, 8, timeout=160)
+    total = sum(found, Counter())
+    assert len(cases) > 300
+    assert total["right"] > 600
+    assert total["refused"] > 0
+    assert total["hierarchical"] > 10
+    assert sum(counter.total() for counter in found) == sum(c.layout.world_size for c in cases)
+
+
+def run_one(case: Redistribution, mesh: DeviceMesh, where: tuple[int, ...]) -> str:
+    leaves = Leaves(case, where)
+    src, dst = ([placement(text) for text in texts] for texts in (case.src, case.dst))
+    d = DTensor.from_local(
+        leaves.source(),
+        mesh,
+        src,
+        run_check=False,
+        shape=torch.Size(case.shape),
+        stride=torch.empty(case.shape).stride(),
+    )
+    meshplan.clear_report()
+    with meshplan.installed(strict=True, timeout=60.0, **case.options):
+        try:
+            result = d.redistribute(mesh, dst).to_local()
+        except ShardOrderError:
+            return "refused"
+    assert_bitwise_equal(result, leaves.expected(), f"{case} on rank {dist.get_rank()}")
+    planned = [e["planned"] for e in meshplan.report().entries if e["ran"] == "exchange"]
+    return "hierarchical" if any("in blocks of" in text for text in planned) else "right"
