@@ -105,11 +105,11 @@ def dims_of(texts: tuple[str, ...]) -> list[int | None]:
     return [int(text[2]) if text[0] == "S" else None for text in texts]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_every_plan_gives_the_bits_of_the_contract() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
     @given(redistributions())
     def each(case: Redistribution) -> None:
         try:

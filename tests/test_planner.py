@@ -164,7 +164,7 @@ slice R -> S(0) over (c), local: the finished value of the P(sum) is there""",
         found = planned(Layout.of(a=2, b=2), "P P(avg)", "R R", dtype=torch.bfloat16)
         self.assertExpectedInline(
             found.dumps(),
-            """{"cost": {"collectives": 2, "creates": [], "domain": 0, "nanoseconds": 281058, "network": 12582912, "node": 0, "peak": 25165824}, "dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "shape": null, "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "gathers": [], "inner": 1, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
+            """{"cost": {"collectives": 2, "creates": [], "domain": 0, "nanoseconds": 281058, "network": 12582912, "node": 0, "peak": 25165824}, "dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "shape": null, "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "inner": 1, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in an order that all siblings share"}]}""",
         )
         assert json.loads(found.dumps()) == found.to_json()
 
