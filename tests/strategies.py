@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from meshplan.contract import Contract
 from meshplan.layout import Layout
 from meshplan.planner import Problem
-from meshplan.topology import Topology
+from meshplan.topology import Link, Links, Topology
 
 __all__ = ["Redistribution", "redistributions"]
 
+FAST_NODES = Links(node=Link(1e-7, 1e12), group=0.0)
 CONTRACTS = (
     Contract(),
     Contract(order="rank"),
@@ -79,7 +80,7 @@ def redistributions(
     count = math.prod(sizes)
     job = all_ranks or count + draw(st.sampled_from([0, 0, 3]))
     ranks = list(range(job))
-    if draw(st.booleans()):
+    if draw(st.sampled_from([False, False, True])):
         ranks = draw(st.permutations(ranks))
     first = draw(st.sampled_from([0, job - count]))
     named = draw(st.booleans())
@@ -104,6 +105,12 @@ def redistributions(
     places = st.none() | st.integers(1, 8).map(lambda n: Topology.uniform(job, node_size=n))
     places |= st.integers(1, 8).map(lambda n: Topology.uniform(job, node_size=n, domain_size=n))
     places |= st.lists(st.integers(0, 3), min_size=job, max_size=job).map(Topology.of)
+    # Nodes that hold inner axes whole.
+    inner = [n for k in range(len(sizes)) if 1 < (n := math.prod(sizes[k:])) <= job]
+    if inner:
+        aligned = st.sampled_from(inner)
+        places |= aligned.map(lambda n: Topology.uniform(job, node_size=n, domain_size=n))
+        places |= aligned.map(lambda n: Topology.uniform(job, node_size=n, links=FAST_NODES))
     options = {
         "contract": draw(st.sampled_from(CONTRACTS)),
         "topology": draw(places),
