@@ -17,7 +17,7 @@ help: ## list the verbs
 
 setup: $(READY) $(TOOLS) ## virtual environment with torch, meshplan and the tools
 
-$(READY): pyproject.toml constraints-cpu.txt Makefile
+$(READY): pyproject.toml setup.py $(wildcard csrc/*) constraints-cpu.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(if $(TORCH),'$(TORCH)',-c constraints-cpu.txt torch)
@@ -43,6 +43,7 @@ check: setup ## format, lint, types
 bench: setup ## what planning and dispatch cost, before anything is sent
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/fold.py
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

@@ -51,6 +51,8 @@ __all__ = [
     "Contract",
     "Op",
     "check_dtype",
+    "check_parts",
+    "checked_leaves",
     "combine_leaves",
     "finish_partials",
     "partial_dtype",
@@ -158,7 +160,7 @@ def reduce_leaves(
         ContractStateError: this thread, or one of torch's worker threads, flushes subnormal
             numbers to zero.
     """
-    leaves = _checked(leaves, op, shape, divisor)
+    leaves = checked_leaves(leaves, op, shape, divisor)
     dtype = leaves[0].dtype
     check_dtype(op, dtype)
     if divisor is None and op == "avg":
@@ -189,10 +191,10 @@ def combine_leaves(
         ContractError, ContractTypeError, ContractStateError: as ``reduce_leaves``; and
             ContractError for a fold of floats in ``order="rank"``, which has no parts.
     """
-    leaves = _checked(leaves, op, shape, None)
+    leaves = checked_leaves(leaves, op, shape, None)
     dtype = leaves[0].dtype
     check_dtype(op, dtype)
-    _refuse_without_parts(op, dtype, contract)
+    check_parts(op, dtype, contract)
     if op in ("max", "min"):
         return extremum(leaves, op)
     result = _folded(leaves, op, shape, contract, dtype)
@@ -225,9 +227,9 @@ def finish_partials(
             ContractError for ``avg`` without a divisor, ContractTypeError for partials that are
             not of ``partial_dtype``.
     """
-    partials = _checked(partials, op, shape, divisor)
+    partials = checked_leaves(partials, op, shape, divisor)
     check_dtype(op, dtype)
-    _refuse_without_parts(op, dtype, contract)
+    check_parts(op, dtype, contract)
     wanted = partial_dtype(op, dtype, contract)
     if partials[0].dtype is not wanted:
         raise ContractTypeError(
@@ -277,7 +279,12 @@ def _folded(
     )
 
 
-def _refuse_without_parts(op: str, dtype: torch.dtype, contract: Contract) -> None:
+def check_parts(op: str, dtype: torch.dtype, contract: Contract) -> None:
+    """Refuse to do a reduction in parts that has none.
+
+    Raises:
+        ContractError: a fold of floats in ``order="rank"``.
+    """
     exact = op in ("max", "min") or dtype in INTEGERS
     if contract.order == "rank" and not exact:
         raise ContractError(
@@ -286,9 +293,14 @@ def _refuse_without_parts(op: str, dtype: torch.dtype, contract: Contract) -> No
         )
 
 
-def _checked(
+def checked_leaves(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
 ) -> list[Tensor]:
+    """The leaves as plain values, once it is clear that they fill ``shape``.
+
+    Raises:
+        ContractError, ContractTypeError: as ``reduce_leaves``.
+    """
     if not leaves or math.prod(shape) != len(leaves) or min(shape, default=1) < 1:
         raise ContractError(
             f"axes of sizes {list(shape)} need {math.prod(shape)} leaves, found {len(leaves)}; "

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import equal_slices
 from meshplan.collectives._scatter import gather_shard, parts_of, shard_of
-from meshplan.contract import combine_leaves, finish_partials
+from meshplan.kernel import combine_leaves, finish_partials
 from meshplan.planner import Step
 
 __all__ = ["hierarchical_exchange", "hierarchical_scatter"]

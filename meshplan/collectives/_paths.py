@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
-from meshplan.contract import reduce_leaves
+from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
 __all__ = ["equal_slices", "exchange", "native", "reference"]

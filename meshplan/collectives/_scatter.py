@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import native
-from meshplan.contract import reduce_leaves
+from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
 __all__ = [

@@ -1,0 +1,144 @@
+// The dtypes of the contract: how an element is raised to its accumulator and rounded back.
+//
+// Half and bfloat16 are converted by integer arithmetic, so that every compiler and device gives the
+// same bits: to nearest, ties to even, subnormals kept, overflow to infinity.
+#pragma once
+
+#include "port.h"
+
+namespace meshplan {
+
+struct Half {
+  u16 bits;
+};
+struct Bfloat {
+  u16 bits;
+};
+
+MP_FN float raise(Bfloat x) { return bit_cast<float>(u32(x.bits) << 16); }
+
+MP_FN Bfloat to_bfloat(float x) {
+  u32 bits = bit_cast<u32>(x);
+  // A NaN whose payload sits in the lower half must not become an infinity.
+  u32 quiet = (bits >> 16) | 0x40u;
+  u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {u16((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded)};
+}
+
+MP_FN float raise(Half x) {
+  u32 sign = u32(x.bits & 0x8000u) << 16;
+  u32 rest = x.bits & 0x7fffu;
+  // Subnormals are whole multiples of 2^-24, which float32 holds and multiplies exactly.
+  float tiny = float(i32(rest)) * 5.9604644775390625e-08f;
+  u32 normal = (rest << 13) + (112u << 23);
+  u32 special = (rest << 13) | 0x7f800000u;
+  u32 bits = rest < 0x400u ? bit_cast<u32>(tiny) : rest < 0x7c00u ? normal : special;
+  return bit_cast<float>(sign | bits);
+}
+
+MP_FN Half to_half(float x) {
+  u32 bits = bit_cast<u32>(x);
+  u32 sign = (bits >> 16) & 0x8000u;
+  u32 rest = bits & 0x7fffffffu;
+  u32 normal = (rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13;
+  // Below 2^-14 the unit is 2^-24: adding 0.5 leaves the rounded multiple in the lowest bits.
+  u32 tiny = bit_cast<u32>(bit_cast<float>(rest) + 0.5f) - 0x3f000000u;
+  u32 found = rest < (113u << 23) ? tiny : normal;
+  found = rest >= 0x477ff000u ? 0x7c00u : found;
+  found = rest > 0x7f800000u ? 0x7e00u : found;
+  return {u16(sign | found)};
+}
+
+// Acc: what sums are made in. Bits: the integer of the same width. kNan: the canonical quiet NaN.
+template <class T>
+struct Traits;
+
+template <>
+struct Traits<float> {
+  using Acc = float;
+  using Bits = u32;
+  using Signed = i32;
+  static constexpr bool is_float = true;
+  static constexpr Bits nan = 0x7fc00000u, infinity = 0x7f800000u;
+};
+template <>
+struct Traits<double> {
+  using Acc = double;
+  using Bits = u64;
+  using Signed = i64;
+  static constexpr bool is_float = true;
+  static constexpr Bits nan = 0x7ff8000000000000ull, infinity = 0x7ff0000000000000ull;
+};
+template <>
+struct Traits<Half> {
+  using Acc = float;
+  using Bits = u16;
+  using Signed = i16;
+  static constexpr bool is_float = true;
+  static constexpr Bits nan = 0x7e00u, infinity = 0x7c00u;
+};
+template <>
+struct Traits<Bfloat> {
+  using Acc = float;
+  using Bits = u16;
+  using Signed = i16;
+  static constexpr bool is_float = true;
+  static constexpr Bits nan = 0x7fc0u, infinity = 0x7f80u;
+};
+
+template <class T, class U>
+struct IntegerTraits {
+  using Acc = T;
+  using Bits = U;
+  using Signed = T;
+  static constexpr bool is_float = false;
+};
+template <>
+struct Traits<i8> : IntegerTraits<i8, u8> {};
+template <>
+struct Traits<u8> : IntegerTraits<u8, u8> {};
+template <>
+struct Traits<i16> : IntegerTraits<i16, u16> {};
+template <>
+struct Traits<i32> : IntegerTraits<i32, u32> {};
+template <>
+struct Traits<i64> : IntegerTraits<i64, u64> {};
+
+// convert<To>(x): raising and rounding, one rounding at most.
+template <class To>
+struct Convert {
+  template <class From>
+  MP_FN static To from(From x) {
+    return To(x);
+  }
+  MP_FN static To from(Half x) { return To(raise(x)); }
+  MP_FN static To from(Bfloat x) { return To(raise(x)); }
+};
+template <>
+struct Convert<Half> {
+  MP_FN static Half from(Half x) { return x; }
+  MP_FN static Half from(float x) { return to_half(x); }
+};
+template <>
+struct Convert<Bfloat> {
+  MP_FN static Bfloat from(Bfloat x) { return x; }
+  MP_FN static Bfloat from(float x) { return to_bfloat(x); }
+};
+
+template <class T>
+MP_FN bool is_nan(T x) {
+  using Bits = typename Traits<T>::Bits;
+  return (bit_cast<Bits>(x) & Bits(Bits(~Bits(0)) >> 1)) > Traits<T>::infinity;
+}
+
+template <class T>
+MP_FN T canonical(T x) {
+  if constexpr (Traits<T>::is_float) {
+    using Bits = typename Traits<T>::Bits;
+    return bit_cast<T>(is_nan(x) ? Traits<T>::nan : bit_cast<Bits>(x));
+  } else {
+    return x;
+  }
+}
+
+}  // namespace meshplan

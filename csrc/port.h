@@ -1,0 +1,36 @@
+// What differs between the compilers: g++ and clang on the host, nvcc, NVRTC, clang for HIP.
+#pragma once
+
+#if defined(__FAST_MATH__) || defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "meshplan: fast math changes the bits of the contract; build without it"
+#endif
+
+#if defined(__CUDACC__) || defined(__HIP__) || defined(__CUDACC_RTC__)
+#define MP_FN __host__ __device__ inline
+#else
+#define MP_FN inline
+#endif
+
+namespace meshplan {
+
+// No <stdint.h>: NVRTC has none.
+using i8 = signed char;
+using u8 = unsigned char;
+using i16 = short;
+using u16 = unsigned short;
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+static_assert(sizeof(i16) == 2 && sizeof(i32) == 4 && sizeof(i64) == 8, "integer widths");
+static_assert(sizeof(float) == 4 && sizeof(double) == 8, "float widths");
+
+template <class To, class From>
+MP_FN To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast between widths");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+}  // namespace meshplan

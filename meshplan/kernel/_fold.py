@@ -1,0 +1,181 @@
+"""Reductions of leaves by the compiled library, as one operator that torch's tools can see.
+
+The operator ``meshplan::fold`` is what tracing records and fake tensors answer; it exists for CPU
+tensors. It checks nothing: the functions around it do, with the checks of ``meshplan.contract``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshplan import contract as definition
+from meshplan._fold import refuse_flushed_subnormals
+from meshplan.contract import (
+    Contract,
+    Op,
+    check_dtype,
+    check_parts,
+    checked_leaves,
+    partial_dtype,
+)
+from meshplan.kernel._library import available, library
+
+__all__ = ["combine_leaves", "finish_partials", "reduce_leaves"]
+
+_WHOLE, _COMBINE, _FINISH = range(3)
+# As in csrc/cpu.cpp.
+_DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.uint8: 8,
+}
+_OPS = {"sum": 0, "avg": 0, "product": 1, "max": 2, "min": 3}
+
+
+def reduce_leaves(
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract = Contract(),
+    *,
+    divisor: int | None = None,
+) -> Tensor:
+    """As ``meshplan.contract.reduce_leaves``, bit for bit."""
+    if not _serves(leaves):
+        return definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor)
+    leaves = checked_leaves(leaves, op, shape, divisor)
+    dtype = leaves[0].dtype
+    check_dtype(op, dtype)
+    if divisor is None and op == "avg":
+        divisor = len(leaves)
+    return _run(leaves, op, shape, contract, dtype, divisor, _WHOLE)
+
+
+def combine_leaves(
+    leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
+) -> Tensor:
+    """As ``meshplan.contract.combine_leaves``; NaNs aside, bit for bit."""
+    if not _serves(leaves):
+        return definition.combine_leaves(leaves, op, shape, contract)
+    leaves = checked_leaves(leaves, op, shape, None)
+    dtype = leaves[0].dtype
+    check_dtype(op, dtype)
+    check_parts(op, dtype, contract)
+    return _run(leaves, op, shape, contract, dtype, None, _COMBINE)
+
+
+def finish_partials(
+    partials: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None = None,
+) -> Tensor:
+    """As ``meshplan.contract.finish_partials``, bit for bit."""
+    wanted = partial_dtype(op, dtype, contract)
+    missing = op == "avg" and divisor is None
+    if not _serves(partials) or partials[0].dtype is not wanted or missing:
+        # Also what is to be refused.
+        return definition.finish_partials(partials, op, shape, contract, dtype, divisor)
+    partials = checked_leaves(partials, op, shape, divisor)
+    check_dtype(op, dtype)
+    check_parts(op, dtype, contract)
+    return _run(partials, op, shape, contract, dtype, divisor, _FINISH)
+
+
+def _serves(leaves: Sequence[Tensor]) -> bool:
+    return bool(leaves) and leaves[0].device.type == "cpu" and available()
+
+
+def _run(
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> Tensor:
+    if op not in ("max", "min"):
+        refuse_flushed_subnormals(leaves[0])
+    result: Tensor = torch.ops.meshplan.fold(
+        list(leaves),
+        op,
+        list(shape) or [1],
+        contract.order,
+        contract.accumulate,
+        contract.rounding,
+        dtype,
+        divisor,
+        part,
+    )
+    return result
+
+
+def _empty(
+    leaves: list[Tensor],
+    op: str,
+    shape: list[int],
+    order: str,
+    accumulate: str,
+    rounding: str,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> Tensor:
+    contract = Contract(order, accumulate, rounding)  # type: ignore[arg-type]
+    out = partial_dtype(op, dtype, contract) if part == _COMBINE else dtype
+    return leaves[0].new_empty(leaves[0].shape, dtype=out)
+
+
+def _fold(
+    leaves: list[Tensor],
+    op: str,
+    shape: list[int],
+    order: str,
+    accumulate: str,
+    rounding: str,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> Tensor:
+    out = _empty(leaves, op, shape, order, accumulate, rounding, dtype, divisor, part)
+    flat = [leaf.contiguous() for leaf in leaves]
+    code = library().mp_fold(
+        out.data_ptr(),
+        (ctypes.c_void_p * len(flat))(*[leaf.data_ptr() for leaf in flat]),
+        len(flat),
+        out.numel(),
+        _DTYPES[dtype],
+        _OPS[op],
+        int(order == "rank"),
+        int(accumulate == "float64"),
+        int(rounding == "node"),
+        (ctypes.c_int * len(shape))(*shape),
+        len(shape),
+        0 if divisor is None else divisor,
+        part,
+    )
+    assert code == 0, (dtype, op)
+    return out
+
+
+_OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
+_OPERATORS.define(  # type: ignore[no-untyped-call]
+    "fold(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
+    "ScalarType dtype, int? divisor, int part) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_OPERATORS.impl("fold", _fold, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshplan::fold", _empty, lib=_OPERATORS)

@@ -1,0 +1,18 @@
+"""Builds the CPU library where a C++ compiler is found; without one the package is pure Python."""
+
+from __future__ import annotations
+
+from setuptools import Extension, setup
+
+# Not a Python module: it is loaded through ctypes. Contraction of a product and a sum into one
+# rounding would change bits.
+CPU = Extension(
+    "meshplan.kernel._cpu",
+    sources=["csrc/cpu.cpp"],
+    depends=["csrc/port.h", "csrc/dtype.h", "csrc/op.h", "csrc/schedule.h"],
+    language="c++",
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-fast-math"],
+    optional=True,
+)
+
+setup(ext_modules=[CPU])
