@@ -11,7 +11,7 @@ CPU = Extension(
     sources=["csrc/cpu.cpp"],
     depends=["csrc/port.h", "csrc/dtype.h", "csrc/op.h", "csrc/schedule.h"],
     language="c++",
-    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-fast-math"],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-fast-math"],
     optional=True,
 )
 
