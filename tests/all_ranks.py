@@ -35,9 +35,10 @@ def cut(array: Array, dim: int, parts: int, index: int) -> Array:
     return array[tuple(chosen)]
 
 
-def reduced(leaves: Sequence[Array], step: Step, contract: Contract) -> Array:
-    """The contract over ``leaves``; in two stages where the step is hierarchical."""
-    dtype = leaves[0].dtype
+def reduced(leaves: Sequence[Array], step: Step) -> Array:
+    """The step's contract over ``leaves``; in two stages where the step is hierarchical."""
+    dtype, contract = leaves[0].dtype, step.contract
+    assert contract is not None
     wide = _accumulator(dtype, contract)
     assert step.op is not None
     if step.op in ("max", "min"):
@@ -125,7 +126,6 @@ class AllRanks:
     def __init__(self, plan: Plan, local: dict[tuple[int, ...], Array]) -> None:
         assert plan.ordered, plan
         self.sizes = plan.problem.layout.sizes
-        self.contract = plan.problem.contract
         self.local = local
         self.cuts: list[int | None] = [spec.dim for spec in plan.problem.src]
 
@@ -151,7 +151,7 @@ class AllRanks:
                 continue
             leaves = [self.local[member] for member in members]
             assert len({leaf.shape for leaf in leaves}) == 1
-            total = reduced(leaves, step, self.contract)
+            total = reduced(leaves, step)
             found.update(dict.fromkeys([first, *others], total))
         for axis, dim in step.scatter:
             self._check_nesting(axis, dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,9 @@ from meshplan.topology import Link, Links, Topology
 __all__ = ["Redistribution", "redistributions"]
 
 FAST_NODES = Links(node=Link(1e-7, 1e12), group=0.0)
-CONTRACTS = (
-    Contract(),
-    Contract(order="rank"),
-    Contract(accumulate="float64"),
-    Contract(rounding="node"),
-    Contract(order="rank", accumulate="float64", rounding="node"),
+CONTRACTS = tuple(
+    Contract(*words)  # type: ignore[arg-type]
+    for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
 )
 
 
@@ -104,7 +102,10 @@ def redistributions(
         dst.append(draw(st.sampled_from(["R", "R", *shards, *shards, *other])))
     places = st.none() | st.integers(1, 8).map(lambda n: Topology.uniform(job, node_size=n))
     places |= st.integers(1, 8).map(lambda n: Topology.uniform(job, node_size=n, domain_size=n))
-    places |= st.lists(st.integers(0, 3), min_size=job, max_size=job).map(Topology.of)
+    nodes = st.lists(st.integers(0, 3), min_size=job, max_size=job)
+    places |= nodes.map(Topology.of)
+    # Domains in any order inside nodes in any order.
+    places |= st.tuples(nodes, nodes).map(lambda both: Topology.of(*both))
     # Nodes that hold inner axes whole.
     inner = [n for k in range(len(sizes)) if 1 < (n := math.prod(sizes[k:])) <= job]
     if inner:
@@ -116,5 +117,10 @@ def redistributions(
         "topology": draw(places),
         "path": draw(st.sampled_from(["exchange", "exchange", "reference"])),
     }
+    if all_ranks is None:
+        # What the seam cannot give.
+        options["shape"] = shape if draw(st.booleans()) else None
+        options["dtype"] = dtype if draw(st.booleans()) else None
+        options["scatter"] = draw(st.sampled_from([True, True, True, False]))
     seed = draw(st.integers(0, 1 << 16))
     return Redistribution(layout, tuple(src), tuple(dst), shape, dtype, options, seed)

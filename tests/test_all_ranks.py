@@ -101,6 +101,11 @@ class Bench:
         return total
 
 
+def cut_axes(case: Redistribution) -> list[int]:
+    sizes = case.layout.sizes
+    return [i for i, text in enumerate(case.src) if text[0] == "S" and sizes[i] > 1]
+
+
 def dims_of(texts: tuple[str, ...]) -> list[int | None]:
     return [int(text[2]) if text[0] == "S" else None for text in texts]
 
@@ -116,16 +121,15 @@ def test_every_plan_gives_the_bits_of_the_contract() -> None:
             found = plan(case.problem)
         except ShardOrderError:
             # Some shards that are there lie along descending ranks.
-            assert any(
-                text[0] == "S" and case.layout.sizes[i] > 1 and not case.layout.ascends(i)
-                for i, text in enumerate(case.src)
-            )
+            assert any(not case.layout.ascends(i) for i in cut_axes(case))
             seen["refused"] += 1
             return
         wide = [i for i in case.partial if case.layout.sizes[i] > 1]
         assert len(found.reductions) == bool(wide)
         if not wide:
             return
+        moved = {step.axes[0] for step in found.steps if step.kind == "torch"}
+        assert all(case.layout.ascends(i) for i in moved.intersection(cut_axes(case)))
         assert Bench(case).wrong(found, found.steps) == []
         (step,) = found.reductions
         seen["hierarchical" if step.inner > 1 else step.kind] += 1
@@ -164,9 +168,9 @@ def test_golden() -> None:
             why="",
             op=case["op"],
             divisor=divisor if case["op"] == "avg" else None,
+            contract=Contract(case["order"], case["accumulate"], case["rounding"]),
         )
-        contract = Contract(case["order"], case["accumulate"], case["rounding"])
-        found = reduced(leaves, step, contract)
+        found = reduced(leaves, step)
         wanted = np.frombuffer(bytes.fromhex(case["output"]), case["dtype"])
         assert np.array_equal(bits(found), bits(wanted)), case
         count += 1
@@ -175,9 +179,10 @@ def test_golden() -> None:
 
 def test_orders_differ() -> None:
     leaves = [np.array([value], np.float32) for value in (1e20, 1, -1e20, 1)]
-    step = Step(kind="all_reduce", axes=(0,), sizes=(4,), move="", why="", op="sum")
-    assert reduced(leaves, step, Contract()).tolist() == [0.0]
-    assert reduced(leaves, step, Contract(order="rank")).tolist() == [1.0]
+    tree = Contract()
+    step = Step(kind="all_reduce", axes=(0,), sizes=(4,), move="", why="", op="sum", contract=tree)
+    assert reduced(leaves, step).tolist() == [0.0]
+    assert reduced(leaves, replace(step, contract=Contract(order="rank"))).tolist() == [1.0]
 
 
 def test_cuts_are_those_of_chunk() -> None:
@@ -211,7 +216,8 @@ def test_broken_plans_are_noticed() -> None:
         replace(step, inner=4, sizes=(3, 4)),
     ):
         assert bench.wrong(found, (broken,)), broken
-    rank = replace(found, problem=replace(found.problem, contract=Contract(order="rank")))
-    assert bench.wrong(rank, (replace(step, inner=1),))
+    flat = replace(step, inner=1)
+    assert bench.wrong(found, (flat,)) == []
+    assert bench.wrong(found, (replace(flat, contract=Contract(order="rank")),))
     with pytest.raises(AssertionError, match="outside of a cut"):
         AllRanks(found, bench.start()).run((replace(step, scatter=step.scatter[::-1]),))

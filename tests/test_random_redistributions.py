@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import meshplan
-from meshplan.contract import reduce_leaves
+from meshplan.contract import Contract, reduce_leaves
 from meshplan.dtensor._guards import chunk_sizes
 from meshplan.errors import ShardOrderError
 from meshplan.layout import Layout
@@ -37,7 +37,7 @@ def placement(text: str) -> Placement:
 
 
 def drawn() -> list[Redistribution]:
-    """The same cases on every run; shrinking is for the pure test."""
+    """The same cases on every run, and one to be refused; shrinking is for the pure test."""
     cases: list[Redistribution] = []
 
     @settings(
@@ -55,6 +55,10 @@ def drawn() -> list[Redistribution]:
             cases.append(case)
 
     collect()
+    descending = Layout(sizes=(2, 4), names=None, ranks=(3, 2, 1, 0, 7, 6, 5, 4))
+    options = {"contract": Contract(), "topology": None, "path": "exchange"}
+    src, dst = ("P", "S(0)"), ("R", "R")
+    cases.append(Redistribution(descending, src, dst, (5, 3), torch.float32, options, 1))
     return cases
 
 
@@ -132,7 +136,7 @@ def test_random_redistributions_that_start_from_partial() -> None:
     total = sum(found, Counter())
     assert len(cases) > 300
     assert total["right"] > 600
-    assert total["refused"] > 0
+    assert total["refused"] >= 8
     assert total["hierarchical"] > 10
     assert sum(counter.total() for counter in found) == sum(c.layout.world_size for c in cases)
 
