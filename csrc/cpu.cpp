@@ -1,12 +1,14 @@
-// The fold on a CPU, behind a C interface. One thread; memory is read and written once.
+// The fold on a CPU. One thread; memory is read and written once.
 //
 // Elements are taken in tiles that stay in the first cache. Which tile an element falls in, and where
 // in it, changes no bit: each element goes through the same list of steps.
+#include "cpu.h"
+
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
 #include "op.h"
-#include "schedule.h"
 
 namespace meshplan {
 namespace {
@@ -19,7 +21,7 @@ namespace {
 // stay near.
 constexpr i64 kTile = 4096;
 
-struct Call {
+struct Fold {
   void* out;
   const void* const* leaves;
   i64 numel;
@@ -62,25 +64,26 @@ MP_INLINED void store(void* to, i64 start, const Acc* __restrict__ from, i64 cou
 
 // In: leaves. Acc: partial results. Round: what each node is rounded to (Acc: not at all).
 template <class In, class Acc, class Round, class Out, class Op>
-MP_INLINED void sweep(const Call& call) {
+MP_INLINED void sweep(const Fold& call) {
   auto node = [](Acc a, Acc b) {
     return Convert<Acc>::from(Convert<Round>::from(Op::node(a, b)));
   };
-  std::vector<Acc> stack(std::size_t(call.schedule.height * kTile));
+  const i64 room = std::min(kTile, call.numel);
+  std::vector<Acc> stack(std::size_t(call.schedule.height * room));
   for (i64 start = 0; start < call.numel; start += kTile) {
     const i64 count = call.numel - start < kTile ? call.numel - start : kTile;
-    Acc* top = stack.data() - kTile;
+    Acc* top = stack.data() - room;
     for (i32 s = 0; s < call.schedule.count; ++s) {
       const Instruction step = call.schedule.steps[s];
       const void* a = call.leaves[step.a];
       const void* b = call.leaves[step.b];
       switch (step.what) {
         case Do::load:
-          top += kTile;
+          top += room;
           MP_APART for (i64 i = 0; i < count; ++i) top[i] = Convert<Acc>::from(load<In>(a, start + i));
           break;
         case Do::load2:
-          top += kTile;
+          top += room;
           MP_APART for (i64 i = 0; i < count; ++i)
             top[i] = node(Convert<Acc>::from(load<In>(a, start + i)),
                           Convert<Acc>::from(load<In>(b, start + i)));
@@ -90,8 +93,8 @@ MP_INLINED void sweep(const Call& call) {
             top[i] = node(top[i], Convert<Acc>::from(load<In>(a, start + i)));
           break;
         case Do::top2:
-          top -= kTile;
-          MP_APART for (i64 i = 0; i < count; ++i) top[i] = node(top[i], top[i + kTile]);
+          top -= room;
+          MP_APART for (i64 i = 0; i < count; ++i) top[i] = node(top[i], top[i + room]);
           break;
       }
     }
@@ -109,13 +112,13 @@ MP_INLINED void sweep(const Call& call) {
 // has no fused multiply-add.
 #if defined(__x86_64__)
 template <class In, class Acc, class Round, class Out, class Op>
-__attribute__((target("avx2"))) void sweep_avx2(const Call& call) {
+__attribute__((target("avx2"))) void sweep_avx2(const Fold& call) {
   sweep<In, Acc, Round, Out, Op>(call);
 }
 #endif
 
 template <class In, class Acc, class Round, class Out, class Op>
-void run(const Call& call) {
+void run(const Fold& call) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) {
     sweep_avx2<In, Acc, Round, Out, Op>(call);
@@ -125,20 +128,13 @@ void run(const Call& call) {
   sweep<In, Acc, Round, Out, Op>(call);
 }
 
-enum class Part : i32 { whole = 0, combine = 1, finish = 2 };
-
-struct Contract {
-  bool node;  // round at every node
-  Part part;
-};
-
 template <class D, class Acc, class Op>
-void run_linear(const Call& call, const Contract& contract) {
-  if (contract.node) {
+void run_linear(const Fold& call, const Reduction& how) {
+  if (how.node == 1) {
     run<D, Acc, D, D, Op>(call);
-  } else if (contract.part == Part::whole) {
+  } else if (how.part == Part::whole) {
     run<D, Acc, Acc, D, Op>(call);
-  } else if (contract.part == Part::combine) {
+  } else if (how.part == Part::combine) {
     run<D, Acc, Acc, Acc, Op>(call);
   } else {
     run<Acc, Acc, Acc, D, Op>(call);
@@ -146,13 +142,13 @@ void run_linear(const Call& call, const Contract& contract) {
 }
 
 template <class D, class Acc>
-int run_op(const Call& call, const Contract& contract, Op op) {
+int run_op(const Fold& call, const Reduction& how, Op op) {
   switch (op) {
     case Op::sum:
-      run_linear<D, Acc, Sum>(call, contract);
+      run_linear<D, Acc, Sum>(call, how);
       return 0;
     case Op::product:
-      run_linear<D, Acc, Product>(call, contract);
+      run_linear<D, Acc, Product>(call, how);
       return 0;
     case Op::max:
       run<D, D, D, D, Extremum<true>>(call);
@@ -165,56 +161,34 @@ int run_op(const Call& call, const Contract& contract, Op op) {
 }
 
 }  // namespace
-}  // namespace meshplan
 
-extern "C" {
-
-// Counts up when a signature or a meaning changes.
-int mp_abi_version() { return 1; }
-
-// Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
-//   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
-//     7 int64, 8 uint8. The leaves have it too, but for part 2, which takes what part 1 gives.
-//   op: 0 sum, 1 product, 2 max, 3 min.      order: 0 tree, 1 rank.
-//   accumulate: 1 sums float32 in float64.   node: 1 rounds to dtype at every node.
-//   shape: sizes of `axes` axes, outermost first; their product is n.
-//   divisor: 0, or what floating sums are divided by.
-//   part: 0 whole reduction; 1 partial results, which are not rounded, for part 2.
-int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dtype, int op,
-            int order, int accumulate, int node, const int* shape, int axes,
-            unsigned long long divisor, int part) {
-  using namespace meshplan;
-  std::vector<Instruction> steps(std::size_t(2 * n));
-  Schedule schedule{steps.data(), 0, 0, 0};
-  if (order == 1) {
-    fold(schedule, n);
-  } else {
-    tree(schedule, shape, axes, 0, shape[0]);
-  }
-  const Call call{out, leaves, numel, schedule, divisor, part != 1};
-  const Contract contract{node == 1, Part(part)};
-  switch (dtype) {
+int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& schedule,
+           const Reduction& how) {
+  if (numel == 0) return 0;
+  const Fold call{out, leaves, numel, schedule, how.divisor, how.part != Part::combine};
+  const Op op = Op(how.op);
+  switch (how.dtype) {
     case 0:
-      return accumulate == 1 ? run_op<float, double>(call, contract, Op(op))
-                             : run_op<float, float>(call, contract, Op(op));
+      return how.accumulate == 1 ? run_op<float, double>(call, how, op)
+                                 : run_op<float, float>(call, how, op);
     case 1:
-      return run_op<Bfloat, float>(call, contract, Op(op));
+      return run_op<Bfloat, float>(call, how, op);
     case 2:
-      return run_op<Half, float>(call, contract, Op(op));
+      return run_op<Half, float>(call, how, op);
     case 3:
-      return run_op<double, double>(call, contract, Op(op));
+      return run_op<double, double>(call, how, op);
     case 4:
-      return run_op<i8, i8>(call, contract, Op(op));
+      return run_op<i8, i8>(call, how, op);
     case 5:
-      return run_op<i16, i16>(call, contract, Op(op));
+      return run_op<i16, i16>(call, how, op);
     case 6:
-      return run_op<i32, i32>(call, contract, Op(op));
+      return run_op<i32, i32>(call, how, op);
     case 7:
-      return run_op<i64, i64>(call, contract, Op(op));
+      return run_op<i64, i64>(call, how, op);
     case 8:
-      return run_op<u8, u8>(call, contract, Op(op));
+      return run_op<u8, u8>(call, how, op);
   }
   return 1;
 }
 
-}  // extern "C"
+}  // namespace meshplan

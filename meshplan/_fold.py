@@ -25,6 +25,7 @@ __all__ = [
     "fold",
     "new",
     "refuse_flushed_subnormals",
+    "refuse_flushing_thread",
 ]
 
 # Integer dtype with the same bits, and the canonical quiet NaN in it.
@@ -116,22 +117,29 @@ def refuse_flushed_subnormals(leaf: Tensor) -> None:
         return
     # torch.set_flush_denormal changes this thread's floating-point mode, for Python's own
     # arithmetic as well; there is no way to ask torch for the mode.
-    who = "this thread" if _SMALLEST_SUBNORMAL * 1.0 == 0.0 else ""
+    refuse_flushing_thread()
     threads = torch.get_num_threads()
-    if not who and leaf.numel() >= _GRAIN and threads not in _seen_thread_counts():
+    if leaf.numel() >= _GRAIN and threads not in _seen_thread_counts():
         # Worker threads keep the mode in which they were started, so one look is enough.
         with _disable_current_modes():
             probe = torch.ones(threads * _GRAIN, dtype=torch.int32, device="cpu")
             flushed = bool(((probe.view(torch.float32) * 1.0).view(torch.int32) == 0).any())
         if flushed:
-            who = "one of torch's worker threads"
-        else:
-            _seen_thread_counts().add(threads)
-    if who:
-        raise ContractStateError(
-            f"{who} flushes subnormal numbers to zero, the contract keeps them; "
-            "call torch.set_flush_denormal(False) on every rank, before any computation"
-        )
+            raise _flushes("one of torch's worker threads")
+        _seen_thread_counts().add(threads)
+
+
+def refuse_flushing_thread() -> None:
+    """Raise where this thread does not keep subnormal numbers."""
+    if _SMALLEST_SUBNORMAL * 1.0 == 0.0:
+        raise _flushes("this thread")
+
+
+def _flushes(who: str) -> ContractStateError:
+    return ContractStateError(
+        f"{who} flushes subnormal numbers to zero, the contract keeps them; "
+        "call torch.set_flush_denormal(False) on every rank, before any computation"
+    )
 
 
 def _node(

@@ -30,6 +30,8 @@ __all__ = [
     "InstallError",
     "UnsupportedTorchError",
     "FallbackRefusedError",
+    "PeerTimeoutError",
+    "SignatureMismatchError",
 ]
 
 
@@ -147,3 +149,33 @@ class FallbackRefusedError(MeshplanError, RuntimeError):
     """``strict=True`` and a reduction would have run outside the contract."""
 
     code = "MP701"
+
+
+class PeerTimeoutError(MeshplanError, RuntimeError):
+    """A rank did not come to a reduction over mapped memory in time.
+
+    Raised on every rank that came. ``rank`` is the global rank that is missing; ``block`` and
+    ``phase`` say how far it had come: phase 0 brings the summands, phase 1 the results.
+    """
+
+    code = "MP702"
+
+    def __init__(self, message: str, *, rank: int, block: int, phase: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.block = block
+        self.phase = phase
+
+
+class SignatureMismatchError(MeshplanError, RuntimeError):
+    """Ranks came to one reduction with different sizes, dtypes, operations or contracts.
+
+    Raised on every rank, before a result is written. ``rank`` is a global rank that differs from
+    this one.
+    """
+
+    code = "MP703"
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

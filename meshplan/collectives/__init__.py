@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshplan.collectives._choose import PATHS as PATHS
+from meshplan.collectives._choose import PathChoice as PathChoice
 from meshplan.collectives._groups import StepGroups as StepGroups
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
@@ -15,7 +17,9 @@ from meshplan.collectives._run import run_reduction as run_reduction
 
 __all__ = [
     "MAX_RECORDS",
+    "PATHS",
     "Event",
+    "PathChoice",
     "Report",
     "Source",
     "StepGroups",

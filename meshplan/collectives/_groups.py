@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
+from meshplan.kernel import Communicator
+
 __all__ = ["StepGroups"]
 
 
@@ -21,12 +23,16 @@ class StepGroups:
         whole: all ranks that reduce together; a hierarchical step does not need it.
         inner, outer: of this rank; ``None`` for a flat step.
         gather: over ``step.gather_axes``; ``None`` if there are none.
+        peers: memory that all ranks of ``whole`` share; ``None`` if they do not.
+        no_peers: why they do not, where it was asked for.
     """
 
     whole: ProcessGroup | None
     inner: ProcessGroup | None = None
     outer: ProcessGroup | None = None
     gather: ProcessGroup | None = None
+    peers: Communicator | None = None
+    no_peers: str = ""
 
     @property
     def flat(self) -> ProcessGroup:

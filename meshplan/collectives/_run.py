@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from meshplan.collectives import _paths
+from meshplan.collectives._choose import Choice, choose
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
+from meshplan.collectives._peers import peer_all_reduce, peer_scatter
 from meshplan.collectives._provenance import MAX_RECORDS, Event, Source, record
 from meshplan.collectives._scatter import (
     exchange_scatter,
@@ -25,6 +27,7 @@ from meshplan.planner import Step
 
 __all__ = ["run_reduction"]
 
+_PEER_PATHS = ("auto", "one_shot", "two_shot")
 _Path = Callable[[Tensor, Step, StepGroups], Tensor]
 
 _PATHS: dict[str, _Path] = {
@@ -45,6 +48,7 @@ def run_reduction(
     groups: StepGroups,
     *,
     source: Source,
+    path: str = "exchange",
     strict: bool = False,
 ) -> Tensor:
     """Reduce ``tensor`` over ``groups`` as ``step`` says; each rank gets the result or its shard.
@@ -56,6 +60,7 @@ def run_reduction(
         step: an ``all_reduce`` or ``reduce_scatter``.
         groups: the step's.
         source: what was asked and planned, for the report.
+        path: one of ``PATHS``, for what was planned as an exchange.
         strict: refuse a fallback.
 
     Returns:
@@ -64,12 +69,14 @@ def run_reduction(
 
     Raises:
         ContractTypeError: ``avg`` of integers.
-        FallbackRefusedError: ``strict``, and a dtype outside the contract.
+        FallbackRefusedError: ``strict``, and a dtype outside the contract or a path that cannot be
+            taken.
+        PeerTimeoutError, SignatureMismatchError: ranks that share memory did not come, or came for
+            something else.
     """
     assert step.op is not None
     started = time.perf_counter()
-    path, why = step.path or "native", step.why
-    fallback = False
+    choice = choose(step, groups, tensor, path)
     sends: tuple[str, ...] = ()
     numbers = _as_reals(tensor, step)
     if step.op == "avg" or step.contract is not None:
@@ -78,29 +85,36 @@ def run_reduction(
         except ContractTypeError as error:
             if step.op == "avg" and not tensor.dtype.is_floating_point:
                 raise
-            path, why, fallback = "native", str(error), step.contract is not None
-            if fallback and strict:
+            choice = Choice("native", str(error), step.contract is not None)
+            if choice.fallback and strict:
                 raise FallbackRefusedError(
                     f"{source.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
                     "its own order; convert the tensor, or install with strict=False"
                 ) from error
+    if choice.fallback and strict:
+        raise FallbackRefusedError(
+            f"{source.asked}: path {path} was asked for and {choice.path} would run: {choice.why}; "
+            "install with another path, or with strict=False"
+        )
     summand = numbers if step.norm is None else numbers**step.norm
     if summand.numel() == 0:
         shard = shard_of(summand, step, groups.position)
         result = shard.clone(memory_format=torch.contiguous_format)
     else:
-        result = _function(step, path)(summand, step, groups)
-        sends = _sends(step, path, result)
+        result = _function(step, choice.path)(summand, step, groups)
+        sends = _sends(step, choice.path, result)
     if step.norm is not None:
         result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
     if tensor.is_complex() and not numbers.is_complex():
         result = torch.view_as_complex(result)
-    event = _event(source, path, sends, tensor.dtype, why, fallback)
+    event = _event(source, choice, sends, tensor.dtype)
     record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
     return result
 
 
 def _function(step: Step, path: str) -> _Path:
+    if path in _PEER_PATHS:
+        return partial(peer_scatter if step.scatter else peer_all_reduce, mode=path)
     if step.inner > 1 and path == "exchange":
         return hierarchical_scatter if step.scatter else hierarchical_exchange
     return (_SCATTER_PATHS if step.scatter else _PATHS)[path]
@@ -110,6 +124,9 @@ def _sends(step: Step, path: str, result: Tensor) -> tuple[str, ...]:
     """The collectives that have run on this rank, in order."""
     if path == "reference":
         return ("all_gather_into_tensor",)
+    if path in _PEER_PATHS:
+        gathered = bool(step.gather_axes) and bool(result.numel())
+        return ("peer_reduce",) + ("all_gather_into_tensor",) * gathered
     levels = 1 if step.inner == 1 else 2
     if path == "native":
         return ("all_reduce",) * levels
@@ -121,18 +138,16 @@ def _sends(step: Step, path: str, result: Tensor) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=MAX_RECORDS)
-def _event(
-    source: Source, path: str, sends: tuple[str, ...], dtype: torch.dtype, why: str, fallback: bool
-) -> Event:
+def _event(source: Source, choice: Choice, sends: tuple[str, ...], dtype: torch.dtype) -> Event:
     return Event(
         asked=source.asked,
         planned=source.planned,
-        ran=path,
+        ran=choice.path,
         sends=sends,
         group=source.group,
         dtype=str(dtype).removeprefix("torch."),
-        why=why,
-        fallback=fallback,
+        why=choice.why,
+        fallback=choice.fallback,
     )
 
 

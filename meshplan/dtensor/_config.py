@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from meshplan.collectives import PATHS, PathChoice
 from meshplan.contract import Contract
 from meshplan.errors import ContractError, PolicyError, TopologyError
+from meshplan.kernel import PEER_MODES
 from meshplan.layout import Layout
 from meshplan.planner import POLICIES, ContractPath, Policy, check_policy
 from meshplan.topology import Topology
 
 __all__ = ["Config", "PolicyChoice"]
 
+_MAPPED = ("auto", *PEER_MODES)
 PolicyChoice = Policy | Mapping[str, Policy]
 
 
@@ -24,7 +27,7 @@ class Config:
         policy: ``deterministic``, ``consistent`` or ``fast``; or (axis name, policy) pairs, made of
             a mapping: axes that it does not name are ``deterministic``.
         contract: what fixes the bits of every reduction under ``deterministic``.
-        path: how contract reductions move their data, ``exchange`` or ``reference``.
+        path: how contract reductions move their data, one of ``PATHS``.
         strict: raise instead of running a reduction outside the contract.
         topology: where the ranks of the job sit, or ``None``; plans are compared by it.
         timeout: seconds to wait for the other members before the first reduction of a group;
@@ -39,7 +42,7 @@ class Config:
 
     policy: Policy | tuple[tuple[str, Policy], ...] = "deterministic"
     contract: Contract = Contract()
-    path: ContractPath = "exchange"
+    path: PathChoice = "auto"
     strict: bool = False
     timeout: float | None = None
     topology: Topology | None = None
@@ -47,7 +50,10 @@ class Config:
 
     def __post_init__(self) -> None:
         for policy in [self.policy] if isinstance(self.policy, str) else dict(self.policy).values():
-            check_policy(policy, self.path)
+            check_policy(policy, "exchange")
+        if self.path not in PATHS:
+            words = ", ".join(map(repr, PATHS))
+            raise PolicyError(f"no path {self.path!r}; write one of {words}")
         if not isinstance(self.contract, Contract):
             raise ContractError(
                 f"contract={self.contract!r} is not a contract; "
@@ -76,6 +82,16 @@ class Config:
         wide = [layout.axes[i] for i in axes if layout.sizes[i] > 1]
         found = {named.get(label, "deterministic") for label in wide}
         return min(found, key=POLICIES.index, default="deterministic")
+
+    @property
+    def contract_path(self) -> ContractPath:
+        """The path that plans are made with; the real one is found where the group is."""
+        return "reference" if self.path == "reference" else "exchange"
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether groups whose ranks can share memory are to."""
+        return self.path in _MAPPED
 
     @property
     def named_axes(self) -> tuple[str, ...]:

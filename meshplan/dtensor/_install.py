@@ -7,6 +7,7 @@ One attribute of torch is replaced: ``torch.distributed.tensor._redistribute`` l
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement
 
-from meshplan.collectives import count_untouched
+from meshplan.collectives import PathChoice, count_untouched
 from meshplan.contract import Contract
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._seam import Optimize, planned_steps
 from meshplan.dtensor._shard_order import any_by_coordinate, watched
 from meshplan.errors import InstallError, UnsupportedTorchError
-from meshplan.planner import ContractPath, Policy
+from meshplan.planner import Policy
 from meshplan.topology import Topology
 
 __all__ = ["current_config", "install", "installed", "policy", "uninstall"]
@@ -49,7 +50,7 @@ def install(
     *,
     policy: PolicyChoice = "deterministic",
     contract: Contract | None = None,
-    path: ContractPath = "exchange",
+    path: PathChoice = "auto",
     strict: bool = False,
     timeout: float | None = None,
     topology: Topology | None = None,
@@ -68,7 +69,13 @@ def install(
             A mapping such as ``{"tp": "fast"}`` chooses by axis; axes that it does not name are
             ``deterministic``, and a reduction over several axes follows the strictest.
         contract: ``Contract()`` if not given.
-        path: how contract reductions move their data, ``exchange`` or ``reference``; same bits.
+        path: how contract reductions move their data; all give the same bits. ``auto``: through
+            shared memory where all ranks of a group are on one host and tensors on its CPUs, else
+            ``exchange``. ``one_shot``, ``two_shot``: through shared memory, small or large messages
+            alike; where it is not possible, ``exchange``, which the report shows as a fallback.
+            ``exchange``: all-to-all, reduce, all-gather. ``reference``: all-gather, reduce all.
+            ``native``: the backend's own, outside the contract, for comparisons.
+            The environment variable ``MESHPLAN_PATH`` goes before it.
         strict: raise ``FallbackRefusedError`` rather than reduce outside the contract.
         timeout: seconds to wait for the other members before the first reduction of a group; the
             default group's own timeout if not given.
@@ -86,7 +93,7 @@ def install(
     config = Config(
         policy=Config.policy_of(policy),
         contract=Contract() if contract is None else contract,
-        path=path,
+        path=os.environ.get("MESHPLAN_PATH") or path,  # type: ignore[arg-type]
         strict=strict,
         timeout=timeout,
         topology=topology,

@@ -70,7 +70,12 @@ class PlannedPartial(Partial):
             tensor = tensor.wait()
         groups, source = self._groups(mesh)
         result = run_reduction(
-            tensor, self._step, groups, source=source, strict=self._config.strict
+            tensor,
+            self._step,
+            groups,
+            source=source,
+            path=self._config.path,
+            strict=self._config.strict,
         )
         return funcol._maybe_wrap_tensor(result)
 
@@ -87,7 +92,8 @@ class PlannedPartial(Partial):
                 mesh, self._layout, step.axes, token=config.token, timeout=config.timeout
             )
         # In one order on every rank: the first look for a group is a vote of its members.
-        groups = [self._find(mesh, step.axes, block) for block in self._blocks()]
+        peers = self._config.maps_memory and step.path == "exchange" and step.inner == 1
+        groups = [self._find(mesh, step.axes, block, peers) for block in self._blocks()]
         if step.gather_axes:
             groups.append(self._find(mesh, step.gather_axes))
         source = Source(self._asked, step.line(self._layout), self._text(groups))
@@ -104,7 +110,12 @@ class PlannedPartial(Partial):
         pgs = [group.pg for group in groups]
         gathers = bool(self._step.gather_axes)
         if self._step.inner == 1:
-            return StepGroups(pgs[0], gather=pgs[1] if gathers else None)
+            return StepGroups(
+                pgs[0],
+                gather=pgs[1] if gathers else None,
+                peers=groups[0].peers,
+                no_peers=groups[0].no_peers,
+            )
         return StepGroups(None, inner=pgs[0], outer=pgs[1], gather=pgs[2] if gathers else None)
 
     def _text(self, groups: Sequence[Group]) -> str:
@@ -113,10 +124,22 @@ class PlannedPartial(Partial):
         roles += ["gathered on "] if self._step.gather_axes else []
         return "; ".join(f"{role}{group}" for role, group in zip(roles, groups, strict=True))
 
-    def _find(self, mesh: DeviceMesh, axes: tuple[int, ...], block: Block | None = None) -> Group:
+    def _find(
+        self,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        block: Block | None = None,
+        peers: bool = False,
+    ) -> Group:
         config = self._config
         return registry().get(
-            mesh, self._layout, axes, token=config.token, timeout=config.timeout, block=block
+            mesh,
+            self._layout,
+            axes,
+            token=config.token,
+            timeout=config.timeout,
+            block=block,
+            peers=peers,
         )
 
     def _reduce_shard_value(

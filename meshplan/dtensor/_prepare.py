@@ -56,7 +56,15 @@ def prepare(
         blocks = [Block(kind, size) for size in sizes for kind in ("inner", "outer")]
         for block in (None, *blocks):
             groups.append(
-                registry().get(mesh, layout, found, token=config.token, timeout=wait, block=block)
+                registry().get(
+                    mesh,
+                    layout,
+                    found,
+                    token=config.token,
+                    timeout=wait,
+                    block=block,
+                    peers=config.maps_memory and block is None,
+                )
             )
         if blocks:
             registry().meet(mesh, layout, found, token=config.token, timeout=wait)

@@ -166,7 +166,7 @@ def _route(
         dst_placements,
         policy=config.policy_over(mesh.layout, pending),
         contract=config.contract,
-        path=config.path,
+        path=config.contract_path,
         scatter=scatter,
         topology=config.topology,
     )

@@ -22,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import GroupStateError
 from meshplan.flatten._create import default_timeout, this_rank
-from meshplan.flatten._join import Group, Origin, agree_on, existing_group, join_group
+from meshplan.flatten._join import (
+    Group,
+    Origin,
+    agree_on,
+    existing_group,
+    join_group,
+    with_peers,
+)
+from meshplan.kernel import Communicator
 from meshplan.layout import Layout
 
 __all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
@@ -33,23 +41,33 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A ``Group`` without a hold on the process group."""
+    """A ``Group`` without a hold on the process group. It does hold the shared memory."""
 
     pg: weakref.ref[ProcessGroup]
     ranks: tuple[int, ...]
     origin: Origin
     name: str
+    peers: Communicator | None
+    no_peers: str
 
     @classmethod
     def of(cls, group: Group) -> _Known:
-        return cls(weakref.ref(group.pg), group.ranks, group.origin, group.name)
+        pg = weakref.ref(group.pg)
+        return cls(pg, group.ranks, group.origin, group.name, group.peers, group.no_peers)
 
-    def group(self) -> Group | None:
-        """The group, or ``None`` if somebody has destroyed it."""
+    def bare(self) -> Group | None:
+        """The group without shared memory, or ``None`` if somebody has destroyed it."""
         pg = self.pg()
         if pg is None or pg not in c10d._world.pg_map:
             return None
         return Group(pg, self.ranks, self.origin, self.name)
+
+    def group(self) -> Group | None:
+        """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
+        group = self.bare()
+        if group is None or (self.peers is not None and not self.peers.alive):
+            return None
+        return replace(group, peers=self.peers, no_peers=self.no_peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +105,8 @@ class Block:
         return ranks[block * self.size : (block + 1) * self.size]
 
 
-_Key = tuple[tuple[int, ...], str, str, str]
-_LayoutKey = tuple[Layout, tuple[int, ...], Block | None, str, str, str]
+_Key = tuple[tuple[int, ...], str, str, str, bool]
+_LayoutKey = tuple[Layout, tuple[int, ...], Block | None, str, str, str, bool]
 
 
 class GroupRegistry:
@@ -113,6 +131,7 @@ class GroupRegistry:
         token: str,
         timeout: float | None = None,
         block: Block | None = None,
+        peers: bool = False,
     ) -> Group:
         """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate.
 
@@ -125,6 +144,7 @@ class GroupRegistry:
             token: what the members must have in common (contract, path).
             timeout: seconds to wait for the other members; the default group's own if ``None``.
             block: only this part of the group.
+            peers: with memory that its ranks share, for tensors on CPUs, where that is possible.
 
         Raises:
             GroupAgreementError: members missing or with another token; nobody has the group.
@@ -143,7 +163,8 @@ class GroupRegistry:
                 "over it"
             )
         backend = _backend_name(mesh, axes)
-        by_layout = (layout, tuple(axes), block, backend, mesh.device_type, token)
+        peers = peers and mesh.device_type == "cpu" and backend != "fake"
+        by_layout = (layout, tuple(axes), block, backend, mesh.device_type, token, peers)
         # Not under the lock: another thread may hold it while it waits for other ranks.
         known = self._by_layout.get(by_layout) if self._is_of_default_group() else None
         group = None if known is None else known.group()
@@ -154,8 +175,11 @@ class GroupRegistry:
             rank = this_rank()
             ranks = layout.group_of(rank, axes) or ()
             ranks = ranks if block is None else block.of(ranks, rank)
-            key = (ranks, backend, mesh.device_type, token)
+            key = (ranks, backend, mesh.device_type, token, peers)
             known = self._groups.get(key)
+            if known is None and not peers:
+                # With shared memory it serves as well.
+                known = self._groups.get((*key[:4], True))
             group = None if known is None else known.group()
             if group is None:
                 wait = default_timeout(mesh.device_type) if timeout is None else timeout
@@ -220,7 +244,7 @@ class GroupRegistry:
             self._follow_default_group()
             created = {g.name: g for g in self._groups.values() if g.origin == "created"}
             for name in sorted(created):
-                group = created[name].group()
+                group = created[name].bare()
                 if group is not None:
                     dist.destroy_process_group(group.pg)
             self._forget()
@@ -243,6 +267,9 @@ class GroupRegistry:
             self._default = None if current is None else weakref.ref(current)
 
     def _forget(self) -> None:
+        for known in self._groups.values():
+            if known.peers is not None:
+                known.peers.close()
         self._groups.clear()
         self._by_layout.clear()
         self._met.clear()
@@ -255,9 +282,9 @@ class GroupRegistry:
         rank: int,
         timeout: float,
     ) -> Group:
-        ranks, backend, device_type, token = key
+        ranks, backend, device_type, token, peers = key
         found = existing_group(mesh, axes, ranks, backend) or self._kept(key)
-        return join_group(
+        group = join_group(
             found,
             ranks,
             backend,
@@ -267,11 +294,14 @@ class GroupRegistry:
             objection=None if found else self._objection(device_type),
             timeout=timeout,
         )
+        if not peers:
+            return group
+        return with_peers(group, rank=rank, token=token, wait=timeout, timeout=timeout)
 
     def _kept(self, key: _Key) -> Group | None:
-        """The same group, made under another contract: one communicator serves both."""
+        """The same group, made under another contract: one process group serves both."""
         for found, known in self._groups.items():
-            group = known.group() if found[:3] == key[:3] else None
+            group = known.bare() if found[:3] == key[:3] else None
             if group is not None:
                 return replace(group, origin="kept")
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
 from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._connect import connect
 from meshplan.flatten._create import (
     attempt_store,
     create_members_only,
@@ -20,8 +22,11 @@ from meshplan.flatten._create import (
     group_name,
     warm_up,
 )
+from meshplan.kernel import Communicator, one_shot_bytes
 
-__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group"]
+__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "with_peers"]
+
+_LOG = logging.getLogger("meshplan")
 
 Origin = Literal["created", "kept", "default", "axis", "flattened"]
 
@@ -37,12 +42,16 @@ class Group:
             found: the ``default`` group, an ``axis`` group of the mesh, a mesh that the user
             ``flattened``.
         name: torch's name for it.
+        peers: memory that its ranks share, where that was asked for and is possible.
+        no_peers: why there is none, where it was asked for.
     """
 
     pg: ProcessGroup
     ranks: tuple[int, ...]
     origin: Origin
     name: str
+    peers: Communicator | None = None
+    no_peers: str = ""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
@@ -129,6 +138,32 @@ def _agreed(
     if not verdict.unanimous:
         raise _refusal(verdict, ranks, rank, timeout)
     return prefix
+
+
+def with_peers(group: Group, *, rank: int, token: str, wait: float, timeout: float) -> Group:
+    """The group with memory that its ranks share, or with the reason why there is none.
+
+    Args:
+        group: all members hold it and call this.
+        rank: this process's global rank.
+        token: what the members have agreed on.
+        wait: seconds to wait for the other members now.
+        timeout: seconds that a reduction will wait for each of them.
+
+    Raises:
+        GroupAgreementError: a member did not come.
+    """
+    name = f"{group_name(group.ranks, 'peers', 'cpu')}/{token}"
+    store = c10d._get_default_store()
+    found = connect(store, name, group.ranks, rank=rank, wait=wait, timeout=timeout)
+    if isinstance(found, Verdict):
+        raise _refusal(found, group.ranks, rank, wait)
+    if isinstance(found, str):
+        _LOG.info("[AR] %s: path exchange, no peers: %s", group, found)
+        return replace(group, no_peers=found)
+    limit = one_shot_bytes(len(group.ranks))
+    _LOG.info("[AR] %s: %s, one_shot up to %d bytes, two_shot above", group, found, limit)
+    return replace(group, peers=found)
 
 
 def existing_group(

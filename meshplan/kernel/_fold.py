@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshplan import contract as definition
-from meshplan._fold import refuse_flushed_subnormals
+from meshplan._fold import refuse_flushing_thread
 from meshplan.contract import (
     Contract,
     Op,
@@ -22,24 +22,11 @@ from meshplan.contract import (
     checked_leaves,
     partial_dtype,
 )
-from meshplan.kernel._library import available, library
+from meshplan.kernel._library import DTYPES, OPS, available, library
 
-__all__ = ["combine_leaves", "finish_partials", "reduce_leaves"]
+__all__ = ["OPERATORS", "combine_leaves", "finish_partials", "reduce_leaves"]
 
 _WHOLE, _COMBINE, _FINISH = range(3)
-# As in csrc/cpu.cpp.
-_DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float64: 3,
-    torch.int8: 4,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.uint8: 8,
-}
-_OPS = {"sum": 0, "avg": 0, "product": 1, "max": 2, "min": 3}
 
 
 def reduce_leaves(
@@ -107,8 +94,9 @@ def _run(
     divisor: int | None,
     part: int,
 ) -> Tensor:
-    if op not in ("max", "min"):
-        refuse_flushed_subnormals(leaves[0])
+    if dtype.is_floating_point and op not in ("max", "min"):
+        # The library computes on the calling thread alone.
+        refuse_flushing_thread()
     result: Tensor = torch.ops.meshplan.fold(
         list(leaves),
         op,
@@ -157,8 +145,8 @@ def _fold(
         (ctypes.c_void_p * len(flat))(*[leaf.data_ptr() for leaf in flat]),
         len(flat),
         out.numel(),
-        _DTYPES[dtype],
-        _OPS[op],
+        DTYPES[dtype],
+        OPS[op],
         int(order == "rank"),
         int(accumulate == "float64"),
         int(rounding == "node"),
@@ -171,11 +159,11 @@ def _fold(
     return out
 
 
-_OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
-_OPERATORS.define(  # type: ignore[no-untyped-call]
+OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
+OPERATORS.define(  # type: ignore[no-untyped-call]
     "fold(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
     "ScalarType dtype, int? divisor, int part) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_OPERATORS.impl("fold", _fold, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("meshplan::fold", _empty, lib=_OPERATORS)
+OPERATORS.impl("fold", _fold, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshplan::fold", _empty, lib=OPERATORS)

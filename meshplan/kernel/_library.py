@@ -10,9 +10,87 @@ import ctypes
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["ABI", "available", "library", "why_not"]
+import torch
 
-ABI = 1
+__all__ = [
+    "ABI",
+    "DTYPES",
+    "MAX_PEERS",
+    "OPS",
+    "Outcome",
+    "PeerCall",
+    "Peers",
+    "Signature",
+    "available",
+    "library",
+    "why_not",
+]
+
+# These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
+ABI = 2
+MAX_PEERS = 72
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.uint8: 8,
+}
+OPS = {"sum": 0, "avg": 0, "product": 1, "max": 2, "min": 3}
+
+
+class Signature(ctypes.Structure):
+    """What a call reduces, as words that are compared between ranks."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 8),)
+
+
+class Peers(ctypes.Structure):
+    """Addresses of all ranks' regions in this process."""
+
+    _fields_ = (
+        ("region", ctypes.c_void_p * MAX_PEERS),
+        ("world", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("tile", ctypes.c_uint),
+    )
+
+
+class PeerCall(ctypes.Structure):
+    """All but the tensors of a reduction over peers."""
+
+    _fields_ = (
+        ("timeout_ns", ctypes.c_longlong),
+        ("starts", ctypes.c_longlong * (MAX_PEERS + 1)),
+        ("divisor", ctypes.c_ulonglong),
+        ("signature", Signature),
+        ("mode", ctypes.c_int),
+        ("item", ctypes.c_int),
+        ("dtype", ctypes.c_int),
+        ("op", ctypes.c_int),
+        ("order", ctypes.c_int),
+        ("accumulate", ctypes.c_int),
+        ("node", ctypes.c_int),
+        ("axes", ctypes.c_int),
+        ("shape", ctypes.c_int * 8),
+    )
+
+
+class Outcome(ctypes.Structure):
+    """How a reduction over peers ended."""
+
+    _fields_ = (
+        ("fate", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("block", ctypes.c_int),
+        ("phase", ctypes.c_int),
+        ("theirs", Signature),
+    )
 
 
 def available() -> bool:
@@ -68,4 +146,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         ctypes.c_ulonglong,
         ctypes.c_int,
     ]
+    found.mp_peer_bytes.restype = ctypes.c_ulonglong
+    found.mp_peer_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint]
+    found.mp_peer_reduce.restype = ctypes.c_int
+    found.mp_peer_reduce.argtypes = [ctypes.c_void_p] * 5
     return found, None

@@ -1,0 +1,83 @@
+// The C interface of the library for CPUs.
+#include <cstddef>
+#include <vector>
+
+#include "cpu.h"
+#include "host.h"
+
+namespace meshplan {
+namespace {
+
+Schedule schedule_of(std::vector<Instruction>& room, i32 order, i32 leaves, const i32* shape, i32 axes) {
+  room.resize(std::size_t(2 * leaves));
+  Schedule schedule{room.data(), 0, 0, 0};
+  if (order == 1) {
+    fold(schedule, leaves);
+  } else {
+    tree(schedule, shape, axes, 0, shape[0]);
+  }
+  return schedule;
+}
+
+}  // namespace
+}  // namespace meshplan
+
+extern "C" {
+
+// Counts up when a signature, a struct or a meaning changes.
+int mp_abi_version() { return 2; }
+
+// Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
+//   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
+//     7 int64, 8 uint8. The leaves have it too, but for part 2, which takes what part 1 gives.
+//   op: 0 sum, 1 product, 2 max, 3 min.      order: 0 tree, 1 rank.
+//   accumulate: 1 sums float32 in float64.   node: 1 rounds to dtype at every node.
+//   shape: sizes of `axes` axes, outermost first; their product is n.
+//   divisor: 0, or what floating sums are divided by.
+//   part: 0 whole reduction; 1 partial results, which are not rounded, for part 2.
+int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dtype, int op,
+            int order, int accumulate, int node, const int* shape, int axes,
+            unsigned long long divisor, int part) {
+  using namespace meshplan;
+  std::vector<Instruction> room;
+  const Schedule schedule = schedule_of(room, order, n, shape, axes);
+  const Reduction how{dtype, op, order, accumulate, node, Part(part), divisor};
+  return reduce(out, leaves, numel, schedule, how);
+}
+
+// All but the tensors of a reduction over peers; made once and used for many calls.
+struct mp_peer_call {
+  long long timeout_ns, starts[meshplan::kMaxPeers + 1];
+  unsigned long long divisor;
+  meshplan::Signature signature;
+  int mode, item, dtype, op, order, accumulate, node, axes, shape[8];
+};
+
+// Bytes of one rank's region.
+unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile) {
+  return meshplan::Map{world, blocks, tile}.bytes();
+}
+
+// Reduces `in` with the peers into `out`; returns the fate, which `outcome` explains, or -1 for an
+// argument that does not exist. Waits at most timeout_ns for each peer.
+int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const void* in, void* out,
+                   meshplan::Outcome* outcome) {
+  using namespace meshplan;
+  std::vector<Instruction> room;
+  const Schedule schedule = schedule_of(room, call->order, peers->world, call->shape, call->axes);
+  const Reduction how{call->dtype, call->op,   call->order,  call->accumulate,
+                      call->node,  Part::whole, call->divisor};
+  int bad = 0;
+  auto fold = [&](u8* to, const Leaves& leaves, i64 numel, HostBlock&) {
+    const void* from[kMaxPeers];
+    for (i32 r = 0; r < peers->world; ++r) from[r] = leaves.leaf(r);
+    bad |= reduce(to, from, numel, schedule, how);
+  };
+  const Message message{static_cast<const u8*>(in), static_cast<u8*>(out), call->starts,
+                        Mode(call->mode),           call->item,            call->signature};
+  HostBlock block(0, 1, call->timeout_ns);
+  *outcome = Call<HostBlock, decltype(fold)>(*peers, message, block, fold).run();
+  return bad ? -1 : outcome->fate;
+}
+
+}  // extern "C"

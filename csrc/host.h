@@ -1,0 +1,76 @@
+// A block of the peer protocol on a CPU: one thread of one process.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <cstring>
+
+#include "peer.h"
+
+namespace meshplan {
+
+class HostBlock {
+ public:
+  static constexpr bool kPush = false;
+
+  HostBlock(i32 index, i32 count, i64 timeout_ns) : index_(index), count_(count), timeout_(timeout_ns) {}
+
+  i32 index() const { return index_; }
+  i32 count() const { return count_; }
+  i32 lane() const { return 0; }
+  i32 lanes() const { return 1; }
+  void sync() const {}
+  i32 any(i32 missing) const { return missing; }
+
+  void copy(void* to, const void* from, i64 bytes) const {
+    if (bytes > 0) std::memcpy(to, from, std::size_t(bytes));
+  }
+  void store(u32* word, u32 value) const { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+  u32 load(const u32* word) const { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+  // Whether `flag` reached `wanted`, which counts modulo 2^32, before the time was over and before
+  // somebody refused.
+  bool await(const u32* flag, u32 wanted, const u32* refusal) const {
+    i64 deadline = 0;
+    for (i64 tries = 0; i32(load(flag) - wanted) < 0; ++tries) {
+      if (tries < kSpins) {
+        pause();
+        continue;
+      }
+      if (load(refusal) != 0) return false;
+      if (tries % 64 == 0) {
+        const i64 time = now();
+        if (deadline == 0) deadline = time + timeout_;
+        if (time >= deadline) return false;
+      }
+      if (tries < kYields) {
+        sched_yield();
+      } else {
+        // Whoever is that late is not helped by a busy processor.
+        const timespec nap{0, 50'000};
+        nanosleep(&nap, nullptr);
+      }
+    }
+    return true;
+  }
+
+ private:
+  static constexpr i64 kSpins = 256, kYields = 16384;
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  static i64 now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return i64(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+  }
+
+  i32 index_, count_;
+  i64 timeout_;
+};
+
+}  // namespace meshplan

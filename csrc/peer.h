@@ -1,0 +1,269 @@
+// One reduction by ranks that reach each other's memory: the same body for every platform.
+//
+// Each rank has a region, which all ranks have mapped. A region belongs to nobody's call: it is cut
+// by block, and blocks of one index talk only to each other, so that a call may use any number of
+// blocks and needs no word between them. A block works in steps. In step g (its generation, which
+// lives in the region and wraps) it
+//   1. stages a piece of the message for every peer, in the half of parity g % 2;
+//   2. tells every peer, and waits for every peer (phase 0);
+//   3. combines what lies there for it, in the contract's order;
+//   4. in two_shot: stages the result, tells, waits (phase 1), and copies the others' results.
+// Step g + 2 uses the half of step g again. A rank begins it after phase 0 of step g + 1, which every
+// peer enters only when it is done with step g: no barrier is needed at the end.
+//
+// Where writes to a peer are cheaper than reads from it, pieces are staged in the region of the rank
+// that reads them (Block::kPush), else in the region of the rank that writes them.
+#pragma once
+
+#include "port.h"
+
+namespace meshplan {
+
+constexpr i32 kMaxPeers = 72;
+constexpr u64 kLine = 64;  // bytes; no two writers share one
+
+enum class Mode : i32 { one_shot = 0, two_shot = 1, scatter = 2 };
+
+// What a call reduces. Ranks whose words differ must not reduce together.
+struct Signature {
+  u64 words[8];
+};
+
+// One rank's view of all regions.
+struct Peers {
+  u8* region[kMaxPeers];
+  i32 world, rank, blocks;
+  u32 tile;  // bytes of a piece, a multiple of kLine
+};
+
+struct Message {
+  const u8* in;
+  u8* out;            // of this rank's part in scatter, else of the whole; may be `in`
+  const i64* starts;  // bytes: part p is [starts[p], starts[p + 1]); one_shot: the whole is [0, starts[0])
+  Mode mode;
+  i32 item;  // bytes of an element
+  Signature signature;
+};
+
+// late: `rank` did not come. told: somebody gave up, on `rank` at its `block` and `phase`.
+// differs: `rank` came with another signature.
+enum class Fate : i32 { done = 0, late = 1, told = 2, differs = 3 };
+
+struct Outcome {
+  i32 fate, rank, block, phase;
+  Signature theirs;
+};
+
+// Where things lie in a region: first the words, then two halves of tiles for each block.
+struct Map {
+  i32 world, blocks;
+  u64 tile;
+
+  MP_FN u64 generation(i32 block) const { return kLine * u64(block); }
+  MP_FN u64 refusal() const { return kLine * u64(blocks); }
+  MP_FN u64 flag(i32 phase, i32 block, i32 from) const {
+    return refusal() + kLine * (1 + row(phase, block, from));
+  }
+  MP_FN u64 signature(i32 parity, i32 block, i32 from) const {
+    return flag(2, 0, 0) + sizeof(Signature) * row(parity, block, from);
+  }
+  // Tile i of 2 * world: one for each peer, then the results.
+  MP_FN u64 data(i32 parity, i32 block, i32 i) const {
+    return signature(2, 0, 0) + tile * (u64(parity * blocks + block) * u64(2 * world) + u64(i));
+  }
+  MP_FN u64 bytes() const { return data(2, 0, 0); }
+
+ private:
+  MP_FN u64 row(i32 half, i32 block, i32 from) const {
+    return u64((half * blocks + block) * world + from);
+  }
+};
+
+static_assert(sizeof(Signature) == kLine, "a signature fills a line");
+
+// A rank that gives up tells its peers for whom it waited, and where: 0 is nobody. Where signatures
+// differ it tells its own blocks, for which other ranks may have no counterpart.
+constexpr i32 kDiffering = 2;  // in place of a phase
+MP_FN u32 refusal_word(i32 rank, i32 block, i32 phase) {
+  return 1u + u32(rank) + (u32(phase) << 8) + (u32(block) << 10);
+}
+
+// The pieces that arrived, one for each rank: leaf r of the fold.
+struct Leaves {
+  const u8* own;
+  const u8* const* region;
+  u64 first;   // bytes from a region's start
+  u64 stride;  // bytes from leaf to leaf, where all lie in one region
+  i32 rank;
+  bool push;
+
+  MP_FN const u8* leaf(i32 from) const {
+    if (from == rank) return own;
+    return push ? region[rank] + first + stride * u64(from) : region[from] + first;
+  }
+};
+
+template <class Block, class Fold>
+class Call {
+ public:
+  MP_FN Call(const Peers& peers, const Message& message, Block& block, const Fold& fold)
+      : peers_(peers),
+        message_(message),
+        block_(block),
+        fold_(fold),
+        map_{peers.world, peers.blocks, peers.tile} {}
+
+  MP_FN Outcome run() {
+    u32* word = at<u32>(peers_.rank, map_.generation(block_.index()));
+    generation_ = *word;
+    // Empty messages too: every block meets its peers once, and compares signatures.
+    for (i64 step = block_.index(), first = step; step == first || step < steps();
+         step += block_.count()) {
+      ++generation_;
+      if (!one_step(step, step == first)) break;
+    }
+    block_.sync();
+    if (block_.lane() == 0) *word = generation_;
+    return outcome_;
+  }
+
+ private:
+  struct Piece {
+    i64 start, bytes;
+  };
+
+  MP_FN i64 longest() const {
+    if (message_.mode == Mode::one_shot) return message_.starts[0];
+    i64 most = 0;
+    for (i32 p = 0; p < peers_.world; ++p) {
+      const i64 bytes = message_.starts[p + 1] - message_.starts[p];
+      most = bytes > most ? bytes : most;
+    }
+    return most;
+  }
+
+  MP_FN i64 steps() const { return (longest() + i64(peers_.tile) - 1) / i64(peers_.tile); }
+
+  // What rank `to` combines in a step.
+  MP_FN Piece piece(i32 to, i64 step) const {
+    const bool whole = message_.mode == Mode::one_shot;
+    const i64 begin = whole ? 0 : message_.starts[to];
+    const i64 end = whole ? message_.starts[0] : message_.starts[to + 1];
+    const i64 start = begin + step * i64(peers_.tile);
+    const i64 left = end - start;
+    if (left <= 0) return {end, 0};
+    return {start, left < i64(peers_.tile) ? left : i64(peers_.tile)};
+  }
+
+  MP_FN bool one_step(i64 step, bool first) {
+    const i32 world = peers_.world, rank = peers_.rank;
+    stage(step);
+    if (first) sign();
+    if (!meet(0)) return false;
+    if (first && !compare()) return false;
+    const Piece own = piece(rank, step);
+    const i32 slot = Block::kPush || message_.mode == Mode::one_shot ? 0 : rank;
+    const Leaves leaves{message_.in + own.start,         peers_.region, data(slot),
+                        u64(peers_.tile), rank, Block::kPush};
+    u8* out = message_.out + (message_.mode == Mode::scatter ? own.start - message_.starts[rank]
+                                                             : own.start);
+    fold_(out, leaves, own.bytes / message_.item, block_);
+    if (message_.mode != Mode::two_shot) return true;
+    block_.sync();
+    for (i32 k = 1; k < (Block::kPush ? world : 2); ++k) {
+      const i32 to = Block::kPush ? (rank + k) % world : rank;
+      block_.copy(peers_.region[to] + data(world + rank), out, own.bytes);
+    }
+    if (!meet(1)) return false;
+    for (i32 k = 1; k < world; ++k) {
+      const i32 from = (rank + k) % world;
+      const Piece part = piece(from, step);
+      const i32 holder = Block::kPush ? rank : from;
+      block_.copy(message_.out + part.start, peers_.region[holder] + data(world + from), part.bytes);
+    }
+    return true;
+  }
+
+  MP_FN void stage(i64 step) {
+    const i32 world = peers_.world, rank = peers_.rank;
+    if (!Block::kPush && message_.mode == Mode::one_shot) {
+      const Piece part = piece(rank, step);
+      if (world > 1) block_.copy(peers_.region[rank] + data(0), message_.in + part.start, part.bytes);
+      return;
+    }
+    // From the next rank on, so that not all write to the same one. Arithmetic does not see it.
+    for (i32 k = 1; k < world; ++k) {
+      const i32 to = (rank + k) % world;
+      const Piece part = piece(to, step);
+      u8* where = Block::kPush ? peers_.region[to] + data(rank) : peers_.region[rank] + data(to);
+      block_.copy(where, message_.in + part.start, part.bytes);
+    }
+  }
+
+  MP_FN void sign() {
+    for (i32 p = block_.lane(); p < peers_.world; p += block_.lanes()) {
+      *at<Signature>(p, map_.signature(parity(), block_.index(), peers_.rank)) = message_.signature;
+    }
+  }
+
+  MP_FN bool compare() {
+    for (i32 p = 0; p < peers_.world; ++p) {
+      const Signature& theirs =
+          *at<Signature>(peers_.rank, map_.signature(parity(), block_.index(), p));
+      for (i32 i = 0; i < 8; ++i) {
+        if (theirs.words[i] == message_.signature.words[i]) continue;
+        outcome_ = {i32(Fate::differs), p, block_.index(), 0, theirs};
+        block_.store(at<u32>(peers_.rank, map_.refusal()),
+                     refusal_word(p, block_.index(), kDiffering));
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // All that this block wrote is seen by every peer that returns, and the other way round.
+  MP_FN bool meet(i32 phase) {
+    const i32 index = block_.index(), rank = peers_.rank;
+    block_.sync();
+    for (i32 p = block_.lane(); p < peers_.world; p += block_.lanes()) {
+      if (p != rank) block_.store(at<u32>(p, map_.flag(phase, index, rank)), generation_);
+    }
+    const u32* refusal = at<u32>(rank, map_.refusal());
+    i32 missing = -1;
+    for (i32 p = block_.lane(); p < peers_.world && missing < 0; p += block_.lanes()) {
+      if (p == rank) continue;
+      if (!block_.await(at<u32>(rank, map_.flag(phase, index, p)), generation_, refusal)) missing = p;
+    }
+    // One of the lanes that waited in vain speaks for all.
+    missing = block_.any(missing);
+    if (missing < 0) return true;
+    const u32 said = block_.load(refusal);
+    if (said != 0) {
+      outcome_ = {i32(Fate::told), i32((said - 1u) & 0xffu), i32(said >> 10), i32((said >> 8) & 3u), {}};
+      return false;
+    }
+    outcome_ = {i32(Fate::late), missing, index, phase, {}};
+    for (i32 p = block_.lane(); p < peers_.world; p += block_.lanes()) {
+      block_.store(at<u32>(p, map_.refusal()), refusal_word(missing, index, phase));
+    }
+    return false;
+  }
+
+  MP_FN i32 parity() const { return i32(generation_ & 1u); }
+  MP_FN u64 data(i32 tile) const { return map_.data(parity(), block_.index(), tile); }
+
+  template <class T>
+  MP_FN T* at(i32 rank, u64 offset) const {
+    return reinterpret_cast<T*>(peers_.region[rank] + offset);
+  }
+
+  const Peers& peers_;
+  const Message& message_;
+  Block& block_;
+  const Fold& fold_;
+  const Map map_;
+  u32 generation_ = 0;
+  Outcome outcome_ = {};
+};
+
+}  // namespace meshplan

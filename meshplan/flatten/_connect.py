@@ -1,0 +1,108 @@
+"""Memory that the members of a group share: voted on, mapped by all, voted on again.
+
+Whether a group has it is one decision of all its members. It does not exist where a member is on
+another host, has no compiled library or cannot map it; all members then read the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from torch._C._distributed_c10d import Store
+
+from meshplan import kernel
+from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.kernel import MAX_PEERS, Communicator, Handle, SharedMemory, host, region_bytes
+
+__all__ = ["connect"]
+
+_NO = "no: "
+
+
+def connect(
+    store: Store,
+    name: str,
+    ranks: tuple[int, ...],
+    *,
+    rank: int,
+    wait: float,
+    timeout: float,
+) -> Communicator | str | Verdict:
+    """Map memory with the other members.
+
+    Args:
+        store: the default group's.
+        name: of the communicator: the same on every member and in every run.
+        ranks: the members' global ranks in group order.
+        rank: this process's global rank.
+        wait: seconds to wait for the other members now.
+        timeout: seconds that the communicator waits for a peer.
+
+    Returns:
+        The communicator, or the reason why there is none; or the verdict of a vote to which
+        members did not come.
+    """
+    if not 2 <= len(ranks) <= MAX_PEERS:
+        return f"a group of {len(ranks)} ranks; shared memory serves 2 to {MAX_PEERS}"
+    prefix, refused = open_round(store, f"peers/{name}", rank)
+    verdict = refused or vote(store, prefix, ranks=ranks, rank=rank, token=_offer(), timeout=wait)
+    if verdict.missing:
+        return verdict
+    offers = verdict.tokens or {rank: _offer()}
+    for who, offer in offers.items():
+        if offer.startswith(_NO):
+            return f"rank {who}: {offer.removeprefix(_NO)}"
+    if len(set(offers.values())) > 1:
+        return "its ranks are on several hosts, or in containers that cannot see each other"
+    memory, failure = _mapped(store, prefix, ranks, rank, wait)
+    verdict = vote(
+        store,
+        f"{prefix}/mapped",
+        ranks=ranks,
+        rank=rank,
+        token="mapped",
+        timeout=wait,
+        veto=failure,
+    )
+    if memory is not None:
+        memory.unshare()
+        if verdict.unanimous:
+            return Communicator(name, ranks, ranks.index(rank), memory, timeout)
+        memory.close()
+    if verdict.veto is not None:
+        who, reason = verdict.veto
+        return f"rank {who}: {reason}"
+    return verdict
+
+
+def _offer() -> str:
+    """Where this rank could map memory, or why it could not."""
+    reason = kernel.why_not()
+    if reason is not None:
+        return f"{_NO}{reason}"
+    try:
+        return host()
+    except OSError as error:
+        return f"{_NO}{error}"
+
+
+def _mapped(
+    store: Store, prefix: str, ranks: tuple[int, ...], rank: int, wait: float
+) -> tuple[SharedMemory | None, str | None]:
+    """The memory, or why this rank has not mapped it. The first rank makes it."""
+    key = f"{prefix}/handle"
+    try:
+        if rank == ranks[0]:
+            memory = SharedMemory.create(len(ranks) * region_bytes(len(ranks)))
+            store.set(key, json.dumps(asdict(memory.handle)))
+            return memory, None
+        deadline = time.monotonic() + wait
+        while not store.check([key]):
+            if store.check([f"{prefix}/mapped/verdict"]) or time.monotonic() > deadline:
+                return None, f"rank {ranks[0]} has shared no memory"
+            time.sleep(0.001)
+        return SharedMemory.open(Handle(**json.loads(store.get(key)))), None
+    except OSError as error:
+        return None, f"no shared memory: {error}"

@@ -1,0 +1,132 @@
+"""Memory that the processes of one host share, without a name that could be left behind.
+
+It is an anonymous file of the kernel (``memfd_create``): whoever is told the number of the owner's
+descriptor opens it through ``/proc``, and it is gone when the last process that mapped it ends,
+however that ends. Its size is sealed, so that no peer can cut it under the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+__all__ = ["HEADER_BYTES", "Handle", "SharedMemory", "host"]
+
+HEADER_BYTES = 4096
+_NONCE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """How another process of the host finds the memory.
+
+    Attributes:
+        pid, descriptor: of the process that made it, while it has not called ``unshare``.
+        nonce: what stands in front of the memory, in hexadecimal.
+        size: bytes, the header included.
+    """
+
+    pid: int
+    descriptor: int
+    nonce: str
+    size: int
+
+
+class SharedMemory:
+    """Mapped memory behind a header of ``HEADER_BYTES``. ``close`` unmaps it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+        self._bytes: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_buffer(
+            self._map
+        )
+        # The owner's, until all have opened it.
+        self._descriptor: int | None = None
+
+    @classmethod
+    def create(cls, size: int) -> SharedMemory:
+        """New memory of ``size`` bytes behind the header, all zero, reserved at once.
+
+        Raises:
+            OSError: there is not so much.
+        """
+        size += HEADER_BYTES
+        descriptor = os.memfd_create("meshplan", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserved: memory that is missing later would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            memory = cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        memory._descriptor = descriptor
+        assert memory._map is not None
+        memory._map[:_NONCE_BYTES] = secrets.token_bytes(_NONCE_BYTES)
+        return memory
+
+    @classmethod
+    def open(cls, handle: Handle) -> SharedMemory:
+        """The memory that another process has made.
+
+        Raises:
+            OSError: it cannot be opened, or is another one.
+        """
+        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != handle.size:
+                raise OSError(f"{path} is not the memory that was shared")
+            memory = cls(descriptor, handle.size)
+        finally:
+            os.close(descriptor)
+        assert memory._map is not None
+        if memory._map[:_NONCE_BYTES].hex() != handle.nonce:
+            memory.close()
+            raise OSError(f"{path} is not the memory that was shared")
+        return memory
+
+    @property
+    def handle(self) -> Handle:
+        """For the others, until ``unshare``."""
+        assert self._map is not None
+        assert self._descriptor is not None
+        nonce = self._map[:_NONCE_BYTES].hex()
+        return Handle(os.getpid(), self._descriptor, nonce, self.size)
+
+    @property
+    def address(self) -> int:
+        """Of the first byte behind the header, in this process."""
+        assert self._bytes is not None
+        return ctypes.addressof(self._bytes) + HEADER_BYTES
+
+    def unshare(self) -> None:
+        """Nobody else is to open it any more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def close(self) -> None:
+        """Unmap it in this process; again is nothing."""
+        self.unshare()
+        if self._map is not None:
+            self._bytes = None
+            self._map.close()
+            self._map = None
+
+
+def host() -> str:
+    """The same text on processes that can share memory: one kernel, one namespace of processes.
+
+    Raises:
+        OSError: ``/proc`` is not there.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
