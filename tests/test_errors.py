@@ -34,7 +34,9 @@ MP502 GroupCreationError(GroupError)
 MP503 GroupStateError(GroupError)
 MP601 InstallError(MeshplanError, RuntimeError)
 MP602 UnsupportedTorchError(InstallError)
-MP701 FallbackRefusedError(MeshplanError, RuntimeError)""",
+MP701 FallbackRefusedError(MeshplanError, RuntimeError)
+MP702 PeerTimeoutError(MeshplanError, RuntimeError)
+MP703 SignatureMismatchError(MeshplanError, RuntimeError)""",
     )
 
 
@@ -51,7 +53,9 @@ def test_each_class_has_a_code_of_its_own(cls: type[errors.MeshplanError]) -> No
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_message_starts_with_the_code(cls: type[errors.MeshplanError]) -> None:
-    error = cls("three ranks are missing")
+    more = {errors.PeerTimeoutError: {"rank": 3, "block": 0, "phase": 1}}
+    more[errors.SignatureMismatchError] = {"rank": 3}
+    error = cls("three ranks are missing", **more.get(cls, {}))
     assert str(error) == f"{cls.code}: three ranks are missing"
     assert isinstance(error, errors.MeshplanError)
 

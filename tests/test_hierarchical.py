@@ -103,7 +103,7 @@ def test_a_quarter_of_the_bytes_leaves_a_node_of_four(dtype: torch.dtype, share:
         counted = []
         for topology in (None, TWO_NODES):
             with (
-                meshplan.installed(strict=True, topology=topology),
+                meshplan.installed(strict=True, topology=topology, path="exchange"),
                 Sent(per_node=4) as sent,
             ):
                 d.redistribute(mesh, (R, R))
@@ -186,7 +186,7 @@ class TestErrors(TestCase):
         assert {differing for differing, _ in found} == {(3,)}
         self.assertExpectedInline(
             found[0][1],
-            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology ce36ac2ce0d5, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology d370d3fdd600, in blocks', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
+            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with 'policy deterministic, contract v1/tree/wide/once, path auto, topology ce36ac2ce0d5, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology d370d3fdd600, in blocks', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
         )
 
 

@@ -49,7 +49,7 @@ def test_an_axis_that_is_sliced_anyway_is_sliced_first() -> None:
     def ranks(rank: int) -> list[tuple[str, int]]:
         mesh = init_device_mesh("cpu", (2, 4))
         d, full = source(mesh, (16, 3), P, R)
-        with meshplan.installed(strict=True), Sent() as sent:
+        with meshplan.installed(strict=True, path="exchange"), Sent() as sent:
             found = d.redistribute(mesh, (R, S(0)))
         where = mesh.get_coordinate() or ()
         assert_bitwise_equal(found.to_local(), full[where[1] * 4 : where[1] * 4 + 4])
@@ -88,7 +88,7 @@ def test_strided_shards_are_cut_by_torch_from_the_one_reduction() -> None:
         where = mesh.get_coordinate() or ()
         d, full = source(mesh, (8, 3), P, P)
         meshplan.clear_report()
-        with meshplan.installed(strict=True):
+        with meshplan.installed(strict=True, path="exchange"):
             found = d.redistribute(mesh, (_StridedShard(0, split_factor=2), S(0))).to_local()
         start = where[1] * 4 + where[0] * 2
         assert_bitwise_equal(found, full[start : start + 2])

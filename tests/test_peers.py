@@ -1,0 +1,507 @@
+"""Reductions through shared memory over real processes: bits, sizes, faults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import meshplan
+from meshplan import kernel
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import (
+    FallbackRefusedError,
+    GroupAgreementError,
+    GroupStateError,
+    PeerTimeoutError,
+    SignatureMismatchError,
+)
+from meshplan.flatten import _connect
+from meshplan.flatten._connect import connect
+from meshplan.kernel import Communicator
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.processes,
+    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
+]
+
+GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
+PATHS = ("one_shot", "two_shot")
+NUMELS = (0, 1, 3, 7, 8, 15, 16, 17, 4095, 4097)
+P, R, S = Partial(), Replicate(), Shard
+_held: list[Communicator] = []
+
+
+def connected(world_size: int, timeout: float = 20.0) -> Communicator:
+    store = c10d._get_default_store()
+    ranks = tuple(range(world_size))
+    found = connect(store, "test", ranks, rank=dist.get_rank(), wait=20.0, timeout=timeout)
+    assert isinstance(found, Communicator), found
+    # Operators find it by name, and only while somebody holds it.
+    _held.append(found)
+    return found
+
+
+def reduced(
+    tensor: Tensor,
+    world_size: int,
+    path: str,
+    *,
+    op: str = "sum",
+    shape: tuple[int, ...] = (),
+    contract: Contract = Contract(),
+    divisor: int | None = None,
+    parts: tuple[int, ...] = (),
+) -> Tensor:
+    result: Tensor = torch.ops.meshplan.peer_reduce(
+        tensor,
+        list(parts),
+        op,
+        list(shape) or [world_size],
+        contract.order,
+        contract.accumulate,
+        contract.rounding,
+        divisor,
+        path,
+        "test",
+    )
+    return result
+
+
+def repeat(times: int, d: DTensor) -> None:
+    for _ in range(times):
+        d.full_tensor()
+
+
+def at_byte(values: Tensor, offset: int) -> Tensor:
+    """The same values at an address that is ``offset`` beyond a multiple of 16."""
+    store = torch.empty(values.nbytes + 32, dtype=torch.uint8)
+    first = -store.data_ptr() % 16 + offset
+    raw = store[first : first + values.nbytes]
+    raw.copy_(values.view(torch.uint8))
+    return torch.frombuffer(
+        store.numpy().data, dtype=values.dtype, count=values.numel(), offset=first
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_golden_and_sizes(world_size: int) -> None:
+    cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]
+    large = (1 << 20) + 3 if world_size in (2, 3, 5, 8) else (1 << 16) + 3
+
+    def golden(rank: int) -> list[str]:
+        wrong = []
+        for number, case in enumerate(cases):
+            dtype = getattr(torch, case["dtype"])
+            mine = torch.frombuffer(bytearray.fromhex(case["inputs"][rank]), dtype=dtype)
+            expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
+            average = case.get("divisor") or world_size
+            for path in PATHS:
+                found = reduced(
+                    mine,
+                    world_size,
+                    path,
+                    op=case["op"],
+                    shape=tuple(case["shape"]),
+                    contract=Contract(case["order"], case["accumulate"], case["rounding"]),
+                    divisor=average if case["op"] == "avg" else None,
+                )
+                if bits(found).tolist() != bits(expected).tolist():
+                    wrong.append(f"case {number} {path}")
+        return wrong
+
+    def ranks(rank: int) -> list[str]:
+        torch.set_num_threads(1)
+        connected(world_size)
+        kinds = itertools.product(NUMELS, (torch.float32, torch.bfloat16))
+        for numel, dtype in (*kinds, (large, torch.float32)):
+            leaves = [
+                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
+                for r in range(world_size)
+            ]
+            expected = reduce_leaves(leaves, "sum", (world_size,))
+            for path in (*PATHS, "auto"):
+                found = reduced(leaves[rank], world_size, path)
+                assert_bitwise_equal(found, expected, f"{path} {numel} {dtype}")
+            width = numel // world_size
+            parts = (*(width + r % 2 for r in range(world_size - 1)),)
+            parts = (*parts, max(0, numel - sum(parts)))
+            if sum(parts) == numel:
+                start = sum(parts[:rank])
+                found = reduced(leaves[rank], world_size, "auto", parts=parts)
+                assert_bitwise_equal(found, expected[start : start + parts[rank]])
+        return golden(rank)
+
+    assert world_size > 8 or world_size in (4, 7) or len(cases) >= 4
+    assert run_ranks(ranks, world_size, timeout=150) == [[]] * world_size
+
+
+def test_dtypes_operations_contracts_offsets_and_strides() -> None:
+    contracts = [
+        Contract(*words)  # type: ignore[arg-type]
+        for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
+    ]
+    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    integers = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+    def ranks(rank: int) -> None:
+        torch.set_num_threads(1)
+        connected(6)
+        for dtype in (*floats, *integers):
+            leaves = [
+                order_sensitive(517, rank=r, world_size=6, dtype=dtype, specials=True)
+                for r in range(6)
+            ]
+            for op, contract in itertools.product(
+                ("sum", "avg", "product", "max", "min"), contracts
+            ):
+                if op == "avg" and dtype in integers:
+                    continue
+                divisor = 6 if op == "avg" else None
+                expected = reduce_leaves(leaves, op, (2, 3), contract, divisor=divisor)  # type: ignore[arg-type]
+                for path in PATHS:
+                    found = reduced(
+                        leaves[rank],
+                        6,
+                        path,
+                        op=op,
+                        shape=(2, 3),
+                        contract=contract,
+                        divisor=divisor,
+                    )
+                    assert_bitwise_equal(found, expected, f"{op} {dtype} {contract} {path}")
+        leaves = [order_sensitive(600, rank=r, world_size=6, specials=True) for r in range(6)]
+        expected = reduce_leaves(leaves, "sum", (6,))
+        for offset, path in itertools.product(range(16), PATHS):
+            assert_bitwise_equal(reduced(at_byte(leaves[rank], offset), 6, path), expected)
+        strided = leaves[rank].view(20, 30).t()
+        for path in PATHS:
+            found = reduced(strided, 6, path)
+            assert found.is_contiguous()
+            assert_bitwise_equal(found, expected.view(20, 30).t().contiguous())
+            same = strided.clone(memory_format=torch.preserve_format)
+            torch.ops.meshplan.peer_reduce_(
+                same, "sum", [6], "tree", "wide", "once", None, path, "test"
+            )
+            assert same.stride() == strided.stride()
+            assert_bitwise_equal(same.contiguous(), found)
+
+    run_ranks(ranks, 6, timeout=150)
+
+
+def test_a_size_never_changes_a_bit() -> None:
+    """Across every switch point; and a slice alone is that slice of the whole."""
+
+    def ranks(rank: int) -> None:
+        torch.set_num_threads(1)
+        connected(3)
+        limit = kernel.one_shot_bytes(3) // 4
+        tile = kernel.region_bytes(3) // 2 // 6 // 4
+        for numel in (limit - 1, limit, limit + 1, 3 * tile - 1, 3 * tile + 1, 20 * tile + 5):
+            leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
+            whole = reduce_leaves(leaves, "sum", (3,))
+            found = [reduced(leaves[rank], 3, path) for path in ("auto", *PATHS)]
+            for one in found:
+                assert_bitwise_equal(one, whole)
+            for start, stop in ((0, 1), (1, numel // 2), (numel // 3, numel)):
+                part = reduced(leaves[rank][start:stop], 3, "auto")
+                assert_bitwise_equal(part, whole[start:stop])
+
+    run_ranks(ranks, 3, timeout=150)
+
+
+def test_redistributions_take_it_and_say_so() -> None:
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        for path in ("auto", *PATHS):
+            for dst in ((R, R), (S(0), R), (S(0), S(0)), (R, S(1))):
+                for shape in ((5, 3), (64, 200)):
+                    leaves = [
+                        order_sensitive(math.prod(shape), rank=r, world_size=4).view(shape)
+                        for r in range(4)
+                    ]
+                    full = reduce_leaves(leaves, "sum", (2, 2))
+                    expected = DTensor.from_local(full, mesh, (R, R), run_check=False)
+                    with meshplan.installed(path=path, strict=True):
+                        d = DTensor.from_local(leaves[rank], mesh, (P, P), run_check=False)
+                        found = d.redistribute(mesh, dst).to_local()
+                    assert_bitwise_equal(found, expected.redistribute(mesh, dst).to_local())
+        return sorted({e["ran"] for e in meshplan.report().entries if e["ran"] != "torch"})
+
+    assert run_ranks(ranks, 4) == [["one_shot", "two_shot"]] * 4
+
+
+def test_compiled_and_eager_ranks_meet() -> None:
+    """The operator chooses when it runs, so that ranks need not be alike in what they compile."""
+
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (3,))
+        leaves = [order_sensitive(70_000, rank=r, world_size=3) for r in range(3)]
+        expected = reduce_leaves(leaves, "sum", (3,))
+        graphs: list[str] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph.print_readable(print_output=False))
+            return graph
+
+        def whole(x: Tensor) -> Tensor:
+            return torch.ops.meshplan.peer_reduce(
+                x, [], "sum", [3], "tree", "wide", "once", None, "auto", "test"
+            )
+
+        del mesh
+        connected(3)
+        function = torch.compile(whole, backend=keep, fullgraph=True) if rank else whole
+        for count in (70_000, 100):
+            found = function(leaves[rank][:count])
+            assert_bitwise_equal(found, expected[:count])
+        return graphs
+
+    graphs = run_ranks(ranks, 3, timeout=150)
+    assert all("meshplan.peer_reduce" in text for text in graphs[1] + graphs[2])
+    assert graphs[0] == []
+
+
+class TestFaults(TestCase):
+    def test_a_rank_that_does_not_come(self) -> None:
+        def ranks(rank: int) -> tuple[str, float]:
+            mesh = init_device_mesh("cpu", (4,))
+            leaves = [order_sensitive(1000, rank=r, world_size=4) for r in range(4)]
+            d = DTensor.from_local(leaves[rank], mesh, (P,), run_check=False)
+            with meshplan.installed(timeout=1.5):
+                d.full_tensor()
+                started = time.monotonic()
+                if rank == 2:
+                    time.sleep(3)
+                    message = ""
+                else:
+                    with pytest.raises(PeerTimeoutError) as caught:
+                        d.full_tensor()
+                    assert (caught.value.rank, caught.value.block, caught.value.phase) == (2, 0, 0)
+                    message = str(caught.value)
+                took = time.monotonic() - started
+            dist.barrier()
+            # All ranks meet anew; the one that was away learns of it in its next reduction.
+            with meshplan.installed(timeout=20.0):
+                if rank == 2:
+                    late = r"rank 2 \(this one\) came too late"
+                    with pytest.raises(PeerTimeoutError, match=late):
+                        repeat(2, d)
+                assert_bitwise_equal(d.full_tensor(), reduce_leaves(leaves, "sum", (4,)))
+            return message, took
+
+        found = run_ranks(ranks, 4)
+        for message, took in (found[0], found[1], found[3]):
+            assert message == found[0][0]
+            assert 1 < took < 5
+        self.assertExpectedInline(
+            found[0][0],
+            """MP702: rank 2 did not come within 1.5 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: 1000 elements of float32, sum over 4, tree/wide/once, one_shot; look for a rank that died or took another branch. The next reduction of these ranks meets anew""",
+        )
+
+    def test_ranks_that_bring_different_things(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            connected(3)
+            messages = []
+            odd = rank == 1
+            for tensor, more in (
+                (torch.ones(1001 if odd else 1000), {}),
+                (torch.ones(8, dtype=torch.int32 if odd else torch.float32), {}),
+                (torch.ones(8), {"op": "max" if odd else "sum"}),
+                (torch.ones(8), {"contract": Contract(order="rank" if odd else "tree")}),
+                (torch.ones(8), {"shape": (3, 1) if odd else (3,)}),
+            ):
+                if more.get("shape"):
+                    # The same tree: axes of size 1 are nothing.
+                    assert_bitwise_equal(reduced(tensor, 3, "auto", **more), torch.full((8,), 3.0))
+                    continue
+                with pytest.raises(SignatureMismatchError) as caught:
+                    reduced(tensor, 3, "two_shot", **more)
+                messages.append(str(caught.value))
+                with pytest.raises(GroupStateError, match="meets anew"):
+                    reduced(tensor, 3, "two_shot", **more)
+                connected(3)
+            return messages
+
+        found = run_ranks(ranks, 3)
+        self.assertExpectedInline(
+            "\n".join(found[0]),
+            """\
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 1001 elements of float32, sum over 3, tree/wide/once, two_shot, this rank 0 with 1000 elements of float32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 8 elements of int32, sum over 3, tree/wide/once, two_shot, this rank 0 with 8 elements of float32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 8 elements of float32, max over 3, tree/wide/once, two_shot, this rank 0 with 8 elements of float32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 8 elements of float32, sum over 3, rank/wide/once, two_shot, this rank 0 with 8 elements of float32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+        )
+        self.assertExpectedInline(
+            found[1][0],
+            """MP703: rank 0 came to a reduction over ranks 0, 1, 2 with 1000 elements of float32, sum over 3, tree/wide/once, two_shot, this rank 1 with 1001 elements of float32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+        )
+
+    def test_paths_that_cannot_be_taken(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            _connect.host = lambda: f"host {rank // 2}"
+            mesh = init_device_mesh("cpu", (4,))
+            d = DTensor.from_local(torch.ones(4), mesh, (P,), run_check=False)
+            messages = []
+            with meshplan.installed(path="two_shot", strict=True):
+                with pytest.raises(FallbackRefusedError) as caught:
+                    d.full_tensor()
+                messages.append(str(caught.value))
+            with meshplan.installed(path="two_shot"):
+                assert d.full_tensor().tolist() == [4.0] * 4
+                (entry,) = meshplan.report().fallbacks
+                messages.append(entry["why"])
+            meshplan.clear_report()
+            with meshplan.installed(strict=True):
+                assert d.full_tensor().tolist() == [4.0] * 4
+            assert not meshplan.report().fallbacks
+            messages.append(meshplan.report().entries[0]["why"])
+
+            def nothing(size: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            kernel.SharedMemory.create = nothing  # type: ignore[assignment, method-assign]
+            _connect.host = lambda: "one host"
+            assert meshplan.shutdown() == 0
+            with meshplan.installed():
+                d.full_tensor()
+            messages.append(meshplan.report().entries[-1]["why"])
+            return messages
+
+        found = run_ranks(ranks, 4)
+        assert all(messages == found[0] for messages in found)
+        self.assertExpectedInline(
+            "\n".join(found[0]),
+            """\
+MP701: (P(sum)) -> (R) on (axis0=4): path two_shot was asked for and exchange would run: one axis, in an order that all siblings share; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; install with another path, or with strict=False
+one axis, in an order that all siblings share; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
+one axis, in an order that all siblings share; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
+one axis, in an order that all siblings share; not through shared memory: rank 0: no shared memory: [Errno 28] No space left on device""",
+        )
+
+    def test_a_member_that_does_not_come_to_map_it(self) -> None:
+        def ranks(rank: int) -> str:
+            if rank == 1:
+                time.sleep(2.5)
+                return ""
+            mesh = init_device_mesh("cpu", (3,))
+            d = DTensor.from_local(torch.ones(4), mesh, (P,), run_check=False)
+            with meshplan.installed(timeout=1.0), pytest.raises(GroupAgreementError) as caught:
+                d.full_tensor()
+            return ",".join(map(str, caught.value.missing))
+
+        assert run_ranks(ranks, 3) == ["1", "", "1"]
+
+
+def test_a_killed_rank_leaves_nothing_behind() -> None:
+    """The others name it; no file, no mapping, no descriptor stays."""
+    before = set(os.listdir("/dev/shm"))
+
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,))
+        d = DTensor.from_local(torch.ones(1 << 20), mesh, (P,), run_check=False)
+        with meshplan.installed(timeout=2.0):
+            d.full_tensor()
+            if rank == 1:
+                # Dies in the middle of a reduction, or between two.
+                threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            with pytest.raises(PeerTimeoutError) as caught:
+                repeat(100_000, d)
+            assert caught.value.rank == 1
+            meshplan.shutdown()
+        maps = Path("/proc/self/maps").read_text()
+        assert "memfd:meshplan" not in maps
+        for number in os.listdir("/proc/self/fd"):
+            link = Path(f"/proc/self/fd/{number}")
+            # The listing itself is gone.
+            assert not link.exists() or "memfd:meshplan" not in os.readlink(link)
+        return str(caught.value.rank)
+
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(ranks, 3)
+    message = str(caught.value)
+    assert "rank 1 died" in message
+    assert "raised" not in message.replace("rank 1", "")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_it_is_given_back() -> None:
+    """By shutdown, with the default group, and never twice."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:meshplan")
+
+    def ranks(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (3,))
+        d = DTensor.from_local(torch.ones(8), mesh, (P,), run_check=False)
+        counts = [mapped()]
+        with meshplan.installed():
+            for _ in range(3):
+                d.full_tensor()
+            counts.append(mapped())
+            meshplan.shutdown()
+            meshplan.shutdown()
+            counts.append(mapped())
+            d.full_tensor()
+            counts.append(mapped())
+        meshplan.shutdown()
+        return [*counts, mapped()]
+
+    assert run_ranks(ranks, 3) == [[0, 1, 0, 1, 0]] * 3
+
+
+def test_a_fork_may_not_use_it() -> None:
+    def ranks(rank: int) -> int:
+        connected(2)
+        child = os.fork()
+        if child == 0:
+            try:
+                reduced(torch.ones(4), 2, "auto")
+            except GroupStateError as error:
+                os._exit(0 if "is a fork" in str(error) else 2)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        reduced(torch.ones(4), 2, "auto")
+        return os.waitstatus_to_exitcode(status)
+
+    assert run_ranks(ranks, 2) == [0, 0]
+
+
+def test_threads_take_turns() -> None:
+    """Two threads of each rank on one communicator: never a wrong bit, whatever is in flight."""
+
+    def ranks(rank: int) -> int:
+        connected(2)
+        right = [0, 0]
+
+        def work(number: int) -> None:
+            for _ in range(200):
+                found = reduced(torch.full((3000,), float(rank + 1)), 2, "auto")
+                right[number] += int((found == 3).all())
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(right)
+
+    assert run_ranks(ranks, 2) == [400, 400]

@@ -1,0 +1,190 @@
+"""The peer protocol under sanitizers, each (rank, block) a thread; and mutants that must be caught.
+
+The sources are compiled here, with g++ and its sanitizers. A mutant is a copy of the sources with
+one thing changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from expecttest import TestCase
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "csrc"
+HARNESS = Path(__file__).parent / "native" / "peer_harness.cpp"
+THREADS = ("-fsanitize=thread",)
+UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
+REPORT = "WARNING: ThreadSanitizer: data race"
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: sanitizers are not run"),
+]
+
+
+def compile_one(source: Path, headers: Path, flags: tuple[str, ...], to: Path) -> None:
+    command = ["g++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"]
+    command += ["-ffp-contract=off", *flags, f"-I{headers}", "-c", str(source), "-o", str(to)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def link(objects: list[Path], flags: tuple[str, ...], to: Path) -> None:
+    command = ["g++", *flags, "-pthread", *map(str, objects), "-o", str(to)]
+    subprocess.run(command, check=True, timeout=100)
+
+
+def run(program: Path, *words: str | int, timeout: float = 100) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(program), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+class Builds:
+    """Harnesses by flags; the arithmetic is compiled once for each, mutants of it anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._arithmetic: dict[tuple[str, ...], Path] = {}
+
+    def harness(self, flags: tuple[str, ...], sources: Path = SOURCES) -> Path:
+        number = len(list(self.folder.iterdir()))
+        arithmetic = self._arithmetic.get(flags)
+        same = (sources / "cpu.cpp").read_text() + (sources / "dtype.h").read_text()
+        if (
+            arithmetic is None
+            or same != (SOURCES / "cpu.cpp").read_text() + (SOURCES / "dtype.h").read_text()
+        ):
+            arithmetic = self.folder / f"cpu{number}.o"
+            compile_one(sources / "cpu.cpp", sources, flags, arithmetic)
+            if sources == SOURCES:
+                self._arithmetic[flags] = arithmetic
+        harness = self.folder / f"harness{number}.o"
+        compile_one(HARNESS, sources, flags, harness)
+        program = self.folder / f"program{number}"
+        link([harness, arithmetic], flags, program)
+        return program
+
+    def mutant(self, file: str, old: str, new: str) -> Path:
+        sources = self.folder / f"sources{len(list(self.folder.iterdir()))}"
+        shutil.copytree(SOURCES, sources)
+        text = (sources / file).read_text()
+        assert old in text, f"{file} has no {old!r} to change"
+        (sources / file).write_text(text.replace(old, new))
+        return sources
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
+    return Builds(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="module")
+def threads(builds: Builds) -> Path:
+    return builds.harness(THREADS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_no_race_and_no_wrong_bit(threads: Path, world_size: int) -> None:
+    for seed in (1, 2) if world_size < 8 else (1,):
+        code, printed = run(threads, "random", world_size, seed)
+        assert REPORT not in printed
+        assert code == 0, printed
+        assert "0 failed, 0 elements wrong" in printed
+
+
+def test_no_undefined_behaviour(builds: Builds) -> None:
+    program = builds.harness(UNDEFINED)
+    for world_size in (2, 3, 5):
+        code, printed = run(program, "random", world_size, 3)
+        assert code == 0, printed
+        assert "runtime error" not in printed
+
+
+class TestFaults(TestCase):
+    @pytest.fixture(autouse=True)
+    def _programs(self, threads: Path) -> None:
+        self.threads = threads
+
+    def test_a_missing_rank_is_named_by_every_block(self) -> None:
+        """Fate 1 waited itself, fate 2 was told."""
+        code, printed = run(self.threads, "missing", 4)
+        assert code == 0, printed
+        lines = printed.splitlines()
+        assert len(lines) == 9
+        assert all(line.endswith("rank 3") for line in lines)
+        assert {line.split("fate ")[1][0] for line in lines} <= {"1", "2"}
+        assert any("fate 1" in line for line in lines)
+
+    def test_a_differing_rank_is_named_by_every_rank(self) -> None:
+        code, printed = run(self.threads, "differs", 3)
+        assert code == 0, printed
+        lines = printed.splitlines()
+        # Each rank finds it in its first block at the latest when that waits for the others.
+        assert len(lines) == 9
+        assert all(line.endswith("rank 2") for line in lines[:6])
+        assert all(line.endswith("rank 0") for line in lines[6:])
+
+
+MUTANTS = {
+    "relaxed stores": ("host.h", "value, __ATOMIC_RELEASE", "value, __ATOMIC_RELAXED"),
+    "relaxed loads": ("host.h", "word, __ATOMIC_ACQUIRE", "word, __ATOMIC_RELAXED"),
+    "one buffer": ("peer.h", "return i32(generation_ & 1u);", "return 0;"),
+    "no second barrier": ("peer.h", "if (!meet(1)) return false;", ""),
+    "rotated order": (
+        "peer.h",
+        "if (from == rank) return own;",
+        "if (rank & 1) from = from == 0 ? 2 : from == 2 ? 0 : from;\n    if (from == rank) return own;",
+    ),
+    "flags that do not wrap": ("host.h", "i32(load(flag) - wanted) < 0", "load(flag) < wanted"),
+    "from zero": (
+        "cpu.cpp",
+        "top[i] = node(Convert<Acc>::from(load<In>(a, start + i)),",
+        "top[i] = node(node(Acc(0), Convert<Acc>::from(load<In>(a, start + i))),",
+    ),
+    "rounded at every node": ("cpu.cpp", "if (how.node == 1) {", "if (true) {"),
+    "no rule for NaN": (
+        "dtype.h",
+        "return bit_cast<T>(is_nan(x) ? Traits<T>::nan : bit_cast<Bits>(x));",
+        "return sizeof(Bits) ? x : x;",
+    ),
+    "a result that is not staged": (
+        "peer.h",
+        "block_.copy(peers_.region[to] + data(world + rank), out, own.bytes);",
+        "(void)to;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(builds: Builds, name: str) -> None:
+    file, old, new = MUTANTS[name]
+    # Races need the sanitizer; wrong values show without it, which is faster.
+    flags = THREADS if "relaxed" in name else ()
+    program = builds.harness(flags, builds.mutant(file, old, new))
+    caught = []
+    for world_size in (3, 5):
+        for seed in range(4):
+            try:
+                code, printed = run(program, "random", world_size, seed, timeout=6)
+            except subprocess.TimeoutExpired:
+                caught.append("hangs")
+                break
+            if REPORT in printed:
+                caught.append("race")
+            elif code != 0:
+                caught.append("wrong")
+        if caught:
+            break
+    assert caught, f"nobody noticed: {name}"
+    if "relaxed" in name:
+        assert "race" in caught
