@@ -31,13 +31,6 @@ struct Fold {
 };
 
 template <class T>
-constexpr bool kDivides = false;
-template <>
-constexpr bool kDivides<float> = true;
-template <>
-constexpr bool kDivides<double> = true;
-
-template <class T>
 MP_INLINED T load(const void* from, i64 index) {
   // Any alignment.
   typename Traits<T>::Bits bits;

@@ -55,7 +55,7 @@ struct mp_peer_call {
 
 // Bytes of one rank's region.
 unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile) {
-  return meshplan::Map{world, blocks, tile}.bytes();
+  return meshplan::Map{world, blocks, tile, meshplan::HostBlock::kPush}.bytes();
 }
 
 // Reduces `in` with the peers into `out`; returns the fate, which `outcome` explains, or -1 for an

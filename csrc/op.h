@@ -5,6 +5,14 @@
 
 namespace meshplan {
 
+// What an average is divided in.
+template <class T>
+constexpr bool kDivides = false;
+template <>
+constexpr bool kDivides<float> = true;
+template <>
+constexpr bool kDivides<double> = true;
+
 enum class Op : i32 { sum = 0, product = 1, max = 2, min = 3 };
 
 struct Sum {

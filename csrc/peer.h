@@ -58,6 +58,7 @@ struct Outcome {
 struct Map {
   i32 world, blocks;
   u64 tile;
+  bool push;
 
   MP_FN u64 generation(i32 block) const { return kLine * u64(block); }
   MP_FN u64 refusal() const { return kLine * u64(blocks); }
@@ -67,13 +68,17 @@ struct Map {
   MP_FN u64 signature(i32 parity, i32 block, i32 from) const {
     return flag(2, 0, 0) + sizeof(Signature) * row(parity, block, from);
   }
-  // Tile i of 2 * world: one for each peer, then the results.
+  // Tile i: one for each peer, then the results; a rank that is read from has only its own.
   MP_FN u64 data(i32 parity, i32 block, i32 i) const {
-    return signature(2, 0, 0) + tile * (u64(parity * blocks + block) * u64(2 * world) + u64(i));
+    return signature(2, 0, 0) + tile * (u64(parity * blocks + block) * u64(tiles()) + u64(i));
+  }
+  MP_FN u64 result(i32 parity, i32 block, i32 from) const {
+    return data(parity, block, push ? world + from : world);
   }
   MP_FN u64 bytes() const { return data(2, 0, 0); }
 
  private:
+  MP_FN i32 tiles() const { return push ? 2 * world : world + 1; }
   MP_FN u64 row(i32 half, i32 block, i32 from) const {
     return u64((half * blocks + block) * world + from);
   }
@@ -111,7 +116,7 @@ class Call {
         message_(message),
         block_(block),
         fold_(fold),
-        map_{peers.world, peers.blocks, peers.tile} {}
+        map_{peers.world, peers.blocks, peers.tile, Block::kPush} {}
 
   MP_FN Outcome run() {
     u32* word = at<u32>(peers_.rank, map_.generation(block_.index()));
@@ -172,14 +177,14 @@ class Call {
     block_.sync();
     for (i32 k = 1; k < (Block::kPush ? world : 2); ++k) {
       const i32 to = Block::kPush ? (rank + k) % world : rank;
-      block_.copy(peers_.region[to] + data(world + rank), out, own.bytes);
+      block_.copy(peers_.region[to] + result(rank), out, own.bytes);
     }
     if (!meet(1)) return false;
     for (i32 k = 1; k < world; ++k) {
       const i32 from = (rank + k) % world;
       const Piece part = piece(from, step);
       const i32 holder = Block::kPush ? rank : from;
-      block_.copy(message_.out + part.start, peers_.region[holder] + data(world + from), part.bytes);
+      block_.copy(message_.out + part.start, peers_.region[holder] + result(from), part.bytes);
     }
     return true;
   }
@@ -251,6 +256,7 @@ class Call {
 
   MP_FN i32 parity() const { return i32(generation_ & 1u); }
   MP_FN u64 data(i32 tile) const { return map_.data(parity(), block_.index(), tile); }
+  MP_FN u64 result(i32 from) const { return map_.result(parity(), block_.index(), from); }
 
   template <class T>
   MP_FN T* at(i32 rank, u64 offset) const {

@@ -5,6 +5,14 @@
 #error "meshplan: fast math changes the bits of the contract; build without it"
 #endif
 
+#if defined(__HIP__) && !defined(__device__)
+// Without the headers of ROCm; the builtins of clang suffice.
+#define __host__ __attribute__((host))
+#define __device__ __attribute__((device))
+#define __global__ __attribute__((global))
+#define __shared__ __attribute__((shared))
+#endif
+
 #if defined(__CUDACC__) || defined(__HIP__) || defined(__CUDACC_RTC__)
 #define MP_FN __host__ __device__ inline
 #else

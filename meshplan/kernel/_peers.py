@@ -53,7 +53,7 @@ ONE_SHOT_BYTES = ((2, 32 << 10), (4, 16 << 10), (MAX_PEERS, 4 << 10))
 MAX_CALLS = 256
 
 _MODES = ("one_shot", "two_shot", "scatter")
-_STAGED_BYTES = 256 << 10
+_STAGED_BYTES = 1 << 20
 _DONE, _LATE, _TOLD, _DIFFERS = range(4)
 # In place of a phase: another block found that signatures differ.
 _DIFFERING = 2
@@ -97,8 +97,8 @@ def region_bytes(ranks: int) -> int:
 
 
 def _tile(ranks: int) -> int:
-    # What a rank stages in a step stays in its second cache, unless pieces would become small.
-    return min(max(_STAGED_BYTES // ranks, 16 << 10), 128 << 10) // 64 * 64
+    # Large enough for few meetings, where ranks outnumber processors, and small enough for caches.
+    return max(_STAGED_BYTES // ranks, 16 << 10) // 64 * 64
 
 
 class Communicator:

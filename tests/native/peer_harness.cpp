@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "element.h"
 #include "host.h"
 
 using namespace meshplan;
@@ -96,8 +97,8 @@ void random_element(std::mt19937& chance, const Case& call, u8* at, i64 i) {
 }
 
 struct World {
-  explicit World(i32 world) : size(world), views(std::size_t(world)) {
-    const Map map{world, kBlocks, kTile};
+  explicit World(i32 world, bool push) : size(world), views(std::size_t(world)) {
+    const Map map{world, kBlocks, kTile, push};
     for (i32 r = 0; r < world; ++r) {
       u8* region = static_cast<u8*>(std::aligned_alloc(kLine, map.bytes()));
       std::memset(region, 0xee, map.bytes());
@@ -142,7 +143,14 @@ Outcome run_block(const World& world, i32 rank, i32 index, i32 count, const Case
   Message message{in, out, starts.data(), call.mode, call.item(), {}};
   message.signature.words[0] = u64(call.numel());
   message.signature.words[1] = u64(call.mode);
-  auto fold = [&](u8* to, const Leaves& leaves, i64 numel, Block<push>&) {
+  auto fold = [&](u8* to, const Leaves& leaves, i64 numel, Block<push>& lanes) {
+    if (push) {
+      // As a device folds.
+      const Elements elements{schedule.steps, schedule.count, world.size, call.rank_order, true, 0};
+      call.half ? fold_elements<Bfloat, float, float, Sum>(elements, to, leaves, numel, lanes)
+                : fold_elements<float, float, float, Sum>(elements, to, leaves, numel, lanes);
+      return;
+    }
     const void* from[kMaxPeers];
     for (i32 r = 0; r < world.size; ++r) from[r] = leaves.leaf(r);
     reduce(to, from, numel, schedule, how);
@@ -176,7 +184,7 @@ int random_calls(i32 world_size, u32 seed) {
   constexpr int kCalls = 60;
   long wrong = 0, failed = 0;
   for (bool push : {false, true}) {
-    const World world(world_size);
+    const World world(world_size, push);
     std::mt19937 chance(seed + push);
     const auto ranks = std::size_t(world_size);
     std::vector<Case> calls;
@@ -244,7 +252,7 @@ int random_calls(i32 world_size, u32 seed) {
 }
 
 int fault(const std::string& kind, i32 world_size) {
-  const World world(world_size);
+  const World world(world_size, false);
   const i32 odd = world_size - 1;
   std::vector<std::string> lines(std::size_t(world_size) * kBlocks);
   std::vector<std::thread> threads;

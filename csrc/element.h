@@ -1,0 +1,153 @@
+// The fold of a device: each lane takes elements of its own, in registers.
+//
+// Sums of floats in groups of the common sizes are unrolled and read 16 bytes at a time; all else
+// follows the list of steps, element by element. Both give the bits of cpu.cpp, as the tests show on
+// a CPU.
+#pragma once
+
+#include "op.h"
+#include "peer.h"
+#include "schedule.h"
+
+namespace meshplan {
+
+struct Elements {
+  const Instruction* steps;
+  i32 count, world;
+  bool rank_order;
+  bool one_axis;  // or a shape whose tree is that of one axis
+  u64 divisor;    // 0: none
+};
+
+// Partial results that wait, at most: a tree over 72 leaves in axes of 2 or more needs 8.
+constexpr i32 kPending = 12;
+
+struct alignas(16) Vector {
+  u64 words[2];
+};
+
+template <class T>
+MP_FN T element_at(const u8* from, i64 index) {
+  typename Traits<T>::Bits bits;
+  __builtin_memcpy(&bits, from + index * i64(sizeof(T)), sizeof(T));
+  return bit_cast<T>(bits);
+}
+
+template <class T>
+MP_FN void put(u8* to, i64 index, T value) {
+  const auto bits = bit_cast<typename Traits<T>::Bits>(value);
+  __builtin_memcpy(to + index * i64(sizeof(T)), &bits, sizeof(T));
+}
+
+// D: of leaves and result. Acc: partial results. Round: what each node is rounded to.
+template <class D, class Acc, class Round, class Op>
+struct Element {
+  MP_FN static Acc node(Acc a, Acc b) {
+    return Convert<Acc>::from(Convert<Round>::from(Op::node(a, b)));
+  }
+
+  MP_FN static D finish(Acc total, u64 divisor) {
+    if constexpr (kDivides<Acc>) {
+      if (divisor != 0) total = total / Acc(divisor);
+    }
+    return canonical(Convert<D>::from(total));
+  }
+
+  // One axis of kCount leaves from kFirst on.
+  template <i32 kFirst, i32 kCount, class Leaf>
+  MP_FN static Acc tree(const Leaf& leaf) {
+    if constexpr (kCount == 1) {
+      return Convert<Acc>::from(leaf(kFirst));
+    } else {
+      constexpr i32 split = kCount > 64 ? 64 : kCount > 32 ? 32 : kCount > 16 ? 16 : kCount > 8 ? 8
+                            : kCount > 4 ? 4 : kCount > 2 ? 2 : 1;
+      return node(tree<kFirst, split>(leaf), tree<kFirst + split, kCount - split>(leaf));
+    }
+  }
+
+  template <i32 kCount, class Leaf>
+  MP_FN static Acc unrolled(bool rank_order, const Leaf& leaf) {
+    if (!rank_order) return tree<0, kCount>(leaf);
+    Acc total = Convert<Acc>::from(leaf(0));
+    for (i32 r = 1; r < kCount; ++r) total = node(total, Convert<Acc>::from(leaf(r)));
+    return total;
+  }
+
+  template <class Leaf>
+  MP_FN static Acc listed(const Elements& how, const Leaf& leaf) {
+    Acc pending[kPending];
+    i32 top = -1;
+    for (i32 s = 0; s < how.count; ++s) {
+      const Instruction step = how.steps[s];
+      if (step.what == Do::top2) {
+        --top;
+        pending[top] = node(pending[top], pending[top + 1]);
+        continue;
+      }
+      const Acc a = Convert<Acc>::from(leaf(step.a));
+      if (step.what == Do::with) {
+        pending[top] = node(pending[top], a);
+      } else if (step.what == Do::load2) {
+        pending[++top] = node(a, Convert<Acc>::from(leaf(step.b)));
+      } else {
+        pending[++top] = a;
+      }
+    }
+    return pending[0];
+  }
+
+  template <i32 kCount, class Block>
+  MP_FN static void sized(const Elements& how, u8* out, const Leaves& leaves, i64 numel, Block& block) {
+    constexpr i32 kWidth = 16 / i32(sizeof(D));
+    u64 address = u64(reinterpret_cast<__UINTPTR_TYPE__>(out));
+    for (i32 r = 0; r < kCount; ++r) address |= u64(reinterpret_cast<__UINTPTR_TYPE__>(leaves.leaf(r)));
+    const i64 vectors = address % 16 == 0 ? numel / kWidth : 0;
+    for (i64 v = block.lane(); v < vectors; v += block.lanes()) {
+      Vector in[kCount], found;
+      for (i32 r = 0; r < kCount; ++r) in[r] = reinterpret_cast<const Vector*>(leaves.leaf(r))[v];
+      for (i32 i = 0; i < kWidth; ++i) {
+        const auto leaf = [&](i32 r) { return element_at<D>(reinterpret_cast<const u8*>(&in[r]), i); };
+        put(reinterpret_cast<u8*>(&found), i, finish(unrolled<kCount>(how.rank_order, leaf), how.divisor));
+      }
+      reinterpret_cast<Vector*>(out)[v] = found;
+    }
+    one_by_one(how, out, leaves, vectors * kWidth, numel, block);
+  }
+
+  template <class Block>
+  MP_FN static void one_by_one(const Elements& how, u8* out, const Leaves& leaves, i64 first, i64 numel,
+                               Block& block) {
+    for (i64 i = first + block.lane(); i < numel; i += block.lanes()) {
+      const auto leaf = [&](i32 r) { return element_at<D>(leaves.leaf(r), i); };
+      put(out, i, finish(listed(how, leaf), how.divisor));
+    }
+  }
+};
+
+// What trains models is worth the code: sums of floats, rounded once.
+template <class D, class Acc, class Round, class Op>
+constexpr bool kUnrolled = false;
+template <>
+constexpr bool kUnrolled<float, float, float, Sum> = true;
+template <>
+constexpr bool kUnrolled<Bfloat, float, float, Sum> = true;
+template <>
+constexpr bool kUnrolled<Half, float, float, Sum> = true;
+
+// All lanes of the block together.
+template <class D, class Acc, class Round, class Op, class Block>
+MP_FN void fold_elements(const Elements& how, u8* out, const Leaves& leaves, i64 numel, Block& block) {
+  using E = Element<D, Acc, Round, Op>;
+  if constexpr (kUnrolled<D, Acc, Round, Op>) {
+    switch (how.one_axis ? how.world : 0) {
+      case 2: return E::template sized<2>(how, out, leaves, numel, block);
+      case 3: return E::template sized<3>(how, out, leaves, numel, block);
+      case 4: return E::template sized<4>(how, out, leaves, numel, block);
+      case 8: return E::template sized<8>(how, out, leaves, numel, block);
+      case 16: return E::template sized<16>(how, out, leaves, numel, block);
+    }
+  }
+  E::one_by_one(how, out, leaves, 0, numel, block);
+}
+
+}  // namespace meshplan
