@@ -144,7 +144,6 @@ MP_FN void fold_elements(const Elements& how, u8* out, const Leaves& leaves, i64
       case 3: return E::template sized<3>(how, out, leaves, numel, block);
       case 4: return E::template sized<4>(how, out, leaves, numel, block);
       case 8: return E::template sized<8>(how, out, leaves, numel, block);
-      case 16: return E::template sized<16>(how, out, leaves, numel, block);
     }
   }
   E::one_by_one(how, out, leaves, 0, numel, block);
