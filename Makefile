@@ -44,6 +44,7 @@ bench: setup ## what planning and dispatch cost, before anything is sent
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fold.py
+	$(BIN)/python benchmarks/allreduce_cpu.py
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

@@ -286,11 +286,11 @@ class TestFaults(TestCase):
             mesh = init_device_mesh("cpu", (4,))
             leaves = [order_sensitive(1000, rank=r, world_size=4) for r in range(4)]
             d = DTensor.from_local(leaves[rank], mesh, (P,), run_check=False)
-            with meshplan.installed(timeout=1.5):
+            with meshplan.installed():
                 d.full_tensor()
                 started = time.monotonic()
                 if rank == 2:
-                    time.sleep(3)
+                    time.sleep(6)
                     message = ""
                 else:
                     with pytest.raises(PeerTimeoutError) as caught:
@@ -300,7 +300,7 @@ class TestFaults(TestCase):
                 took = time.monotonic() - started
             dist.barrier()
             # All ranks meet anew; the one that was away learns of it in its next reduction.
-            with meshplan.installed(timeout=20.0):
+            with meshplan.installed():
                 if rank == 2:
                     late = r"rank 2 \(this one\) came too late"
                     with pytest.raises(PeerTimeoutError, match=late):
@@ -308,13 +308,13 @@ class TestFaults(TestCase):
                 assert_bitwise_equal(d.full_tensor(), reduce_leaves(leaves, "sum", (4,)))
             return message, took
 
-        found = run_ranks(ranks, 4)
+        found = run_ranks(ranks, 4, collective_timeout=4.0)
         for message, took in (found[0], found[1], found[3]):
             assert message == found[0][0]
-            assert 1 < took < 5
+            assert 3.5 < took < 10
         self.assertExpectedInline(
             found[0][0],
-            """MP702: rank 2 did not come within 1.5 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: 1000 elements of float32, sum over 4, tree/wide/once, one_shot; look for a rank that died or took another branch. The next reduction of these ranks meets anew""",
+            """MP702: rank 2 did not come within 4 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: 1000 elements of float32, sum over 4, tree/wide/once, one_shot; look for a rank that died or took another branch. The next reduction of these ranks meets anew""",
         )
 
     def test_ranks_that_bring_different_things(self) -> None:
@@ -418,7 +418,7 @@ def test_a_killed_rank_leaves_nothing_behind() -> None:
     def ranks(rank: int) -> str:
         mesh = init_device_mesh("cpu", (3,))
         d = DTensor.from_local(torch.ones(1 << 20), mesh, (P,), run_check=False)
-        with meshplan.installed(timeout=2.0):
+        with meshplan.installed():
             d.full_tensor()
             if rank == 1:
                 # Dies in the middle of a reduction, or between two.
@@ -436,7 +436,7 @@ def test_a_killed_rank_leaves_nothing_behind() -> None:
         return str(caught.value.rank)
 
     with pytest.raises(AssertionError) as caught:
-        run_ranks(ranks, 3)
+        run_ranks(ranks, 3, collective_timeout=5.0)
     message = str(caught.value)
     assert "rank 1 died" in message
     assert "raised" not in message.replace("rank 1", "")

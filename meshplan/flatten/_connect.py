@@ -27,6 +27,7 @@ def connect(
     ranks: tuple[int, ...],
     *,
     rank: int,
+    objection: str | None = None,
     wait: float,
     timeout: float,
 ) -> Communicator | str | Verdict:
@@ -37,6 +38,7 @@ def connect(
         name: of the communicator: the same on every member and in every run.
         ranks: the members' global ranks in group order.
         rank: this process's global rank.
+        objection: why this rank shares no memory.
         wait: seconds to wait for the other members now.
         timeout: seconds that the communicator waits for a peer.
 
@@ -47,10 +49,11 @@ def connect(
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; shared memory serves 2 to {MAX_PEERS}"
     prefix, refused = open_round(store, f"peers/{name}", rank)
-    verdict = refused or vote(store, prefix, ranks=ranks, rank=rank, token=_offer(), timeout=wait)
+    mine = _offer() if objection is None else f"{_NO}{objection}"
+    verdict = refused or vote(store, prefix, ranks=ranks, rank=rank, token=mine, timeout=wait)
     if verdict.missing:
         return verdict
-    offers = verdict.tokens or {rank: _offer()}
+    offers = verdict.tokens or {rank: mine}
     for who, offer in offers.items():
         if offer.startswith(_NO):
             return f"rank {who}: {offer.removeprefix(_NO)}"

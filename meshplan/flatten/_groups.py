@@ -182,6 +182,8 @@ class GroupRegistry:
                 known = self._groups.get((*key[:4], True))
             group = None if known is None else known.group()
             if group is None:
+                if known is not None and known.peers is not None:
+                    known.peers.close()
                 wait = default_timeout(mesh.device_type) if timeout is None else timeout
                 group = self._join(mesh, axes, key, rank, wait)
                 self._groups[key] = _Known.of(group)
@@ -296,7 +298,16 @@ class GroupRegistry:
         )
         if not peers:
             return group
-        return with_peers(group, rank=rank, token=token, wait=timeout, timeout=timeout)
+        sharing = sum(k.peers is not None and k.peers.alive for k in self._groups.values())
+        return with_peers(
+            group,
+            rank=rank,
+            token=token,
+            objection=f"{sharing} groups share memory" if sharing >= self.max_groups else None,
+            wait=timeout,
+            # In use it waits as long as the collectives do that it stands for.
+            timeout=default_timeout(device_type),
+        )
 
     def _kept(self, key: _Key) -> Group | None:
         """The same group, made under another contract: one process group serves both."""

@@ -140,13 +140,16 @@ def _agreed(
     return prefix
 
 
-def with_peers(group: Group, *, rank: int, token: str, wait: float, timeout: float) -> Group:
+def with_peers(
+    group: Group, *, rank: int, token: str, objection: str | None, wait: float, timeout: float
+) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none.
 
     Args:
         group: all members hold it and call this.
         rank: this process's global rank.
         token: what the members have agreed on.
+        objection: why this rank shares no more memory, for all to read.
         wait: seconds to wait for the other members now.
         timeout: seconds that a reduction will wait for each of them.
 
@@ -155,7 +158,9 @@ def with_peers(group: Group, *, rank: int, token: str, wait: float, timeout: flo
     """
     name = f"{group_name(group.ranks, 'peers', 'cpu')}/{token}"
     store = c10d._get_default_store()
-    found = connect(store, name, group.ranks, rank=rank, wait=wait, timeout=timeout)
+    found = connect(
+        store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
+    )
     if isinstance(found, Verdict):
         raise _refusal(found, group.ranks, rank, wait)
     if isinstance(found, str):
