@@ -73,9 +73,11 @@ class DeviceBlock {
     }
   }
 
+  __device__ bool has_ended(i32) const { return false; }
+
   // Whether `flag` reached `wanted`, which counts modulo 2^32, before the time was over and before
   // somebody refused.
-  __device__ bool await(const u32* flag, u32 wanted, const u32* refusal) const {
+  __device__ bool await(i32, const u32* flag, u32 wanted, const u32* refusal) const {
     const i64 start = now();
     for (i32 tries = 0; i32(load(flag) - wanted) < 0; ++tries) {
       if (tries % 64 == 63 && (load(refusal) != 0 || now() - start >= timeout_)) return false;

@@ -25,7 +25,7 @@ Schedule schedule_of(std::vector<Instruction>& room, i32 order, i32 leaves, cons
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 2; }
+int mp_abi_version() { return 3; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -59,9 +59,10 @@ unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile) {
 }
 
 // Reduces `in` with the peers into `out`; returns the fate, which `outcome` explains, or -1 for an
-// argument that does not exist. Waits at most timeout_ns for each peer.
+// argument that does not exist. Waits at most timeout_ns for each peer, and not for one whose process
+// has ended; processes: as HostBlock says.
 int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const void* in, void* out,
-                   meshplan::Outcome* outcome) {
+                   meshplan::Outcome* outcome, const int* processes) {
   using namespace meshplan;
   std::vector<Instruction> room;
   const Schedule schedule = schedule_of(room, call->order, peers->world, call->shape, call->axes);
@@ -75,7 +76,7 @@ int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const
   };
   const Message message{static_cast<const u8*>(in), static_cast<u8*>(out), call->starts,
                         Mode(call->mode),           call->item,            call->signature};
-  HostBlock block(0, 1, call->timeout_ns);
+  HostBlock block(0, 1, call->timeout_ns, processes);
   *outcome = Call<HostBlock, decltype(fold)>(*peers, message, block, fold).run();
   return bad ? -1 : outcome->fate;
 }

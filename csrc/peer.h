@@ -51,6 +51,8 @@ enum class Fate : i32 { done = 0, late = 1, told = 2, differs = 3 };
 
 struct Outcome {
   i32 fate, rank, block, phase;
+  i32 ended;  // late or told: the process of `rank` is known to have ended
+  i32 unused;
   Signature theirs;
 };
 
@@ -89,8 +91,8 @@ static_assert(sizeof(Signature) == kLine, "a signature fills a line");
 // A rank that gives up tells its peers for whom it waited, and where: 0 is nobody. Where signatures
 // differ it tells its own blocks, for which other ranks may have no counterpart.
 constexpr i32 kDiffering = 2;  // in place of a phase
-MP_FN u32 refusal_word(i32 rank, i32 block, i32 phase) {
-  return 1u + u32(rank) + (u32(phase) << 8) + (u32(block) << 10);
+MP_FN u32 refusal_word(i32 rank, i32 block, i32 phase, bool ended) {
+  return 1u + u32(rank) + (u32(phase) << 8) + (u32(ended) << 10) + (u32(block) << 11);
 }
 
 // The pieces that arrived, one for each rank: leaf r of the fold.
@@ -217,9 +219,9 @@ class Call {
           *at<Signature>(peers_.rank, map_.signature(parity(), block_.index(), p));
       for (i32 i = 0; i < 8; ++i) {
         if (theirs.words[i] == message_.signature.words[i]) continue;
-        outcome_ = {i32(Fate::differs), p, block_.index(), 0, theirs};
+        outcome_ = {i32(Fate::differs), p, block_.index(), 0, 0, 0, theirs};
         block_.store(at<u32>(peers_.rank, map_.refusal()),
-                     refusal_word(p, block_.index(), kDiffering));
+                     refusal_word(p, block_.index(), kDiffering, false));
         return false;
       }
     }
@@ -237,19 +239,23 @@ class Call {
     i32 missing = -1;
     for (i32 p = block_.lane(); p < peers_.world && missing < 0; p += block_.lanes()) {
       if (p == rank) continue;
-      if (!block_.await(at<u32>(rank, map_.flag(phase, index, p)), generation_, refusal)) missing = p;
+      const u32* flag = at<u32>(rank, map_.flag(phase, index, p));
+      if (!block_.await(p, flag, generation_, refusal)) missing = p;
     }
     // One of the lanes that waited in vain speaks for all.
     missing = block_.any(missing);
     if (missing < 0) return true;
     const u32 said = block_.load(refusal);
     if (said != 0) {
-      outcome_ = {i32(Fate::told), i32((said - 1u) & 0xffu), i32(said >> 10), i32((said >> 8) & 3u), {}};
+      outcome_ = {i32(Fate::told),      i32((said - 1u) & 0xffu), i32(said >> 11),
+                  i32((said >> 8) & 3u), i32((said >> 10) & 1u),   0,
+                  {}};
       return false;
     }
-    outcome_ = {i32(Fate::late), missing, index, phase, {}};
+    const bool ended = block_.has_ended(missing);
+    outcome_ = {i32(Fate::late), missing, index, phase, ended, 0, {}};
     for (i32 p = block_.lane(); p < peers_.world; p += block_.lanes()) {
-      block_.store(at<u32>(p, map_.refusal()), refusal_word(missing, index, phase));
+      block_.store(at<u32>(p, map_.refusal()), refusal_word(missing, index, phase, ended));
     }
     return false;
   }

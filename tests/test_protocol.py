@@ -102,6 +102,12 @@ def test_no_race_and_no_wrong_bit(threads: Path, world_size: int) -> None:
         assert "0 failed, 0 elements wrong" in printed
 
 
+@pytest.mark.parametrize("world_size", [1, 7, 16, 72])
+def test_any_number_of_ranks(builds: Builds, world_size: int) -> None:
+    code, printed = run(builds.harness(()), "random", world_size, 5)
+    assert code == 0, printed
+
+
 def test_no_undefined_behaviour(builds: Builds) -> None:
     program = builds.harness(UNDEFINED)
     for world_size in (2, 3, 5):

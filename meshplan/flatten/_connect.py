@@ -7,6 +7,7 @@ another host, has no compiled library or cannot map it; all members then read th
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict
 
@@ -99,6 +100,7 @@ def _mapped(
     try:
         if rank == ranks[0]:
             memory = SharedMemory.create(len(ranks) * region_bytes(len(ranks)))
+            memory.note(0, os.getpid())
             store.set(key, json.dumps(asdict(memory.handle)))
             return memory, None
         deadline = time.monotonic() + wait
@@ -106,6 +108,8 @@ def _mapped(
             if store.check([f"{prefix}/mapped/verdict"]) or time.monotonic() > deadline:
                 return None, f"rank {ranks[0]} has shared no memory"
             time.sleep(0.001)
-        return SharedMemory.open(Handle(**json.loads(store.get(key)))), None
+        memory = SharedMemory.open(Handle(**json.loads(store.get(key))))
+        memory.note(ranks.index(rank), os.getpid())
+        return memory, None
     except OSError as error:
         return None, f"no shared memory: {error}"

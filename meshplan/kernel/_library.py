@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
-ABI = 2
+ABI = 3
 MAX_PEERS = 72
 DTYPES = {
     torch.float32: 0,
@@ -89,6 +89,8 @@ class Outcome(ctypes.Structure):
         ("rank", ctypes.c_int),
         ("block", ctypes.c_int),
         ("phase", ctypes.c_int),
+        ("ended", ctypes.c_int),
+        ("unused", ctypes.c_int),
         ("theirs", Signature),
     )
 
@@ -149,5 +151,5 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     found.mp_peer_bytes.restype = ctypes.c_ulonglong
     found.mp_peer_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint]
     found.mp_peer_reduce.restype = ctypes.c_int
-    found.mp_peer_reduce.argtypes = [ctypes.c_void_p] * 5
+    found.mp_peer_reduce.argtypes = [ctypes.c_void_p] * 6
     return found, None

@@ -18,6 +18,8 @@ __all__ = ["HEADER_BYTES", "Handle", "SharedMemory", "host"]
 
 HEADER_BYTES = 4096
 _NONCE_BYTES = 16
+# In the header: what each rank has noted, 4 bytes a rank.
+_NOTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,18 @@ class SharedMemory:
         assert self._descriptor is not None
         nonce = self._map[:_NONCE_BYTES].hex()
         return Handle(os.getpid(), self._descriptor, nonce, self.size)
+
+    def note(self, place: int, number: int) -> None:
+        """Write a number of 32 bits for the others to read."""
+        assert self._map is not None
+        start = _NOTES + 4 * place
+        self._map[start : start + 4] = number.to_bytes(4, "little")
+
+    def noted(self, place: int) -> int:
+        """The number that was noted at ``place``."""
+        assert self._map is not None
+        start = _NOTES + 4 * place
+        return int.from_bytes(self._map[start : start + 4], "little")
 
     @property
     def address(self) -> int:

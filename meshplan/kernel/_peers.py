@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import threading
 import weakref
@@ -20,7 +21,15 @@ import torch
 from torch import Tensor
 
 from meshplan._fold import refuse_flushing_thread
-from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatchError
+from meshplan.contract import Contract, check_dtype
+from meshplan.errors import (
+    ContractError,
+    ContractTypeError,
+    GroupStateError,
+    PeerTimeoutError,
+    PolicyError,
+    SignatureMismatchError,
+)
 from meshplan.kernel._fold import OPERATORS
 from meshplan.kernel._library import (
     DTYPES,
@@ -57,6 +66,8 @@ _STAGED_BYTES = 1 << 20
 _DONE, _LATE, _TOLD, _DIFFERS = range(4)
 # In place of a phase: another block found that signatures differ.
 _DIFFERING = 2
+# In place of a descriptor.
+_UNKNOWN, _ENDED = -1, -2
 
 
 class Arithmetic(NamedTuple):
@@ -111,7 +122,8 @@ class Communicator:
         name: equal on all ranks, and in every run.
         ranks: global ranks in group order; 2 to ``MAX_PEERS``.
         rank: this rank's place among them.
-        memory: of ``len(ranks) * region_bytes(len(ranks))`` bytes; the communicator closes it.
+        memory: of ``len(ranks) * region_bytes(len(ranks))`` bytes, in which each rank has noted its
+            process; the communicator closes it.
         timeout: seconds to wait for each peer in each step.
     """
 
@@ -128,7 +140,6 @@ class Communicator:
         self.rank = rank
         self.timeout = timeout
         self.alive = True
-        self._memory = memory
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._calls: OrderedDict[_Key, PeerCall] = OrderedDict()
@@ -137,6 +148,11 @@ class Communicator:
         for place in range(len(ranks)):
             self._peers.region[place] = memory.address + place * size
         self._outcome = Outcome()
+        self._processes = (ctypes.c_int * len(ranks))(
+            *[_process(memory.noted(place)) for place in range(len(ranks))]
+        )
+        # Also where nobody closes it.
+        self._release = weakref.finalize(self, _give_back, memory, list(self._processes))
         self._run = library().mp_peer_reduce
         _communicators[name] = self
 
@@ -152,7 +168,7 @@ class Communicator:
         """Unmap the memory in this process, once the call under way has ended; again is nothing."""
         with self._lock:
             self.alive = False
-            self._memory.close()
+            self._release()
 
     def reduce(
         self, message: Tensor, out: Tensor, mode: str, parts: tuple[int, ...], how: Arithmetic
@@ -165,6 +181,13 @@ class Communicator:
             mode: ``one_shot``, ``two_shot`` or ``scatter``.
             parts: for ``scatter``: elements of each rank's part of the message; else empty.
             how: the arithmetic.
+
+        Raises:
+            ContractError, ContractTypeError, PolicyError: what the contract does not define, before
+                anything is written.
+            GroupStateError: closed, or another process's.
+            PeerTimeoutError, SignatureMismatchError: other ranks did not come, or came for
+                something else.
         """
         key = _Key(mode, message.numel(), parts, message.dtype, how)
         with self._lock:
@@ -188,17 +211,19 @@ class Communicator:
                 message.data_ptr(),
                 out.data_ptr(),
                 ctypes.addressof(self._outcome),
+                ctypes.addressof(self._processes),
             )
             if fate != _DONE:
                 self.alive = False
                 raise self._error(fate, call)
 
     def _call(self, key: _Key) -> PeerCall:
+        self._check(key)
         how, item = key.how, key.dtype.itemsize
         wide = [size for size in how.shape if size > 1]
         call = PeerCall(
             timeout_ns=int(self.timeout * 1e9),
-            divisor=how.divisor or 0,
+            divisor=how.divisor or (self.size if how.op == "avg" else 0),
             mode=_MODES.index(key.mode),
             item=item,
             dtype=DTYPES[key.dtype],
@@ -224,6 +249,27 @@ class Communicator:
             0,
         ]  # fmt: skip
         return call
+
+    def _check(self, key: _Key) -> None:
+        how = key.how
+        check_dtype(how.op, key.dtype)
+        Contract(how.order, how.accumulate, how.rounding)  # type: ignore[arg-type]
+        if key.mode not in _MODES:
+            words = ", ".join(map(repr, ("auto", *PEER_MODES)))
+            raise PolicyError(f"no mode {key.mode!r}; write one of {words}")
+        if math.prod(how.shape) != self.size or min(how.shape, default=0) < 1:
+            raise ContractError(
+                f"axes of {list(how.shape)} are not {self.size} ranks; write axis sizes whose "
+                f"product is {self.size}"
+            )
+        if how.divisor is not None and how.divisor < 1:
+            raise ContractError(f"no average over {how.divisor} leaves; write a divisor above 0")
+        parts = key.parts
+        if parts and (len(parts) != self.size or sum(parts) != key.numel or min(parts) < 0):
+            raise ContractError(
+                f"parts of {list(parts)} elements do not cut a message of {key.numel} for "
+                f"{self.size} ranks; write one part for each rank"
+            )
 
     def _starts(self, mode: str, numel: int, parts: tuple[int, ...], item: int) -> list[int]:
         """Where each rank's part of the message starts, in bytes, and where the last one ends."""
@@ -253,16 +299,38 @@ class Communicator:
                 rank=who,
             )
         assert fate in (_LATE, _TOLD), (fate, mine)
-        found = "did not come" if outcome.rank != self.rank else "(this one) came too late"
+        found = f"did not come within {self.timeout:g} s"
+        if outcome.ended:
+            found = "has ended and did not come"
+        elif outcome.rank == self.rank:
+            found = f"(this one) did not come within {self.timeout:g} s, the others have given up,"
         phase = ("summands", "results")[outcome.phase]
         return PeerTimeoutError(
-            f"rank {who} {found} within {self.timeout:g} s to block {outcome.block}, phase "
+            f"rank {who} {found} to block {outcome.block}, phase "
             f"{outcome.phase} ({phase}) of a reduction over ranks {among}: {mine}; look for a rank "
             "that died or took another branch. The next reduction of these ranks meets anew",
             rank=who,
             block=outcome.block,
             phase=outcome.phase,
         )
+
+
+def _give_back(memory: SharedMemory, processes: list[int]) -> None:
+    memory.close()
+    for descriptor in processes:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _process(number: int) -> int:
+    """A descriptor that tells when a process ends, as the library takes it."""
+    try:
+        return os.pidfd_open(number)
+    except ProcessLookupError:
+        return _ENDED
+    except (OSError, AttributeError):
+        # An older kernel, or one that does not allow it: then only time tells.
+        return _UNKNOWN
 
 
 def _text(signature: Signature) -> str:
@@ -350,6 +418,14 @@ def _reduce(
     communicator.reduce(message, out, mode, parts, how)
 
 
+def _refuse(message: Tensor, *_: object) -> Tensor:
+    where = message.device.type if message.layout is torch.strided else str(message.layout)
+    raise ContractTypeError(
+        f"a tensor on {where} cannot be reduced through the memory of this host; bring a strided "
+        "tensor on the CPU, or take the path exchange"
+    )
+
+
 def _found(name: str) -> Communicator:
     communicator = _communicators.get(name)
     if communicator is None:
@@ -374,3 +450,6 @@ OPERATORS.define(  # type: ignore[no-untyped-call]
 )
 OPERATORS.impl("peer_reduce_", _peer_reduce_, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("meshplan::peer_reduce_", lambda *_: None, lib=OPERATORS)
+for _operator in ("peer_reduce", "peer_reduce_"):
+    for _elsewhere in ("CUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA"):
+        OPERATORS.impl(_operator, _refuse, _elsewhere)  # type: ignore[no-untyped-call]
