@@ -151,8 +151,10 @@ class Communicator:
         self._processes = (ctypes.c_int * len(ranks))(
             *[_process(memory.noted(place)) for place in range(len(ranks))]
         )
-        # Also where nobody closes it.
+        # Also where nobody closes it; but not when the interpreter ends, for a thread may still be
+        # in there, and the system gives all of it back.
         self._release = weakref.finalize(self, _give_back, memory, list(self._processes))
+        self._release.atexit = False
         self._run = library().mp_peer_reduce
         _communicators[name] = self
 
