@@ -32,6 +32,7 @@ class Config:
         topology: where the ranks of the job sit, or ``None``; plans are compared by it.
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
+        debug: compare what the members bring before every reduction.
         key: all of it as one string; equal configurations have equal keys.
 
     Raises:
@@ -46,6 +47,7 @@ class Config:
     strict: bool = False
     timeout: float | None = None
     topology: Topology | None = None
+    debug: bool = False
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,5 +106,7 @@ class Config:
         policy = self.policy
         if not isinstance(policy, str):
             policy = "{" + ", ".join(f"{axis}: {name}" for axis, name in policy) + "}"  # type: ignore[assignment]
+        debug = ", debug" if self.debug else ""
         where = "unknown" if self.topology is None else self.topology.id
-        return f"policy {policy}, contract {self.contract.id}, path {self.path}, topology {where}"
+        how = f"contract {self.contract.id}, path {self.path}"
+        return f"policy {policy}, {how}, topology {where}{debug}"

@@ -54,6 +54,7 @@ def install(
     strict: bool = False,
     timeout: float | None = None,
     topology: Topology | None = None,
+    debug: bool = False,
     allow_untested_torch: bool = False,
 ) -> None:
     """Plan every redistribution of this process that starts from ``Partial``.
@@ -82,6 +83,9 @@ def install(
         topology: where the ranks of the job sit and what links cost, the same on every rank.
             Reductions whose groups span nodes are then done inside nodes first where that costs
             less; same bits. Not for a policy: what siblings may do is not known for sure from it.
+        debug: before every reduction its members meet over the store and compare what they bring.
+            Ranks that differ are an error on all of them, where without it they would wait for
+            each other or mix up data. Slow; reductions through shared memory compare always.
         allow_untested_torch: go on with a torch version outside the tested range.
 
     Raises:
@@ -97,6 +101,7 @@ def install(
         strict=strict,
         timeout=timeout,
         topology=topology,
+        debug=debug,
     )
     _check_torch(torch.__version__, allow_untested_torch)
     with _lock:

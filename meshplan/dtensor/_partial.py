@@ -69,6 +69,8 @@ class PlannedPartial(Partial):
         if isinstance(tensor, funcol.AsyncCollectiveTensor):
             tensor = tensor.wait()
         groups, source = self._groups(mesh)
+        if self._config.debug and not torch.compiler.is_compiling():
+            self._compare(tensor, mesh)
         result = run_reduction(
             tensor,
             self._step,
@@ -78,6 +80,17 @@ class PlannedPartial(Partial):
             strict=self._config.strict,
         )
         return funcol._maybe_wrap_tensor(result)
+
+    def _compare(self, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+        """The debug mode: all members bring the same to the step."""
+        assert self._found is not None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        step = self._step.brief(self._layout)
+        signature = f"{dtype}{list(tensor.shape)} for {self._asked}, {step}"
+        for handle in self._found[0]:
+            group = handle.group()
+            assert group is not None
+            registry().compare(group, mesh.device_type, signature)
 
     def _groups(self, mesh: DeviceMesh) -> tuple[StepGroups, Source]:
         if self._found is not None:

@@ -28,8 +28,10 @@ from meshplan.flatten._join import (
     agree_on,
     existing_group,
     join_group,
+    refusal,
     with_peers,
 )
+from meshplan.flatten._signatures import Signatures
 from meshplan.kernel import Communicator
 from meshplan.layout import Layout
 
@@ -121,6 +123,8 @@ class GroupRegistry:
         self._by_layout: dict[_LayoutKey, _Known] = {}
         # Layouts, axes and tokens on which all ranks of a group agreed before its blocks are used.
         self._met: set[tuple[Layout, tuple[int, ...], str]] = set()
+        # By ranks, in debug mode only.
+        self._signatures: dict[tuple[int, ...], Signatures] = {}
 
     def get(
         self,
@@ -230,6 +234,31 @@ class GroupRegistry:
                 self._met.clear()
             self._met.add(key)
 
+    def compare(self, group: Group, device_type: str, signature: str) -> None:
+        """Meet the other members of ``group`` and compare what all bring: the debug mode.
+
+        Args:
+            group: from ``get``; all members call this as often as each other.
+            device_type: of the mesh; its collectives' timeout is how long members wait.
+            signature: equal on all members.
+
+        Raises:
+            SignatureMismatchError: on every member, where they differ.
+            GroupAgreementError: members that did not come.
+        """
+        with self._lock:
+            self._follow_default_group()
+            known = self._signatures.get(group.ranks)
+            if known is None:
+                store = c10d._get_default_store()
+                name = "-".join(map(str, group.ranks))
+                known = Signatures.of(store, name, group.ranks, this_rank())
+                self._signatures[group.ranks] = known
+        wait = default_timeout(device_type)
+        verdict = known.compare(signature, wait)
+        if not verdict.unanimous:
+            raise refusal(verdict, group.ranks, this_rank(), wait, "a reduction")
+
     def handle(self, group: Group) -> Handle:
         """A handle for a group that ``get`` has just returned."""
         world = dist.group.WORLD
@@ -275,6 +304,7 @@ class GroupRegistry:
         self._groups.clear()
         self._by_layout.clear()
         self._met.clear()
+        self._signatures.clear()
 
     def _join(
         self,

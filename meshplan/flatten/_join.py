@@ -24,7 +24,7 @@ from meshplan.flatten._create import (
 )
 from meshplan.kernel import Communicator, one_shot_bytes
 
-__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "with_peers"]
+__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "refusal", "with_peers"]
 
 _LOG = logging.getLogger("meshplan")
 
@@ -136,7 +136,7 @@ def _agreed(
         store, prefix, ranks=ranks, rank=rank, token=token, timeout=timeout, veto=objection
     )
     if not verdict.unanimous:
-        raise _refusal(verdict, ranks, rank, timeout)
+        raise refusal(verdict, ranks, rank, timeout)
     return prefix
 
 
@@ -162,7 +162,7 @@ def with_peers(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
     )
     if isinstance(found, Verdict):
-        raise _refusal(found, group.ranks, rank, wait)
+        raise refusal(found, group.ranks, rank, wait)
     if isinstance(found, str):
         _LOG.info("[AR] %s: path exchange, no peers: %s", group, found)
         return replace(group, no_peers=found)
@@ -241,9 +241,14 @@ def _create(ranks: tuple[int, ...], backend: str, device_type: str, prefix: str)
     return Group(pg=pg, ranks=ranks, origin="created", name=name)
 
 
-def _refusal(
-    verdict: Verdict, ranks: tuple[int, ...], rank: int, timeout: float
+def refusal(
+    verdict: Verdict,
+    ranks: tuple[int, ...],
+    rank: int,
+    timeout: float,
+    what: str = "the first reduction",
 ) -> GroupAgreementError | GroupStateError:
+    """What a vote that said no is to the caller."""
     if verdict.veto is not None:
         who, reason = verdict.veto
         return GroupStateError(
@@ -256,7 +261,7 @@ def _refusal(
         else:
             late = _ranks(others)
         return GroupAgreementError(
-            f"{late} did not come within {timeout:g} s to the first reduction over ranks "
+            f"{late} did not come within {timeout:g} s to {what} over ranks "
             f"{_shown(ranks)}, so nobody started it; every rank of the group must run the same "
             "redistribution: look for a rank that died or took another branch",
             missing=verdict.missing,
@@ -264,7 +269,7 @@ def _refusal(
     common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
     differing = tuple(sorted(r for r, t in verdict.tokens.items() if t != common))
     return GroupAgreementError(
-        f"{_ranks(differing)} came to the first reduction over ranks {_shown(ranks)} with "
+        f"{_ranks(differing)} came to {what} over ranks {_shown(ranks)} with "
         f"'{verdict.tokens[differing[0]]}', the others with '{common}', so nobody started it; "
         "give meshplan.install the same arguments, and call meshplan.shutdown, on every rank",
         differing=differing,

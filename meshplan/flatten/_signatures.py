@@ -1,0 +1,75 @@
+"""What members bring to a reduction, compared before it starts: the debug mode.
+
+A reduction over the backend whose ranks bring different sizes hangs, fails somewhere else or mixes
+up data. In debug mode every one is a vote first. Votes cost a handful of store operations on every
+rank, too many for a job that is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from meshplan.errors import SignatureMismatchError
+from meshplan.flatten._agree import Verdict, open_round, vote
+
+__all__ = ["Signatures"]
+
+
+@dataclass(slots=True)
+class Signatures:
+    """The votes of one group: all members hold one and call ``compare`` equally often."""
+
+    store: Store
+    ranks: tuple[int, ...]
+    rank: int
+    prefix: str
+    number: int = 0
+    last: str = ""
+
+    @classmethod
+    def of(cls, store: Store, name: str, ranks: tuple[int, ...], rank: int) -> Signatures:
+        """For the group ``name`` of ``ranks``, on global rank ``rank``."""
+        prefix, _ = open_round(store, f"signatures/{name}", rank)
+        return cls(store, ranks, rank, prefix)
+
+    def compare(self, mine: str, timeout: float) -> Verdict:
+        """Meet the other members with ``mine``.
+
+        Returns:
+            A verdict without tokens: unanimous, or with the members that are missing.
+
+        Raises:
+            SignatureMismatchError: on every member, where they differ.
+        """
+        prefix = f"{self.prefix}/{self.number}"
+        verdict = vote(
+            self.store, prefix, ranks=self.ranks, rank=self.rank, token=mine, timeout=timeout
+        )
+        self._forget_last()
+        self.number += 1
+        self.last = mine
+        others = {r: text for r, text in verdict.tokens.items() if text != mine}
+        if others:
+            who, theirs = next(iter(others.items()))
+            among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
+            raise SignatureMismatchError(
+                f"rank {who} came to a reduction over ranks {among} with {theirs}, this rank "
+                f"{self.rank} with {mine}; nothing was sent: every rank must bring the same "
+                "shape, dtype, operation and contract",
+                rank=who,
+            )
+        return verdict
+
+    def _forget_last(self) -> None:
+        """Take the last vote out of the store: who has come to this one is done with it."""
+        last = f"{self.prefix}/{self.number - 1}"
+        keys = [f"{last}/token/{self.rank}"]
+        if self.rank == self.ranks[0]:
+            keys += [f"{last}/verdict", f"{last}/total", f"{last}/count/{self.last}"]
+        # A store that cannot delete keeps them.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            for key in keys if self.number else ():
+                self.store.delete_key(key)
