@@ -39,12 +39,12 @@ MP_INLINED T load(const void* from, i64 index) {
 }
 
 template <class Out, class Acc>
-MP_INLINED void store(void* to, i64 start, const Acc* __restrict__ from, i64 count, bool finished) {
+MP_INLINED void store(void* to, i64 start, const Acc* __restrict__ from, i64 count, bool last) {
   using Bits = typename Traits<Out>::Bits;
   char* __restrict__ out = static_cast<char*>(to) + start * i64(sizeof(Out));
-  if (finished) {
+  if (last) {
     MP_APART for (i64 i = 0; i < count; ++i) {
-      const Bits bits = bit_cast<Bits>(canonical(Convert<Out>::from(from[i])));
+      const Bits bits = bit_cast<Bits>(finished<Out>(from[i]));
       __builtin_memcpy(out + i * i64(sizeof(Out)), &bits, sizeof(Out));
     }
   } else {

@@ -141,4 +141,17 @@ MP_FN T canonical(T x) {
   }
 }
 
+// A partial result as an element of the result: rounded, and every NaN the canonical one.
+template <class Out, class Acc>
+MP_FN Out finished(Acc x) {
+  return canonical(Convert<Out>::from(x));
+}
+// In one look at the bits.
+template <>
+MP_FN Bfloat finished<Bfloat, float>(float x) {
+  const u32 bits = bit_cast<u32>(x);
+  const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {u16((bits & 0x7fffffffu) > 0x7f800000u ? u32(Traits<Bfloat>::nan) : rounded)};
+}
+
 }  // namespace meshplan

@@ -50,7 +50,7 @@ struct Element {
     if constexpr (kDivides<Acc>) {
       if (divisor != 0) total = total / Acc(divisor);
     }
-    return canonical(Convert<D>::from(total));
+    return finished<D>(total);
   }
 
   // One axis of kCount leaves from kFirst on.
