@@ -3,56 +3,49 @@
 // A launch is one block of up to 512 lanes for each block index; all blocks of a launch must be able
 // to run at once. The state between calls lies in the regions, so that a graph may capture a launch.
 #include "device.h"
+#include "device_call.h"
 #include "element.h"
 
 namespace meshplan {
 
-// All but the tensors, in device memory where it is pointed to.
-struct DeviceCall {
-  i64 timeout_ns;
-  Elements how;
-  Message message;  // without in and out
-};
-
 template <class D, class Acc, class Round, class Op>
 __device__ void peer_reduce(const Peers& peers, const DeviceCall& call, const u8* in, u8* out,
-                            Outcome* outcome) {
-  Message message = call.message;
-  message.in = in;
-  message.out = out;
-  const Elements& how = call.how;
+                            Failures* failures, i32 index, i32 count) {
+  const Message message{in, out, call.starts, Mode(call.mode), call.item, call.signature};
+  const Elements how{call.step,           call.steps,         peers.world,
+                     call.rank_order != 0, call.one_axis != 0, call.divisor};
   const auto fold = [&](u8* to, const Leaves& leaves, i64 numel, DeviceBlock& block) {
     fold_elements<D, Acc, Round, Op>(how, to, leaves, numel, block);
   };
-  DeviceBlock block(call.timeout_ns);
-  const Outcome found = Call<DeviceBlock, decltype(fold)>(peers, message, block, fold).run();
-  if (block.lane() == 0 && found.fate != i32(Fate::done)) *outcome = found;
+  DeviceBlock block(index, count, call.timeout_ns);
+  Call<DeviceBlock, decltype(fold)> body(peers, message, block, fold);
+  const Outcome found = body.run();
+  if (found.fate == i32(Fate::done)) return;
+  body.spoil();
+  if (block.lane() == 0) {
+    failures->of[index] = found;
+    block.store(&failures->any, 1u + u32(index));
+  }
 }
 
 }  // namespace meshplan
 
-#if defined(__HIP__)
-#define MP_BOUNDS __attribute__((amdgpu_flat_work_group_size(1, 512)))
-#else
-#define MP_BOUNDS __launch_bounds__(512)
-#endif
-#define MP_KERNEL(name, D, Acc, Round, Op)                                                       \
-  extern "C" __global__ MP_BOUNDS void name(                           \
-      const meshplan::Peers peers, const meshplan::DeviceCall* call, const unsigned char* in,    \
-      unsigned char* out, meshplan::Outcome* outcome) {                                          \
-    using namespace meshplan;                                                                    \
-    peer_reduce<D, Acc, Round, Op>(peers, *call, in, out, outcome);                              \
+#define MP_ONE(name, D, Acc, Round, Op)                                                            \
+  MP_KERNEL name(MP_PARAMETER meshplan::Peers peers, MP_PARAMETER meshplan::DeviceCall call,       \
+                 const unsigned char* in, unsigned char* out, meshplan::Failures* failures) {      \
+    using namespace meshplan;                                                                      \
+    peer_reduce<D, Acc, Round, Op>(peers, call, in, out, failures, gpu::block(), gpu::blocks());   \
   }
 
 #define MP_LINEAR(name, D, Acc)                             \
-  MP_KERNEL(mp_##name##_sum, D, Acc, Acc, Sum)              \
-  MP_KERNEL(mp_##name##_product, D, Acc, Acc, Product)
+  MP_ONE(mp_##name##_sum, D, Acc, Acc, Sum)              \
+  MP_ONE(mp_##name##_product, D, Acc, Acc, Product)
 #define MP_ROUNDED(name, D, Acc)                            \
-  MP_KERNEL(mp_##name##_sum_node, D, Acc, D, Sum)           \
-  MP_KERNEL(mp_##name##_product_node, D, Acc, D, Product)
+  MP_ONE(mp_##name##_sum_node, D, Acc, D, Sum)           \
+  MP_ONE(mp_##name##_product_node, D, Acc, D, Product)
 #define MP_EXTREMA(name, D)                                 \
-  MP_KERNEL(mp_##name##_max, D, D, D, Extremum<true>)       \
-  MP_KERNEL(mp_##name##_min, D, D, D, Extremum<false>)
+  MP_ONE(mp_##name##_max, D, D, D, Extremum<true>)       \
+  MP_ONE(mp_##name##_min, D, D, D, Extremum<false>)
 
 MP_LINEAR(float32, float, float)
 MP_LINEAR(float32_wide, float, double)

@@ -99,8 +99,8 @@ struct Element {
   template <i32 kCount, class Block>
   MP_FN static void sized(const Elements& how, u8* out, const Leaves& leaves, i64 numel, Block& block) {
     constexpr i32 kWidth = 16 / i32(sizeof(D));
-    u64 address = u64(reinterpret_cast<__UINTPTR_TYPE__>(out));
-    for (i32 r = 0; r < kCount; ++r) address |= u64(reinterpret_cast<__UINTPTR_TYPE__>(leaves.leaf(r)));
+    u64 address = u64(out);
+    for (i32 r = 0; r < kCount; ++r) address |= u64(leaves.leaf(r));
     const i64 vectors = address % 16 == 0 ? numel / kWidth : 0;
     for (i64 v = block.lane(); v < vectors; v += block.lanes()) {
       Vector in[kCount], found;

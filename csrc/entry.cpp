@@ -1,8 +1,10 @@
 // The C interface of the library for CPUs.
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
 #include "cpu.h"
+#include "device_call.h"
 #include "host.h"
 
 namespace meshplan {
@@ -25,7 +27,7 @@ Schedule schedule_of(std::vector<Instruction>& room, i32 order, i32 leaves, cons
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 3; }
+int mp_abi_version() { return 4; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -53,9 +55,9 @@ struct mp_peer_call {
   int mode, item, dtype, op, order, accumulate, node, axes, shape[8];
 };
 
-// Bytes of one rank's region.
-unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile) {
-  return meshplan::Map{world, blocks, tile, meshplan::HostBlock::kPush}.bytes();
+// Bytes of one rank's region. push: 1 on GPUs, where pieces lie with the rank that reads them.
+unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile, int push) {
+  return meshplan::Map{world, blocks, tile, push != 0}.bytes();
 }
 
 // Reduces `in` with the peers into `out`; returns the fate, which `outcome` explains, or -1 for an
@@ -79,6 +81,30 @@ int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const
   HostBlock block(0, 1, call->timeout_ns, processes);
   *outcome = Call<HostBlock, decltype(fold)>(*peers, message, block, fold).run();
   return bad ? -1 : outcome->fate;
+}
+
+// The call as kernels for GPUs take it.
+void mp_device_call(const mp_peer_call* call, int world, meshplan::DeviceCall* into) {
+  using namespace meshplan;
+  std::vector<Instruction> room;
+  const Schedule schedule = schedule_of(room, call->order, world, call->shape, call->axes);
+  *into = {};
+  into->timeout_ns = call->timeout_ns;
+  std::copy(call->starts, call->starts + kMaxPeers + 1, into->starts);
+  into->divisor = call->divisor;
+  into->signature = call->signature;
+  into->mode = call->mode;
+  into->item = call->item;
+  into->rank_order = call->order;
+  into->one_axis = call->axes == 1;
+  into->steps = schedule.count;
+  std::copy(schedule.steps, schedule.steps + schedule.count, into->step);
+}
+
+// Bytes of a DeviceCall, and of Failures for so many blocks.
+unsigned mp_device_call_bytes() { return sizeof(meshplan::DeviceCall); }
+unsigned mp_failures_bytes(int blocks) {
+  return unsigned(offsetof(meshplan::Failures, of) + std::size_t(blocks) * sizeof(meshplan::Outcome));
 }
 
 }  // extern "C"

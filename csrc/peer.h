@@ -134,6 +134,21 @@ class Call {
     return outcome_;
   }
 
+  // After a failure that nobody hears of at once: leaves no bytes of this block's steps that could be
+  // taken for a result. All ones are a NaN in every float type, and -1 or the largest integer.
+  MP_FN void spoil() {
+    block_.sync();
+    for (i64 step = block_.index(); step < steps(); step += block_.count()) {
+      for (i32 p = 0; p < peers_.world; ++p) {
+        const bool scatter = message_.mode == Mode::scatter;
+        if (scatter && p != peers_.rank) continue;
+        const Piece part = piece(p, step);
+        const i64 start = scatter ? part.start - message_.starts[p] : part.start;
+        block_.fill(message_.out + start, 0xff, part.bytes);
+      }
+    }
+  }
+
  private:
   struct Piece {
     i64 start, bytes;

@@ -19,6 +19,10 @@
 #define MP_FN inline
 #endif
 
+#if defined(__CUDACC_RTC__)
+#define __builtin_memcpy memcpy
+#endif
+
 namespace meshplan {
 
 // No <stdint.h>: NVRTC has none.

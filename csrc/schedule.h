@@ -33,7 +33,7 @@ struct Schedule {
 };
 
 // Leaves first to first + size * stride of an axis of `size`, whose parts are whole inner axes.
-inline void tree(Schedule& into, const i32* shape, i32 axes, i32 first, i32 size) {
+MP_FN void tree(Schedule& into, const i32* shape, i32 axes, i32 first, i32 size) {
   while (axes > 1 && size == 1) {
     ++shape;
     --axes;
@@ -60,7 +60,7 @@ inline void tree(Schedule& into, const i32* shape, i32 axes, i32 first, i32 size
   into.emit(Do::top2, 0, 0);
 }
 
-inline void fold(Schedule& into, i32 leaves) {
+MP_FN void fold(Schedule& into, i32 leaves) {
   if (leaves == 1) {
     into.emit(Do::load, 0, 0);
     return;

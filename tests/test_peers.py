@@ -214,8 +214,7 @@ def test_a_size_never_changes_a_bit() -> None:
 
     def ranks(rank: int) -> None:
         torch.set_num_threads(1)
-        connected(3)
-        limit = kernel.one_shot_bytes(3) // 4
+        limit = connected(3).one_shot_bytes // 4
         tile = kernel.region_bytes(3) // 2 // 6 // 4
         for numel in (limit - 1, limit, limit + 1, 3 * tile - 1, 3 * tile + 1, 20 * tile + 5):
             leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
@@ -446,7 +445,7 @@ class TestWrongCalls(TestCase):
             """\
 MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
-MP412: a tensor on torch.sparse_coo cannot be reduced through the memory of this host; bring a strided tensor on the CPU, or take the path exchange
+MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; bring a strided tensor on the device of their group, or take the path exchange
 MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first
 MP411: no reduction 'mean' in the contract; write one of sum, avg, max, min, product
 MP411: axes of [3] are not 2 ranks; write axis sizes whose product is 2

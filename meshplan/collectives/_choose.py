@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
-from meshplan.kernel import PEER_MODES, peer_mode
+from meshplan.kernel import PEER_MODES
 from meshplan.planner import Step
 
 __all__ = ["PATHS", "Choice", "PathChoice", "choose"]
@@ -42,7 +42,7 @@ def choose(step: Step, groups: StepGroups, tensor: Tensor, wanted: str) -> Choic
         return Choice("native", "path native was asked for", fallback=True)
     if wanted not in ("auto", *PEER_MODES):
         return Choice("exchange", step.why)
-    if groups.peers is None or tensor.device.type != "cpu":
+    if groups.peers is None or tensor.device.type != groups.peers.device_type:
         reason = _why_not(step, groups, tensor)
         why = f"{step.why}; not through shared memory: {reason}"
         return Choice("exchange", why, fallback=wanted != "auto")
@@ -50,12 +50,12 @@ def choose(step: Step, groups: StepGroups, tensor: Tensor, wanted: str) -> Choic
         return Choice(wanted, step.why)
     # While torch traces, a size may be a symbol: the operator then chooses when it runs.
     known = isinstance(tensor.nbytes, int)
-    return Choice(peer_mode(tensor.nbytes, groups.peers.size) if known else "auto", step.why)
+    return Choice(groups.peers.faster_mode(tensor.nbytes) if known else "auto", step.why)
 
 
 def _why_not(step: Step, groups: StepGroups, tensor: Tensor) -> str:
-    if tensor.device.type != "cpu":
-        return f"tensors on {tensor.device.type}"
     if step.inner > 1:
         return "near ranks reduce first"
+    if groups.peers is not None:
+        return f"tensors on {tensor.device.type}, and the group's memory is of {groups.peers}"
     return groups.no_peers or "the group has none"

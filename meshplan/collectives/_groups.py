@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -31,7 +32,7 @@ class StepGroups:
     inner: ProcessGroup | None = None
     outer: ProcessGroup | None = None
     gather: ProcessGroup | None = None
-    peers: Communicator | None = None
+    peers: Communicator[Any] | None = None
     no_peers: str = ""
 
     @property

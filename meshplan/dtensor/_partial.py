@@ -105,7 +105,11 @@ class PlannedPartial(Partial):
                 mesh, self._layout, step.axes, token=config.token, timeout=config.timeout
             )
         # In one order on every rank: the first look for a group is a vote of its members.
-        peers = self._config.maps_memory and step.path == "exchange" and step.inner == 1
+        peers = (
+            self._config.maps_memory(mesh.device_type)
+            and step.path == "exchange"
+            and step.inner == 1
+        )
         groups = [self._find(mesh, step.axes, block, peers) for block in self._blocks()]
         if step.gather_axes:
             groups.append(self._find(mesh, step.gather_axes))

@@ -63,7 +63,7 @@ def prepare(
                     token=config.token,
                     timeout=wait,
                     block=block,
-                    peers=config.maps_memory and block is None,
+                    peers=config.maps_memory(mesh.device_type) and block is None,
                 )
             )
         if blocks:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from meshplan import kernel
 from meshplan.flatten._agree import Verdict, open_round, vote
-from meshplan.kernel import MAX_PEERS, Communicator, Handle, SharedMemory, host, region_bytes
+from meshplan.kernel import MAX_PEERS, Handle, HostCommunicator, SharedMemory, host, region_bytes
 
 __all__ = ["connect"]
 
@@ -31,7 +31,7 @@ def connect(
     objection: str | None = None,
     wait: float,
     timeout: float,
-) -> Communicator | str | Verdict:
+) -> HostCommunicator | str | Verdict:
     """Map memory with the other members.
 
     Args:
@@ -73,7 +73,7 @@ def connect(
     if memory is not None:
         memory.unshare()
         if verdict.unanimous:
-            return Communicator(name, ranks, ranks.index(rank), memory, timeout)
+            return HostCommunicator(name, ranks, ranks.index(rank), memory, timeout)
         memory.close()
     if verdict.veto is not None:
         who, reason = verdict.veto

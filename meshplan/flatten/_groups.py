@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class _Known:
     ranks: tuple[int, ...]
     origin: Origin
     name: str
-    peers: Communicator | None
+    peers: Communicator[Any] | None
     no_peers: str
 
     @classmethod
@@ -148,7 +148,7 @@ class GroupRegistry:
             token: what the members must have in common (contract, path).
             timeout: seconds to wait for the other members; the default group's own if ``None``.
             block: only this part of the group.
-            peers: with memory that its ranks share, for tensors on CPUs, where that is possible.
+            peers: with memory that its ranks share, where that is possible.
 
         Raises:
             GroupAgreementError: members missing or with another token; nobody has the group.
@@ -167,7 +167,7 @@ class GroupRegistry:
                 "over it"
             )
         backend = _backend_name(mesh, axes)
-        peers = peers and mesh.device_type == "cpu" and backend != "fake"
+        peers = peers and mesh.device_type in ("cpu", "cuda") and backend != "fake"
         by_layout = (layout, tuple(axes), block, backend, mesh.device_type, token, peers)
         # Not under the lock: another thread may hold it while it waits for other ranks.
         known = self._by_layout.get(by_layout) if self._is_of_default_group() else None
@@ -331,6 +331,7 @@ class GroupRegistry:
         sharing = sum(k.peers is not None and k.peers.alive for k in self._groups.values())
         return with_peers(
             group,
+            device_type,
             rank=rank,
             token=token,
             objection=f"{sharing} groups share memory" if sharing >= self.max_groups else None,

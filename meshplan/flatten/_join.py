@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
 from meshplan.flatten._agree import Verdict, open_round, vote
 from meshplan.flatten._connect import connect
+from meshplan.flatten._connect_devices import connect_devices
 from meshplan.flatten._create import (
     attempt_store,
     create_members_only,
@@ -22,7 +24,7 @@ from meshplan.flatten._create import (
     group_name,
     warm_up,
 )
-from meshplan.kernel import Communicator, one_shot_bytes
+from meshplan.kernel import Communicator
 
 __all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "refusal", "with_peers"]
 
@@ -50,7 +52,7 @@ class Group:
     ranks: tuple[int, ...]
     origin: Origin
     name: str
-    peers: Communicator | None = None
+    peers: Communicator[Any] | None = None
     no_peers: str = ""
 
     def __str__(self) -> str:
@@ -141,12 +143,20 @@ def _agreed(
 
 
 def with_peers(
-    group: Group, *, rank: int, token: str, objection: str | None, wait: float, timeout: float
+    group: Group,
+    device_type: str,
+    *,
+    rank: int,
+    token: str,
+    objection: str | None,
+    wait: float,
+    timeout: float,
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none.
 
     Args:
         group: all members hold it and call this.
+        device_type: of the tensors.
         rank: this process's global rank.
         token: what the members have agreed on.
         objection: why this rank shares no more memory, for all to read.
@@ -156,9 +166,10 @@ def with_peers(
     Raises:
         GroupAgreementError: a member did not come.
     """
-    name = f"{group_name(group.ranks, 'peers', 'cpu')}/{token}"
+    name = f"{group_name(group.ranks, 'peers', device_type)}/{token}"
     store = c10d._get_default_store()
-    found = connect(
+    meet = connect if device_type == "cpu" else partial(connect_devices, group.pg.group_name)
+    found = meet(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
     )
     if isinstance(found, Verdict):
@@ -166,7 +177,7 @@ def with_peers(
     if isinstance(found, str):
         _LOG.info("[AR] %s: path exchange, no peers: %s", group, found)
         return replace(group, no_peers=found)
-    limit = one_shot_bytes(len(group.ranks))
+    limit = found.one_shot_bytes
     _LOG.info("[AR] %s: %s, one_shot up to %d bytes, two_shot above", group, found, limit)
     return replace(group, peers=found)
 

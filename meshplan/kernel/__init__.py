@@ -1,40 +1,69 @@
 """The contract's reductions, compiled: the same bits as ``meshplan.contract``, faster.
 
 Where the compiled library is not there, or the tensors are not on a CPU, the functions here are
-those of ``meshplan.contract``.
+those of ``meshplan.contract``. Reductions over ranks that reach each other's memory are here too.
 """
 
 from __future__ import annotations
 
+from meshplan.kernel._calls import PEER_MODES as PEER_MODES
+from meshplan.kernel._calls import PeerMode as PeerMode
+from meshplan.kernel._communicator import Communicator as Communicator
+from meshplan.kernel._compilers import CompileError as CompileError
+from meshplan.kernel._device import Device as Device
+from meshplan.kernel._device import device_of as device_of
+from meshplan.kernel._device_peers import DeviceCommunicator as DeviceCommunicator
+from meshplan.kernel._device_peers import check as check
+from meshplan.kernel._device_peers import device_region_bytes as device_region_bytes
+from meshplan.kernel._driver import DriverError as DriverError
+from meshplan.kernel._driver import DriverKind as DriverKind
 from meshplan.kernel._fold import combine_leaves as combine_leaves
 from meshplan.kernel._fold import finish_partials as finish_partials
 from meshplan.kernel._fold import reduce_leaves as reduce_leaves
+from meshplan.kernel._library import MAX_BLOCKS as MAX_BLOCKS
 from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
 from meshplan.kernel._library import available as available
 from meshplan.kernel._library import why_not as why_not
 from meshplan.kernel._memory import Handle as Handle
 from meshplan.kernel._memory import SharedMemory as SharedMemory
 from meshplan.kernel._memory import host as host
-from meshplan.kernel._peers import PEER_MODES as PEER_MODES
-from meshplan.kernel._peers import Communicator as Communicator
-from meshplan.kernel._peers import PeerMode as PeerMode
-from meshplan.kernel._peers import one_shot_bytes as one_shot_bytes
-from meshplan.kernel._peers import peer_mode as peer_mode
+from meshplan.kernel._peers import HostCommunicator as HostCommunicator
 from meshplan.kernel._peers import region_bytes as region_bytes
+from meshplan.kernel._transports import Ipc as Ipc
+from meshplan.kernel._transports import Regions as Regions
+from meshplan.kernel._transports import Symmetric as Symmetric
+from meshplan.kernel._transports import Transport as Transport
+from meshplan.kernel._transports import TransportError as TransportError
+
+# Registers the operators.
+from meshplan.kernel import _operators as _operators  # isort: skip
 
 __all__ = [
+    "MAX_BLOCKS",
     "MAX_PEERS",
     "PEER_MODES",
     "Communicator",
+    "CompileError",
+    "Device",
+    "DeviceCommunicator",
+    "DriverError",
+    "DriverKind",
     "Handle",
+    "HostCommunicator",
+    "Ipc",
     "PeerMode",
+    "Regions",
     "SharedMemory",
+    "Symmetric",
+    "Transport",
+    "TransportError",
     "available",
+    "check",
     "combine_leaves",
+    "device_of",
+    "device_region_bytes",
     "finish_partials",
     "host",
-    "one_shot_bytes",
-    "peer_mode",
     "reduce_leaves",
     "region_bytes",
     "why_not",

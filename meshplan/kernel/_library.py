@@ -15,8 +15,11 @@ import torch
 __all__ = [
     "ABI",
     "DTYPES",
-    "MAX_PEERS",
     "OPS",
+    "DeviceCall",
+    "Failures",
+    "MAX_BLOCKS",
+    "MAX_PEERS",
     "Outcome",
     "PeerCall",
     "Peers",
@@ -27,8 +30,10 @@ __all__ = [
 ]
 
 # These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
-ABI = 3
+ABI = 4
 MAX_PEERS = 72
+# Of a kernel on a GPU; they have to run at once.
+MAX_BLOCKS = 32
 DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -81,6 +86,12 @@ class PeerCall(ctypes.Structure):
     )
 
 
+class DeviceCall(ctypes.Structure):
+    """A ``PeerCall`` as kernels for GPUs take it, by value; only the library looks into it."""
+
+    _fields_ = (("words", ctypes.c_longlong * 302),)
+
+
 class Outcome(ctypes.Structure):
     """How a reduction over peers ended."""
 
@@ -92,6 +103,16 @@ class Outcome(ctypes.Structure):
         ("ended", ctypes.c_int),
         ("unused", ctypes.c_int),
         ("theirs", Signature),
+    )
+
+
+class Failures(ctypes.Structure):
+    """What blocks on a GPU tell the host. ``any``: 1 and the index of one that has failed."""
+
+    _fields_ = (
+        ("any", ctypes.c_uint),
+        ("unused", ctypes.c_uint * 15),
+        ("of", Outcome * MAX_BLOCKS),
     )
 
 
@@ -149,7 +170,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         ctypes.c_int,
     ]
     found.mp_peer_bytes.restype = ctypes.c_ulonglong
-    found.mp_peer_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint]
+    found.mp_peer_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
+    found.mp_device_call.restype = None
+    found.mp_device_call.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     found.mp_peer_reduce.restype = ctypes.c_int
     found.mp_peer_reduce.argtypes = [ctypes.c_void_p] * 6
     return found, None

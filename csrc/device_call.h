@@ -1,0 +1,29 @@
+// What a kernel for GPUs is given, by value: a graph that captures a launch keeps all of it.
+#pragma once
+
+#include "peer.h"
+#include "schedule.h"
+
+namespace meshplan {
+
+// All but the tensors.
+struct DeviceCall {
+  i64 timeout_ns;
+  i64 starts[kMaxPeers + 1];  // as Message has it
+  u64 divisor;
+  Signature signature;
+  i32 mode, item, rank_order, one_axis, steps, unused;
+  Instruction step[2 * kMaxPeers];
+};
+
+// In memory of the host that the device writes to. A block that fails leaves its outcome under its
+// index and then sets `any` to 1 and its index.
+struct Failures {
+  u32 any, unused[15];
+  Outcome of[1];  // as many as there are blocks
+};
+
+// The limit of CUDA and of HIP for the parameters of a kernel.
+static_assert(sizeof(Peers) + sizeof(DeviceCall) + 3 * sizeof(void*) <= 4096, "parameters");
+
+}  // namespace meshplan

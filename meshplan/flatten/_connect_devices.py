@@ -1,0 +1,211 @@
+"""Memory of GPUs that the members of a group reach: voted on, mapped by all, voted on again.
+
+As in ``connect``, whether a group has it, and by which transport, is one decision of all members.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from meshplan import kernel
+from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.kernel import (
+    MAX_BLOCKS,
+    MAX_PEERS,
+    CompileError,
+    Device,
+    DeviceCommunicator,
+    DriverError,
+    Ipc,
+    Regions,
+    Symmetric,
+    Transport,
+    TransportError,
+    device_of,
+    device_region_bytes,
+    host,
+)
+
+__all__ = ["connect_devices"]
+
+_NO = "no: "
+_POLL_SECONDS = 0.001
+_FAREWELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Who meets, where, and for how long one waits."""
+
+    store: Store
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    wait: float
+
+    @property
+    def place(self) -> int:
+        return self.ranks.index(self.rank)
+
+
+def connect_devices(
+    group_name: str,
+    store: Store,
+    name: str,
+    ranks: tuple[int, ...],
+    *,
+    rank: int,
+    objection: str | None = None,
+    wait: float,
+    timeout: float,
+    find: Callable[[], Device] | None = None,
+    transports: Sequence[Transport] | None = None,
+    lanes: int = 512,
+) -> DeviceCommunicator | str | Verdict:
+    """Reach the memory of the other members' GPUs.
+
+    Args:
+        group_name: torch's name for the process group.
+        store, name, ranks, rank, objection, wait, timeout: as for ``connect``.
+        find: the device of this rank; torch's current one if not given.
+        transports: what to try, in order; IPC and then symmetric memory if not given.
+        lanes: of a block.
+
+    Returns:
+        As for ``connect``.
+    """
+    if not 2 <= len(ranks) <= MAX_PEERS:
+        return f"a group of {len(ranks)} ranks; memory of GPUs serves 2 to {MAX_PEERS}"
+    members = _Members(store, name, ranks, rank, wait)
+    prefix, refused = open_round(store, f"peers/{name}", rank)
+    device, mine = _offer(find or _current) if objection is None else (None, _NO + objection)
+    verdict = refused or vote(store, prefix, ranks=ranks, rank=rank, token=mine, timeout=wait)
+    if verdict.missing:
+        return verdict
+    offers = verdict.tokens or dict.fromkeys(ranks, mine)
+    blocks = _agreed(offers)
+    if isinstance(blocks, str):
+        return blocks
+    assert device is not None
+    reasons = []
+    for transport in (Ipc(), Symmetric(group_name)) if transports is None else transports:
+        inside = f"{prefix}/{transport.name}"
+        regions, failure = _opened(members, inside, transport, device, blocks)
+        verdict = vote(
+            store,
+            f"{inside}/mapped",
+            ranks=ranks,
+            rank=rank,
+            token="mapped",
+            timeout=wait,
+            veto=failure,
+        )
+        if verdict.unanimous and regions is not None:
+            return DeviceCommunicator(
+                name, ranks, members.place, device, regions, timeout, blocks=blocks, lanes=lanes
+            )
+        if regions is not None:
+            regions.close()
+        else:
+            # Nobody waits for this rank before it gives its memory back.
+            _say_farewell(members, inside)
+        if verdict.veto is None:
+            return verdict
+        who, reason = verdict.veto
+        reasons.append(f"{transport.name}: rank {who}: {reason}")
+    return "; ".join(reasons)
+
+
+def _current() -> Device:
+    return device_of(torch.cuda.current_device())
+
+
+def _offer(find: Callable[[], Device]) -> tuple[Device | None, str]:
+    """This rank's device and what it brings, or why it brings none."""
+    reason = kernel.why_not()
+    if reason is not None:
+        return None, _NO + reason
+    try:
+        device = find()
+        offer = {"host": host(), "kind": device.driver.kind, "blocks": device.processors}
+    except (OSError, DriverError, CompileError) as error:
+        return None, _NO + str(error)
+    return device, json.dumps(offer)
+
+
+def _agreed(offers: dict[int, str]) -> int | str:
+    """How many blocks the members' kernels have, or why there are no kernels."""
+    for who, offer in offers.items():
+        if offer.startswith(_NO):
+            return f"rank {who}: {offer.removeprefix(_NO)}"
+    found = [json.loads(offer) for offer in offers.values()]
+    if len({one["host"] for one in found}) > 1:
+        return "its ranks are on several hosts, or in containers that cannot see each other"
+    if len({one["kind"] for one in found}) > 1:
+        return "its ranks have GPUs of several kinds"
+    return min(MAX_BLOCKS, *[int(one["blocks"]) for one in found])
+
+
+def _opened(
+    members: _Members, prefix: str, transport: Transport, device: Device, blocks: int
+) -> tuple[Regions | None, str | None]:
+    """The regions, and why they are not complete on this rank if they are not."""
+    try:
+        regions = transport.open(
+            device,
+            device_region_bytes(len(members.ranks), blocks),
+            members.place,
+            partial(_exchange, members, prefix),
+            partial(_farewell, members, prefix),
+        )
+    except TransportError as error:
+        return error.regions, str(error)
+    return regions, None
+
+
+def _exchange(members: _Members, prefix: str, text: str) -> list[str]:
+    """Every member's text, in group order.
+
+    Raises:
+        TransportError: a member has none.
+    """
+    store = members.store
+    store.set(f"{prefix}/handle/{members.rank}", text)
+    deadline = time.monotonic() + members.wait
+    found = []
+    for rank in members.ranks:
+        key = f"{prefix}/handle/{rank}"
+        while not store.check([key]):
+            if store.check([f"{prefix}/mapped/verdict"]) or time.monotonic() > deadline:
+                raise TransportError(f"rank {rank} has shared no memory")
+            time.sleep(_POLL_SECONDS)
+        found.append(store.get(key).decode())
+    return found
+
+
+def _say_farewell(members: _Members, prefix: str) -> int:
+    return members.store.add(f"{prefix}/closed", 1)
+
+
+def _farewell(members: _Members, prefix: str) -> bool:
+    """Say that this rank maps nothing any more; whether all have said so before long."""
+    key = f"{prefix}/closed"
+    try:
+        closed = _say_farewell(members, prefix)
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while closed < len(members.ranks):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+            closed = members.store.add(key, 0)
+    except RuntimeError:
+        # The store has gone, and with it the job.
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""What a reduction over peers is asked to do: checked, and written down as the library takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from itertools import accumulate
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from meshplan.contract import Contract, check_dtype
+from meshplan.errors import ContractError, PolicyError
+from meshplan.kernel._library import DTYPES, OPS, PeerCall, Signature
+
+__all__ = ["PEER_MODES", "Arithmetic", "Key", "PeerMode", "describe", "prepared"]
+
+PeerMode = Literal["one_shot", "two_shot"]
+PEER_MODES: tuple[PeerMode, ...] = get_args(PeerMode)
+_MODES = ("one_shot", "two_shot", "scatter")
+
+
+class Arithmetic(NamedTuple):
+    """What is done to each element; as ``meshplan.contract.reduce_leaves`` has it."""
+
+    op: str
+    shape: tuple[int, ...]
+    order: str
+    accumulate: str
+    rounding: str
+    divisor: int | None
+
+
+class Key(NamedTuple):
+    """What a call is prepared for.
+
+    Attributes:
+        mode: ``one_shot``, ``two_shot`` or ``scatter``.
+        numel, dtype: of the message.
+        parts: for ``scatter``: elements of each rank's part of the message; else empty.
+        how: the arithmetic.
+    """
+
+    mode: str
+    numel: int
+    parts: tuple[int, ...]
+    dtype: torch.dtype
+    how: Arithmetic
+
+
+def prepared(key: Key, ranks: int, timeout: float) -> PeerCall:
+    """The call of ``key`` in a group of ``ranks``, whose members wait ``timeout`` seconds.
+
+    Raises:
+        ContractError, ContractTypeError, PolicyError: what the contract does not define.
+    """
+    _check(key, ranks)
+    how, item = key.how, key.dtype.itemsize
+    wide = [size for size in how.shape if size > 1]
+    call = PeerCall(
+        timeout_ns=int(timeout * 1e9),
+        divisor=how.divisor or (ranks if how.op == "avg" else 0),
+        mode=_MODES.index(key.mode),
+        item=item,
+        dtype=DTYPES[key.dtype],
+        op=OPS[how.op],
+        order=int(how.order == "rank"),
+        accumulate=int(how.accumulate == "float64"),
+        node=int(how.rounding == "node"),
+        axes=len(wide),
+    )
+    call.shape[: len(wide)] = wide
+    starts = _starts(key, ranks)
+    call.starts[: len(starts)] = starts
+    digest = hashlib.sha1(repr(key.parts).encode()).digest()
+    call.signature.words[:] = [
+        key.numel,
+        call.dtype | call.op << 8 | call.order << 16 | call.accumulate << 24 | call.node << 32
+        | call.mode << 40,
+        sum(size << 8 * i for i, size in enumerate(wide)),
+        call.divisor,
+        int.from_bytes(digest[:8], "little"),
+        0,
+        0,
+        0,
+    ]  # fmt: skip
+    return call
+
+
+def _check(key: Key, ranks: int) -> None:
+    how, parts = key.how, key.parts
+    check_dtype(how.op, key.dtype)
+    Contract(how.order, how.accumulate, how.rounding)  # type: ignore[arg-type]
+    if key.mode not in _MODES:
+        words = ", ".join(map(repr, ("auto", *PEER_MODES)))
+        raise PolicyError(f"no mode {key.mode!r}; write one of {words}")
+    if math.prod(how.shape) != ranks or min(how.shape, default=0) < 1:
+        raise ContractError(
+            f"axes of {list(how.shape)} are not {ranks} ranks; write axis sizes whose "
+            f"product is {ranks}"
+        )
+    if how.divisor is not None and how.divisor < 1:
+        raise ContractError(f"no average over {how.divisor} leaves; write a divisor above 0")
+    if parts and (len(parts) != ranks or sum(parts) != key.numel or min(parts) < 0):
+        raise ContractError(
+            f"parts of {list(parts)} elements do not cut a message of {key.numel} for "
+            f"{ranks} ranks; write one part for each rank"
+        )
+
+
+def _starts(key: Key, ranks: int) -> list[int]:
+    """Where each rank's part of the message starts, in bytes, and where the last one ends."""
+    item = key.dtype.itemsize
+    nbytes = key.numel * item
+    if key.mode == "one_shot":
+        return [nbytes]
+    if key.mode == "scatter":
+        return [0, *(item * elements for elements in accumulate(key.parts))]
+    # Whole lines, so that no two ranks write to one.
+    width = -(-nbytes // ranks)
+    width = -(-width // 64) * 64
+    return [min(place * width, nbytes) for place in range(ranks + 1)]
+
+
+def describe(signature: Signature) -> str:
+    """What a signature says, for people."""
+    numel, code, shape, divisor, _, *_ = signature.words
+    dtype, op, order, accumulate, node, mode = (code >> 8 * i & 0xFF for i in range(6))
+    names = {number: str(key).removeprefix("torch.") for key, number in DTYPES.items()}
+    ops = {number: name for name, number in OPS.items() if name != "avg"}
+    sizes = [shape >> 8 * i & 0xFF for i in range(8)]
+    axes = "x".join(str(size) for size in sizes if size)
+    contract = "/".join(
+        (("tree", "rank")[order], ("wide", "float64")[accumulate], ("once", "node")[node])
+    )
+    average = f"/{divisor}" if divisor else ""
+    return (
+        f"{numel} elements of {names.get(dtype)}, {ops.get(op)}{average} over {axes}, {contract}, "
+        f"{_MODES[mode]}"
+    )

@@ -1,0 +1,140 @@
+"""The kernels for GPUs as a driver loads them: installed, or compiled at first use.
+
+What was compiled is kept in ``$MESHPLAN_CACHE``, else ``$XDG_CACHE_HOME/meshplan``, else
+``~/.cache/meshplan``: at most ``MAX_IMAGES`` files, each named by a hash of sources, flags,
+compiler, torch and architecture. Of processes that start at once one compiles and the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from meshplan.kernel._compilers import CompileError, Compiler, compilers, sources
+from meshplan.kernel._driver import DriverKind
+
+__all__ = ["MAX_IMAGES", "cache_folder", "device_code", "prebuilt"]
+
+MAX_IMAGES = 32
+
+_LOG = logging.getLogger("meshplan")
+_SECONDS = 900.0
+_POLL_SECONDS = 0.05
+
+
+def prebuilt() -> bytes | None:
+    """The kernels that ``pip install`` compiled for CUDA, if it found ``nvcc``."""
+    path = Path(__file__).parent / "_device.fatbin"
+    return path.read_bytes() if path.exists() else None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept; it need not exist."""
+    named = os.environ.get("MESHPLAN_CACHE")
+    if named:
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "meshplan"
+
+
+def device_code(kind: DriverKind, architecture: str, *, wait: float = _SECONDS) -> bytes:
+    """The kernels for ``sm_90``, ``gfx942`` or the like; compiled now if they never were.
+
+    Args:
+        kind: whose driver is to load them.
+        architecture: of the device.
+        wait: seconds to wait for another process that compiles them.
+
+    Raises:
+        CompileError: no compiler of this machine can, with what each said; or the process that
+            compiles them does not end.
+    """
+    said = []
+    for compiler in compilers(kind):
+        try:
+            return _cached(compiler, architecture, wait)
+        except CompileError as error:
+            said.append(str(error))
+    package = "nvidia-cuda-nvrtc" if kind == "cuda" else "ROCm's libhiprtc.so"
+    toolkit = "nvcc" if kind == "cuda" else "hipcc"
+    found = "; ".join(said) or f"there is no {toolkit} and no {package}"
+    raise CompileError(f"no compiler for {architecture}: {found}")
+
+
+def _cached(compiler: Compiler, architecture: str, wait: float) -> bytes:
+    folder = sources()
+    words = [architecture, compiler.identity, torch.__version__]
+    words += [path.name + path.read_text() for path in sorted(folder.iterdir())]
+    key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
+    try:
+        cache = cache_folder()
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        image = cache / f"{architecture}-{key}.image"
+        with _locked(cache / f"{architecture}.lock", wait):
+            if not image.exists():
+                _write(image, _compile(compiler, folder, architecture))
+                _prune(cache)
+            return image.read_bytes()
+    except OSError as error:
+        _LOG.warning("compiled kernels cannot be kept (%s); set MESHPLAN_CACHE", error)
+        return _compile(compiler, folder, architecture)
+
+
+def _compile(compiler: Compiler, folder: Path, architecture: str) -> bytes:
+    started = time.monotonic()
+    image = compiler.compile(folder, architecture)
+    seconds = time.monotonic() - started
+    _LOG.info("compiled the kernels for %s in %.1f s", architecture, seconds)
+    return image
+
+
+@contextmanager
+def _locked(path: Path, wait: float) -> Iterator[None]:
+    """Hold the lock of a file, which the system takes back from a process that ends."""
+    with path.open("a+") as file:
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise CompileError(
+                        f"process {file.read() or '(unknown)'} has held {path} for {wait:g} s; "
+                        "end it, or set MESHPLAN_CACHE to another folder"
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, though processes and machines may stop at any time."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _prune(cache: Path) -> None:
+    images = sorted(cache.glob("*.image"), key=lambda path: path.stat().st_mtime)
+    for path in images[:-MAX_IMAGES]:
+        path.unlink(missing_ok=True)

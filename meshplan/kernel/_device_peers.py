@@ -1,0 +1,197 @@
+"""Reductions by GPUs that reach each other's memory, on streams.
+
+A call only starts a kernel. When a kernel gives up on a rank, it writes why to memory of the host
+and leaves NaNs (or all ones) in the result; the next call, and ``meshplan.check``, raise it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from meshplan.errors import GroupStateError
+from meshplan.kernel._calls import Key, prepared
+from meshplan.kernel._communicator import Communicator
+from meshplan.kernel._device import Device, kernel_name
+from meshplan.kernel._library import (
+    MAX_BLOCKS,
+    MAX_PEERS,
+    DeviceCall,
+    Failures,
+    Peers,
+    Signature,
+    library,
+)
+from meshplan.kernel._transports import Regions
+
+__all__ = ["DEVICE_ONE_SHOT_BYTES", "DeviceCommunicator", "check", "device_region_bytes"]
+
+# As ONE_SHOT_BYTES, for GPUs that are linked by NVLink: of the published times of such kernels.
+DEVICE_ONE_SHOT_BYTES = ((2, 1 << 20), (4, 512 << 10), (MAX_PEERS, 256 << 10))
+_LANES = 512
+_STAGED_BYTES = 128 << 10
+
+
+class _Call(NamedTuple):
+    words: DeviceCall
+    signature: Signature
+    kernel: int
+    blocks: int
+
+
+_communicators: weakref.WeakSet[DeviceCommunicator] = weakref.WeakSet()
+
+
+def check() -> None:
+    """Raise what reductions on GPUs have found since they were started, if anything.
+
+    They are started on streams and go on by themselves; without this call it is the next reduction
+    of the same ranks that raises. It does not wait: synchronise first to hear of everything.
+
+    Raises:
+        PeerTimeoutError, SignatureMismatchError: as for a reduction.
+    """
+    for communicator in list(_communicators):
+        communicator.check()
+
+
+def device_region_bytes(ranks: int, blocks: int) -> int:
+    """Bytes of one rank's region in a group of ``ranks``."""
+    return int(library().mp_peer_bytes(ranks, blocks, _tile(ranks), 1))
+
+
+def _tile(ranks: int) -> int:
+    return max(_STAGED_BYTES // ranks, 4 << 10) // 64 * 64
+
+
+class DeviceCommunicator(Communicator[_Call]):
+    """Regions in the memory of GPUs, one for each rank. A call is under way when it returns.
+
+    Calls are ordered: where the stream changes, the new one waits for the old one's calls. A graph
+    may capture calls; it is to be replayed where eager calls of the communicator cannot overlap.
+
+    After a failure every call raises it, on every rank, until ``meshplan.shutdown`` gives the
+    groups back: ranks hear of it at different calls, and must not meet anew by themselves.
+
+    Args:
+        device: this rank's.
+        regions: all ranks', of ``device_region_bytes``, zeroed; the communicator closes them.
+        blocks: of a kernel at most, 1 to ``MAX_BLOCKS``; equal on all ranks. They run at once.
+        lanes: of a block, 1 to 512.
+        name, ranks, rank, timeout: as ``Communicator`` says.
+
+    Raises:
+        DriverError: the driver refuses events, or memory of the host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: Device,
+        regions: Regions,
+        timeout: float,
+        *,
+        blocks: int = MAX_BLOCKS,
+        lanes: int = _LANES,
+    ) -> None:
+        super().__init__(name, ranks, rank, timeout)
+        self.device_type = device.type
+        self._device = device
+        self._regions = regions
+        self._lanes = lanes
+        self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=_tile(self.size))
+        self._peers.region[: self.size] = regions.addresses
+        with device.driver.current():
+            self._event = device.driver.event()
+            self._shared = device.driver.host_malloc(ctypes.sizeof(Failures))
+        self._failures = Failures.from_address(self._shared)
+        self._in = ctypes.c_void_p()
+        self._out = ctypes.c_void_p()
+        # Of the last call that was not captured: the event stands for it.
+        self._stream: int | None = None
+        self._last: Signature | None = None
+        _communicators.add(self)
+
+    def __str__(self) -> str:
+        return f"memory of {self.size} GPUs"
+
+    @property
+    def one_shot_bytes(self) -> int:
+        """As ``Communicator`` says."""
+        return next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
+
+    def check(self) -> None:
+        """Raise what a kernel has found, if anything.
+
+        Raises:
+            PeerTimeoutError, SignatureMismatchError: as for a reduction.
+        """
+        with self._lock:
+            if self.alive:
+                self._raise_failure()
+
+    def close(self) -> None:
+        """Wait for the device and give the memory back; again is nothing."""
+        with self._lock:
+            if not self.alive:
+                return
+            self.alive = False
+            self._regions.close()
+            driver = self._device.driver
+            with driver.current():
+                driver.destroy_event(self._event)
+                driver.host_free(self._shared)
+
+    def _prepare(self, key: Key) -> _Call:
+        call = prepared(key, self.size, self.timeout)
+        words = DeviceCall()
+        library().mp_device_call(ctypes.addressof(call), self.size, ctypes.addressof(words))
+        starts = call.starts
+        longest = starts[0]
+        if key.mode != "one_shot":
+            longest = max(starts[p + 1] - starts[p] for p in range(self.size))
+        steps = -(-longest // self._peers.tile)
+        blocks = min(max(steps, 1), self._peers.blocks)
+        with self._device.driver.current():
+            kernel = self._device.kernel(kernel_name(key))
+        return _Call(words, call.signature, kernel, blocks)
+
+    def _run(self, call: _Call, message: Tensor, out: Tensor) -> None:
+        index = message.device.index
+        if index is not None and index != self._device.driver.index:
+            raise GroupStateError(
+                f"the {self} is that of {self._device.type}:{self._device.driver.index} on this "
+                f"rank, the tensor is on {message.device}; bring the tensor of one device always"
+            )
+        self._raise_failure()
+        driver, stream = self._device.driver, self._device.stream()
+        self._in.value, self._out.value = message.data_ptr(), out.data_ptr()
+        given = (self._peers, call.words, self._in, self._out, ctypes.c_void_p(self._shared))
+        arguments = (ctypes.c_void_p * len(given))(*[ctypes.addressof(one) for one in given])
+        with driver.current():
+            captured = driver.capturing(stream)
+            if not captured and self._stream not in (None, stream):
+                driver.wait(self._event, stream)
+            driver.launch(call.kernel, call.blocks, self._lanes, stream, arguments)
+            if not captured:
+                driver.record(self._event, stream)
+                self._stream = stream
+        self._last = call.signature
+
+    def _raise_failure(self) -> None:
+        failed = self._failures.any
+        if failed == 0:
+            return
+        # What the failed call brought is not kept; the last one is shown for this rank.
+        assert self._last is not None
+        raise self._error(
+            self._failures.of[failed - 1],
+            self._last,
+            "Call meshplan.shutdown on every rank, and these ranks meet anew",
+        )

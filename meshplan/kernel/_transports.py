@@ -1,0 +1,171 @@
+"""Memory of GPUs that the processes of one host reach: by CUDA or HIP IPC, or as torch shares it.
+
+Whoever cannot take part says why, and all members of the group then try the next transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory
+
+from meshplan.kernel._device import Device
+from meshplan.kernel._driver import DriverError
+
+__all__ = ["Ipc", "Regions", "Symmetric", "Transport", "TransportError"]
+
+# Smaller allocations may be parts of a block, of which other processes would map the whole.
+_ALIGNMENT = 2 << 20
+
+# Tells all members a text and returns theirs, in group order.
+Exchange = Callable[[str], Sequence[str]]
+# Tells all members that this one has unmapped theirs; whether all of them have said so in time.
+Farewell = Callable[[], bool]
+
+
+class TransportError(RuntimeError):
+    """Memory could not be shared. Not raised to users: it is the reason for another path.
+
+    ``regions`` is what there is of it, to be closed when all members know.
+    """
+
+    def __init__(self, message: str, regions: Regions | None = None) -> None:
+        super().__init__(message)
+        self.regions = regions
+
+
+class Regions(Protocol):
+    """One region for each rank, mapped."""
+
+    addresses: tuple[int, ...]
+
+    def close(self) -> None:
+        """Give the memory back; no call is under way. Again is nothing."""
+
+
+class Transport(Protocol):
+    """A way to share memory. ``name`` is for people."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(
+        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+    ) -> Regions:
+        """Zeroed regions of ``nbytes`` for all members, who call this together.
+
+        Raises:
+            TransportError: not on this machine, or a member was missing.
+        """
+
+
+class Ipc:
+    """Memory that the driver allocates for us, so that no allocator's settings matter."""
+
+    name = "IPC"
+
+    def open(
+        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+    ) -> Regions:
+        """As ``Transport`` says."""
+        driver = device.driver
+        try:
+            with driver.current():
+                own = driver.malloc(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+        except DriverError as error:
+            raise TransportError(f"{nbytes} bytes of its device: {error}") from error
+        regions = _IpcRegions(device, own, rank, farewell)
+        try:
+            with driver.current():
+                handles = exchange(driver.share(own).hex())
+                regions.map(handles)
+        except (DriverError, TransportError) as error:
+            raise TransportError(str(error), regions) from error
+        return regions
+
+
+class _IpcRegions:
+    def __init__(self, device: Device, own: int, rank: int, farewell: Farewell) -> None:
+        self.addresses: tuple[int, ...] = (own,)
+        self._device = device
+        self._own: int | None = own
+        self._rank = rank
+        self._farewell = farewell
+        self._mapped: list[int] = []
+
+    def map(self, handles: Sequence[str]) -> None:
+        found = []
+        for place, handle in enumerate(handles):
+            if place == self._rank:
+                assert self._own is not None
+                found.append(self._own)
+                continue
+            address = self._device.driver.map(bytes.fromhex(handle))
+            self._mapped.append(address)
+            found.append(address)
+        self.addresses = tuple(found)
+
+    def close(self) -> None:
+        if self._own is None:
+            return
+        own, self._own = self._own, None
+        driver = self._device.driver
+        try:
+            with driver.current():
+                driver.synchronize()
+                while self._mapped:
+                    driver.unmap(self._mapped.pop())
+                # To free what others have mapped is undefined; then the process keeps it.
+                if self._farewell():
+                    driver.free(own)
+        except DriverError:
+            # The device is lost, and its memory with it.
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetric:
+    """torch's symmetric memory: allocated once for a communicator, never out of a pool.
+
+    Its signal pad is not used: torch's own operators have their protocol there.
+
+    Attributes:
+        group_name: torch's name for the process group.
+    """
+
+    group_name: str
+    name = "symmetric memory"
+
+    def open(
+        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+    ) -> Regions:
+        """As ``Transport`` says. ``exchange`` and ``farewell`` are torch's own affair."""
+        where = torch.device(device.type, device.driver.index)
+        try:
+            tensor = _SymmetricMemory.empty_strided_p2p(
+                (nbytes,), (1,), torch.uint8, where, self.group_name
+            )
+            tensor.zero_()
+            with device.driver.current():
+                device.driver.synchronize()
+            handle = _symmetric_memory.rendezvous(tensor, self.group_name)  # type: ignore[arg-type]
+            addresses = tuple(int(address) for address in handle.buffer_ptrs)
+        except (DriverError, RuntimeError) as error:
+            raise TransportError(str(error).splitlines()[0]) from error
+        if addresses[rank] != tensor.data_ptr():
+            raise TransportError("torch's symmetric memory begins elsewhere than its tensor")
+        return _SymmetricRegions(tensor, handle, addresses)
+
+
+class _SymmetricRegions:
+    def __init__(self, tensor: Tensor, handle: Any, addresses: tuple[int, ...]) -> None:
+        self.addresses = addresses
+        self._held: tuple[Any, ...] = (tensor, handle)
+
+    def close(self) -> None:
+        self._held = ()

@@ -1,0 +1,212 @@
+"""GPUs for tests: one that a CPU plays, with the kernels' own source; and checks that suit any."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.flatten._connect_devices import connect_devices
+from meshplan.kernel import Device, DeviceCommunicator, Transport
+from meshplan.kernel._driver import Driver, DriverKind
+from meshplan.testing import bits, order_sensitive
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
+MODES = ("one_shot", "two_shot")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+# Every way to round that there is a kernel for.
+CONTRACTS = (
+    Contract(),
+    Contract(order="rank"),
+    Contract(accumulate="float64"),
+    Contract(accumulate="float64", rounding="node"),
+    Contract(rounding="node"),
+)
+_held: list[DeviceCommunicator] = []
+
+
+@lru_cache(maxsize=2)
+def emulated_library(kind: DriverKind) -> str:
+    """The driver that a CPU plays, compiled; the caller's process keeps it while it lives."""
+    folder = Path(tempfile.mkdtemp(prefix="meshplan-emulated-"))
+    library = folder / f"lib{kind}.so"
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
+    command += ["-shared", "-fPIC", "-pthread", "-DMP_EMULATED", f"-I{ROOT / 'csrc'}"]
+    command += [f"-I{Path(__file__).parent / 'native'}", *(["-DMP_HIP"] if kind == "hip" else [])]
+    command += [str(Path(__file__).parent / "native" / "emulated_driver.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return str(library)
+
+
+class Emulated(Device):
+    """A GPU that a CPU plays; its tensors are torch's CPU tensors.
+
+    ``current_stream`` is the stream that work is given to; a graph is captured from stream 99.
+    """
+
+    def __init__(self, kind: DriverKind = "cuda", processors: int = 5) -> None:
+        self.current_stream = 7
+        driver = Driver(kind, 0, emulated_library(kind))
+        super().__init__(driver, processors, b"emulated", lambda: self.current_stream, "cpu")
+
+
+def connected(
+    device: Device | None,
+    ranks: Sequence[int],
+    *,
+    timeout: float = 20.0,
+    transports: Sequence[Transport] | None = None,
+    lanes: int = 512,
+    name: str = "test",
+) -> DeviceCommunicator | str:
+    """Meet; operators find the communicator under ``name`` while the process lives."""
+    found = connect_devices(
+        dist.group.WORLD.group_name,
+        c10d._get_default_store(),
+        name,
+        tuple(ranks),
+        rank=dist.get_rank(),
+        wait=30.0,
+        timeout=timeout,
+        find=None if device is None else lambda: device,
+        transports=transports,
+        lanes=lanes,
+    )
+    assert isinstance(found, DeviceCommunicator | str), found
+    if isinstance(found, DeviceCommunicator):
+        _held.append(found)
+    return found
+
+
+def reduced(
+    tensor: Tensor,
+    shape: Sequence[int],
+    mode: str,
+    *,
+    op: str = "sum",
+    contract: Contract = Contract(),
+    divisor: int | None = None,
+    parts: Sequence[int] = (),
+    name: str = "test",
+) -> Tensor:
+    """The public operator."""
+    result: Tensor = torch.ops.meshplan.peer_reduce(
+        tensor,
+        list(parts),
+        op,
+        list(shape),
+        contract.order,
+        contract.accumulate,
+        contract.rounding,
+        divisor,
+        mode,
+        name,
+    )
+    return result
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Bit for bit, wherever they lie."""
+    return bool(torch.equal(bits(found.cpu()), bits(expected.cpu())))
+
+
+def at_byte(values: Tensor, offset: int) -> Tensor:
+    """The same values on the same device, ``offset`` bytes beyond a multiple of 16."""
+    step = values.dtype.itemsize
+    assert offset % step == 0
+    store = torch.empty(values.numel() + 32 // step, dtype=values.dtype, device=values.device)
+    first = (-store.data_ptr() % 16 + offset) // step
+    place = store[first : first + values.numel()]
+    place.copy_(values)
+    return place
+
+
+def wrong_golden(rank: int, world_size: int, where: str) -> list[str]:
+    """The golden vectors of this world size that some mode gets wrong."""
+    cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]
+    wrong = []
+    for number, case in enumerate(cases):
+        dtype = getattr(torch, case["dtype"])
+        mine = torch.frombuffer(bytearray.fromhex(case["inputs"][rank]), dtype=dtype)
+        expected = torch.frombuffer(bytearray.fromhex(case["output"]), dtype=dtype)
+        average = case.get("divisor") or world_size
+        for mode in MODES:
+            found = reduced(
+                mine.to(where),
+                case["shape"],
+                mode,
+                op=case["op"],
+                contract=Contract(case["order"], case["accumulate"], case["rounding"]),
+                divisor=average if case["op"] == "avg" else None,
+            )
+            if not same(found, expected):
+                wrong.append(f"case {number} {mode}")
+    assert cases
+    return wrong
+
+
+def wrong_arithmetic(rank: int, shape: Sequence[int], where: str, numel: int) -> list[str]:
+    """Every operation, dtype and rounding whose kernel differs from the definition."""
+    wrong = []
+    world_size = math.prod(shape)
+    for dtype, op in itertools.product(
+        (*FLOATS, *INTEGERS), ("sum", "avg", "product", "max", "min")
+    ):
+        if op == "avg" and dtype in INTEGERS:
+            continue
+        contracts = (
+            CONTRACTS if dtype in FLOATS and op in ("sum", "avg", "product") else CONTRACTS[:2]
+        )
+        leaves = [
+            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype)
+            for r in range(world_size)
+        ]
+        for contract in contracts:
+            expected = reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
+            for mode in MODES:
+                found = reduced(leaves[rank].to(where), shape, mode, op=op, contract=contract)
+                if not same(found, expected):
+                    wrong.append(f"{dtype} {op} {contract.id} {mode}")
+    return wrong
+
+
+def wrong_sizes(rank: int, world_size: int, where: str, numels: Sequence[int]) -> list[str]:
+    """Sizes, addresses and cuts whose bits differ from the definition."""
+    wrong = []
+    for dtype, numel in itertools.product((torch.float32, torch.bfloat16), numels):
+        leaves = [
+            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype)
+            for r in range(world_size)
+        ]
+        expected = reduce_leaves(leaves, "sum", (world_size,))
+        mine = leaves[rank].to(where)
+        offsets = range(0, 16, dtype.itemsize) if numel < 100 else (0, 4)
+        for mode, offset in itertools.product(MODES, offsets):
+            if not same(reduced(at_byte(mine, offset), (world_size,), mode), expected):
+                wrong.append(f"{dtype} {numel} {mode} at byte {offset}")
+        cuts = sorted((numel * place * place) // world_size**2 for place in range(world_size + 1))
+        parts = [stop - start for start, stop in itertools.pairwise(cuts)]
+        found = reduced(mine, (world_size,), "auto", parts=parts) if numel else expected
+        if not same(found, expected[cuts[rank] : cuts[rank + 1]] if numel else expected):
+            wrong.append(f"{dtype} {numel} scatter")
+        inplace = mine.clone()
+        torch.ops.meshplan.peer_reduce_(
+            inplace, "sum", [world_size], "tree", "wide", "once", None, "auto", "test"
+        )
+        if not same(inplace, expected):
+            wrong.append(f"{dtype} {numel} in place")
+    return wrong

@@ -1,0 +1,110 @@
+// A GPU on a CPU: each block a thread, its lanes turn and turn about on that thread.
+//
+// So that the kernels' own source runs with many lanes where there is no GPU. A lane gives way where
+// it waits: at a barrier, and when it naps. What a GPU may reorder is not shown here.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "port.h"
+
+#define __device__
+#define __shared__ static thread_local
+#define MP_KERNEL extern "C" void
+#define MP_PARAMETER const
+
+namespace meshplan::gpu {
+
+class Lanes {
+ public:
+  Lanes(i32 block, i32 blocks, i32 lanes, std::function<void()> kernel)
+      : block(block), blocks(blocks), lanes_(std::size_t(lanes)), kernel_(std::move(kernel)) {}
+
+  // Runs the kernel in every lane, until all have returned.
+  void run() {
+    current() = this;
+    for (Lane& lane : lanes_) {
+      lane.stack = std::make_unique<char[]>(kStack);
+      getcontext(&lane.context);
+      lane.context.uc_stack.ss_sp = lane.stack.get();
+      lane.context.uc_stack.ss_size = kStack;
+      lane.context.uc_link = &scheduler_;
+      makecontext(&lane.context, &Lanes::enter, 0);
+    }
+    for (std::size_t left = lanes_.size(); left > 0;) {
+      bool released = false;
+      std::size_t waiting = 0;
+      for (turn_ = 0; turn_ < lanes_.size(); ++turn_) {
+        Lane& lane = lanes_[turn_];
+        if (lane.done) continue;
+        if (lane.at_barrier) {
+          ++waiting;
+          continue;
+        }
+        swapcontext(&scheduler_, &lane.context);
+        left -= lane.done;
+        waiting += lane.at_barrier && !lane.done;
+        released = true;
+      }
+      if (waiting == left) {
+        for (Lane& lane : lanes_) lane.at_barrier = false;
+      }
+      if (released) sched_yield();
+    }
+    current() = nullptr;
+  }
+
+  i32 lane() const { return i32(turn_); }
+  i32 lanes() const { return i32(lanes_.size()); }
+  void give_way(bool at_barrier) {
+    Lane& lane = lanes_[turn_];
+    lane.at_barrier = at_barrier;
+    swapcontext(&lane.context, &scheduler_);
+  }
+  static Lanes*& current() {
+    static thread_local Lanes* lanes = nullptr;
+    return lanes;
+  }
+
+  const i32 block, blocks;
+
+ private:
+  static constexpr std::size_t kStack = 64 << 10;
+  struct Lane {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false, at_barrier = false;
+  };
+  static void enter() {
+    Lanes& lanes = *current();
+    lanes.kernel_();
+    lanes.lanes_[lanes.turn_].done = true;
+  }
+
+  std::vector<Lane> lanes_;
+  std::function<void()> kernel_;
+  std::size_t turn_ = 0;
+  ucontext_t scheduler_;
+};
+
+inline i32 block() { return Lanes::current()->block; }
+inline i32 blocks() { return Lanes::current()->blocks; }
+inline i32 lane() { return Lanes::current()->lane(); }
+inline i32 lanes() { return Lanes::current()->lanes(); }
+inline void sync() { Lanes::current()->give_way(true); }
+inline void nap() { Lanes::current()->give_way(false); }
+inline void store(u32* word, u32 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+inline u32 load(const u32* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+inline i64 now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return i64(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+}
+
+}  // namespace meshplan::gpu

@@ -1,0 +1,325 @@
+"""Reductions by GPUs over real processes, on a GPU that a CPU plays with the kernels' own source.
+
+The driver's functions, the launch, the votes and the shared memory are gone through as on a GPU; what
+only a GPU can show (the order of its memory, its clock, its speed) is not: see test_gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed import distributed_c10d as c10d
+
+from meshplan import kernel
+from meshplan.contract import reduce_leaves
+from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatchError
+from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, check
+from meshplan.kernel._device import kernel_name
+from meshplan.kernel._driver import Driver, DriverError
+from meshplan.kernel._library import DeviceCall, Failures, library
+from meshplan.testing import order_sensitive
+from tests.devices import (
+    Emulated,
+    connected,
+    emulated_library,
+    reduced,
+    same,
+    wrong_arithmetic,
+    wrong_golden,
+    wrong_sizes,
+)
+from tests.processes import run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.processes,
+    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is played"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    # Once, before processes fork.
+    emulated_library("cuda")
+    emulated_library("hip")
+
+
+def history(device: Emulated) -> list[str]:
+    ask = ctypes.CDLL(emulated_library(device.driver.kind)).emulated_history
+    ask.restype = ctypes.c_char_p
+    return ask().decode().splitlines()
+
+
+def test_structs_are_those_of_the_library() -> None:
+    assert library().mp_device_call_bytes() == ctypes.sizeof(DeviceCall)
+    assert library().mp_failures_bytes(kernel.MAX_BLOCKS) == ctypes.sizeof(Failures)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_golden_and_sizes(world_size: int) -> None:
+    def ranks(rank: int) -> list[str]:
+        torch.set_num_threads(1)
+        connected(Emulated(), range(world_size), lanes=3)
+        wrong = wrong_golden(rank, world_size, "cpu")
+        large = 70_001 if world_size < 6 else 20_001
+        return wrong + wrong_sizes(
+            rank, world_size, "cpu", (0, 1, 3, 7, 8, 15, 16, 17, 4095, 4097, large)
+        )
+
+    assert run_ranks(ranks, world_size, timeout=170) == [[]] * world_size
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_every_kernel(shape: tuple[int, ...], kind: kernel.DriverKind) -> None:
+    world_size = 3 if shape == (3,) else 6
+
+    def ranks(rank: int) -> list[str]:
+        torch.set_num_threads(1)
+        connected(Emulated(kind), range(world_size), lanes=2)
+        return wrong_arithmetic(rank, shape, "cpu", 37)
+
+    assert run_ranks(ranks, world_size, timeout=170) == [[]] * world_size
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 33, 512])
+def test_any_number_of_lanes(lanes: int) -> None:
+    def ranks(rank: int) -> list[str]:
+        torch.set_num_threads(1)
+        connected(Emulated(), range(3), lanes=lanes)
+        return wrong_sizes(rank, 3, "cpu", (1, 17, 40_001))
+
+    assert run_ranks(ranks, 3, timeout=170) == [[]] * 3
+
+
+def test_a_large_message_takes_all_blocks() -> None:
+    def ranks(rank: int) -> list[str]:
+        torch.set_num_threads(1)
+        device = Emulated()
+        connected(device, range(2), lanes=4)
+        leaves = [order_sensitive(300_000, rank=r, world_size=2) for r in range(2)]
+        assert same(reduced(leaves[rank], (2,), "two_shot"), reduce_leaves(leaves, "sum", (2,)))
+        assert same(
+            reduced(leaves[rank][:9], (2,), "two_shot"), reduce_leaves(leaves, "sum", (2,))[:9]
+        )
+        return [line for line in history(device) if line.startswith("launch")]
+
+    # Five processors: a block for each, fewer where there is less to do.
+    assert run_ranks(ranks, 2) == [["launch 5 on 7", "launch 1 on 7"]] * 2
+
+
+class TestFaults(TestCase):
+    def test_a_missing_rank_is_named_at_the_next_call(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            torch.set_num_threads(1)
+            found = connected(Emulated(), range(3), timeout=1.0, lanes=2)
+            ones = torch.ones(20)
+            reduced(ones, (3,), "two_shot")
+            if rank == 2:
+                time.sleep(3)
+                return []
+            said = []
+            result = reduced(ones, (3,), "two_shot")
+            assert result.isnan().all()
+            for again in (check, lambda: reduced(ones, (3,), "one_shot"), check):
+                with pytest.raises(PeerTimeoutError) as caught:
+                    again()
+                assert (caught.value.rank, caught.value.phase) == (2, 0)
+                said.append(str(caught.value))
+            assert isinstance(found, DeviceCommunicator)
+            return said
+
+        first, second, third = run_ranks(ranks, 3)
+        assert third == []
+        assert set(first + second) == {first[0]}
+        self.assertExpectedInline(
+            first[0],
+            """MP702: rank 2 did not come within 1 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2: 20 elements of float32, sum over 3, tree/wide/once, two_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks meet anew""",
+        )
+
+    def test_differing_calls_are_named_on_every_rank(self) -> None:
+        def ranks(rank: int) -> tuple[int, str]:
+            torch.set_num_threads(1)
+            connected(Emulated(), range(3), timeout=5.0, lanes=2)
+            numbers = torch.ones(4000 if rank != 1 else 8, dtype=torch.int32)
+            result = reduced(numbers, (3,), "two_shot")
+            assert (result == -1).all()
+            with pytest.raises(SignatureMismatchError) as caught:
+                check()
+            return caught.value.rank, str(caught.value)
+
+        found = run_ranks(ranks, 3)
+        assert [rank for rank, _ in found] == [1, 0, 1]
+        self.assertExpectedInline(
+            found[0][1],
+            """MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 8 elements of int32, sum over 3, tree/wide/once, two_shot, this rank 0 with 4000 elements of int32, sum over 3, tree/wide/once, two_shot; nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+        )
+
+    def test_after_a_failure_ranks_meet_anew_when_all_close(self) -> None:
+        def ranks(rank: int) -> list[bool]:
+            torch.set_num_threads(1)
+            device = Emulated()
+            found = connected(device, range(2), timeout=0.5, lanes=2)
+            assert isinstance(found, DeviceCommunicator)
+            if rank == 0:
+                reduced(torch.ones(5), (2,), "one_shot")
+                with pytest.raises(PeerTimeoutError):
+                    check()
+            found.close()
+            check()
+            with pytest.raises(GroupStateError, match="closed"):
+                reduced(torch.ones(5), (2,), "one_shot")
+            freed = history(device).count("free")
+            connected(device, range(2), lanes=2)
+            leaves = [order_sensitive(50, rank=r, world_size=2) for r in range(2)]
+            right = same(
+                reduced(leaves[rank], (2,), "one_shot"), reduce_leaves(leaves, "sum", (2,))
+            )
+            return [freed == 2, right]
+
+        assert run_ranks(ranks, 2) == [[True, True]] * 2
+
+    def test_wrong_tensors(self) -> None:
+        def ranks(rank: int) -> str:
+            connected(Emulated(), range(2))
+            said = []
+            for tensor in (torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)):
+                with pytest.raises(TypeError) as caught:
+                    reduced(tensor, (2,), "one_shot")
+                said.append(str(caught.value))
+            return "\n".join(said)
+
+        self.assertExpectedInline(
+            run_ranks(ranks, 2)[0],
+            """\
+MP412: a tensor on torch.sparse_coo cannot be reduced through the memory that these ranks share; bring a strided tensor on the device of their group, or take the path exchange
+MP412: torch.complex64 is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8""",
+        )
+
+
+def test_a_change_of_streams_waits() -> None:
+    def ranks(rank: int) -> list[str]:
+        device = Emulated()
+        connected(device, range(2), lanes=2)
+        for stream in (7, 7, 8, 99, 8, 7):
+            device.current_stream = stream
+            reduced(torch.ones(2), (2,), "one_shot")
+        return history(device)
+
+    expected = ["launch 1 on 7", "record 7", "launch 1 on 7", "record 7"]
+    expected += ["wait 8", "launch 1 on 8", "record 8"]
+    # Captured: it does not run now, and nothing of it is to be waited for.
+    expected += ["launch 1 on 99", "launch 1 on 8", "record 8"]
+    expected += ["wait 7", "launch 1 on 7", "record 7"]
+    assert run_ranks(ranks, 2) == [expected] * 2
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A transport that no machine has."""
+
+    name: str = "nothing"
+
+    def open(self, *_: object) -> kernel.Regions:
+        raise TransportError("there is no such memory")
+
+
+class TestNoMemory(TestCase):
+    def test_reasons_are_the_same_on_every_rank(self) -> None:
+        """Whoever cannot says why; the others give back what they had, and all try the next."""
+
+        def ranks(rank: int) -> list[str]:
+            said = []
+            for reason in ("NO_MEMORY", "NO_IPC", "NO_PEERS"):
+                if rank == 1:
+                    os.environ[f"EMULATED_{reason}"] = "1"
+                device = Emulated()
+                said.append(str(connected(device, range(3), transports=(Nothing(), Ipc()))))
+                os.environ.pop(f"EMULATED_{reason}", None)
+            found = connected(Emulated(), range(3), transports=(Nothing(), Ipc()))
+            return [*said, str(found), str(history(Emulated()).count("free"))]
+
+        first, second, third = run_ranks(ranks, 3)
+        assert first[:4] == second[:4] == third[:4]
+        # All that was allocated, and once what the others mapped before rank 1 could not.
+        assert second[4] == "2"
+        assert {first[4], third[4]} <= {"4", "5"}
+        # Whichever rank is first to say so.
+        text = re.sub(r"nothing: rank \d", "nothing: rank N", "\n".join(first[:4]))
+        self.assertExpectedInline(text, """\
+nothing: rank N: there is no such memory; IPC: rank 1: 2623104 bytes of its device: out of memory (2)
+nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
+nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
+memory of 3 GPUs""")
+
+    def test_a_device_that_is_not_there(self) -> None:
+        def ranks(rank: int) -> str:
+            def find() -> Emulated:
+                if rank == 1:
+                    raise DriverError("libcuda.so.1: no such file")
+                return Emulated()
+
+            found = kernel_connect(find)
+            return str(found)
+
+        def kernel_connect(find: object) -> object:
+            from meshplan.flatten._connect_devices import connect_devices
+
+            store = c10d._get_default_store()
+            return connect_devices(
+                "",
+                store,
+                "x",
+                (0, 1),
+                rank=dist.get_rank(),
+                wait=20,
+                timeout=20,
+                find=find,  # type: ignore[arg-type]
+            )
+
+        found = run_ranks(ranks, 2)
+        assert found[0] == found[1]
+        self.assertExpectedInline(found[0], """rank 1: libcuda.so.1: no such file""")
+
+
+def test_no_driver_is_no_traceback() -> None:
+    with pytest.raises(DriverError, match="libnothing"):
+        Driver("cuda", 0, "libnothing.so")
+    with pytest.raises(DriverError, match="undefined symbol"):
+        Driver("hip", 0, emulated_library("cuda"))
+
+
+def test_every_kernel_has_a_name() -> None:
+    """The names that calls ask for are those of csrc/device.cu."""
+    from meshplan.kernel._calls import Arithmetic, Key
+
+    device = Emulated()
+    names = set()
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+    ):
+        for op in ("sum", "avg", "product", "max", "min"):
+            for accumulate in ("wide", "float64"):
+                for rounding in ("once", "node"):
+                    how = Arithmetic(op, (2,), "tree", accumulate, rounding, None)
+                    names.add(kernel_name(Key("one_shot", 1, (), dtype, how)))
+    with device.driver.current():
+        assert all(device.kernel(name) for name in names)
+        with pytest.raises(DriverError, match="not found"):
+            device.kernel("mp_complex_sum")
+    assert len(names) == 32
