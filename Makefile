@@ -3,6 +3,8 @@
 #   PYTHON=python3.12 make test        another interpreter (3.11 or newer)
 
 PYTHON ?= python3
+# Of the kernels that setup compiles where nvcc is; others are compiled at first use.
+export MESHPLAN_CUDA_ARCHITECTURES ?= 90
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -1,13 +1,25 @@
-"""Builds the CPU library where a C++ compiler is found; without one the package is pure Python."""
+"""Builds with what it finds: a C++ compiler gives the CPU library, nvcc the kernels for CUDA.
+
+Without either the package is pure Python. The kernels' sources are installed in any case, so that
+they can be compiled at first use. ``MESHPLAN_CUDA_ARCHITECTURES`` says for which GPUs nvcc
+compiles; if it is empty, for none.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
-# Not a Python module: it is loaded through ctypes. Contraction of a product and a sum into one
-# rounding would change bits.
+# Neither is a Python module: they are loaded through ctypes. Contraction of a product and a sum
+# into one rounding would change bits.
 CPU = Extension(
     "meshplan.kernel._cpu",
     sources=["csrc/cpu.cpp", "csrc/entry.cpp"],
@@ -16,5 +28,63 @@ CPU = Extension(
     extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-fast-math"],
     optional=True,
 )
+DEVICE = Extension(
+    "meshplan.kernel._device",
+    sources=["csrc/device.cu"],
+    depends=sorted(glob("csrc/*.h")),
+    extra_compile_args=["-std=c++17", "-O3", "-fmad=false"],
+    optional=True,
+)
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+ARCHITECTURES = os.environ.get("MESHPLAN_CUDA_ARCHITECTURES", "80,90,100").split(",")
 
-setup(ext_modules=[CPU])
+
+class BuildExtensions(build_ext):
+    """Has nvcc write a file that CUDA's driver loads."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.split(".")[-1] == "_device":
+            return os.path.join(*fullname.split(".")) + ".fatbin"
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != DEVICE.name:
+            super().build_extension(ext)
+            return
+        codes = [f"arch=compute_{one},code=sm_{one}" for one in ARCHITECTURES]
+        # For GPUs that come after these.
+        codes.append(f"arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}")
+        path = Path(self.get_ext_fullpath(ext.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [NVCC, "-fatbin", *ext.extra_compile_args, "--threads", "0"]
+        for code in codes:
+            command += ["-gencode", code]
+        command += [*ext.sources, "-o", str(path)]
+        try:
+            subprocess.run(command, check=True, timeout=900)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CompileError(f"{error}; kernels will be compiled at first use") from error
+
+
+class BuildPackage(build_py):
+    """Puts the sources of the kernels into the package."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._sources().items():
+                self.mkpath(os.path.dirname(target))
+                self.copy_file(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *self._sources().values()]
+
+    def _sources(self) -> dict[str, str]:
+        folder = os.path.join(self.build_lib, "meshplan")
+        return {path: os.path.join(folder, path) for path in sorted(glob("csrc/*"))}
+
+
+setup(
+    ext_modules=[CPU, *([DEVICE] if NVCC and ARCHITECTURES != [""] else [])],
+    cmdclass={"build_ext": BuildExtensions, "build_py": BuildPackage},
+)

@@ -256,11 +256,14 @@ class TestNoMemory(TestCase):
         assert {first[4], third[4]} <= {"4", "5"}
         # Whichever rank is first to say so.
         text = re.sub(r"nothing: rank \d", "nothing: rank N", "\n".join(first[:4]))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 nothing: rank N: there is no such memory; IPC: rank 1: 2623104 bytes of its device: out of memory (2)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
-memory of 3 GPUs""")
+memory of 3 GPUs""",
+        )
 
     def test_a_device_that_is_not_there(self) -> None:
         def ranks(rank: int) -> str:

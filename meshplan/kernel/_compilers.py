@@ -192,10 +192,12 @@ def _libraries(kind: DriverKind) -> Iterator[str]:
     if kind == "hip":
         yield "libhiprtc.so"
         return
-    # The packages of which torch's own depends, then the system's.
     packages = Path(torch.__file__).parents[1] / "nvidia"
-    yield from sorted(map(str, packages.glob("*/lib/libnvrtc.so.*")), reverse=True)
-    yield from ("libnvrtc.so.13", "libnvrtc.so.12")
+    found = [*sorted(map(str, packages.glob("*/lib/libnvrtc.so.*"))), "libnvrtc.so.13"]
+    found.append("libnvrtc.so.12")
+    # A driver that is good enough for torch loads what the compiler of torch's version makes.
+    major = (torch.version.cuda or "13").split(".")[0]
+    yield from sorted(found, key=lambda name: not name.endswith(f".so.{major}"))
 
 
 def _program(kind: DriverKind, name: str) -> str | None:

@@ -64,9 +64,11 @@ def device_code(kind: DriverKind, architecture: str, *, wait: float = _SECONDS) 
             return _cached(compiler, architecture, wait)
         except CompileError as error:
             said.append(str(error))
-    package = "nvidia-cuda-nvrtc" if kind == "cuda" else "ROCm's libhiprtc.so"
-    toolkit = "nvcc" if kind == "cuda" else "hipcc"
-    found = "; ".join(said) or f"there is no {toolkit} and no {package}"
+    found = "; ".join(said)
+    if not said and kind == "cuda":
+        found = "there is neither nvcc nor NVRTC: pip install nvidia-cuda-nvrtc"
+    elif not said:
+        found = "there is neither hipcc nor libhiprtc.so: install ROCm's hipcc"
     raise CompileError(f"no compiler for {architecture}: {found}")
 
 
