@@ -11,11 +11,11 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test check bench golden clean
+.PHONY: help setup demo test test-gpu check bench bench-gpu golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/'
 
 setup: $(READY) $(TOOLS) ## virtual environment with torch, meshplan and the tools
 
@@ -37,6 +37,10 @@ demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshp
 test: setup ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-gpu: ## what only a GPU can show, with the torch, pytest and compilers of this machine
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(PYTHON) -m pytest -c tests/gpu.ini tests/test_gpu.py
+
 check: setup ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +51,10 @@ bench: setup ## what planning and dispatch cost, before anything is sent
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fold.py
 	$(BIN)/python benchmarks/allreduce_cpu.py
+
+bench-gpu: ## the kernels for GPUs beside a plain copy and torch's own all-reduces
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(PYTHON) benchmarks/allreduce_gpu.py
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

@@ -17,6 +17,7 @@ from meshplan.dtensor import prepare as prepare
 from meshplan.dtensor import shutdown as shutdown
 from meshplan.dtensor import uninstall as uninstall
 from meshplan.errors import MeshplanError as MeshplanError
+from meshplan.kernel import check as check
 from meshplan.layout import Layout as Layout
 
 __version__ = "0.1.0"

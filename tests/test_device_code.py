@@ -75,7 +75,7 @@ def test_compilers_for_cuda(compiler: Compiler) -> None:
         assert kernel in image
     assert re.search(r"\d+\.\d+", compiler.identity)
     assert "-fmad=false" in compiler.identity
-    with pytest.raises(CompileError, match="sm_1|gpu-architecture"):
+    with pytest.raises(CompileError, match=r"sm_1|gpu-architecture"):
         compiler.compile(sources(), "sm_1")
 
 
@@ -215,7 +215,10 @@ no compiler for sm_90: broken: no sm_90; broken: no sm_90""",
             holder.kill()
             holder.join()
         text = str(caught.value).replace(str(holder.pid), "PID")
-        self.assertExpectedInline(text.replace(str(cache_folder()), "CACHE"), """no compiler for sm_90: process PID has held CACHE/sm_90.lock for 0.2 s; end it, or set MESHPLAN_CACHE to another folder""")
+        self.assertExpectedInline(
+            text.replace(str(cache_folder()), "CACHE"),
+            """no compiler for sm_90: process PID has held CACHE/sm_90.lock for 0.2 s; end it, or set MESHPLAN_CACHE to another folder""",
+        )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: nothing was installed")

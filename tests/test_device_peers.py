@@ -7,6 +7,7 @@ only a GPU can show (the order of its memory, its clock, its speed) is not: see 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import shutil
@@ -22,7 +23,11 @@ from torch.distributed import distributed_c10d as c10d
 from meshplan import kernel
 from meshplan.contract import reduce_leaves
 from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatchError
+from meshplan.flatten import Group, _connect_devices
+from meshplan.flatten._connect_devices import connect_devices
+from meshplan.flatten._join import with_peers
 from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, check
+from meshplan.kernel._calls import Arithmetic, Key
 from meshplan.kernel._device import kernel_name
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.kernel._library import DeviceCall, Failures, library
@@ -272,27 +277,40 @@ memory of 3 GPUs""",
                     raise DriverError("libcuda.so.1: no such file")
                 return Emulated()
 
-            found = kernel_connect(find)
-            return str(found)
-
-        def kernel_connect(find: object) -> object:
-            from meshplan.flatten._connect_devices import connect_devices
-
             store = c10d._get_default_store()
-            return connect_devices(
-                "",
-                store,
-                "x",
-                (0, 1),
-                rank=dist.get_rank(),
-                wait=20,
-                timeout=20,
-                find=find,  # type: ignore[arg-type]
+            return str(
+                connect_devices("", store, "x", (0, 1), rank=rank, wait=20, timeout=20, find=find)
             )
 
         found = run_ranks(ranks, 2)
         assert found[0] == found[1]
         self.assertExpectedInline(found[0], """rank 1: libcuda.so.1: no such file""")
+
+
+def test_a_group_that_gets_it_says_so() -> None:
+    def ranks(rank: int) -> tuple[bool, list[str]]:
+        torch.set_num_threads(1)
+        lines: list[str] = []
+        log = logging.getLogger("meshplan")
+        log.setLevel(logging.INFO)
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        log.addHandler(handler)
+        device = Emulated()
+        _connect_devices.device_of = lambda index: device  # type: ignore[assignment]
+        torch.cuda.current_device = lambda: 0
+        world = dist.group.WORLD
+        assert world is not None
+        group = Group(world, (0, 1), "default", world.group_name)
+        found = with_peers(group, "cuda", rank=rank, token="t", objection=None, wait=20, timeout=20)
+        assert isinstance(found.peers, DeviceCommunicator)
+        leaves = [order_sensitive(99, rank=r, world_size=2) for r in range(2)]
+        result = reduced(leaves[rank], (2,), "auto", name=found.peers.name)
+        return same(result, reduce_leaves(leaves, "sum", (2,))), lines
+
+    expected = "[AR] default group 0 of 2 ranks: 0, 1: memory of 2 GPUs, "
+    expected += "one_shot up to 1048576 bytes, two_shot above"
+    assert run_ranks(ranks, 2) == [(True, [expected])] * 2
 
 
 def test_no_driver_is_no_traceback() -> None:
@@ -304,8 +322,6 @@ def test_no_driver_is_no_traceback() -> None:
 
 def test_every_kernel_has_a_name() -> None:
     """The names that calls ask for are those of csrc/device.cu."""
-    from meshplan.kernel._calls import Arithmetic, Key
-
     device = Emulated()
     names = set()
     for dtype in (

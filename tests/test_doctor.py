@@ -44,6 +44,7 @@ ok      GPUs: none that this torch can use""",
             mock.patch("shutil.which", return_value=None),
             mock.patch.object(torch.cuda, "is_available", return_value=True),
             mock.patch.object(torch.cuda, "device_count", return_value=8),
+            mock.patch.object(kernel, "device_of", side_effect=kernel.CompileError("no compiler")),
         ):
             text, complete = doctor()
         assert not complete
@@ -55,7 +56,21 @@ missing compiled reductions on CPUs: no library
         apt-get install g++, and then: pip install --force-reinstall --no-deps meshplan
 missing memory that the processes of this host share: needs the compiled reductions
         see above
-ok      GPUs: 8; their reductions take the path exchange, over the backend""",
+missing GPUs: 8, without kernels: no compiler
+        reductions take the path exchange, over the backend; pip install nvidia-cuda-nvrtc, or install nvcc or hipcc""",
+        )
+
+    def test_gpus(self) -> None:
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            mock.patch.object(torch.cuda, "device_count", return_value=8),
+            mock.patch.object(kernel, "device_of", return_value=mock.Mock(processors=132)),
+        ):
+            text, complete = doctor()
+        assert complete
+        self.assertExpectedInline(
+            text.splitlines()[-1],
+            """ok      GPUs: 8, with kernels of 32 blocks; path exchange unless asked""",
         )
 
     @pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))

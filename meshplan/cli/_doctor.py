@@ -71,4 +71,11 @@ def _device() -> _Finding:
     if not torch.cuda.is_available():
         return _Finding(what, "none that this torch can use")
     count = torch.cuda.device_count()
-    return _Finding(what, f"{count}; their reductions take the path exchange, over the backend")
+    try:
+        device = kernel.device_of(0)
+    except (kernel.DriverError, kernel.CompileError) as error:
+        remedy = "reductions take the path exchange, over the backend; pip install "
+        remedy += "nvidia-cuda-nvrtc, or install nvcc or hipcc"
+        return _Finding(what, f"{count}, without kernels: {error}", remedy)
+    blocks = min(device.processors, kernel.MAX_BLOCKS)
+    return _Finding(what, f"{count}, with kernels of {blocks} blocks; path exchange unless asked")

@@ -58,4 +58,8 @@ def _why_not(step: Step, groups: StepGroups, tensor: Tensor) -> str:
         return "near ranks reduce first"
     if groups.peers is not None:
         return f"tensors on {tensor.device.type}, and the group's memory is of {groups.peers}"
-    return groups.no_peers or "the group has none"
+    if groups.no_peers:
+        return groups.no_peers
+    if tensor.device.type == "cpu":
+        return "the group has none"
+    return "on GPUs only where path names one_shot or two_shot"

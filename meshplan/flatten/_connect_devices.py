@@ -6,6 +6,7 @@ As in ``connect``, whether a group has it, and by which transport, is one decisi
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,10 +135,18 @@ def _offer(find: Callable[[], Device]) -> tuple[Device | None, str]:
         return None, _NO + reason
     try:
         device = find()
-        offer = {"host": host(), "kind": device.driver.kind, "blocks": device.processors}
-    except (OSError, DriverError, CompileError) as error:
+        offer = {"host": _host(), "kind": device.driver.kind, "blocks": device.processors}
+    except (DriverError, CompileError) as error:
         return None, _NO + str(error)
     return device, json.dumps(offer)
+
+
+def _host() -> str:
+    """The same text on processes of one host. Unlike memory of CPUs it needs no ``/proc``."""
+    try:
+        return host()
+    except OSError:
+        return socket.gethostname()
 
 
 def _agreed(offers: dict[int, str]) -> int | str:

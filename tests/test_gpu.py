@@ -1,0 +1,241 @@
+"""What only a GPU can show. Run by ``make test-gpu``; skipped where there is none.
+
+Several processes share one GPU, whose contexts then take turns: that shows bits, votes and lifetimes,
+not speed. Nothing here shows what links between GPUs reorder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshplan import kernel
+from meshplan.contract import reduce_leaves
+from meshplan.errors import PeerTimeoutError
+from meshplan.kernel import DeviceCommunicator, Ipc, Symmetric, check, device_of
+from meshplan.testing import order_sensitive
+from tests.devices import (
+    CONTRACTS,
+    FLOATS,
+    INTEGERS,
+    ROOT,
+    connected,
+    reduced,
+    same,
+    wrong_arithmetic,
+    wrong_golden,
+    wrong_sizes,
+)
+from tests.processes import run_ranks
+
+
+def gpus() -> int:
+    """How many there are, without starting CUDA in a process that will fork."""
+    ask = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=100)
+    return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
+
+
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.cuda.is_built() or gpus() == 0, reason="no GPU"),
+    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
+    pytest.mark.timeout(600),
+]
+
+
+def ready(rank: int) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All ranks in one launch, compiled for this GPU."""
+    if NVCC is None:
+        pytest.skip("no nvcc")
+    folder = tmp_path_factory.mktemp("fused")
+    cpu = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-c", "csrc/cpu.cpp", "-o"]
+    subprocess.run([*cpu, str(folder / "cpu.o")], check=True, cwd=ROOT, timeout=300)
+    program = folder / "fused_ranks"
+    command = [NVCC, "-std=c++17", "-O3", "-fmad=false", "-arch=native", "-Icsrc"]
+    command += ["tests/native/fused_ranks.cu", str(folder / "cpu.o"), "-o", str(program)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    return program
+
+
+def test_all_ranks_in_one_launch(fused: Path) -> None:
+    done = subprocess.run([fused, "check"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck"])
+def test_no_tool_finds_anything(fused: Path, tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", str(fused), "check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
+    if "Device not supported" in done.stdout + done.stderr:
+        pytest.skip("compute-sanitizer does not support this machine")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_processes_over_ipc(world_size: int) -> None:
+    def ranks(rank: int) -> list[str]:
+        ready(rank)
+        found = connected(None, range(world_size), transports=(Ipc(),), timeout=60.0)
+        assert isinstance(found, DeviceCommunicator), found
+        wrong = wrong_golden(rank, world_size, "cuda")
+        wrong += wrong_sizes(rank, world_size, "cuda", (0, 1, 3, 8, 17, 4095, 4097, (1 << 20) + 3))
+        torch.cuda.synchronize()
+        check()
+        found.close()
+        return wrong
+
+    assert run_ranks(ranks, world_size, timeout=500) == [[]] * world_size
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_every_kernel(shape: tuple[int, ...]) -> None:
+    world_size = 3 if shape == (3,) else 4
+
+    def ranks(rank: int) -> list[str]:
+        ready(rank)
+        found = connected(None, range(world_size), transports=(Ipc(),), timeout=60.0)
+        assert isinstance(found, DeviceCommunicator), found
+        return wrong_arithmetic(rank, shape, "cuda", 4099)
+
+    assert run_ranks(ranks, world_size, timeout=500) == [[]] * world_size
+
+
+def test_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several ranks on one GPU, which torch else refuses.
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+    def ranks(rank: int) -> list[str]:
+        ready(rank)
+        name = dist.group.WORLD.group_name
+        found = connected(None, range(2), transports=(Symmetric(name),), timeout=60.0)
+        assert isinstance(found, DeviceCommunicator), found
+        return wrong_golden(rank, 2, "cuda") + wrong_sizes(rank, 2, "cuda", (1, 17, 100_003))
+
+    assert run_ranks(ranks, 2, timeout=300) == [[]] * 2
+
+
+def test_a_graph_is_captured_and_replayed_between_eager_calls() -> None:
+    def ranks(rank: int) -> list[bool]:
+        ready(rank)
+        assert isinstance(connected(None, range(2), transports=(Ipc(),)), DeviceCommunicator)
+        static = torch.zeros(50_001, device="cuda")
+        reduced(static, (2,), "two_shot")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = reduced(static, (2,), "two_shot")
+        right = []
+        for turn in range(7):
+            leaves = [order_sensitive(50_001, rank=r, world_size=2, seed=turn) for r in range(2)]
+            expected = reduce_leaves(leaves, "sum", (2,))
+            static.copy_(leaves[rank])
+            graph.replay()
+            right.append(same(captured, expected))
+            right.append(same(reduced(leaves[rank].cuda(), (2,), "one_shot"), expected))
+        torch.cuda.synchronize()
+        check()
+        return right
+
+    assert run_ranks(ranks, 2, timeout=300) == [[True] * 14] * 2
+
+
+def test_two_streams_of_one_rank_do_not_race() -> None:
+    def ranks(rank: int) -> list[bool]:
+        ready(rank)
+        assert isinstance(connected(None, range(2), transports=(Ipc(),)), DeviceCommunicator)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        leaves = [order_sensitive(200_003, rank=r, world_size=2) for r in range(2)]
+        mine = leaves[rank].cuda()
+        torch.cuda.synchronize()
+        results = []
+        for turn in range(30):
+            with torch.cuda.stream(streams[turn % 3]):
+                results.append(reduced(mine, (2,), ("one_shot", "two_shot")[turn % 2]))
+        torch.cuda.synchronize()
+        check()
+        expected = reduce_leaves(leaves, "sum", (2,))
+        return [same(result, expected) for result in results]
+
+    assert run_ranks(ranks, 2, timeout=300) == [[True] * 30] * 2
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def ranks(rank: int) -> str:
+        ready(rank)
+        found = connected(None, range(3), transports=(Ipc(),), timeout=3.0)
+        assert isinstance(found, DeviceCommunicator), found
+        ones = torch.ones(1000, device="cuda")
+        reduced(ones, (3,), "two_shot")
+        torch.cuda.synchronize()
+        if rank == 2:
+            dist.barrier()
+            return "absent"
+        result = reduced(ones, (3,), "two_shot")
+        torch.cuda.synchronize()
+        assert result.isnan().all()
+        with pytest.raises(PeerTimeoutError) as caught:
+            check()
+        # The process stays usable.
+        assert float(torch.ones(4, device="cuda").sum()) == 4
+        dist.barrier()
+        return f"rank {caught.value.rank}, phase {caught.value.phase}"
+
+    assert run_ranks(ranks, 3, timeout=120) == ["rank 2, phase 0", "rank 2, phase 0", "absent"]
+
+
+def test_the_definition_gives_the_same_bits_on_a_gpu() -> None:
+    """The path ``exchange`` folds with torch's own kernels there."""
+    ask = "from tests.test_gpu import definition; definition()"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def definition() -> None:
+    """In a process of its own, which may start CUDA."""
+    wrong = []
+    for dtype in (*FLOATS, *INTEGERS):
+        leaves = [order_sensitive(10_007, rank=r, world_size=5, dtype=dtype) for r in range(5)]
+        for op in ("sum", "product", "max", "min"):
+            for contract in CONTRACTS:
+                here = reduce_leaves(leaves, op, (5,), contract)  # type: ignore[arg-type]
+                there = reduce_leaves([leaf.cuda() for leaf in leaves], op, (5,), contract)  # type: ignore[arg-type]
+                if not same(there, here):
+                    wrong.append(f"{dtype} {op} {contract.id}")
+    sys.stdout.write(json.dumps(wrong) + "\n")
+
+
+def test_kernels_compiled_at_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that were installed: NVRTC's or nvcc's of this machine."""
+    monkeypatch.setenv("MESHPLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr("meshplan.kernel._device.prebuilt", lambda: None)
+
+    def ranks(rank: int) -> list[str]:
+        ready(rank)
+        device_of.cache_clear()
+        found = connected(None, range(2), transports=(Ipc(),), timeout=60.0)
+        assert isinstance(found, DeviceCommunicator), found
+        return wrong_sizes(rank, 2, "cuda", (17, 10_001))
+
+    assert run_ranks(ranks, 2, timeout=300) == [[]] * 2
+    assert len(list(tmp_path.glob("*.image"))) == 1
