@@ -103,7 +103,7 @@ def golden_mismatches(file: Path, world_size: int) -> tuple[int, list[str]]:
     return len(cases), [line for lines in run_ranks(ranks, world_size) for line in lines]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
 def test_golden(world_size: int) -> None:
     count, wrong = golden_mismatches(GOLDEN, world_size)
     assert count >= 4

@@ -38,7 +38,7 @@ __all__ = ["connect_devices"]
 
 _NO = "no: "
 _POLL_SECONDS = 0.001
-_FAREWELL_SECONDS = 10.0
+_FAREWELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def connect_devices(
     reasons = []
     for transport in (Ipc(), Symmetric(group_name)) if transports is None else transports:
         inside = f"{prefix}/{transport.name}"
-        regions, failure = _opened(members, inside, transport, device, blocks)
+        held, failure = _opened(members, inside, transport, device, blocks, timeout, lanes)
         verdict = vote(
             store,
             f"{inside}/mapped",
@@ -108,12 +108,10 @@ def connect_devices(
             timeout=wait,
             veto=failure,
         )
-        if verdict.unanimous and regions is not None:
-            return DeviceCommunicator(
-                name, ranks, members.place, device, regions, timeout, blocks=blocks, lanes=lanes
-            )
-        if regions is not None:
-            regions.close()
+        if verdict.unanimous and isinstance(held, DeviceCommunicator):
+            return held
+        if held is not None:
+            held.close()
         else:
             # Nobody waits for this rank before it gives its memory back.
             _say_farewell(members, inside)
@@ -163,9 +161,16 @@ def _agreed(offers: dict[int, str]) -> int | str:
 
 
 def _opened(
-    members: _Members, prefix: str, transport: Transport, device: Device, blocks: int
-) -> tuple[Regions | None, str | None]:
-    """The regions, and why they are not complete on this rank if they are not."""
+    members: _Members,
+    prefix: str,
+    transport: Transport,
+    device: Device,
+    blocks: int,
+    timeout: float,
+    lanes: int,
+) -> tuple[DeviceCommunicator | Regions | None, str | None]:
+    """The communicator; or what there is of its memory, and what is missing on this rank."""
+    regions = None
     try:
         regions = transport.open(
             device,
@@ -174,9 +179,21 @@ def _opened(
             partial(_exchange, members, prefix),
             partial(_farewell, members, prefix),
         )
+        communicator = DeviceCommunicator(
+            members.name,
+            members.ranks,
+            members.place,
+            device,
+            regions,
+            timeout,
+            blocks=blocks,
+            lanes=lanes,
+        )
     except TransportError as error:
         return error.regions, str(error)
-    return regions, None
+    except DriverError as error:
+        return regions, str(error)
+    return communicator, None
 
 
 def _exchange(members: _Members, prefix: str, text: str) -> list[str]:

@@ -328,13 +328,12 @@ class GroupRegistry:
         )
         if not peers:
             return group
-        sharing = sum(k.peers is not None and k.peers.alive for k in self._groups.values())
         return with_peers(
             group,
             device_type,
             rank=rank,
             token=token,
-            objection=f"{sharing} groups share memory" if sharing >= self.max_groups else None,
+            objection=self._peers_objection(device_type),
             wait=timeout,
             # In use it waits as long as the collectives do that it stands for.
             timeout=default_timeout(device_type),
@@ -355,12 +354,22 @@ class GroupRegistry:
                 f"{count} groups exist and the limit is {self.max_groups}; "
                 "call meshplan.shutdown() between phases that use different meshes"
             )
-        if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return (
-                "a CUDA graph is being captured, in which no communicator can be created; "
-                "call meshplan.prepare(mesh) before the capture"
-            )
+        return _capture_objection(device_type)
+
+    def _peers_objection(self, device_type: str) -> str | None:
+        sharing = sum(k.peers is not None and k.peers.alive for k in self._groups.values())
+        if sharing >= self.max_groups:
+            return f"{sharing} groups share memory"
+        return _capture_objection(device_type)
+
+
+def _capture_objection(device_type: str) -> str | None:
+    if device_type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
+    return (
+        "a CUDA graph is being captured, in which no communicator can be created; "
+        "call meshplan.prepare(mesh) before the capture"
+    )
 
 
 _REGISTRY = GroupRegistry()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from meshplan.errors import GroupStateError
 from meshplan.kernel._calls import Key, prepared
 from meshplan.kernel._communicator import Communicator
 from meshplan.kernel._device import Device, kernel_name
+from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import (
     MAX_BLOCKS,
     MAX_PEERS,
@@ -144,7 +146,8 @@ class DeviceCommunicator(Communicator[_Call]):
             self.alive = False
             self._regions.close()
             driver = self._device.driver
-            with driver.current():
+            # A device that is lost, or another process's, has taken these along.
+            with suppress(DriverError), driver.current():
                 driver.destroy_event(self._event)
                 driver.host_free(self._shared)
 

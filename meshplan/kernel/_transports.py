@@ -6,6 +6,7 @@ Whoever cannot take part says why, and all members of the group then try the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,17 +116,14 @@ class _IpcRegions:
             return
         own, self._own = self._own, None
         driver = self._device.driver
-        try:
-            with driver.current():
-                driver.synchronize()
-                while self._mapped:
-                    driver.unmap(self._mapped.pop())
-                # To free what others have mapped is undefined; then the process keeps it.
-                if self._farewell():
-                    driver.free(own)
-        except DriverError:
-            # The device is lost, and its memory with it.
-            pass
+        # A device that is lost, or another process's, has taken its memory along.
+        with suppress(DriverError), driver.current():
+            driver.synchronize()
+            while self._mapped:
+                driver.unmap(self._mapped.pop())
+            # To free what others have mapped is undefined; then the process keeps it.
+            if self._farewell():
+                driver.free(own)
 
 
 @dataclass(frozen=True, slots=True)
