@@ -37,10 +37,14 @@ class Lanes {
       lane.context.uc_link = &scheduler_;
       makecontext(&lane.context, &Lanes::enter, 0);
     }
+    bool upwards = false;
     for (std::size_t left = lanes_.size(); left > 0;) {
       bool released = false;
       std::size_t waiting = 0;
-      for (turn_ = 0; turn_ < lanes_.size(); ++turn_) {
+      // Up and down: no lane is always first.
+      upwards = !upwards;
+      for (std::size_t i = 0; i < lanes_.size(); ++i) {
+        turn_ = upwards ? i : lanes_.size() - 1 - i;
         Lane& lane = lanes_[turn_];
         if (lane.done) continue;
         if (lane.at_barrier) {
