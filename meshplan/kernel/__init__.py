@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from meshplan.kernel._fold import combine_leaves as combine_leaves
 from meshplan.kernel._fold import finish_partials as finish_partials
+from meshplan.kernel._fold import reduce_into as reduce_into
 from meshplan.kernel._fold import reduce_leaves as reduce_leaves
 from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
 from meshplan.kernel._library import available as available
@@ -15,6 +16,7 @@ from meshplan.kernel._library import why_not as why_not
 from meshplan.kernel._memory import Handle as Handle
 from meshplan.kernel._memory import SharedMemory as SharedMemory
 from meshplan.kernel._memory import host as host
+from meshplan.kernel._pages import large_pages as large_pages
 from meshplan.kernel._peers import PEER_MODES as PEER_MODES
 from meshplan.kernel._peers import Communicator as Communicator
 from meshplan.kernel._peers import PeerMode as PeerMode
@@ -33,8 +35,10 @@ __all__ = [
     "combine_leaves",
     "finish_partials",
     "host",
+    "large_pages",
     "one_shot_bytes",
     "peer_mode",
+    "reduce_into",
     "reduce_leaves",
     "region_bytes",
     "why_not",

@@ -42,6 +42,7 @@ from meshplan.kernel._library import (
     library,
 )
 from meshplan.kernel._memory import SharedMemory
+from meshplan.kernel._pages import large_pages
 
 __all__ = [
     "MAX_CALLS",
@@ -384,6 +385,7 @@ def _peer_reduce(
 ) -> Tensor:
     message = message.contiguous()
     out = _empty(message, parts, op, shape, order, accumulate, rounding, divisor, mode, peers)
+    large_pages(out)
     how = Arithmetic(op, tuple(shape), order, accumulate, rounding, divisor)
     _reduce(message, out, tuple(parts), how, mode, peers)
     return out
