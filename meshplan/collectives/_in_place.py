@@ -1,0 +1,117 @@
+"""The exchange of large messages over gloo, inside the memory of its result.
+
+Gloo itself writes where it is told to. What torch puts around it makes tensors of its own: the
+functional collectives one for each result, gloo's all-gather one more, which it then copies. Memory
+that is large and new costs more time than all sends over loopback. So here the leaves arrive in the
+result's memory, the own slice is folded where it lies, and slices are broadcast from where they are
+to where they belong.
+
+What decides is known to all ranks: sizes, dtype, group, and that nothing traces or simulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from meshplan.collectives._groups import StepGroups
+from meshplan.kernel import large_pages, reduce_into
+from meshplan.planner import Step
+
+__all__ = ["MIN_SLICE_BYTES", "exchange_in_place", "in_place_sends", "is_in_place"]
+
+# Below, and in larger groups, one collective more for each rank costs more than it saves. Measured
+# with benchmarks/allreduce_cpu.py; it cannot change a bit.
+MIN_SLICE_BYTES = 128 << 10
+MAX_RANKS = 8
+
+
+def is_in_place(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Whether ``tensor`` is exchanged in place: the same answer on all ranks of ``group``."""
+    # Subclasses stand for something else: what a tracer sees, or all ranks in one process.
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or get_proxy_mode() is not None:
+        return False
+    ranks = group.size()
+    if not 1 < ranks <= MAX_RANKS or tensor.nbytes < ranks * MIN_SLICE_BYTES:
+        return False
+    try:
+        return bool(group._get_backend(tensor.device).name() == "gloo")
+    except RuntimeError:
+        # A group that is written in Python has no backend.
+        return False
+
+
+def exchange_in_place(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """All-to-all of slices, reduction of the own slice in contract order, a broadcast of each.
+
+    Args:
+        tensor: this rank's summand, for which ``is_in_place``.
+        step: an ``all_reduce`` with a contract.
+        groups: of a flat step.
+
+    Returns:
+        Shape and dtype of ``tensor``; finished.
+    """
+    assert step.op is not None
+    assert step.contract is not None
+    group = groups.flat
+    ranks, rank = group.size(), group.rank()
+    flat = tensor.detach().contiguous().view(-1)
+    width, lengths = _slices(flat.numel(), ranks)
+    result = large_pages(flat.new_empty(ranks * width))
+    own = lengths[rank]
+    # Leaves of a slice that is shorter do not come to lie each in its place: they get another.
+    leaves = result if own == width else flat.new_empty(ranks * own)
+    if lengths[-1] == width:
+        dist.all_to_all_single(leaves, flat, group=group)
+    else:
+        dist.all_to_all_single(leaves, flat, [own] * ranks, lengths, group)
+    mine = result[rank * width :][:own]
+    reduce_into(
+        mine,
+        leaves.view(ranks, own).unbind(0),
+        step.op,
+        step.sizes,
+        step.contract,
+        divisor=step.divisor,
+    )
+    _wait(
+        [
+            dist.broadcast(result[r * width :][:length], group=group, group_src=r, async_op=True)
+            for r, length in enumerate(lengths)
+            if length > 0
+        ]
+    )
+    return result[: flat.numel()].view(tensor.shape)
+
+
+def in_place_sends(tensor: Tensor, group: ProcessGroup) -> tuple[str, ...]:
+    """What ``exchange_in_place`` calls, in order."""
+    _, lengths = _slices(tensor.numel(), group.size())
+    return ("all_to_all_single",) + ("broadcast",) * sum(length > 0 for length in lengths)
+
+
+def _slices(numel: int, ranks: int) -> tuple[int, list[int]]:
+    """How wide slices are, and how much of each is there: the last ones may be shorter or empty."""
+    width = -(-numel // ranks)
+    return width, [max(0, min(width, numel - r * width)) for r in range(ranks)]
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    """Wait for all, also where one has failed: they still write to memory of ours."""
+    failure: BaseException | None = None
+    for work in works:
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
