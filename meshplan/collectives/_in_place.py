@@ -11,7 +11,7 @@ What decides is known to all ranks: sizes, dtype, group, and that nothing traces
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,30 +66,46 @@ def exchange_in_place(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     flat = tensor.detach().contiguous().view(-1)
     width, lengths = _slices(flat.numel(), ranks)
     result = large_pages(flat.new_empty(ranks * width))
-    own = lengths[rank]
-    # Leaves of a slice that is shorter do not come to lie each in its place: they get another.
-    leaves = result if own == width else flat.new_empty(ranks * own)
-    if lengths[-1] == width:
-        dist.all_to_all_single(leaves, flat, group=group)
-    else:
-        dist.all_to_all_single(leaves, flat, [own] * ranks, lengths, group)
-    mine = result[rank * width :][:own]
-    reduce_into(
-        mine,
-        leaves.view(ranks, own).unbind(0),
-        step.op,
-        step.sizes,
-        step.contract,
-        divisor=step.divisor,
-    )
-    _wait(
-        [
-            dist.broadcast(result[r * width :][:length], group=group, group_src=r, async_op=True)
-            for r, length in enumerate(lengths)
-            if length > 0
-        ]
-    )
+    mine = result[rank * width :][: lengths[rank]]
+    leaves = _leaves(flat, result, lengths, group)
+    reduce_into(mine, leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
+    works: list[dist.Work | None] = []
+    try:
+        for r, length in enumerate(lengths):
+            if length > 0:
+                part = result[r * width :][:length]
+                works.append(dist.broadcast(part, group=group, group_src=r, async_op=True))
+    finally:
+        _wait(works)
     return result[: flat.numel()].view(tensor.shape)
+
+
+def _leaves(
+    flat: Tensor, result: Tensor, lengths: Sequence[int], group: ProcessGroup
+) -> Sequence[Tensor]:
+    """Every rank's part of the own slice, in memory of ``result`` where there is room for it.
+
+    The one of this rank lies in the own slice of ``result``, or nowhere in it.
+    """
+    ranks, rank = group.size(), group.rank()
+    width, own = result.numel() // ranks, lengths[rank]
+    if ranks == 2:
+        # Each sends only what is the other's, which is one piece; nothing is copied to oneself.
+        other = 1 - rank
+        place = result[other * width :][:own]
+        sent = flat[other * width :][: lengths[other]]
+        come, go = [0, 0], [0, 0]
+        come[other], go[other] = own, sent.numel()
+        dist.all_to_all_single(place, sent, come, go, group)
+        mine = flat[rank * width :][:own]
+        return [mine, place] if rank == 0 else [place, mine]
+    if lengths[-1] == width:
+        dist.all_to_all_single(result, flat, group=group)
+        return result.view(ranks, width).unbind(0)
+    # Parts of a shorter slice do not come to lie each in its place: they get another.
+    leaves = result if own == width else flat.new_empty(ranks * own)
+    dist.all_to_all_single(leaves, flat, [own] * ranks, list(lengths), group)
+    return leaves.view(ranks, own).unbind(0)
 
 
 def in_place_sends(tensor: Tensor, group: ProcessGroup) -> tuple[str, ...]:
