@@ -63,7 +63,7 @@ ONE_SHOT_BYTES = ((2, 32 << 10), (4, 16 << 10), (MAX_PEERS, 4 << 10))
 MAX_CALLS = 256
 
 _MODES = ("one_shot", "two_shot", "scatter")
-_STAGED_BYTES = 1 << 20
+_STAGED_BYTES = 512 << 10
 _DONE, _LATE, _TOLD, _DIFFERS = range(4)
 # In place of a phase: another block found that signatures differ.
 _DIFFERING = 2
