@@ -2,7 +2,7 @@
 
 ``exchange`` and ``reference`` run the contract and give the same bits; ``native`` is the backend's
 own all-reduce. All sends are functional collectives, so that torch's tools see and count them and
-the last one may still be under way when a path returns.
+the last one may still be under way when a path returns. Large exchanges over gloo: ``_in_place``.
 """
 
 from __future__ import annotations

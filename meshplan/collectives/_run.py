@@ -13,6 +13,7 @@ from meshplan.collectives import _paths
 from meshplan.collectives._choose import Choice, choose
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
+from meshplan.collectives._in_place import exchange_over_gloo, is_over_gloo
 from meshplan.collectives._peers import peer_all_reduce, peer_scatter
 from meshplan.collectives._provenance import MAX_RECORDS, Event, Source, record
 from meshplan.collectives._scatter import (
@@ -100,6 +101,8 @@ def run_reduction(
     if summand.numel() == 0:
         shard = shard_of(summand, step, groups.position)
         result = shard.clone(memory_format=torch.contiguous_format)
+    elif choice.path == "exchange" and _is_flat(step) and is_over_gloo(summand, groups.flat):
+        result, sends = exchange_over_gloo(summand, step, groups)
     else:
         result = _function(step, choice.path)(summand, step, groups)
         sends = _sends(step, choice.path, result)
@@ -110,6 +113,10 @@ def run_reduction(
     event = _event(source, choice, sends, tensor.dtype)
     record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
     return result
+
+
+def _is_flat(step: Step) -> bool:
+    return not step.scatter and step.inner == 1
 
 
 def _function(step: Step, path: str) -> _Path:

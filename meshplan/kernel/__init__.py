@@ -17,8 +17,10 @@ from meshplan.kernel._device_peers import check as check
 from meshplan.kernel._device_peers import device_region_bytes as device_region_bytes
 from meshplan.kernel._driver import DriverError as DriverError
 from meshplan.kernel._driver import DriverKind as DriverKind
+from meshplan.kernel._fold import OPERATORS as OPERATORS
 from meshplan.kernel._fold import combine_leaves as combine_leaves
 from meshplan.kernel._fold import finish_partials as finish_partials
+from meshplan.kernel._fold import reduce_into as reduce_into
 from meshplan.kernel._fold import reduce_leaves as reduce_leaves
 from meshplan.kernel._library import MAX_BLOCKS as MAX_BLOCKS
 from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
@@ -27,6 +29,7 @@ from meshplan.kernel._library import why_not as why_not
 from meshplan.kernel._memory import Handle as Handle
 from meshplan.kernel._memory import SharedMemory as SharedMemory
 from meshplan.kernel._memory import host as host
+from meshplan.kernel._pages import large_pages as large_pages
 from meshplan.kernel._peers import HostCommunicator as HostCommunicator
 from meshplan.kernel._peers import region_bytes as region_bytes
 from meshplan.kernel._transports import Ipc as Ipc
@@ -41,6 +44,7 @@ from meshplan.kernel import _operators as _operators  # isort: skip
 __all__ = [
     "MAX_BLOCKS",
     "MAX_PEERS",
+    "OPERATORS",
     "PEER_MODES",
     "Communicator",
     "CompileError",
@@ -64,6 +68,8 @@ __all__ = [
     "device_region_bytes",
     "finish_partials",
     "host",
+    "large_pages",
+    "reduce_into",
     "reduce_leaves",
     "region_bytes",
     "why_not",

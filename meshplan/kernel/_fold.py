@@ -24,7 +24,7 @@ from meshplan.contract import (
 )
 from meshplan.kernel._library import DTYPES, OPS, available, library
 
-__all__ = ["OPERATORS", "combine_leaves", "finish_partials", "reduce_leaves"]
+__all__ = ["OPERATORS", "combine_leaves", "finish_partials", "reduce_into", "reduce_leaves"]
 
 _WHOLE, _COMBINE, _FINISH = range(3)
 
@@ -46,6 +46,32 @@ def reduce_leaves(
     if divisor is None and op == "avg":
         divisor = len(leaves)
     return _run(leaves, op, shape, contract, dtype, divisor, _WHOLE)
+
+
+def reduce_into(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract = Contract(),
+    *,
+    divisor: int | None = None,
+) -> None:
+    """``reduce_leaves`` into ``out``: contiguous, and one of the leaves or apart from them all.
+
+    For eager use: tracing does not see that ``out`` changes.
+    """
+    if not _serves(leaves):
+        out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
+        return
+    leaves = checked_leaves(leaves, op, shape, divisor)
+    dtype = leaves[0].dtype
+    check_dtype(op, dtype)
+    if divisor is None and op == "avg":
+        divisor = len(leaves)
+    _check_thread(op, dtype)
+    how = contract.order, contract.accumulate, contract.rounding
+    _write(out, leaves, op, list(shape) or [1], *how, dtype, divisor, _WHOLE)
 
 
 def combine_leaves(
@@ -85,6 +111,12 @@ def _serves(leaves: Sequence[Tensor]) -> bool:
     return bool(leaves) and leaves[0].device.type == "cpu" and available()
 
 
+def _check_thread(op: str, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and op not in ("max", "min"):
+        # The library computes on the calling thread alone.
+        refuse_flushing_thread()
+
+
 def _run(
     leaves: Sequence[Tensor],
     op: str,
@@ -94,9 +126,7 @@ def _run(
     divisor: int | None,
     part: int,
 ) -> Tensor:
-    if dtype.is_floating_point and op not in ("max", "min"):
-        # The library computes on the calling thread alone.
-        refuse_flushing_thread()
+    _check_thread(op, dtype)
     result: Tensor = torch.ops.meshplan.fold(
         list(leaves),
         op,
@@ -139,6 +169,22 @@ def _fold(
     part: int,
 ) -> Tensor:
     out = _empty(leaves, op, shape, order, accumulate, rounding, dtype, divisor, part)
+    _write(out, leaves, op, shape, order, accumulate, rounding, dtype, divisor, part)
+    return out
+
+
+def _write(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: list[int],
+    order: str,
+    accumulate: str,
+    rounding: str,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> None:
     flat = [leaf.contiguous() for leaf in leaves]
     code = library().mp_fold(
         out.data_ptr(),
@@ -156,7 +202,6 @@ def _fold(
         part,
     )
     assert code == 0, (dtype, op)
-    return out
 
 
 OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from meshplan.errors import ContractTypeError
 from meshplan.kernel._calls import Arithmetic
 from meshplan.kernel._communicator import communicator
 from meshplan.kernel._fold import OPERATORS
+from meshplan.kernel._pages import large_pages
 
 __all__: list[str] = []
 
@@ -50,6 +51,8 @@ def _peer_reduce(
 ) -> Tensor:
     message = message.contiguous()
     out = _empty(message, parts, op, shape, order, accumulate, rounding, divisor, mode, peers)
+    if out.device.type == "cpu":
+        large_pages(out)
     how = Arithmetic(op, tuple(shape), order, accumulate, rounding, divisor)
     _reduce(message, out, tuple(parts), how, mode, peers)
     return out

@@ -20,7 +20,7 @@ __all__ = ["ONE_SHOT_BYTES", "HostCommunicator", "region_bytes"]
 # Measured with benchmarks/allreduce_cpu.py; it cannot change a bit.
 ONE_SHOT_BYTES = ((2, 32 << 10), (4, 16 << 10), (MAX_PEERS, 4 << 10))
 
-_STAGED_BYTES = 1 << 20
+_STAGED_BYTES = 512 << 10
 # In place of a descriptor.
 _UNKNOWN, _ENDED = -1, -2
 

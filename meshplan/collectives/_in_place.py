@@ -1,0 +1,198 @@
+"""The exchange of large messages over gloo, inside the memory of its result.
+
+Gloo itself writes where it is told to. What torch puts around it makes tensors of its own: the
+functional collectives one for each result, gloo's all-gather one more, which it then copies. Memory
+that is large and new costs more time than all sends over loopback. So here the leaves arrive in the
+result's memory, the own slice is folded where it lies, and slices are broadcast from where they are
+to where they belong.
+
+Whether a message is large enough is decided when it is there, from what all ranks know: what torch
+traces holds the operator ``meshplan::exchange``, which decides then. So a rank that runs a compiled
+graph and one that does not call the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._paths import exchange
+from meshplan.contract import Contract, Op
+from meshplan.kernel import OPERATORS, large_pages, reduce_into
+from meshplan.planner import Step
+
+__all__ = ["MIN_SLICE_BYTES", "exchange_over_gloo", "is_over_gloo"]
+
+# Below, and in larger groups, one collective more for each rank costs more than it saves. Measured
+# with benchmarks/allreduce_cpu.py; it cannot change a bit.
+MIN_SLICE_BYTES = 128 << 10
+MAX_RANKS = 8
+
+
+def is_over_gloo(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Whether ``exchange_over_gloo`` is for tensors like this one, of whatever size."""
+    if tensor.device.type != "cpu" or not 1 < group.size() <= MAX_RANKS:
+        return False
+    try:
+        return bool(group._get_backend(tensor.device).name() == "gloo")
+    except RuntimeError:
+        # A group that is written in Python has no backend.
+        return False
+
+
+def exchange_over_gloo(
+    tensor: Tensor, step: Step, groups: StepGroups
+) -> tuple[Tensor, tuple[str, ...]]:
+    """As ``exchange``: in place if the message is large, and as one operator while torch traces.
+
+    Args:
+        tensor: this rank's summand, for which ``is_over_gloo``; at least one element.
+        step: an ``all_reduce`` with a contract.
+        groups: of a flat step.
+
+    Returns:
+        Shape and dtype of ``tensor``, not waited for; and what was called, in order.
+    """
+    assert step.contract is not None
+    # Subclasses stand for what a tracer sees; this one only for a collective under way.
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
+    if not plain or torch.compiler.is_compiling() or get_proxy_mode() is not None:
+        contract = step.contract
+        traced: Tensor = torch.ops.meshplan.exchange(
+            tensor,
+            step.op,
+            list(step.sizes),
+            contract.order,
+            contract.accumulate,
+            contract.rounding,
+            step.divisor,
+            groups.flat.group_name,
+        )
+        return traced, ("exchange",)
+    ranks = groups.flat.size()
+    if tensor.nbytes < ranks * MIN_SLICE_BYTES:
+        return exchange(tensor, step, groups), ("all_to_all_single", "all_gather_into_tensor")
+    return _in_place(tensor, step, groups), _in_place_sends(tensor.numel(), ranks)
+
+
+def _exchange(
+    message: Tensor,
+    op: Op,
+    shape: list[int],
+    order: str,
+    accumulate: str,
+    rounding: str,
+    divisor: int | None,
+    group: str,
+) -> Tensor:
+    step = Step(
+        kind="all_reduce",
+        axes=tuple(range(len(shape))),
+        sizes=tuple(shape),
+        move="",
+        why="",
+        op=op,
+        path="exchange",
+        contract=Contract(order, accumulate, rounding),  # type: ignore[arg-type]
+        divisor=divisor,
+    )
+    result, _ = exchange_over_gloo(message, step, StepGroups(_resolve_process_group(group)))  # type: ignore[arg-type]
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    return waited
+
+
+def _empty(message: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(message, memory_format=torch.contiguous_format)
+
+
+OPERATORS.define(  # type: ignore[no-untyped-call]
+    "exchange(Tensor message, str op, int[] shape, str order, str accumulate, str rounding, "
+    "int? divisor, str group) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+OPERATORS.impl("exchange", _exchange, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshplan::exchange", _empty, lib=OPERATORS)
+
+
+def _in_place(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """All-to-all of slices, reduction of the own slice in contract order, a broadcast of each."""
+    assert step.op is not None
+    assert step.contract is not None
+    group = groups.flat
+    ranks, rank = group.size(), group.rank()
+    flat = tensor.detach().contiguous().view(-1)
+    width, lengths = _slices(flat.numel(), ranks)
+    result = large_pages(flat.new_empty(ranks * width))
+    mine = result[rank * width :][: lengths[rank]]
+    leaves = _leaves(flat, result, lengths, group)
+    reduce_into(mine, leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
+    works: list[dist.Work | None] = []
+    try:
+        for r, length in enumerate(lengths):
+            if length > 0:
+                part = result[r * width :][:length]
+                works.append(dist.broadcast(part, group=group, group_src=r, async_op=True))
+    finally:
+        _wait(works)
+    return result[: flat.numel()].view(tensor.shape)
+
+
+def _leaves(
+    flat: Tensor, result: Tensor, lengths: Sequence[int], group: ProcessGroup
+) -> Sequence[Tensor]:
+    """Every rank's part of the own slice, in memory of ``result`` where there is room for it.
+
+    The one of this rank lies in the own slice of ``result``, or nowhere in it.
+    """
+    ranks, rank = group.size(), group.rank()
+    width, own = result.numel() // ranks, lengths[rank]
+    if ranks == 2:
+        # Each sends only what is the other's, which is one piece; nothing is copied to oneself.
+        other = 1 - rank
+        place = result[other * width :][:own]
+        sent = flat[other * width :][: lengths[other]]
+        come, go = [0, 0], [0, 0]
+        come[other], go[other] = own, sent.numel()
+        dist.all_to_all_single(place, sent, come, go, group)
+        mine = flat[rank * width :][:own]
+        return [mine, place] if rank == 0 else [place, mine]
+    if lengths[-1] == width:
+        dist.all_to_all_single(result, flat, group=group)
+        return result.view(ranks, width).unbind(0)
+    # Parts of a shorter slice do not come to lie each in its place: they get another.
+    leaves = result if own == width else flat.new_empty(ranks * own)
+    dist.all_to_all_single(leaves, flat, [own] * ranks, list(lengths), group)
+    return leaves.view(ranks, own).unbind(0)
+
+
+def _in_place_sends(numel: int, ranks: int) -> tuple[str, ...]:
+    """What ``_in_place`` calls, in order."""
+    _, lengths = _slices(numel, ranks)
+    return ("all_to_all_single",) + ("broadcast",) * sum(length > 0 for length in lengths)
+
+
+def _slices(numel: int, ranks: int) -> tuple[int, list[int]]:
+    """How wide slices are, and how much of each is there: the last ones may be shorter or empty."""
+    width = -(-numel // ranks)
+    return width, [max(0, min(width, numel - r * width)) for r in range(ranks)]
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    """Wait for all, also where one has failed: they still write to memory of ours."""
+    failure: BaseException | None = None
+    for work in works:
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,309 @@
+"""The exchange of large messages over gloo, in place: the bits, what is sent, and who decides."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.collectives import Source, StepGroups, _in_place, clear_report, report, run_reduction
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.kernel import _fold, large_pages, reduce_into
+from meshplan.kernel._pages import LARGE_BYTES
+from meshplan.planner import Step
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+FUNCTIONAL = ("all_to_all_single", "all_gather_into_tensor")
+
+
+def step(ranks: int, op: str = "sum", **more: Any) -> Step:
+    options: dict[str, Any] = {"contract": Contract(), "sizes": (ranks,)} | more
+    return Step(
+        kind="all_reduce",
+        axes=tuple(range(len(options["sizes"]))),
+        move="P -> R",
+        why="a test",
+        op=op,  # type: ignore[arg-type]
+        path="exchange",
+        **options,
+    )
+
+
+def run(tensor: Tensor, wanted: Step) -> tuple[Tensor, tuple[str, ...]]:
+    """The result on the default group, and what the report says was sent."""
+    clear_report()
+    source = Source("asked", "planned", "world")
+    result = run_reduction(tensor, wanted, StepGroups(dist.group.WORLD), source=source)
+    (entry,) = report().entries
+    return torch.ops._c10d_functional.wait_tensor(result), entry["sends"]
+
+
+def leaf(numel: int, rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return order_sensitive(numel, rank=rank, world_size=ranks, dtype=dtype, specials=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_bits_at_every_tail(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices that are shorter than others, or empty: both ways give the bits of the definition."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8)
+
+    def ranks(rank: int) -> None:
+        numels = (*range(world_size, 4 * world_size + 1), 61, 12288, 30001)
+        for dtype in dtypes:
+            for numel in numels:
+                leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
+                for op, order in (("sum", "tree"), ("sum", "rank"), ("max", "tree")):
+                    contract = Contract(order=order)  # type: ignore[arg-type]
+                    expected = reduce_leaves(leaves, op, (world_size,), contract)
+                    for least in (1, 1 << 30):
+                        monkeypatch.setattr(_in_place, "MIN_SLICE_BYTES", least)
+                        found, sends = run(leaves[rank], step(world_size, op, contract=contract))
+                        assert ("broadcast" in sends) == (least == 1)
+                        assert_bitwise_equal(found, expected, f"{dtype} {numel} {op} {order}")
+
+    run_ranks(ranks, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_bits_around_the_size_that_decides(world_size: int, dtype: torch.dtype) -> None:
+    least = world_size * _in_place.MIN_SLICE_BYTES // dtype.itemsize
+
+    def ranks(rank: int) -> None:
+        for numel in (least - 1, least, least + 1, 3 * least + 7):
+            leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
+            found, sends = run(leaves[rank], step(world_size))
+            assert ("broadcast" in sends) == (numel >= least)
+            expected = reduce_leaves(leaves, "sum", (world_size,))
+            assert_bitwise_equal(found, expected, str(numel))
+
+    run_ranks(ranks, world_size)
+
+
+def test_several_axes_and_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_in_place, "MIN_SLICE_BYTES", 1)
+
+    def ranks(rank: int) -> None:
+        leaves = [leaf(1003, r, 6) for r in range(6)]
+        for divisor in (6, 3):
+            found, sends = run(leaves[rank], step(6, "avg", sizes=(2, 3), divisor=divisor))
+            assert "broadcast" in sends
+            assert_bitwise_equal(found, reduce_leaves(leaves, "avg", (2, 3), divisor=divisor))
+
+    run_ranks(ranks, 6)
+
+
+def test_a_message_in_large_pages() -> None:
+    numel = LARGE_BYTES // 4 + 3
+
+    def ranks(rank: int) -> None:
+        mine = leaf(999, rank, 2).repeat(numel // 999 + 1)[:numel]
+        found, sends = run(mine, step(2))
+        assert "broadcast" in sends
+        expected = reduce_leaves([leaf(999, r, 2) for r in range(2)], "sum", (2,))
+        assert_bitwise_equal(found, expected.repeat(numel // 999 + 1)[:numel])
+
+    run_ranks(ranks, 2)
+
+
+def test_strides_and_inputs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_in_place, "MIN_SLICE_BYTES", 1)
+    views = [
+        lambda t: t,
+        lambda t: t[:, ::2],
+        lambda t: t.t(),
+        lambda t: t[:1].expand(4, 10),
+        lambda t: t.view(1, 6, 10, 1).permute(3, 2, 0, 1),
+        lambda t: t.requires_grad_().mul(1),
+        lambda t: torch.nn.Parameter(t),
+    ]
+
+    def ranks(rank: int) -> None:
+        for view in views:
+            base = leaf(60, rank, 3).view(6, 10)
+            mine = view(base)
+            version, before = mine._version, mine.detach().clone()
+            leaves = [view(leaf(60, r, 3).view(6, 10)).detach() for r in range(3)]
+            found, sends = run(mine, step(3))
+            assert "broadcast" in sends
+            assert found.is_contiguous()
+            assert not found.requires_grad
+            assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (3,)))
+            assert_bitwise_equal(mine.detach(), before)
+            assert mine._version == version
+            assert found.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
+
+    run_ranks(ranks, 3)
+
+
+def test_sends_are_what_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_in_place, "MIN_SLICE_BYTES", 1)
+    names = {"alltoall_base_": "all_to_all_single", "broadcast_": "broadcast"}
+
+    def ranks(rank: int) -> list[tuple[str, ...]]:
+        found = []
+        # Of five elements the last of four ranks has none to finish.
+        for numel in (5, 8):
+            with CommDebugMode() as calls:
+                _, sends = run(torch.ones(numel), step(4))
+            counts = {names[str(k).split(".")[-1]]: n for k, n in calls.get_comm_counts().items()}
+            assert counts == Counter(sends)
+            found.append(sends)
+        return found
+
+    expected = [("all_to_all_single", *["broadcast"] * count) for count in (3, 4)]
+    assert run_ranks(ranks, 4) == [expected] * 4
+
+
+def test_large_groups_gather_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_in_place, "MIN_SLICE_BYTES", 1)
+    monkeypatch.setattr(_in_place, "MAX_RANKS", 2)
+
+    def ranks(rank: int) -> tuple[str, ...]:
+        return run(torch.ones(12), step(3))[1]
+
+    assert run_ranks(ranks, 3) == [FUNCTIONAL] * 3
+
+
+def test_tracing_sees_one_operator() -> None:
+    numel = 2 * _in_place.MIN_SLICE_BYTES
+
+    def ranks(rank: int) -> list[list[str]]:
+        group, found = dist.group.WORLD, []
+        for mode in ("real", "fake", "symbolic"):
+
+            def reduce(tensor: Tensor) -> Tensor:
+                source = Source("asked", "planned", "world")
+                return run_reduction(tensor, step(2), StepGroups(group), source=source)
+
+            graph = make_fx(reduce, tracing_mode=mode)(torch.ones(numel)).graph
+            names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+            found.append([n for n in names if "view" not in n])
+        return found
+
+    assert run_ranks(ranks, 2) == [[["meshplan.exchange.default"]] * 3] * 2
+
+
+@pytest.mark.parametrize("compiled", [(), (0,), (0, 1, 2)])
+def test_ranks_that_run_a_graph_call_what_the_others_call(compiled: tuple[int, ...]) -> None:
+    """Sizes that go in place and sizes that do not, by one graph that was traced for any size."""
+
+    def ranks(rank: int) -> None:
+        def reduce(tensor: Tensor) -> Tensor:
+            source = Source("asked", "planned", "world")
+            result = run_reduction(tensor, step(3), StepGroups(dist.group.WORLD), source=source)
+            return torch.ops._c10d_functional.wait_tensor(result)
+
+        call = (
+            make_fx(reduce, tracing_mode="symbolic")(torch.ones(50)) if rank in compiled else reduce
+        )
+        for numel in (7, 3 * _in_place.MIN_SLICE_BYTES + 1, 50):
+            leaves = [leaf(numel, r, 3) for r in range(3)]
+            assert_bitwise_equal(call(leaves[rank]), reduce_leaves(leaves, "sum", (3,)))
+
+    run_ranks(ranks, 3, collective_timeout=10)
+
+
+def test_simulated_ranks_keep_functional_collectives() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with LocalTensorMode(2) as simulated:
+            numel = 2 * _in_place.MIN_SLICE_BYTES
+            summand = simulated.rank_map(lambda r: torch.full((numel,), float(r + 1)))
+            found, sends = run(summand, step(2))
+        assert sends == FUNCTIONAL
+        assert set(found._local_tensors[1].tolist()) == {3.0}
+        assert run(torch.ones(numel), step(2))[1] == FUNCTIONAL
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("leaves_at", ["start", "reduction"])
+def test_a_rank_that_does_not_come_is_an_error_in_time(leaves_at: str) -> None:
+    numel = _in_place.MIN_SLICE_BYTES
+
+    def ranks(rank: int) -> float | None:
+        if rank == 2:
+            if leaves_at == "reduction":
+                dist.all_to_all_single(torch.empty(3 * numel), torch.ones(3 * numel))
+            time.sleep(12)
+            return None
+        started = time.perf_counter()
+        with pytest.raises(RuntimeError):
+            run(torch.ones(3 * numel), step(3))
+        return time.perf_counter() - started
+
+    found = run_ranks(ranks, 3, collective_timeout=3)
+    # Once the group's time, not once for each collective.
+    assert all(2 < seconds < 6 for seconds in found[:2])
+
+
+def test_all_works_are_waited_for() -> None:
+    class Work:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.waits = error, 0
+
+        def wait(self) -> bool:
+            self.waits += 1
+            if self.error is not None:
+                raise self.error
+            return True
+
+    first, second = RuntimeError("first"), RuntimeError("second")
+    works = [Work(), Work(first), Work(), Work(second), Work()]
+    with pytest.raises(RuntimeError) as caught:
+        _in_place._wait(works)  # type: ignore[arg-type]
+    assert caught.value is first
+    assert [work.waits for work in works] == [1] * 5
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("target", [None, 0, 1, 2])
+def test_reduce_into_a_leaf_or_apart(
+    compiled: bool, target: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(_fold, "available", lambda: False)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for numel in (0, 1, 4095, 4097, 10000):
+            leaves = [leaf(numel, r, 3, dtype) for r in range(3)]
+            expected = reduce_leaves(leaves, "sum", (3,))
+            out = torch.empty(numel, dtype=dtype) if target is None else leaves[target]
+            reduce_into(out, leaves, "sum", (3,))
+            assert_bitwise_equal(out, expected)
+
+
+def test_large_pages_are_asked_for() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("no large pages on this system")
+
+    def advised(tensor: Tensor) -> bool:
+        middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                start, stop = (int(part, 16) for part in first.split("-"))
+                inside = start <= middle < stop
+            elif inside and first == "VmFlags:":
+                return "hg" in line.split()
+        raise AssertionError("no mapping")
+
+    large = torch.empty(LARGE_BYTES + 1, dtype=torch.uint8)
+    assert not advised(large)
+    assert large_pages(large) is large
+    assert advised(large)
+    small = torch.empty(LARGE_BYTES - 1, dtype=torch.uint8)
+    assert not advised(large_pages(small))
