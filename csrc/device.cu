@@ -23,7 +23,7 @@ __device__ void peer_reduce(const Peers& peers, const DeviceCall& call, const u8
   if (found.fate == i32(Fate::done)) return;
   body.spoil();
   if (block.lane() == 0) {
-    failures->of[index] = found;
+    failures->of[index] = {found, call.signature};
     block.store(&failures->any, 1u + u32(index));
   }
 }

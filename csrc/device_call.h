@@ -16,11 +16,15 @@ struct DeviceCall {
   Instruction step[2 * kMaxPeers];
 };
 
-// In memory of the host that the device writes to. A block that fails leaves its outcome under its
-// index and then sets `any` to 1 and its index.
+// In memory of the host that the device writes to. A block that fails leaves its outcome and what it
+// was called for under its index, and then sets `any` to 1 and its index.
+struct Failure {
+  Outcome outcome;
+  Signature mine;
+};
 struct Failures {
   u32 any, unused[15];
-  Outcome of[1];  // as many as there are blocks
+  Failure of[1];  // as many as there are blocks
 };
 
 // The limit of CUDA and of HIP for the parameters of a kernel.

@@ -104,7 +104,7 @@ void mp_device_call(const mp_peer_call* call, int world, meshplan::DeviceCall* i
 // Bytes of a DeviceCall, and of Failures for so many blocks.
 unsigned mp_device_call_bytes() { return sizeof(meshplan::DeviceCall); }
 unsigned mp_failures_bytes(int blocks) {
-  return unsigned(offsetof(meshplan::Failures, of) + std::size_t(blocks) * sizeof(meshplan::Outcome));
+  return unsigned(offsetof(meshplan::Failures, of) + std::size_t(blocks) * sizeof(meshplan::Failure));
 }
 
 }  // extern "C"

@@ -6,18 +6,68 @@ meshplan.install()
 
 from __future__ import annotations
 
-from meshplan.collectives import clear_report as clear_report
-from meshplan.collectives import report as report
-from meshplan.contract import Contract as Contract
-from meshplan.contract import reduce_leaves as reduce_leaves
-from meshplan.dtensor import install as install
-from meshplan.dtensor import installed as installed
-from meshplan.dtensor import policy as policy
-from meshplan.dtensor import prepare as prepare
-from meshplan.dtensor import shutdown as shutdown
-from meshplan.dtensor import uninstall as uninstall
-from meshplan.errors import MeshplanError as MeshplanError
-from meshplan.kernel import check as check
-from meshplan.layout import Layout as Layout
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshplan.collectives import clear_report as clear_report
+    from meshplan.collectives import report as report
+    from meshplan.contract import Contract as Contract
+    from meshplan.contract import reduce_leaves as reduce_leaves
+    from meshplan.dtensor import install as install
+    from meshplan.dtensor import installed as installed
+    from meshplan.dtensor import policy as policy
+    from meshplan.dtensor import prepare as prepare
+    from meshplan.dtensor import shutdown as shutdown
+    from meshplan.dtensor import uninstall as uninstall
+    from meshplan.errors import MeshplanError as MeshplanError
+    from meshplan.kernel import check as check
+    from meshplan.layout import Layout as Layout
 
 __version__ = "0.1.0"
+
+# Found when they are asked for: most of them need torch, which the command line often does not.
+_WHERE = {
+    "Contract": "contract",
+    "Layout": "layout",
+    "MeshplanError": "errors",
+    "check": "kernel",
+    "clear_report": "collectives",
+    "install": "dtensor",
+    "installed": "dtensor",
+    "policy": "dtensor",
+    "prepare": "dtensor",
+    "reduce_leaves": "contract",
+    "report": "collectives",
+    "shutdown": "dtensor",
+    "uninstall": "dtensor",
+}
+
+_PACKAGES = (
+    "collectives",
+    "contract",
+    "dtensor",
+    "errors",
+    "flatten",
+    "kernel",
+    "layout",
+    "planner",
+    "testing",
+    "topology",
+)
+
+__all__ = [*_WHERE]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"meshplan.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'meshplan' has no attribute {name!r}")
+    value = getattr(import_module(f"meshplan.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -17,6 +17,7 @@ __all__ = [
     "LayoutError",
     "AxisNameError",
     "TopologyError",
+    "TopologyInputError",
     "PlacementError",
     "PolicyError",
     "ShardOrderError",
@@ -47,19 +48,32 @@ class MeshplanError(Exception):
 class LayoutError(MeshplanError, ValueError):
     """Axis sizes, names and ranks do not describe a mesh."""
 
-    code = "MP101"
+    code = "MP111"
 
 
 class AxisNameError(MeshplanError, ValueError):
     """An axis was named that the mesh does not have."""
 
-    code = "MP102"
+    code = "MP112"
 
 
 class TopologyError(MeshplanError, ValueError):
     """Nodes and domains that do not describe where ranks sit, or a rank outside them."""
 
-    code = "MP201"
+    code = "MP211"
+
+
+class TopologyInputError(TopologyError):
+    """A file or an output that describes a cluster and cannot be understood.
+
+    ``line`` counts from 1; ``None`` if it is about the whole input.
+    """
+
+    code = "MP212"
+
+    def __init__(self, message: str, *, line: int | None = None) -> None:
+        super().__init__(message if line is None else f"line {line}: {message}")
+        self.line = line
 
 
 class PlacementError(MeshplanError, ValueError):

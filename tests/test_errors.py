@@ -19,9 +19,10 @@ def test_the_table_of_codes() -> None:
         "\n".join(rows),
         """\
 MP000 MeshplanError(Exception)
-MP101 LayoutError(MeshplanError, ValueError)
-MP102 AxisNameError(MeshplanError, ValueError)
-MP201 TopologyError(MeshplanError, ValueError)
+MP111 LayoutError(MeshplanError, ValueError)
+MP112 AxisNameError(MeshplanError, ValueError)
+MP211 TopologyError(MeshplanError, ValueError)
+MP212 TopologyInputError(TopologyError)
 MP401 PlacementError(MeshplanError, ValueError)
 MP402 PolicyError(MeshplanError, ValueError)
 MP403 ShardOrderError(MeshplanError, ValueError)

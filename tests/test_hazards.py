@@ -176,7 +176,7 @@ class TestErrors(TestCase):
         small = Topology.uniform(32, node_size=8)
         self.assertExpectedInline(
             self.message(TopologyError, ISSUE, "P P R", "R R R", small),
-            """MP201: the topology describes 32 ranks, the mesh (ddp=8, fsdp=5, tp=1) has rank 39; write a topology of 40 or more ranks""",
+            """MP211: the topology describes 32 ranks, the mesh (ddp=8, fsdp=5, tp=1) has rank 39; write a topology of 40 or more ranks""",
         )
 
     def test_steps(self) -> None:
@@ -203,7 +203,7 @@ class TestErrors(TestCase):
         )
         self.assertExpectedInline(
             self.message(AxisNameError, mesh, "P P R", "R R R", HOSTS, [("a", "d")]),
-            """MP102: no axis 'd' in the mesh, it has a, b, c""",
+            """MP112: no axis 'd' in the mesh, it has a, b, c""",
         )
 
 

@@ -161,7 +161,7 @@ class TestErrors(TestCase):
 
         self.assertExpectedInline(
             run_ranks(ranks, 2)[0],
-            """MP201: the topology given to meshplan.install describes 8 ranks, the job has 2; install with a topology of all 2 ranks""",
+            """MP211: the topology given to meshplan.install describes 8 ranks, the job has 2; install with a topology of all 2 ranks""",
         )
 
     def test_what_is_no_topology(self) -> None:
@@ -169,7 +169,7 @@ class TestErrors(TestCase):
             meshplan.install(topology=8)  # type: ignore[arg-type]
         self.assertExpectedInline(
             str(caught.value),
-            """MP201: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""",
+            """MP211: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""",
         )
 
     def test_ranks_with_different_topologies(self) -> None:

@@ -19,10 +19,10 @@ class TestRefusals(TestCase):
         self.assertExpectedInline(
             "\n".join(messages),
             """\
-MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=-1e-06, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
-MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=0.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
-MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=nan, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
-MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=inf; write for example Link(latency=2.7e-6, bandwidth=50e9)""",
+MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=-1e-06, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=0.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=nan, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=0.0, bandwidth=inf; write for example Link(latency=2.7e-6, bandwidth=50e9)""",
         )
 
     def test_links(self) -> None:
@@ -30,7 +30,7 @@ MP201: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s
             Links(uses=0)
         self.assertExpectedInline(
             str(caught.value),
-            """MP201: launch and group are times of 0 or more seconds and uses is 1 or more, found launch=6.6e-06, group=0.5, uses=0; leave out what you do not know""",
+            """MP211: launch and group are times of 0 or more seconds and uses is 1 or more, found launch=6.6e-06, group=0.5, uses=0; leave out what you do not know""",
         )
 
 

@@ -445,28 +445,28 @@ class TestConfigure(expecttest.TestCase):
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: model.configure(),
-            """MP101: give exactly one of node_of_rank and domain_size; found neither""",
+            """MP111: give exactly one of node_of_rank and domain_size; found neither""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: model.configure(node_of_rank=[0], domain_size=8),
-            """MP101: give exactly one of node_of_rank and domain_size; found both""",
+            """MP111: give exactly one of node_of_rank and domain_size; found both""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: model.configure(domain_size=0),
-            """MP101: domain_size is 0; write the ranks per node, 1 or more""",
+            """MP111: domain_size is 0; write the ranks per node, 1 or more""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: model.configure(domain_size=8, algorithm="nvls"),  # type: ignore[arg-type]
-            """MP101: algorithm 'nvls' is not modelled; write 'ring' or 'tree'""",
+            """MP111: algorithm 'nvls' is not modelled; write 'ring' or 'tree'""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: model.configure(node_of_rank=[0, 0]).node_of(2),
             (
-                "MP101: node_of_rank has 2 entries, but rank 2 is in the group; "
+                "MP111: node_of_rank has 2 entries, but rank 2 is in the group; "
                 "configure one node number per global rank"
             ),
         )

@@ -81,35 +81,35 @@ class TestKnownOrders(TestCase):
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.ring_tree((0, 1), 2),
-            """MP101: ring chunk 2 does not exist in a ring of 2 ranks; write 0..1""",
+            """MP111: ring chunk 2 does not exist in a ring of 2 ranks; write 0..1""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.tree_tree([]),
-            """MP101: node_of_member is empty; give one node number per group rank""",
+            """MP111: node_of_member is empty; give one node number per group rank""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.canonical((0, (1, 0))),
-            """MP101: group rank 0 occurs twice in a tree; each rank adds once""",
+            """MP111: group rank 0 occurs twice in a tree; each rank adds once""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.ring_chunks(-1, 4, 4),
             (
-                "MP101: ring_chunks wants numel >= 0, group_size >= 1 and itemsize >= 1; "
+                "MP111: ring_chunks wants numel >= 0, group_size >= 1 and itemsize >= 1; "
                 "found numel=-1, group_size=4, itemsize=4"
             ),
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.root_tree((0, 1), 5),
-            """MP101: group rank 5 is not on the ring (0, 1)""",
+            """MP111: group rank 5 is not on the ring (0, 1)""",
         )
         self.assertExpectedRaisesInline(
             LayoutError,
             lambda: order.btree_children(3, 3),
-            """MP101: node 3 does not exist among 3 nodes""",
+            """MP111: node 3 does not exist among 3 nodes""",
         )
 
 

@@ -268,7 +268,7 @@ class TestErrors(TestCase):
             self.message(
                 TopologyError, "P P P", "R R R", topology=Topology.uniform(8, node_size=4)
             ),
-            """MP201: the topology describes 8 ranks, the mesh (a=2, b=3, c=2) has rank 11; write a topology of 12 or more ranks""",
+            """MP211: the topology describes 8 ranks, the mesh (a=2, b=3, c=2) has rank 11; write a topology of 12 or more ranks""",
         )
 
     def test_gather_along_descending_ranks(self) -> None:

@@ -25,7 +25,6 @@ from meshplan.kernel._library import (
     DeviceCall,
     Failures,
     Peers,
-    Signature,
     library,
 )
 from meshplan.kernel._transports import Regions
@@ -40,7 +39,6 @@ _STAGED_BYTES = 128 << 10
 
 class _Call(NamedTuple):
     words: DeviceCall
-    signature: Signature
     kernel: int
     blocks: int
 
@@ -117,7 +115,6 @@ class DeviceCommunicator(Communicator[_Call]):
         self._out = ctypes.c_void_p()
         # Of the last call that was not captured: the event stands for it.
         self._stream: int | None = None
-        self._last: Signature | None = None
         _communicators.add(self)
 
     def __str__(self) -> str:
@@ -163,7 +160,7 @@ class DeviceCommunicator(Communicator[_Call]):
         blocks = min(max(steps, 1), self._peers.blocks)
         with self._device.driver.current():
             kernel = self._device.kernel(kernel_name(key))
-        return _Call(words, call.signature, kernel, blocks)
+        return _Call(words, kernel, blocks)
 
     def _run(self, call: _Call, message: Tensor, out: Tensor) -> None:
         index = message.device.index
@@ -185,16 +182,14 @@ class DeviceCommunicator(Communicator[_Call]):
             if not captured:
                 driver.record(self._event, stream)
                 self._stream = stream
-        self._last = call.signature
 
     def _raise_failure(self) -> None:
         failed = self._failures.any
         if failed == 0:
             return
-        # What the failed call brought is not kept; the last one is shown for this rank.
-        assert self._last is not None
+        failure = self._failures.of[failed - 1]
         raise self._error(
-            self._failures.of[failed - 1],
-            self._last,
+            failure.outcome,
+            failure.mine,
             "Call meshplan.shutdown on every rank, and these ranks meet anew",
         )

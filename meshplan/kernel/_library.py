@@ -106,13 +106,19 @@ class Outcome(ctypes.Structure):
     )
 
 
+class Failure(ctypes.Structure):
+    """How a reduction on a GPU ended, and what this rank brought to it."""
+
+    _fields_ = (("outcome", Outcome), ("mine", Signature))
+
+
 class Failures(ctypes.Structure):
     """What blocks on a GPU tell the host. ``any``: 1 and the index of one that has failed."""
 
     _fields_ = (
         ("any", ctypes.c_uint),
         ("unused", ctypes.c_uint * 15),
-        ("of", Outcome * MAX_BLOCKS),
+        ("of", Failure * MAX_BLOCKS),
     )
 
 

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from meshplan.topology._links import Link as Link
-from meshplan.topology._links import Links as Links
-from meshplan.topology._model import LINK_CLASSES as LINK_CLASSES
-from meshplan.topology._model import LinkClass as LinkClass
-from meshplan.topology._model import Topology as Topology
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LINK_CLASSES", "Link", "LinkClass", "Links", "Topology"]
+from meshplan.topology._reading import Note as Note
+from meshplan.topology._reading import Reading as Reading
+
+if TYPE_CHECKING:
+    from meshplan.topology._links import Link as Link
+    from meshplan.topology._links import Links as Links
+    from meshplan.topology._model import LINK_CLASSES as LINK_CLASSES
+    from meshplan.topology._model import LinkClass as LinkClass
+    from meshplan.topology._model import Topology as Topology
+
+# Found when they are asked for: the model needs torch, reading files does not.
+_WHERE = {
+    "LINK_CLASSES": "_model",
+    "Link": "_links",
+    "LinkClass": "_model",
+    "Links": "_links",
+    "Topology": "_model",
+}
+
+__all__ = ["LINK_CLASSES", "Link", "LinkClass", "Links", "Note", "Reading", "Topology"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'meshplan.topology' has no attribute {name!r}")
+    value = getattr(import_module(f"meshplan.topology.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value

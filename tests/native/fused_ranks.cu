@@ -73,7 +73,7 @@ class World {
       for (i32 of = 0; of < world; ++of) ranks_.peers[of].region[r] = region;
       in_.push_back(device_memory<u8>(std::size_t(most)));
       out_.push_back(device_memory<u8>(std::size_t(most)));
-      ranks_.failures[r] = device_memory<Failures>(sizeof(Failures) + std::size_t(blocks) * sizeof(Outcome));
+      ranks_.failures[r] = device_memory<Failures>(sizeof(Failures) + std::size_t(blocks) * sizeof(Failure));
     }
     for (i32 r = 0; r < world; ++r) {
       ranks_.peers[r].world = world;

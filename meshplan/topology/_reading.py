@@ -1,0 +1,91 @@
+"""What one input says about where GPUs or ranks sit: the common result of all parsers.
+
+What an input cannot tell is ``None``: a GPU whose links nobody listed is not a domain of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Groups", "Note", "Reading", "components"]
+
+# GPU or rank indices as in the input, each group ascending, groups by their first index.
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something about an input that its reader should know.
+
+    Attributes:
+        message: one line.
+        code: of the rule it is a finding of, e.g. ``MP202``; or empty.
+        line: where in the input, from 1 on; or ``None``.
+    """
+
+    message: str
+    code: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.line is None else f"line {self.line}: "
+        return f"{where}{f'{self.code}: ' if self.code else ''}{self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was understood.
+
+    Attributes:
+        kind: of the input, e.g. ``nvidia-smi topo -m``.
+        domains: GPUs or ranks that NVLink or xGMI joins, through a switch too; ``None`` if this
+            input cannot tell. All that are listed are in one of them.
+        nodes: GPUs or ranks of one host, or of one clique of hosts that multi-node NVLink joins;
+            ``None`` if this input cannot tell.
+        complete: whether nothing is missing from the input that belongs to it.
+        notes: what was odd, in order of lines.
+        names: of hosts by position in ``nodes``, or of other things the input lists; may be empty.
+        links: links between two GPUs, (lower index, higher index, count); empty if not told.
+    """
+
+    kind: str
+    domains: Groups | None = None
+    nodes: Groups | None = None
+    complete: bool = False
+    notes: tuple[Note, ...] = ()
+    names: tuple[str, ...] = ()
+    links: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready: kind, domains, nodes, complete, notes."""
+
+        def lists(groups: Groups | None) -> list[list[int]] | None:
+            return None if groups is None else [list(group) for group in groups]
+
+        return {
+            "kind": self.kind,
+            "domains": lists(self.domains),
+            "nodes": lists(self.nodes),
+            "complete": self.complete,
+            "notes": [str(note) for note in self.notes],
+        }
+
+
+def components(members: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Groups:
+    """Connected components: ``members`` joined by ``pairs``, in the order of ``Groups``."""
+    parent = {member: member for member in members}
+
+    def root(member: int) -> int:
+        while parent[member] != member:
+            parent[member] = parent[parent[member]]
+            member = parent[member]
+        return member
+
+    for one, other in pairs:
+        parent[root(one)] = root(other)
+    groups: dict[int, list[int]] = {}
+    for member in sorted(parent):
+        groups.setdefault(root(member), []).append(member)
+    return tuple(sorted(tuple(group) for group in groups.values()))
