@@ -1,0 +1,93 @@
+"""What terminals, launchers and web pages add to the lines of an output, taken off again.
+
+Shared by the parsers of text. Line numbers stay those of the input, so that a note or an error can
+point at the line its reader sees.
+"""
+
+from __future__ import annotations
+
+import re
+
+from meshplan.errors import TopologyInputError
+
+__all__ = ["HEAD", "lines", "some"]
+
+# How much of a text is looked at to recognise it.
+HEAD = 2**19
+# Nothing that a host prints about its links comes near these. They keep the time bounded.
+_MOST_CHARACTERS = 2**26
+_MOST_LINES = 2**19
+_MOST_ESCAPES = 2**19
+
+# Colours and underlines, titles, and the charset that `tput sgr0` selects.
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,512}(?:\x07|\x1b\\)?|[()][0-9A-Za-z])"
+)
+# mpirun --tag-output, torchrun --tee and the interpreter's own prefix, srun --label.
+_LAUNCHER = re.compile(
+    r"[ \t]{0,8}(?:"
+    r"\[\d{1,7},[^\]\n]{1,64}\]<std(?:out|err|diag)>:"
+    r"|\[(?:rank|default|trainer|worker)\d{1,7}(?:\|\d{1,7})?\]:"
+    r"|\d{1,7}:(?: |$)"
+    r")"
+)
+_QUOTED = re.compile(r"[ \t]{0,3}(?:> ?)+")
+_FENCE = re.compile(r"[ \t]{0,8}(?:```|~~~)[^`]{0,64}$")
+_RULE = re.compile(r"[ \t]{0,8}\|?[ \t:|-]{3,}\|?[ \t]*$")
+_FIRST = frozenset("[0123456789>`~|")
+
+
+def lines(text: str) -> list[tuple[int, str]]:
+    """Each line with its number from 1 on, blank ones too.
+
+    Taken off: escape sequences, carriage returns, prefixes of launchers, quote marks, fences, and
+    the pipes of a Markdown table (each becomes a tab).
+
+    Raises:
+        TopologyInputError: larger than any output of this sort.
+    """
+    _check_size(text)
+    if "\x1b" in text:
+        text = _ESCAPE.sub("", text)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
+        # Alone it ends a line only where nothing else does: counters of progress use it too.
+        text = text.replace("\r", " " if "\n" in text else "\n")
+    found = []
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        start = line[:16].lstrip()[:1]
+        found.append((number, _bare(line) if start in _FIRST else line))
+    return found
+
+
+def _check_size(text: str) -> None:
+    for what, count, most in (
+        ("characters", len(text), _MOST_CHARACTERS),
+        ("lines", max(text.count("\n"), text.count("\r")), _MOST_LINES),
+        ("escape sequences", text.count("\x1b"), _MOST_ESCAPES),
+    ):
+        if count > most:
+            raise TopologyInputError(
+                f"{count} {what}, at most {most} are read; give only what the command printed"
+            )
+
+
+def _bare(line: str) -> str:
+    # A launcher may have started another one.
+    for _ in range(3):
+        prefix = _LAUNCHER.match(line) or _QUOTED.match(line)
+        if prefix is None:
+            break
+        line = line[prefix.end() :]
+    if _FENCE.match(line):
+        return ""
+    # Only the tables: elsewhere a pipe may be part of the format.
+    if line[:16].lstrip().startswith("|"):
+        return "" if _RULE.match(line) else line.replace("|", "\t")
+    return line
+
+
+def some(names: list[str], most: int = 8) -> str:
+    """Names for a message: a few of them, and how many more."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
