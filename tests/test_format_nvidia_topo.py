@@ -1,0 +1,434 @@
+"""The table of ``nvidia-smi topo -m``, as it is printed and as it is pasted."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._reading import Reading
+from meshplan.topology.formats import _clean, nvidia_topo
+from meshplan.topology.formats.nvidia_topo import read, recognises
+
+
+def told(reading: Reading) -> str:
+    rows = json.dumps(reading.to_json(), indent=1)
+    return re.sub(r"\[\s+(\d[\d,\s]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", rows)
+
+
+def codes(reading: Reading) -> list[str]:
+    return [note.code for note in reading.notes if note.code]
+
+
+def table(
+    *rows: str,
+    nics: tuple[str, ...] = (),
+    behind: str = "\t0-15\t0\t\tN/A",
+    affinity: str = "\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+) -> str:
+    """As it is printed; each row is given by its cells."""
+    count = len(rows) - len(nics)
+    labels = [f"GPU{gpu}" for gpu in range(count)] + list(nics)
+    printed = ["\t" + "\t".join(labels) + affinity]
+    for place, (label, row) in enumerate(zip(labels, rows, strict=True)):
+        cells = ["\t X " if cell == "X" else f"\t{cell}" for cell in row.split()]
+        printed.append(label + "".join(cells) + (behind if place < count else ""))
+    return "\n".join(printed) + "\n"
+
+
+def even(count: int, word: str) -> list[str]:
+    """Each pair has the same cell."""
+    return [" ".join("X" if i == j else word for j in range(count)) for i in range(count)]
+
+
+PAIRS = table("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
+LEGEND = """
+Legend:
+
+  X    = Self
+  SYS  = over the sockets
+  PIX  = over one bridge
+  NV#  = over that many NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+
+
+def test_two_pairs_and_everything_there() -> None:
+    reading = read(PAIRS + LEGEND)
+    assert_expected_inline(
+        told(reading),
+        """\
+{
+ "kind": "nvidia-smi topo -m",
+ "domains": [
+  [0, 1],
+  [2, 3]
+ ],
+ "nodes": null,
+ "complete": true,
+ "notes": []
+}""",
+    )
+    assert reading.links == ((0, 1, 4), (2, 3, 4))
+    assert recognises(PAIRS)
+
+
+def test_no_nvlink_at_all_means_that_each_gpu_is_alone() -> None:
+    reading = read(table(*even(3, "PHB")))
+    assert (reading.domains, reading.complete, reading.links) == (((0,), (1,), (2,)), True, ())
+
+
+def test_one_gpu() -> None:
+    text = table("X")
+    assert recognises(text)
+    assert read(text).domains == ((0,),)
+
+
+def test_a_table_without_nvlink_on_purpose_tells_nothing() -> None:
+    legend = LEGEND.replace("  NV#  = over that many NVLinks\n", "")
+    for text in (
+        table(*even(2, "PHB")) + legend,
+        "$ nvidia-smi topo -mp\n" + table(*even(2, "PHB")),
+    ):
+        reading = read(text)
+        assert reading.domains is None
+        assert "topo -mp leaves NVLink out" in str(reading.notes[-1])
+    shown = "$ nvidia-smi topo -m\n" + table(*even(2, "PHB")) + legend
+    assert read(shown).domains == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    "mangled",
+    [
+        pytest.param(PAIRS.replace("\n", "\r\n"), id="CRLF"),
+        pytest.param(PAIRS.replace("\n", "\r"), id="CR"),
+        pytest.param(PAIRS.expandtabs(8), id="blanks"),
+        pytest.param("\x1b[4m" + PAIRS.replace("ID\n", "ID\x1b[0m\n"), id="ANSI"),
+        pytest.param(PAIRS.replace("\tGPU0", "\t[4mGPU0", 1), id="ANSI without ESC"),
+        pytest.param("[1,0]<stdout>:" + PAIRS.replace("\n", "\n[1,0]<stdout>:"), id="mpirun"),
+        pytest.param("[default0]:" + PAIRS.replace("\n", "\n[default0]:"), id="torchrun"),
+        pytest.param("[rank0]: " + PAIRS.replace("\n", "\n[rank0]: "), id="rank"),
+        pytest.param(" 0: " + PAIRS.replace("\n", "\n 0: "), id="srun"),
+        pytest.param("> " + PAIRS.replace("\n", "\n> "), id="quoted"),
+        pytest.param("```text\n" + PAIRS + "```\n", id="fence"),
+        pytest.param("\ufeff" + PAIRS, id="mark at the beginning"),
+        pytest.param(" " + PAIRS.replace("\n", "\n "), id="indented"),
+        pytest.param(PAIRS.replace("GPU1\tGPU2", "GPU1GPU2"), id="glued header"),
+        pytest.param(PAIRS.replace("GPU3\tCPU", "GPU3CPU"), id="header glued to affinity"),
+        pytest.param(PAIRS.replace("NV4\tSYS\tSYS", "NV4SYS\tSYS"), id="glued cells"),
+        pytest.param(PAIRS.replace("SYS\t0-15", "SYS0-15"), id="cell glued to affinity"),
+        pytest.param(PAIRS.replace("\t0-15\t0\t\tN/A", "\t0"), id="empty affinity"),
+        pytest.param(PAIRS.replace("\tGPU2\tGPU3", "\n\tGPU2\tGPU3"), id="wrapped header"),
+        pytest.param(PAIRS * 3, id="repeated by other ranks"),
+        pytest.param(PAIRS.split("\n", 1)[1], id="no header"),
+    ],
+)
+def test_what_pasting_and_launching_do_changes_nothing(mangled: str) -> None:
+    reading = read(mangled)
+    assert recognises(mangled)
+    assert reading.domains == ((0, 1), (2, 3))
+    assert reading.links == ((0, 1, 4), (2, 3, 4))
+    assert reading.complete
+
+
+def test_a_markdown_table() -> None:
+    text = "| | GPU0 | GPU1 |\n|---|:-:|---|\n| GPU0 | X | NV12 |\n| GPU1 | NV12 | X |\n"
+    assert recognises(text)
+    assert read(text).links == ((0, 1, 12),)
+    assert read(text).complete
+
+
+def test_rows_that_a_narrow_terminal_wrapped() -> None:
+    text = (
+        "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV2\n\tNV2\nGPU1\tNV2\t X \n\tNV2\nGPU2\tNV2\tNV2\n\t X \n"
+    )
+    reading = read(text)
+    assert (reading.domains, reading.complete) == (((0, 1, 2),), True)
+
+
+@pytest.mark.parametrize("nic", ["NIC{}", "mlx5_{}", "bnxt_re{}"])
+def test_nics_are_not_gpus(nic: str) -> None:
+    names = (nic.format(0), nic.format(1))
+    rows = ("X NV6 PIX SYS", "NV6 X SYS PIX", "PIX SYS X SYS", "SYS PIX SYS X")
+    text = table(*rows, nics=names)
+    assert (read(text).domains, read(text).complete) == (((0, 1),), True)
+    # A glued header and a glued cell of NICs, as on hosts with many of them.
+    for before, after in (("\t" + names[1] + "\tCPU", names[1] + "CPU"), ("PIX\tSYS", "PIXSYS")):
+        glued = text.replace(before, after, 1)
+        assert glued != text
+        assert read(glued).domains == ((0, 1),)
+        assert read(glued).complete
+    # Without their rows something is missing, but not from what is asked for.
+    short = "\n".join(text.split("\n")[:3])
+    assert (read(short).domains, read(short).complete) == (((0, 1),), False)
+    assert "0 of 2 rows of NICs" in str(read(short).notes[0])
+
+
+def test_missing_rows_are_taken_from_the_columns() -> None:
+    text = "\n".join(table(*even(6, "NV6")).split("\n")[:3])
+    assert_expected_inline(
+        told(read(text)),
+        """\
+{
+ "kind": "nvidia-smi topo -m",
+ "domains": [
+  [0, 1, 2, 3, 4, 5]
+ ],
+ "nodes": null,
+ "complete": false,
+ "notes": [
+  "2 of 6 rows of GPUs; what the others say is taken from the columns"
+ ]
+}""",
+    )
+
+
+def test_what_no_row_says_could_join_groups_and_is_not_guessed() -> None:
+    text = "\n".join(PAIRS.split("\n")[:2])
+    reading = read(text)
+    assert reading.domains is None
+    assert reading.links == ((0, 1, 4),)
+    assert "which GPUs are joined is not known" in str(reading.notes[-1])
+
+
+def test_without_header_and_last_row_the_last_column_with_links_is_a_gpu() -> None:
+    rows = table(*even(5, "NV18")).split("\n")[1:5]
+    reading = read("\n".join(rows))
+    assert reading.domains == ((0, 1, 2, 3, 4),)
+    assert not reading.complete
+
+
+def test_a_row_cut_inside_its_last_cell() -> None:
+    text = table(*even(4, "NV18"))
+    cut = text[: text.rindex("NV18") + 3]
+    assert cut.endswith("\tNV1")
+    reading = read(cut)
+    assert reading.links == tuple((i, j, 18) for i in range(4) for j in range(i + 1, 4))
+    assert not reading.complete
+    assert reading.notes[-1].line == 5
+    assert "GPU3: 3 of 4 cells can be read" in str(reading.notes[-1])
+
+
+def test_a_row_that_lost_a_cell_in_the_middle_is_not_used() -> None:
+    reading = read(PAIRS.replace("SYS\t X \tNV4", " X \tNV4"))
+    assert reading.domains == ((0, 1), (2, 3))
+    assert not reading.complete
+    assert "line 4: GPU2: its X is not in its own column" in str(reading.notes[1])
+
+
+def test_a_gpu_without_the_links_that_the_others_have() -> None:
+    rows = even(5, "NV18")
+    rows[2] = "NODE NODE X SYS SYS"
+    for i, word in enumerate(("NODE", "NODE", "", "SYS", "SYS")):
+        if i != 2:
+            cells = rows[i].split()
+            cells[2] = word
+            rows[i] = " ".join(cells)
+    assert_expected_inline(
+        told(read(table(*rows))),
+        """\
+{
+ "kind": "nvidia-smi topo -m",
+ "domains": [
+  [0, 1, 3, 4],
+  [2]
+ ],
+ "nodes": null,
+ "complete": true,
+ "notes": [
+  "line 4: MP201: GPU2 has no NVLink to the others, which have NV18 each to each: links may be down, or it is another model"
+ ]
+}""",
+    )
+
+
+def test_a_gpu_with_fewer_links() -> None:
+    reading = read(
+        table("X NV18 NV18 NV17", "NV18 X NV18 NV17", "NV18 NV18 X NV17", "NV17 NV17 NV17 X")
+    )
+    assert codes(reading) == ["MP201"]
+    assert "GPU3 has at most NV17" in str(reading.notes[0])
+    assert reading.domains == ((0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(("X NV4 SYS", "NV4 X SYS", "SYS SYS X"), id="a bridge and one GPU"),
+        pytest.param(("X NV1 NV2", "NV1 X NV2", "NV2 NV2 X"), id="direct links"),
+        pytest.param(even(8, "NV12"), id="switch"),
+        pytest.param(
+            [f"{row} SYS SYS SYS" for row in even(3, "NV6")]
+            + [f"SYS SYS SYS {row}" for row in even(3, "NV6")],
+            id="two quads",
+        ),
+    ],
+)
+def test_healthy_hosts_are_not_called_degraded(rows: list[str]) -> None:
+    assert codes(read(table(*rows))) == []
+
+
+def test_a_link_that_only_one_side_sees_is_not_used() -> None:
+    reading = read(table("X NV4 SYS", "SYS X SYS", "SYS PHB X"))
+    assert reading.domains == ((0,), (1,), (2,))
+    assert codes(reading) == ["MP201"]
+    assert [str(note) for note in reading.notes] == [
+        "line 3: MP201: GPU0 to GPU1 is NV4, back it is SYS",
+        "line 4: GPU1 to GPU2 is SYS, back it is PHB",
+    ]
+
+
+def test_connected_but_not_each_to_each() -> None:
+    reading = read(table("X NV2 SYS", "NV2 X NV1", "SYS NV1 X"))
+    assert reading.domains == ((0, 1, 2),)
+    assert [str(note) for note in reading.notes] == [
+        "GPU0, GPU1, GPU2 are joined by NVLink, but not each to each: 2 of 3 pairs have links of their own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("behind", "tray"),
+    [
+        ("\t0-71\t0\t\tN/A", True),
+        ("\t72-143\t1\t\tN/A", True),
+        ("\t0-3\t0\t4", True),
+        ("", True),
+        ("\t0-51,104-155\t0\t\tN/A", False),
+        ("\t0-95\t0\t\tN/A", False),
+    ],
+)
+def test_one_tray_of_a_rack(behind: str, tray: bool) -> None:
+    reading = read(table(*even(4, "NV18"), behind=behind))
+    assert codes(reading) == (["MP203"] if tray else [])
+    assert codes(read(table(*even(8, "NV18"), behind=behind))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        ("", "no row of a GPU with cells found", None),
+        ("GPU0\nGPU1\n", "no row of a GPU with cells found", None),
+        ("\tGPU0\tGPU1\tCPU Affinity\n", "no row of a GPU with cells found", None),
+        (PAIRS + PAIRS.replace("NV4", "NV3"), "GPU0 again, and not as in line 2", 7),
+        (PAIRS + table("X NV4", "NV4 X"), "another header with other GPUs", 6),
+        ("GPU0\t X \tSYS\nGPU4096\tSYS\n", "GPU4096, but a host has at most", 2),
+    ],
+)
+def test_what_is_refused(text: str, message: str, line: int | None) -> None:
+    with pytest.raises(TopologyInputError, match=message) as error:
+        read(text)
+    assert error.value.line == line
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GPU0 and GPU1 are used",
+        "GPU 0: a GPU\n\t Link 0: 25 GB/s",
+        "<gpu>GPU0</gpu>",
+        "GPU0\t0\t15\nGPU1\t15\t0",
+        " GPU0 X OK\n GPU1 OK X",
+    ],
+)
+def test_other_texts_are_not_recognised(text: str) -> None:
+    assert not recognises(text)
+
+
+def survives(text: str) -> None:
+    nvidia_topo.recognises(text)
+    try:
+        reading = nvidia_topo.read(text)
+    except TopologyInputError as error:
+        assert "\n" not in str(error)
+    else:
+        if reading.domains is not None:
+            listed = [gpu for group in reading.domains for gpu in group]
+            assert len(listed) == len(set(listed))
+        json.dumps(reading.to_json())
+
+
+WHOLE = table("X NV6 PIX", "NV6 X SYS", "PIX SYS X", nics=("NIC0",)) + PAIRS + LEGEND
+
+
+@settings(deadline=None)
+@given(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE)))
+def test_random_cuts(start: int, end: int) -> None:
+    survives(WHOLE[start:end])
+    survives(WHOLE[:start] + WHOLE[end:])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_mangled_lines(data: st.DataObject) -> None:
+    lines = PAIRS.split("\n")
+    order = data.draw(st.lists(st.sampled_from(lines), max_size=12))
+    at = data.draw(st.integers(0, 40))
+    junk = data.draw(st.text("GPUNICXVSY0123456789 \t|\x1b[m\r=,-", max_size=12))
+    survives("\n".join(line[:at] + junk + line[at:] for line in order))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes(raw: bytes) -> None:
+    survives(raw.decode("latin-1"))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200))
+def test_every_cut_row_keeps_true_links(length: int) -> None:
+    try:
+        reading = read(PAIRS[: len(PAIRS) - length])
+    except TopologyInputError:
+        return
+    assert set(reading.links) <= {(0, 1, 4), (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\n",
+        "\r",
+        "\x1b[m",
+        "GPU0",
+        "GPU0 X NV1\n",
+        "GPU0 X " + "NV1 " * 20 + "\n",
+        "X",
+        " ",
+        "|",
+        "> ",
+        "GPU0\t",
+        "0: ",
+        "NIC0 X\n",
+    ],
+)
+def test_time_is_bounded(unit: str) -> None:
+    text = "GPU0 X NV1\n" + unit * (2**22 // len(unit))
+    start = time.process_time()
+    survives(text)
+    # A sixteenth of the largest text that is read; far from what something quadratic needs.
+    assert time.process_time() - start < 2
+
+
+def test_lines_keep_their_numbers() -> None:
+    assert _clean.lines("[1,3]<stderr>:a\n\n```\n2: \x1b[1mb\x1b[0m\n| c | d |\n|--|--|\ne|f") == [
+        (1, "a"),
+        (2, ""),
+        (3, ""),
+        (4, "b"),
+        (5, "\t c \t d \t"),
+        (6, ""),
+        (7, "e|f"),
+    ]
+    assert [line for _, line in _clean.lines("a\r\nb\rc")] == ["a", "b c"]
+    assert [line for _, line in _clean.lines("[default0]:[rank0]: a")] == [" a"]
