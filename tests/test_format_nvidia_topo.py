@@ -350,7 +350,8 @@ def survives(text: str) -> None:
     try:
         reading = nvidia_topo.read(text)
     except TopologyInputError as error:
-        assert "\n" not in str(error)
+        message = str(error)
+        assert "\n" not in message
     else:
         if reading.domains is not None:
             listed = [gpu for group in reading.domains for gpu in group]

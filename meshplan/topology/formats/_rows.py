@@ -17,7 +17,7 @@ __all__ = ["Row", "Rows", "Words"]
 
 # More GPUs and cells than any host has; they keep the time bounded.
 _MOST_GPUS = 4096
-_MOST_CELLS = 2**20
+_MOST_CELLS = 2**17
 _LONGEST_LINE = 2**17
 _MOST_ROWS = 2**16
 

@@ -1,0 +1,162 @@
+"""``nvidia-smi nvlink -s``: links of each GPU, and never which GPUs they join."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._reading import Reading
+from meshplan.topology.formats.nvidia_nvlink import read, recognises
+
+
+def gpu(number: int, *speeds: str) -> str:
+    links = "".join(f"\t Link {link}: {speed}\n" for link, speed in enumerate(speeds))
+    return f"GPU {number}: Some Model (UUID: GPU-0000{number})\n{links}"
+
+
+FAST = "26.562 GB/s"
+NONE = "NVML: Unable to retrieve NVLink information as all links are inActive\n"
+TWO = gpu(0, FAST, FAST) + gpu(1, FAST, FAST)
+
+
+def notes(reading: Reading) -> list[str]:
+    return [str(note) for note in reading.notes]
+
+
+def test_equal_gpus() -> None:
+    assert_expected_inline(
+        json.dumps(read(TWO).to_json(), indent=1),
+        """\
+{
+ "kind": "nvidia-smi nvlink -s",
+ "domains": null,
+ "nodes": null,
+ "complete": true,
+ "notes": [
+  "active NVLinks: 2 on GPU0, GPU1",
+  "speed of a link: 26.562 GB/s",
+  "which GPUs these links join is not told; run nvidia-smi topo -m"
+ ]
+}""",
+    )
+
+
+def test_inactive_links() -> None:
+    reading = read(TWO + gpu(2, FAST, "<inactive>") + gpu(3) + NONE)
+    assert reading.complete
+    assert notes(reading) == [
+        "speed of a link: 26.562 GB/s",
+        "which GPUs these links join is not told; run nvidia-smi topo -m",
+        "line 7: MP201: active NVLinks differ: 2 on GPU0, GPU1, 1 on GPU2, 0 on GPU3",
+        "line 7: GPU2: inactive links 1",
+        "line 10: GPU3: all links are inactive",
+    ]
+
+
+def test_a_slow_link() -> None:
+    reading = read(gpu(0, FAST, "13.281 GB/s"))
+    assert "line 1: MP201: GPU0: links differ: 1 of 26.562 GB/s, 1 of 13.281 GB/s" in notes(reading)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO.replace("\n", "\r\n"),
+        "[1,0]<stdout>:" + TWO.replace("\n", "\n[1,0]<stdout>:"),
+        "0: " + TWO.replace("\n", "\n0: "),
+        "```\n" + TWO + "```",
+        TWO + TWO,
+        TWO.replace("\t Link", "\x1b[1m\t Link"),
+    ],
+)
+def test_what_pasting_and_launching_do_changes_nothing(text: str) -> None:
+    assert recognises(text)
+    assert read(text).complete
+    assert "active NVLinks: 2 on GPU0, GPU1" in notes(read(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (gpu(1, FAST), "not listed: GPU0"),
+        (TWO + gpu(2), "line 7: nothing is said about the links of GPU2"),
+        (TWO + gpu(2, FAST), "links are missing from the list of some GPUs, or models are mixed"),
+        (
+            TWO.replace("Link 0", "Link 3", 1),
+            "links are missing from the list of some GPUs, or models are mixed",
+        ),
+    ],
+)
+def test_what_is_missing(text: str, note: str) -> None:
+    assert note in notes(read(text))
+    assert not read(text).complete
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "line"),
+    [
+        ("", "no NVLink of a GPU found", None),
+        (gpu(0) + gpu(1), "no NVLink of a GPU found", None),
+        (TWO + gpu(0, FAST), "GPU0 again, and not as in line 1", 7),
+        (gpu(0, FAST) + "\t Link 0: <inactive>\n", "link 0 of GPU0 again", 3),
+        (gpu(5000, FAST), "more than 4096 GPUs", 1),
+        (gpu(0, FAST) + "\t Link 300: 1 GB/s\n", "link 300 of GPU0", 3),
+    ],
+)
+def test_what_is_refused(text: str, message: str, line: int | None) -> None:
+    with pytest.raises(TopologyInputError, match=message) as error:
+        read(text)
+    assert error.value.line == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        gpu(0) + gpu(1),
+        "\t Link 0: 25 GB/s\n",
+        gpu(0, "Remote Device 00000000:0B:00.0: Link 5"),
+        "GPU 0: a\n\t Link 0, P2P is supported: true\n",
+    ],
+)
+def test_other_lists_of_gpus_and_links_are_not_recognised(text: str) -> None:
+    assert not recognises(text)
+
+
+def survives(text: str) -> None:
+    recognises(text)
+    try:
+        json.dumps(read(text).to_json())
+    except TopologyInputError as error:
+        message = str(error)
+        assert "\n" not in message
+
+
+WHOLE = TWO + gpu(2, FAST, "<inactive>") + gpu(3) + NONE
+
+
+@settings(deadline=None)
+@given(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE)))
+def test_random_cuts(start: int, end: int) -> None:
+    survives(WHOLE[start:end])
+    survives(WHOLE[:start] + WHOLE[end:])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_mangled_lines(data: st.DataObject) -> None:
+    order = data.draw(st.lists(st.sampled_from(WHOLE.split("\n")), max_size=12))
+    at = data.draw(st.integers(0, 20))
+    junk = data.draw(st.text("GPULink 0123456789:.\t|\x1b[m\r<>", max_size=12))
+    survives("\n".join(line[:at] + junk + line[at:] for line in order))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes(raw: bytes) -> None:
+    survives(raw.decode("latin-1"))

@@ -1,0 +1,134 @@
+"""The tables of ``nvidia-smi topo -p2p``: only that of NVLink tells which GPUs are joined."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats import nvidia_topo
+from meshplan.topology.formats.nvidia_p2p import read, recognises
+
+PAIRS = """\
+ \tGPU0\tGPU1\tGPU2\tGPU3
+ GPU0\tX\tOK\tNS\tNS
+ GPU1\tOK\tX\tNS\tNS
+ GPU2\tNS\tNS\tX\tOK
+ GPU3\tNS\tNS\tOK\tX
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+  NS   = Not supported
+  U    = Unknown
+"""
+
+
+@pytest.mark.parametrize("option", ["-p2p n", "--p2pstatus n", "-p2p  n"])
+def test_nvlink_tells_who_is_joined(option: str) -> None:
+    reading = read(f"$ nvidia-smi topo {option}\n{PAIRS}")
+    assert reading.kind == "nvidia-smi topo -p2p n"
+    assert (reading.domains, reading.complete, reading.notes) == (((0, 1), (2, 3)), True, ())
+
+
+@pytest.mark.parametrize("letter", "rwap")
+def test_other_letters_tell_nothing_about_nvlink(letter: str) -> None:
+    reading = read(f"$ nvidia-smi topo -p2p {letter}\n{PAIRS}")
+    assert reading.kind == f"nvidia-smi topo -p2p {letter}"
+    assert (reading.domains, reading.complete) == (None, True)
+    assert "this table is not about NVLink; run nvidia-smi topo -m" in str(reading.notes[0])
+
+
+def test_without_its_command_line_the_letter_is_not_guessed() -> None:
+    assert_expected_inline(
+        json.dumps(read(PAIRS).to_json(), indent=1),
+        """\
+{
+ "kind": "nvidia-smi topo -p2p",
+ "domains": null,
+ "nodes": null,
+ "complete": true,
+ "notes": [
+  "nothing tells if this is NVLink; run nvidia-smi topo -m, or nvidia-smi topo -p2p n and keep its command line"
+ ]
+}""",
+    )
+
+
+def test_unknown_cells_and_missing_rows_leave_domains_unknown() -> None:
+    command = "nvidia-smi topo -p2p n\n"
+    unknown = PAIRS.replace("GPU1\tOK\tX\tNS", "GPU1\tOK\tX\tU").replace("NS\tNS\tX", "NS\tU\tX")
+    for text in (unknown, "\n".join(PAIRS.split("\n")[:2])):
+        reading = read(command + text)
+        assert reading.domains is None
+        assert "which GPUs are joined is not known" in str(reading.notes[-1])
+    joined = PAIRS.replace("NS", "OK")
+    whole = read(command + joined)
+    assert whole.domains == ((0, 1, 2, 3),)
+    short = read(command + "\n".join(joined.split("\n")[:3]))
+    assert (short.domains, short.complete) == (((0, 1, 2, 3),), False)
+
+
+def test_one_direction_is_not_enough() -> None:
+    reading = read("nvidia-smi topo -p2p n\n" + PAIRS.replace("NS\tNS\tOK\tX", "NS\tNS\tNS\tX"))
+    assert reading.domains == ((0, 1), (2,), (3,))
+    assert [str(note) for note in reading.notes] == [
+        "no NVLink to the others: GPU2, GPU3",
+        "line 6: MP201: GPU2 to GPU3 is OK, back it is NS",
+    ]
+
+
+def test_two_letters_at_once_are_refused() -> None:
+    text = f"$ nvidia-smi topo -p2p n\n{PAIRS}\n$ nvidia-smi topo -p2p r\n{PAIRS}"
+    with pytest.raises(TopologyInputError, match="tables of -p2p n and r") as error:
+        read(text)
+    assert error.value.line == 15
+
+
+def test_who_recognises_what() -> None:
+    assert recognises(PAIRS)
+    assert recognises("| | GPU0 | GPU1 |\n|---|---|---|\n| GPU0 | X | CNS |\n")
+    assert not nvidia_topo.recognises(PAIRS)
+    assert not recognises("\tGPU0\tGPU1\nGPU0\t X \tNODE\nGPU1\tNODE\t X \n")
+    assert not recognises("GPU0 is OK")
+    with pytest.raises(TopologyInputError):
+        read("")
+
+
+def survives(text: str) -> None:
+    recognises(text)
+    try:
+        json.dumps(read(text).to_json())
+    except TopologyInputError as error:
+        message = str(error)
+        assert "\n" not in message
+
+
+WHOLE = f"nvidia-smi topo -p2p n\n{PAIRS}"
+
+
+@settings(deadline=None)
+@given(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE)))
+def test_random_cuts(start: int, end: int) -> None:
+    survives(WHOLE[start:end])
+    survives(WHOLE[:start] + WHOLE[end:])
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_mangled_lines(data: st.DataObject) -> None:
+    order = data.draw(st.lists(st.sampled_from(WHOLE.split("\n")), max_size=12))
+    at = data.draw(st.integers(0, 30))
+    junk = data.draw(st.text("GPUXOKNSTCDR0123456789 \t|\x1b[m\r=-", max_size=12))
+    survives("\n".join(line[:at] + junk + line[at:] for line in order))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes(raw: bytes) -> None:
+    survives(raw.decode("latin-1"))
