@@ -13,11 +13,11 @@ from meshplan.errors import TopologyInputError
 __all__ = ["HEAD", "lines", "some"]
 
 # How much of a text is looked at to recognise it.
-HEAD = 2**19
+HEAD = 2**18
 # Nothing that a host prints about its links comes near these. They keep the time bounded.
 _MOST_CHARACTERS = 2**26
-_MOST_LINES = 2**19
-_MOST_ESCAPES = 2**19
+_MOST_LINES = 2**18
+_MOST_ESCAPES = 2**18
 
 # Colours and underlines, titles, and the charset that `tput sgr0` selects.
 _ESCAPE = re.compile(
@@ -31,7 +31,7 @@ _LAUNCHER = re.compile(
     r"|\d{1,7}:(?: |$)"
     r")"
 )
-_QUOTED = re.compile(r"[ \t]{0,3}(?:> ?)+")
+_QUOTED = re.compile(r"[ \t]{0,3}(?:> ?){1,8}")
 _FENCE = re.compile(r"[ \t]{0,8}(?:```|~~~)[^`]{0,64}$")
 _RULE = re.compile(r"[ \t]{0,8}\|?[ \t:|-]{3,}\|?[ \t]*$")
 _FIRST = frozenset("[0123456789>`~|")
