@@ -1,0 +1,197 @@
+"""XML by the standard library's expat, without what makes XML dangerous.
+
+Nothing outside the text is ever opened. Entities are refused where they are declared, so that none
+can grow; depth and number of elements are bounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from xml.parsers import expat
+
+from meshplan.errors import TopologyInputError
+
+__all__ = ["Element", "number", "numbers", "parse", "root_tag", "spans"]
+
+MAX_DEPTH = 200
+# Read in about a second; the largest machines print some ten thousand.
+MAX_ELEMENTS = 200_000
+
+_BLANK = re.compile(r"\s*")
+_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
+_DOCTYPE = re.compile(r"<!DOCTYPE\s+([A-Za-z_][\w.:-]*)")
+
+
+@dataclass(slots=True, eq=False)
+class Element:
+    """One element that was asked for.
+
+    Attributes:
+        parent: the nearest element around it that was asked for.
+        text: its character data up to its first child, if that was asked for.
+    """
+
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    parent: Element | None
+    _pieces: list[str] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces or ())
+
+    def above(self, tag: str, attribute: str) -> str | None:
+        """The attribute of the nearest element around this one with that tag."""
+        around = self.parent
+        while around is not None and around.tag != tag:
+            around = around.parent
+        return None if around is None else around.attributes.get(attribute)
+
+
+def root_tag(text: str) -> str:
+    """Name of the root element, or what the DOCTYPE says it is; empty if this is not XML."""
+    at = 1 if text.startswith("\ufeff") else 0
+    # Files start with a licence or two, not with a million comments.
+    for _ in range(100):
+        blank = _BLANK.match(text, at)
+        at = blank.end() if blank else at
+        if text.startswith("<?", at):
+            at = text.find("?>", at) + 2
+        elif text.startswith("<!--", at):
+            at = text.find("-->", at) + 3
+        else:
+            break
+        if at < 4:  # find() gave -1: never closed
+            return ""
+    doctype = _DOCTYPE.match(text, at)
+    if doctype:
+        return doctype[1]
+    name = _NAME.match(text, at + 1) if text.startswith("<", at) else None
+    return name[0] if name else ""
+
+
+def parse(
+    text: str, wanted: Iterable[str], *, texts: Iterable[str] = (), named_doctype: bool = False
+) -> list[Element]:
+    """The elements with the tags ``wanted``, in the order of the document; the root is first.
+
+    Args:
+        text: the document; blank lines before it are allowed, as files in the field have them.
+        wanted: tags of elements to keep; the others are only counted.
+        texts: tags of those whose character data are kept too.
+        named_doctype: allow ``<!DOCTYPE root SYSTEM "file">``, which names a file and declares
+            nothing. The file is not opened.
+
+    Raises:
+        TopologyInputError: not well-formed, a DTD or an entity, or too deep or too large.
+    """
+    body = text.removeprefix("\ufeff").lstrip()
+    # An XML declaration must be the first thing expat sees, blank lines or not.
+    above = text[: len(text) - len(body)].count("\n")
+    kept = _Kept(frozenset(wanted), frozenset(texts), named_doctype, above)
+    try:
+        # A lone surrogate cannot be encoded; a question mark stands for it.
+        kept.parser.Parse(body.encode("utf-8", "replace"), True)
+    except expat.ExpatError as error:
+        raise TopologyInputError(
+            f"not well-formed XML ({expat.ErrorString(error.code)}); is the file whole?",
+            line=above + error.lineno,
+        ) from None
+    return kept.elements
+
+
+class _Kept:
+    """What expat calls back."""
+
+    def __init__(
+        self, wanted: frozenset[str], texts: frozenset[str], named_doctype: bool, above: int
+    ) -> None:
+        self.wanted = wanted
+        self.texts = texts
+        self.named_doctype = named_doctype
+        self.above = above
+        self.elements: list[Element] = []
+        self.seen = 0
+        # One entry for each open element: itself, or the element kept around it.
+        self.open: list[Element | None] = []
+        self.pieces: list[str] | None = None
+        parser = self.parser = expat.ParserCreate("utf-8")
+        parser.StartElementHandler = self.start
+        parser.EndElementHandler = self.end
+        parser.StartDoctypeDeclHandler = self.doctype
+        parser.EntityDeclHandler = self.refuse_entity
+        parser.SkippedEntityHandler = self.refuse_entity
+        if texts:
+            parser.buffer_text = True
+            parser.CharacterDataHandler = self.data
+
+    def line(self) -> int:
+        return self.above + self.parser.CurrentLineNumber
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.seen += 1
+        if self.seen > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
+            raise TopologyInputError(
+                f"more than {MAX_ELEMENTS} elements, or more than {MAX_DEPTH} inside each other; "
+                "no cluster prints this: give the file as it was written",
+                line=self.line(),
+            )
+        around = self.open[-1] if self.open else None
+        self.pieces = None
+        if tag in self.wanted or not self.open:
+            if tag in self.texts:
+                self.pieces = []
+            around = Element(tag, attributes, self.line(), around, self.pieces)
+            self.elements.append(around)
+        self.open.append(around)
+
+    def end(self, tag: str) -> None:
+        self.pieces = None
+        self.open.pop()
+
+    def data(self, text: str) -> None:
+        if self.pieces is not None:
+            self.pieces.append(text)
+
+    def doctype(self, name: str, system: str | None, public: str | None, subset: bool) -> None:
+        if subset or not self.named_doctype:
+            raise TopologyInputError(
+                "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
+                line=self.line(),
+            )
+
+    def refuse_entity(self, name: str, *_: object) -> None:
+        raise TopologyInputError(
+            f"refused: entity {name[:40]!r}; write its value where it is used, and remove its "
+            "declaration",
+            line=self.line(),
+        )
+
+
+def number(text: str | None) -> int | None:
+    """A whole number from 0 on as these files write it; ``None`` for anything else."""
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 9:
+        return None
+    return int(text)
+
+
+def numbers(elements: Iterable[Element], name: str) -> list[int] | None:
+    """The attribute of all the elements, if each has it as a number and no two have the same."""
+    found = [number(element.attributes.get(name)) for element in elements]
+    known = [one for one in found if one is not None]
+    return known if len(set(known)) == len(found) else None
+
+
+def spans(indices: Iterable[int]) -> str:
+    """For messages: ``0-4, 6`` for 0, 1, 2, 3, 4, 6."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:20]]
+    return ", ".join(shown) + (f", ... {len(runs) - 20} more" if len(runs) > 20 else "")

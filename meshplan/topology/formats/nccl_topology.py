@@ -1,0 +1,252 @@
+"""NCCL's and RCCL's topology XML: what ``NCCL_TOPO_DUMP_FILE`` writes and ``NCCL_TOPO_FILE`` reads.
+
+The format is that of NCCL's ``src/graph/xml.cc`` and ``topo.cc``; RCCL writes ``version="2"`` and
+``<xgmi>`` for ``<nvlink>``. A GPU is a ``<gpu>`` inside the ``<pci>`` whose ``busid`` others point
+to. Its links go to another GPU, to an NVSwitch, or to a CPU (POWER), which joins no GPUs.
+
+Dumps and inputs look alike, but mean another thing where no link is listed. A dump says what NCCL
+found: such a GPU has none. In an input, what is left out is found out by NCCL when it starts, and
+the files that clouds ship leave it out. So no link means "none" only in a dump, and a file is one
+if every ``<gpu>`` has what NCCL adds when a communicator starts: ``dev``, ``sm`` and ``rank``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._reading import Groups, Note, Reading, components
+from meshplan.topology.formats._xml import Element, number, numbers, parse, root_tag, spans
+
+__all__ = ["KIND", "read", "recognises"]
+
+Pairs = dict[tuple[int, int], tuple[int, int]]
+
+KIND = "NCCL topology XML"
+
+_LINKS = ("nvlink", "xgmi")
+_SWITCH_CLASS = "0x068000"
+_CPU_CLASS = "0x068001"  # IBM's bridge from a GPU to its CPU; NCCL takes it for the CPU
+# What NCCL writes for a switch that it cannot see: in a virtual machine, and between hosts.
+_HIDDEN = re.compile(r"f{7,8}:f+(:f+)?(\.\d)?")
+_GPU_CLASS = re.compile(r"0x(03|12)", re.IGNORECASE)
+_DUMPED = ("dev", "sm", "rank")
+# For `components`: GPUs are numbered from 0 on, switches from -1 down.
+_HIDDEN_SWITCH = -1
+
+
+def recognises(text: str) -> bool:
+    """Whether the root is ``<system>``."""
+    return root_tag(text) == "system"
+
+
+def read(text: str) -> Reading:
+    """Domains and nodes; GPUs are numbered by ``rank``, else by ``dev``, else as they are listed.
+
+    All switches of one host count as one, as for NCCL: the links between them are not listed. The
+    hidden switch is one for the whole file, as only a clique of hosts is dumped into one file.
+
+    Raises:
+        TopologyInputError: not XML, or not this format.
+    """
+    elements = parse(text, ("system", "cpu", "pci", "gpu", *_LINKS))
+    root = elements[0]
+    if root.tag != "system":
+        raise TopologyInputError(
+            f"the root is <{root.tag[:40]}>; write an NCCL topology, which starts with <system>",
+            line=root.line,
+        )
+    system = _System(elements)
+    notes = list(system.notes(root))
+    told = bool(system.gpus) and not system.untold
+    domains = system.domains() if told else None
+    pairs = system.pairs() if told else {}
+    if told:
+        notes += system.degraded(pairs)
+    return Reading(
+        kind=KIND,
+        domains=domains,
+        nodes=system.nodes(domains),
+        complete=told and not (system.strangers or system.bare or system.selves),
+        notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
+        links=tuple(sorted((*pair, max(counts)) for pair, counts in pairs.items())),
+    )
+
+
+@dataclass(slots=True)
+class _Gpu:
+    element: Element
+    host: str | None
+    bus: str
+    # Whether the file says where its links go, be it nowhere.
+    told: bool
+    index: int = -1
+    links: int = 0
+    # How many, by the index of the other GPU, or by the number of the switch.
+    to: dict[int, int] = field(default_factory=dict)
+
+
+class _System:
+    """The GPUs of one file and their links."""
+
+    def __init__(self, elements: Sequence[Element]) -> None:
+        found = [element for element in elements if element.tag == "gpu"]
+        dump = all(name in gpu.attributes for gpu in found for name in _DUMPED)
+        self.gpus = [
+            _Gpu(e, e.above("cpu", "host_hash"), (e.above("pci", "busid") or "").lower(), dump)
+            for e in found
+        ]
+        # The number of each host's switch.
+        self.switch = {gpu.host: -2 - i for i, gpu in enumerate(self.gpus)}
+        self.by = next((name for name in ("rank", "dev") if numbers(found, name)), "")
+        for index, gpu in zip(numbers(found, self.by) or range(len(found)), self.gpus, strict=True):
+            gpu.index = index
+        # Two <gpu> of one <pci> are parts of one GPU; links point to the first.
+        self.at: dict[tuple[str | None, str], _Gpu] = {}
+        for gpu in self.gpus:
+            first = self.at.setdefault((gpu.host, gpu.bus), gpu) if gpu.bus else gpu
+            if gpu.element.parent is not first.element.parent:
+                raise TopologyInputError(
+                    f"GPUs {first.index} and {gpu.index} have one bus id, {gpu.bus[:40]!r}; give "
+                    "each host its own file, or each <cpu> the host_hash= of its host",
+                    line=gpu.element.line,
+                )
+        full = {gpu.element.parent for gpu in self.gpus}
+        empty = (pci for pci in elements if pci.tag == "pci" and pci not in full)
+        self.bare = [pci for pci in empty if _GPU_CLASS.match(pci.attributes.get("class", ""))]
+        self.selves: list[Element] = []
+        self.strangers: list[Element] = []
+        unclear: set[int] = set()
+        owner: dict[Element | None, _Gpu] = {gpu.element: gpu for gpu in self.gpus}
+        for element in elements:
+            if element.tag in _LINKS and element.parent in owner:
+                gpu = owner[element.parent]
+                if not self._add(gpu, element):
+                    unclear.add(gpu.index)
+        self.looped = {owner[link.parent].index for link in self.selves}
+        # A GPU with links to itself only has links, and nobody knows where to.
+        unclear |= {gpu.index for gpu in self.gpus if gpu.index in self.looped and not gpu.links}
+        self.untold = [gpu for gpu in self.gpus if not gpu.told or gpu.index in unclear]
+
+    def _add(self, gpu: _Gpu, link: Element) -> bool:
+        """Whether it is clear what the link joins."""
+        target = link.attributes.get("target", "").strip().lower()
+        tclass = link.attributes.get("tclass", "").strip().lower()
+        count = number(link.attributes.get("count", "").strip())
+        if count is None or not target:
+            raise TopologyInputError(
+                f"<{link.tag}> of GPU {gpu.index} needs target= and count=, found target="
+                f"{target[:40]!r} and count={link.attributes.get('count', '')[:20]!r}; "
+                "give the file as NCCL wrote it",
+                line=link.line,
+            )
+        if target == gpu.bus:
+            self.selves.append(link)
+            return True
+        gpu.told = True
+        if not count or tclass == _CPU_CLASS:
+            return True
+        gpu.links += count
+        # Bus ids come again on every host.
+        if peer := self.at.get((gpu.host, target)):
+            end = peer.index
+        elif _HIDDEN.fullmatch(target):
+            end = _HIDDEN_SWITCH
+        elif tclass == _SWITCH_CLASS:
+            end = self.switch[gpu.host]
+        else:
+            # A GPU that the job does not use, or a switch that is not said to be one.
+            self.strangers.append(link)
+            return bool(_GPU_CLASS.match(tclass))
+        gpu.to[end] = gpu.to.get(end, 0) + count
+        return True
+
+    def domains(self) -> Groups:
+        indices = [gpu.index for gpu in self.gpus]
+        switches = {_HIDDEN_SWITCH, *self.switch.values()}
+        joined = [(gpu.index, end) for gpu in self.gpus for end in gpu.to]
+        joined += [(gpu.index, self.at[gpu.host, gpu.bus].index) for gpu in self.gpus if gpu.bus]
+        found = components([*indices, *switches], joined)
+        groups = (tuple(one for one in group if one >= 0) for group in found)
+        return tuple(sorted(group for group in groups if group))
+
+    def nodes(self, domains: Groups | None) -> Groups | None:
+        """Hosts; hosts that one domain spans are one clique, which NCCL counts as one node."""
+        hosts = self.switch
+        if not self.gpus or None in hosts or (domains is None and len(hosts) > 1):
+            return None
+        first = {gpu.host: gpu.index for gpu in reversed(self.gpus)}
+        joined = [(gpu.index, first[gpu.host]) for gpu in self.gpus]
+        joined += [(group[0], other) for group in domains or () for other in group]
+        return components([gpu.index for gpu in self.gpus], joined)
+
+    def pairs(self) -> Pairs:
+        """How many links two GPUs list to each other: the lower one, and the higher one."""
+        found: Pairs = {}
+        ends = {gpu.index: gpu for gpu in self.gpus}
+        for gpu in self.gpus:
+            for other, count in gpu.to.items():
+                back = ends[other].to.get(gpu.index, 0) if other >= 0 else 0
+                if gpu.index < other:
+                    found[gpu.index, other] = (count, back)
+                elif 0 <= other < gpu.index:
+                    found[other, gpu.index] = (back, count)
+        return found
+
+    def notes(self, root: Element) -> Iterator[Note]:
+        if (version := root.attributes.get("version", "")) not in ("1", "2"):
+            yield Note(f"version {version[:20]!r} is not known; read as 1", line=root.line)
+        if not self.gpus:
+            yield Note(
+                "no <gpu>: an input for NCCL that lists PCI only; which GPUs are linked is not "
+                "known: dump the topology of a running job with NCCL_TOPO_DUMP_FILE",
+                "MP202",
+                root.line,
+            )
+            return
+        if self.by != "rank":
+            how = "by dev" if self.by else "in the order of the file"
+            line = self.gpus[0].element.line
+            yield Note(f"not every <gpu> has a rank of its own; numbered {how}", line=line)
+        if self.selves:
+            found = f"links of GPU {spans(self.looped)} to itself are ignored"
+            yield Note(found, "MP206", self.selves[0].line)
+        if self.untold:
+            yield Note(
+                f"where links of GPU {spans(gpu.index for gpu in self.untold)} go is not told: "
+                "an input for NCCL, or a virtual machine; domains are not known",
+                "MP202",
+                self.untold[0].element.line,
+            )
+        if self.bare:
+            found = f"{len(self.bare)} more PCI devices look like GPUs and have no <gpu>"
+            yield Note(found, "MP202", self.bare[0].line)
+        if self.strangers:
+            first = self.strangers[0]
+            yield Note(
+                "links to devices that are not in this file are ignored: "
+                f"{len(self.strangers)}, the first to {first.attributes['target'][:40]!r}",
+                "MP202",
+                first.line,
+            )
+
+    def degraded(self, pairs: Pairs) -> Iterator[Note]:
+        counts: dict[int, list[_Gpu]] = {}
+        for gpu in self.gpus:
+            counts.setdefault(gpu.links, []).append(gpu)
+        if len(counts) > 1:
+            most = sorted(counts.items(), key=lambda item: -len(item[1]))
+            found = "; ".join(f"{n} on GPU {spans(g.index for g in gs)}" for n, gs in most[:8])
+            few = min(most[1][1], key=lambda gpu: gpu.element.line)
+            yield Note(f"GPUs have different numbers of links: {found}", "MP201", few.element.line)
+        uneven = next(((p, n) for p, n in sorted(pairs.items()) if n[0] != n[1]), None)
+        if uneven is not None:
+            (one, other), (there, back) = uneven
+            yield Note(
+                f"GPU {one} lists {there} links to GPU {other}, which lists {back} back; "
+                f"{max(there, back)} are assumed",
+                "MP201",
+                next(gpu.element.line for gpu in self.gpus if gpu.index == one),
+            )

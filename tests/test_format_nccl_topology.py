@@ -1,0 +1,326 @@
+"""NCCL topology XML: dumps, inputs that say nothing about links, switches seen and hidden, hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology import Reading
+from meshplan.topology.formats.nccl_topology import read, recognises
+
+Link = tuple[str, int, str]  # target, count, tclass
+HIDDEN = ("fffffff:ff:ff.0", 18, "0x068000")
+SWITCH = "0x068000"
+GPU = "0x030200"
+
+
+def bus(gpu: int) -> str:
+    return f"0000:{gpu + 16:02x}:00.0"
+
+
+def gpu(
+    index: int,
+    links: Iterable[Link] = (),
+    *,
+    more: str = 'sm="90" rank="{}"',
+    tag: str = "nvlink",
+    at: int | None = None,
+) -> str:
+    inner = "".join(f'<{tag} target="{t}" count="{n}" tclass="{c}"/>\n' for t, n, c in links)
+    place = bus(index if at is None else at)
+    return (
+        f'<pci busid="{place}" class="0x030200">\n'
+        f'<gpu dev="{index}" {more.format(index)}>\n{inner}</gpu>\n</pci>\n'
+    )
+
+
+def system(*cpus: str | Sequence[str], version: str = "1", hosts: Sequence[str] = ()) -> str:
+    text = f'<system version="{version}">\n'
+    for position, cpu in enumerate(cpus):
+        told = f' host_hash="{hosts[position]}"' if hosts else ""
+        text += f'<cpu numaid="{position}"{told}>\n{"".join(cpu)}</cpu>\n'
+    return text + "</system>\n"
+
+
+def shown(reading: Reading) -> str:
+    lines = [
+        f"{reading.kind}, {'complete' if reading.complete else 'not complete'}",
+        f"domains {reading.domains}",
+        f"nodes {reading.nodes}",
+    ]
+    if reading.links:
+        lines.append(f"links {reading.links}")
+    return "\n".join([*lines, *map(str, reading.notes)])
+
+
+class TestText(TestCase):
+    def test_switches_on_one_host(self) -> None:
+        # Switches that differ by their bus and by their number of links are one switch, also
+        # where no GPU is on two of them.
+        left = [("0000:80:00.0", 5, SWITCH), ("0000:81:00.0", 4, SWITCH)]
+        right = [("0000:90:00.0", 9, SWITCH)]
+        text = "\n" + system([gpu(0, left), gpu(1, left)], [gpu(2, right)], hosts=("0x1", "0x1"))
+        self.assertExpectedInline(
+            shown(read(text)),
+            """\
+NCCL topology XML, complete
+domains ((0, 1, 2),)
+nodes ((0, 1, 2),)""",
+        )
+
+    def test_xgmi_in_two_islands(self) -> None:
+        pairs = {0: 3, 1: 2, 2: 1, 3: 0}
+        gpus = [gpu(a, [(bus(b), 1, "0x038000")], tag="xgmi") for a, b in pairs.items()]
+        self.assertExpectedInline(
+            shown(read(system(gpus, version="2"))),
+            """\
+NCCL topology XML, complete
+domains ((0, 3), (1, 2))
+nodes None
+links ((0, 3, 1), (1, 2, 1))""",
+        )
+
+    def test_clique_with_a_degraded_gpu(self) -> None:
+        # Bus ids and dev come again on the second host; only rank tells GPUs apart.
+        host = [
+            [
+                gpu(0, [HIDDEN], more='sm="103" rank="0"'),
+                gpu(1, [HIDDEN], more='sm="103" rank="1"'),
+            ],
+            [gpu(0, [HIDDEN], more='sm="103" rank="2"'), gpu(1, more='sm="103" rank="3"')],
+        ]
+        self.assertExpectedInline(
+            shown(read(system(*host, hosts=("0xa", "0xb")))),
+            """\
+NCCL topology XML, complete
+domains ((0, 1, 2), (3,))
+nodes ((0, 1, 2, 3),)
+line 21: MP201: GPUs have different numbers of links: 18 on GPU 0-2; 0 on GPU 3""",
+        )
+
+    def test_inputs_that_say_nothing_about_links(self) -> None:
+        pci = (
+            f'<pci busid="{bus(0)}" class="0x030200"/>\n<pci busid="{bus(1)}" class="0x020700"/>\n'
+        )
+        bare = system([pci])
+        unranked = system([gpu(0, more=""), gpu(1, [HIDDEN], more="")])
+        looped = system([gpu(0, [(bus(0), 12, GPU)]), gpu(1, [(bus(1), 12, GPU)])])
+        some = system([gpu(1, [HIDDEN]), pci])
+        self.assertExpectedInline(
+            "\n\n".join(shown(read(text)) for text in (bare, unranked, looped, some)),
+            """\
+NCCL topology XML, not complete
+domains None
+nodes None
+line 1: MP202: no <gpu>: an input for NCCL that lists PCI only; which GPUs are linked is not known: dump the topology of a running job with NCCL_TOPO_DUMP_FILE
+
+NCCL topology XML, not complete
+domains None
+nodes None
+line 4: not every <gpu> has a rank of its own; numbered by dev
+line 4: MP202: where links of GPU 0 go is not told: an input for NCCL, or a virtual machine; domains are not known
+
+NCCL topology XML, not complete
+domains None
+nodes None
+line 4: MP202: where links of GPU 0-1 go is not told: an input for NCCL, or a virtual machine; domains are not known
+line 5: MP206: links of GPU 0-1 to itself are ignored
+
+NCCL topology XML, not complete
+domains ((1,),)
+nodes None
+line 8: MP202: 1 more PCI devices look like GPUs and have no <gpu>""",
+        )
+
+    def test_odd_links(self) -> None:
+        gpus = [
+            gpu(0, [(bus(0), 2, GPU), (bus(1).upper(), 2, GPU), (bus(2), 0, GPU)]),
+            gpu(1, [(bus(0), 1, GPU), ("0000:99:00.0", 3, GPU)]),
+            gpu(2, [("0004:04:00.0", 3, "0x068001")]),
+            gpu(3, [("0004:04:00.0", 3, "0x068001")]),
+        ]
+        self.assertExpectedInline(
+            shown(read(system(gpus, version="9"))),
+            """\
+NCCL topology XML, not complete
+domains ((0, 1), (2,), (3,))
+nodes None
+links ((0, 1, 2),)
+line 1: version '9' is not known; read as 1
+line 4: MP201: GPUs have different numbers of links: 0 on GPU 2-3; 2 on GPU 0; 4 on GPU 1
+line 4: MP201: GPU 0 lists 2 links to GPU 1, which lists 1 back; 2 are assumed
+line 5: MP206: links of GPU 0 to itself are ignored
+line 13: MP202: links to devices that are not in this file are ignored: 1, the first to '0000:99:00.0'""",
+        )
+
+    def test_refusals(self) -> None:
+        whole = system([gpu(0, [HIDDEN])])
+        texts = (
+            "",
+            whole[:120],
+            "<graphs/>",
+            whole.replace('count="18"', 'count="many"'),
+            whole.replace("fffffff:ff:ff.0", ""),
+            '<!DOCTYPE system [<!ENTITY a "b">]>' + whole,
+            system([gpu(0, [HIDDEN])], [gpu(1, [HIDDEN], at=0)]),
+        )
+        found = []
+        for text in texts:
+            with pytest.raises(TopologyInputError) as error:
+                read(text)
+            found.append(str(error.value))
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP212: line 1: not well-formed XML (no element found); is the file whole?
+MP212: line 5: not well-formed XML (unclosed token); is the file whole?
+MP212: line 1: the root is <graphs>; write an NCCL topology, which starts with <system>
+MP212: line 5: <nvlink> of GPU 0 needs target= and count=, found target='fffffff:ff:ff.0' and count='many'; give the file as NCCL wrote it
+MP212: line 5: <nvlink> of GPU 0 needs target= and count=, found target='' and count='18'; give the file as NCCL wrote it
+MP212: line 1: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 11: GPUs 0 and 1 have one bus id, '0000:10:00.0'; give each host its own file, or each <cpu> the host_hash= of its host""",
+        )
+
+
+def test_a_dump_without_links_is_singletons() -> None:
+    reading = read(system([gpu(0), gpu(1), gpu(2)]))
+    assert reading.domains == ((0,), (1,), (2,))
+    assert reading.complete
+    assert not reading.notes
+
+
+@pytest.mark.parametrize("lacking", ["dev", "sm", "rank"])
+def test_an_input_without_links_is_unknown(lacking: str) -> None:
+    text = system([gpu(0), gpu(1)], hosts=("0x1",)).replace(f'{lacking}="', f'not{lacking}="')
+    reading = read(text)
+    assert reading.domains is None
+    assert reading.nodes == ((0, 1),)
+    assert not reading.complete
+    assert "MP202" in {note.code for note in reading.notes}
+
+
+def test_links_of_count_zero_are_told_to_be_none_in_an_input_too() -> None:
+    none = [(bus(7), 0, GPU)]
+    assert read(system([gpu(0, none, more=""), gpu(1, none, more="")])).domains == ((0,), (1,))
+
+
+def test_indices_are_rank_else_dev_else_position() -> None:
+    def indices(*ranks: str) -> object:
+        gpus = [gpu(7 - i, [HIDDEN], more=f'sm="90" {rank}') for i, rank in enumerate(ranks)]
+        return read(system(gpus)).domains
+
+    assert indices('rank="5"', 'rank="3"') == ((3, 5),)
+    assert indices('rank="5"', 'rank="5"') == ((6, 7),)
+    assert indices('rank="-1"', "") == ((6, 7),)
+    twice = system([gpu(0, [HIDDEN], more="")], [gpu(0, [HIDDEN], more="")], hosts=("0xa", "0xb"))
+    assert read(twice).domains == ((0, 1),)
+
+
+def test_hosts_that_nothing_joins_are_nodes() -> None:
+    seen = [("0000:80:00.0", 18, SWITCH)]
+    cpus = [[gpu(r % 2, seen, more=f'sm="90" rank="{r}"') for r in (h, h + 1)] for h in (0, 2)]
+    reading = read(system(*cpus, hosts=("0xa", "0xb")))
+    # One bus id is two switches on two hosts.
+    assert reading.domains == reading.nodes == ((0, 1), (2, 3))
+    # Without links, hosts of one file may be a clique or not.
+    bare = [gpu(0, more='rank="0"'), gpu(0, more='rank="1"')]
+    assert read(system(*bare, hosts=("0xa", "0xb"))).nodes is None
+
+
+@pytest.mark.parametrize("target", ["fffffff:ff:ff.0", "FFFFFFFF:FF:FF.0", "fffffff:ffff:ff"])
+def test_spellings_of_the_hidden_switch(target: str) -> None:
+    text = system([gpu(0, [(target, 18, "")]), gpu(1, [(target, 18, "")])])
+    assert read(text).domains == ((0, 1),)
+
+
+def test_links_out_of_the_file() -> None:
+    def joined(tclass: str) -> Reading:
+        return read(system([gpu(0, [(bus(9), 1, tclass)]), gpu(1, [(bus(9), 1, tclass)])]))
+
+    # A GPU that the job does not use joins none of those that it does.
+    assert joined(GPU).domains == ((0,), (1,))
+    assert not joined(GPU).complete
+    # What nobody says is a GPU may be a switch.
+    assert joined("").domains is None
+
+
+def test_two_parts_of_one_gpu() -> None:
+    part = '<gpu dev="0" sm="107" mlopart="{0}" rank="{0}"/>'
+    text = system([f'<pci busid="{bus(0)}">{part.format(0)}{part.format(1)}</pci>', gpu(2)])
+    assert read(text).domains == ((0, 1), (2,))
+
+
+def test_recognises() -> None:
+    whole = system([gpu(0)])
+    assert recognises(whole)
+    assert recognises("\n <!-- made by hand -->\n" + whole[:30])
+    for other in ("", "GPU0 GPU1", "<graphs/>", "<topology/>", "<systems/>", "system"):
+        assert not recognises(other)
+
+
+def test_a_large_file_takes_no_minute() -> None:
+    links = [(bus(peer), 1, GPU) for peer in range(8)]
+    cpus = [
+        [gpu(g, links[:g], more=f'sm="90" rank="{8 * h + g}"') for g in range(8)]
+        for h in range(4000)
+    ]
+    text = system(*cpus, hosts=[f"0x{h:x}" for h in range(4000)])
+    before = time.process_time()
+    assert len(read(text).domains or ()) == 4000
+    assert time.process_time() - before < 15
+
+
+PIECES = st.sampled_from(
+    [
+        '<cpu host_hash="1">',
+        "</cpu>",
+        f'<pci busid="{bus(0)}">',
+        f'<pci busid="{bus(1)}">',
+        "</pci>",
+    ]
+    + ['<gpu dev="0" sm="1" rank="0">', '<gpu rank="1">', "<gpu/>", "</gpu>", "&#10;", "<xgmi/>"]
+    + [f'<nvlink target="{t}" count="{n}"/>' for t in (bus(0), bus(1), HIDDEN[0]) for n in (0, 2)]
+)
+
+
+@given(st.lists(PIECES, max_size=12), st.booleans())
+def test_any_order_of_pieces_is_read_or_refused(pieces: list[str], closed: bool) -> None:
+    check('<system version="1">' + "".join(pieces) + "</system>" * closed)
+
+
+@given(st.data())
+def test_mangled_files_are_read_or_refused(data: st.DataObject) -> None:
+    text = system([gpu(0, [HIDDEN]), gpu(1, [(bus(0), 1, GPU)])], [gpu(2)], hosts=("0x1", "0x2"))
+    low = data.draw(st.integers(0, len(text)))
+    high = data.draw(st.integers(low, min(len(text), low + 30)))
+    check(text[:low] + data.draw(st.text(max_size=10)) + text[high:])
+    check(text[:low])
+    check(text.replace(text[low:high], "") if low < high else text)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+    check(raw.decode("latin-1"))
+    check("<system>" + raw.decode("latin-1"))
+
+
+def check(text: str) -> None:
+    recognises(text)
+    try:
+        reading = read(text)
+    except TopologyInputError as error:
+        # An error is one of two good ends.
+        assert len(str(error).splitlines()) == 1  # noqa: PT017
+        return
+    for note in reading.notes:
+        assert len(str(note).splitlines()) == 1
+    if reading.domains is not None:
+        members = [one for group in reading.domains for one in group]
+        assert len(set(members)) == len(members)
+        assert reading.domains == tuple(sorted(tuple(sorted(group)) for group in reading.domains))

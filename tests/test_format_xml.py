@@ -1,0 +1,162 @@
+"""XML that is safe to read: what is refused, where, and how large it may be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats._xml import number, numbers, parse, root_tag, spans
+
+LAUGHS = """<?xml version="1.0"?>
+<!DOCTYPE system [
+ <!ENTITY a "ha">
+ <!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">
+ <!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;&b;&b;">
+]>
+<system version="1">&c;</system>
+"""
+EXTERNAL = '<!DOCTYPE system [<!ENTITY x SYSTEM "file:///etc/passwd">]><system version="&x;"/>'
+
+
+def refused(text: str, *, named_doctype: bool = False) -> str:
+    with pytest.raises(TopologyInputError) as error:
+        parse(text, ("system",), named_doctype=named_doctype)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class TestRefusals(TestCase):
+    def test_entities_and_dtds(self) -> None:
+        found = [
+            refused(LAUGHS),
+            refused(LAUGHS, named_doctype=True),
+            refused(EXTERNAL, named_doctype=True),
+            refused('\n<!DOCTYPE system SYSTEM "http://example.com/x.dtd">\n<system/>'),
+            refused('<!DOCTYPE a SYSTEM "a.dtd">\n<a>&more;</a>', named_doctype=True),
+            refused("<!DOCTYPE a [<!ATTLIST a version CDATA '1'>]><a/>", named_doctype=True),
+            refused("<a>&more;</a>"),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP212: line 2: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 2: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 1: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 2: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 2: refused: entity 'more'; write its value where it is used, and remove its declaration
+MP212: line 1: refused: a DTD is never read; remove the <!DOCTYPE ...> from the file
+MP212: line 1: not well-formed XML (undefined entity); is the file whole?""",
+        )
+
+    def test_not_well_formed(self) -> None:
+        texts = (
+            "",
+            "\n\n",
+            "plain",
+            "<a>\n<b>\n</a>",
+            "<a>\n",
+            "<a/>\n<a/>",
+            "<a>\0</a>",
+            "<a b/>",
+        )
+        self.assertExpectedInline(
+            "\n".join(refused(text) for text in texts),
+            """\
+MP212: line 1: not well-formed XML (no element found); is the file whole?
+MP212: line 3: not well-formed XML (no element found); is the file whole?
+MP212: line 1: not well-formed XML (syntax error); is the file whole?
+MP212: line 3: not well-formed XML (mismatched tag); is the file whole?
+MP212: line 2: not well-formed XML (no element found); is the file whole?
+MP212: line 2: not well-formed XML (junk after document element); is the file whole?
+MP212: line 1: not well-formed XML (not well-formed (invalid token)); is the file whole?
+MP212: line 1: not well-formed XML (not well-formed (invalid token)); is the file whole?""",
+        )
+
+
+def test_a_dtd_that_is_only_named_is_not_opened() -> None:
+    text = '<?xml version="1.0"?>\n<!DOCTYPE a SYSTEM "/nowhere/a.dtd">\n<a b="1"/>'
+    (root,) = parse(text, (), named_doctype=True)
+    assert (root.tag, root.line, root.attributes) == ("a", 3, {"b": "1"})
+
+
+def test_lines_count_the_blank_ones_before_the_root() -> None:
+    found = parse('\n \r\n<?xml version="1.0"?>\n<a>\n  <c/><b/>\n</a>\n', ("b",))
+    assert [(one.tag, one.line) for one in found] == [("a", 4), ("b", 5)]
+    assert [one.line for one in parse("\ufeff\n<a/>", ())] == [2]
+
+
+def test_elements_that_were_not_asked_for_are_between_those_that_were() -> None:
+    root, inner, _ = parse('<a x="1"><b><c><d/></c></b><c>no</c></a>', ("c",), texts=("a",))
+    assert inner.parent is root
+    assert inner.above("a", "x") == "1"
+    assert inner.above("b", "x") is None
+    assert root.text == inner.text == ""
+
+
+def test_text_is_kept_where_it_was_asked_for() -> None:
+    found = parse("<a>1<b>2 &lt; 3</b>4<c>5</c></a>", ("b", "c"), texts=("b",))
+    assert [one.text for one in found] == ["", "2 < 3", ""]
+
+
+def test_too_deep_and_too_many() -> None:
+    assert len(parse("<a>" * 200 + "</a>" * 200, ("a",))) == 200
+    assert "more than 200 inside each other" in refused("<a>" * 201 + "</a>" * 201)
+    assert "more than 200000 elements" in refused("<a>" + "<b/>" * 200_000 + "</a>")
+
+
+def test_long_texts_are_not_copied_again_and_again() -> None:
+    before = time.process_time()
+    _, inner = parse("<a><b>" + "12345678\n" * 2_000_000 + "</b></a>", ("b",), texts=("b",))
+    assert len(inner.text) == 18_000_000
+    # A second here; copying the text at each piece would be a minute.
+    assert time.process_time() - before < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "tag"),
+    [
+        ("<a/>", "a"),
+        ("\n\n<a b='1'>", "a"),
+        ("\ufeff<?xml version='1.0'?><!-- <b> --><!-- two -->\n<a>", "a"),
+        ("<!DOCTYPE a [<!ENTITY b 'c'>]><a>", "a"),
+        ("<!-- never closed", ""),
+        ("<!-- -->" * 200 + "<a/>", ""),
+        ("<?xml", ""),
+        ("", ""),
+        ("a <b>", ""),
+        ("<!doctype html><html>", ""),
+        ("< a>", ""),
+        ("<", ""),
+    ],
+)
+def test_root_tag(text: str, tag: str) -> None:
+    assert root_tag(text) == tag
+
+
+def test_numbers() -> None:
+    told = (None, "", "0", "17", "-1", " 1", "1e3", "\u0663", "9" * 10)
+    assert [number(one) for one in told] == [None, None, 0, 17] + [None] * 5
+    found = parse('<a><b i="2" j="1" k="1"/><b i="0" j="1"/></a>', ("b",))[1:]
+    assert numbers(found, "i") == [2, 0]
+    assert numbers(found, "j") is numbers(found, "k") is None
+
+
+def test_spans() -> None:
+    assert spans([]) == ""
+    assert spans([6, 0, 1, 2, 3, 4]) == "0-4, 6"
+    assert spans(range(0, 100, 2)).endswith("36, 38, ... 30 more")
+
+
+@given(st.text(alphabet="<>/!?ab-[]&;\"'= \n\ud800\0", max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    assert isinstance(root_tag(text), str)
+    try:
+        assert parse(text, ("a",), texts=("a",), named_doctype=True)
+    except TopologyInputError as error:
+        # An error is one of two good ends.
+        assert (len(str(error).splitlines()), error.line is None) == (1, False)  # noqa: PT017
