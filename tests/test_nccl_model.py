@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from meshplan.errors import LayoutError
@@ -33,6 +34,10 @@ def child(rank: int, body: Callable[[int], None], rendezvous: str, world: int) -
     model.register()
     model.configure(node_of_rank=NODES)
     dist.init_process_group("nccl_model", init_method=rendezvous, rank=rank, world_size=world)
+    # Who ends before the others are connected cuts their connection.
+    store = c10d._get_default_store()
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world)])
     body(rank)
     dist.destroy_process_group()
 

@@ -1,0 +1,142 @@
+"""``meshplan topo`` and the reading of files, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.cli import main
+from meshplan.errors import TopologyInputError
+from meshplan.topology import Reading
+from meshplan.topology import _files as files
+from meshplan.topology._files import read_file, read_text
+from meshplan.topology._reading import Note, components
+
+PAIRS = """\
+      GPU0 GPU1 GPU2 GPU3 CPU Affinity
+GPU0   X   NV12 SYS  SYS  0-31
+GPU1  NV12  X   SYS  SYS  0-31
+GPU2  SYS  SYS   X   NV12 32-63
+GPU3  SYS  SYS  NV12  X   32-63
+"""
+PARTIAL = '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>\n'
+
+
+def meshplan(*words: str, given: str = "") -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshplan", *words],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+class TestTopo(TestCase):
+    def test_text(self) -> None:
+        code, out, _ = meshplan("topo", "-", given=PAIRS)
+        assert code == 0
+        self.assertExpectedInline(out, """""")
+
+    def test_json(self) -> None:
+        code, out, _ = meshplan("topo", "-", "--output-format", "json", given=PAIRS)
+        assert code == 0
+        found = json.loads(out)
+        assert list(found) == ["kind", "domains", "nodes", "complete", "notes"]
+        assert found["domains"] == [[0, 1], [2, 3]]
+        assert found["nodes"] is None
+
+    def test_what_is_not_told_is_unknown(self) -> None:
+        code, out, _ = meshplan("topo", "-", given=PARTIAL)
+        assert code == 0
+        self.assertExpectedInline(out, """""")
+
+    def test_errors_are_one_line_with_file_and_line(self) -> None:
+        texts = {
+            "nothing": "",
+            "prose": "dear all, the cluster is fine\n",
+            "broken": '<system version="1">\n<cpu>\n</system>\n',
+            "entity": '<!DOCTYPE x [<!ENTITY a "b">]>\n<system version="1"/>\n',
+        }
+        found = []
+        for name, text in texts.items():
+            code, out, said = meshplan("topo", "-", given=text)
+            assert (code, out, said.count("\n")) == (2, "", 1), said
+            found.append(f"{name}: {said}")
+        code, out, said = meshplan("topo", "/nowhere/at/all")
+        assert (code, out) == (2, "")
+        self.assertExpectedInline("".join(found) + said, """""")
+
+
+def test_several_files_are_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = []
+    for name, text in (("one", PAIRS), ("two", PARTIAL)):
+        (tmp_path / name).write_text(text)
+        names.append(str(tmp_path / name))
+    assert main(["topo", *names, "--output-format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["file"] for one in found] == names
+    assert [one["domains"] for one in found] == [[[0, 1], [2, 3]], None]
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    ask = "import sys; from meshplan.cli import main; main(['topo', '-']); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], input=PAIRS, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    (tmp_path / "file").write_text("x" * 101)
+    with pytest.raises(TopologyInputError, match="larger than"):
+        read_file(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_encodings(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "file").write_text(PAIRS, encoding=encoding)
+    assert read_file(str(tmp_path / "file")).domains == ((0, 1), (2, 3))
+
+
+@given(st.binary(max_size=2000))
+def test_any_bytes(content: bytes) -> None:
+    try:
+        assert isinstance(read_text(content.decode("utf-8", errors="replace")), Reading)
+    except TopologyInputError as error:
+        assert "\n" not in str(error)
+
+
+@given(st.data())
+def test_any_damage(data: st.DataObject) -> None:
+    """Lines left out, doubled, cut and mixed, of several formats."""
+    pool = (PAIRS + PARTIAL).splitlines()
+    drawn = data.draw(st.lists(st.sampled_from(pool), max_size=20))
+    text = "\n".join(line[: data.draw(st.integers(0, len(line)))] for line in drawn)
+    started = time.monotonic()
+    try:
+        read_text(text)
+    except TopologyInputError as error:
+        assert "\n" not in str(error)
+    assert time.monotonic() - started < 2
+
+
+def test_components() -> None:
+    assert components(range(5), [(3, 1), (1, 4)]) == ((0,), (1, 3, 4), (2,))
+    assert components([], []) == ()
+
+
+def test_notes() -> None:
+    assert str(Note("odd", "MP201", 7)) == "line 7: MP201: odd"
+    assert str(Note("odd")) == "odd"
