@@ -12,6 +12,7 @@ __all__ = ["ASK", "read_table"]
 
 ASK = "run {} on the host and give what it prints"
 _LARGEST = 1024  # GPUs of one host; a table of more is not one
+_CELL = re.compile(r"[^=\s]")
 _Pair = tuple[int, int]
 _Rows = dict[str, tuple[int, list[str]]]
 
@@ -54,15 +55,16 @@ def _rows(
     """Index of each column, and (line, cells) of each row."""
     columns: dict[str, int] = {}
     rows: _Rows = {}
-    at = text.find("\n", begin) + 1
+    # Blank lines under the heading are passed over at once.
+    cell = _CELL.search(text, begin)
+    at = 0 if cell is None else text.rfind("\n", begin, cell.start()) + 1
+    line += text.count("\n", begin, at) - 1 if at else 0
     while 0 < at < len(text):
         line += 1
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
         words = text[at:end].upper().split()
         at = end + 1
-        if not words and not columns:
-            continue
         if not words or (columns and not name.fullmatch(words[0])):
             break
         if not columns:

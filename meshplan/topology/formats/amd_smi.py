@@ -16,7 +16,7 @@ from meshplan.topology.formats._amd_table import ASK, read_table
 __all__ = ["read", "recognises"]
 
 _TABLE = re.compile(
-    r"^\s{0,8}(ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW|CACHE COHERENCY|ATOMICS"
+    r"^[ \t]{0,8}(ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW|CACHE COHERENCY|ATOMICS"
     r"|DMA|BI-DIRECTIONAL|P2P) TABLE:[ \t\r]*$",
     re.MULTILINE,
 )

@@ -30,9 +30,10 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Names of hosts; GPUs, counted host after host, by clique if all GPU hosts tell both labels.
+    """Names of hosts; GPUs, counted host after host, by clique if all hosts tell their number.
 
-    A host with GPUs and without a clique is a node of its own once another has a clique.
+    A host without a clique is a node of its own. GPUs that only the capacity of a host tells have
+    no index, so nothing is told about nodes then.
 
     Raises:
         TopologyInputError: not JSON, not a list of nodes, or a label that is not well formed.
@@ -51,7 +52,7 @@ def read(text: str) -> Reading:
     if len(cliques) > _SHOWN:
         notes.append(Note(f"... {len(cliques) - _SHOWN} more cliques"))
     gpu_hosts = [host for host in hosts if host[1] or host[2]]
-    untold = sum(1 for _, _, count in gpu_hosts if count is None)
+    untold = sum(count < 0 for _, _, count in gpu_hosts)
     nodes = None
     if not cliques:
         notes.append(Note(f"no host has the label {_CLIQUE}: no multi-node NVLink is told"))
@@ -61,7 +62,7 @@ def read(text: str) -> Reading:
         groups: dict[str, list[int]] = {}
         gpu = 0
         for index, (_, clique, count) in enumerate(hosts):
-            for _ in range(count or 0):
+            for _ in range(count):
                 groups.setdefault(clique or f"host {index}", []).append(gpu)
                 gpu += 1
         nodes = tuple(sorted(tuple(group) for group in groups.values()))
@@ -84,8 +85,8 @@ def _items(text: str) -> list[Any]:
     return items
 
 
-def _host(item: Any, index: int) -> tuple[str, str, int | None]:
-    """Name, clique or nothing, and number of GPUs if told, of one item."""
+def _host(item: Any, index: int) -> tuple[str, str, int]:
+    """Name, clique or nothing, and number of GPUs, of one item; -1 is some that nobody counted."""
     metadata = item.get("metadata") if isinstance(item, dict) else None
     if not isinstance(metadata, dict) or item.get("kind", "Node") != "Node":
         raise TopologyInputError(f"item {index} is not a node; give kubectl get nodes -o json")
@@ -100,7 +101,10 @@ def _host(item: Any, index: int) -> tuple[str, str, int | None]:
             f"{_CLIQUE} of {name[:63]} is {str(clique)[:60]!r}; expected <ClusterUUID>.<CliqueID>"
         )
     if count is None:
-        return name, clique, None
+        status = item.get("status")
+        capacity = status.get("capacity") if isinstance(status, dict) else None
+        gpus = capacity.get("nvidia.com/gpu", "0") if isinstance(capacity, dict) else "0"
+        return name, clique, -1 if clique or str(gpus) != "0" else 0
     count = str(count)
     if not count.isascii() or not count.isdigit() or len(count) > 4 or int(count) > _LARGEST:
         raise TopologyInputError(f"{_COUNT} of {name[:63]} is {count[:20]!r}; expected a number")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Note, Reading
+from meshplan.topology.formats._hostlist import MOST, count, hostlist, parsed
 
 __all__ = ["hostlist", "read", "recognises"]
 
@@ -26,7 +27,6 @@ _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
 _ITEM = re.compile(r"( *)((?:- +)*)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
 _CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
-_MOST = 1_000_000  # hosts
 _LINES = 200_000
 _SHOWN = 64  # blocks in the notes before "... N more"
 
@@ -34,95 +34,6 @@ _SHOWN = 64  # blocks in the notes before "... N more"
 def recognises(text: str) -> bool:
     """Whether there is a block, a switch or a named topology in it."""
     return _CONF.search(text) is not None or _YAML.search(text) is not None
-
-
-def hostlist(text: str) -> list[str]:
-    """Names that a list of hosts stands for, in its order: ``tux[08-10],foo`` is four names.
-
-    Raises:
-        TopologyInputError: brackets that are nested or left open, a range that is none, or more
-            than 1,000,000 names.
-    """
-    names: list[str] = []
-    for pieces in _parsed(text, _MOST):
-        made = [""]
-        for piece in pieces:
-            ends = [piece] if isinstance(piece, str) else _numbers(piece)
-            made = [begin + end for begin in made for end in ends]
-        names += made
-    return names
-
-
-_Range = tuple[int, int, int]  # first, last, digits
-
-
-def _parsed(text: str, most: int) -> list[list[str | list[_Range]]]:
-    """Items as texts and ranges by turns; bounded before anything is expanded."""
-    found = []
-    for item in _items(text):
-        pieces: list[str | list[_Range]] = []
-        for index, piece in enumerate(re.split(r"[\[\]]", item)):
-            pieces.append(_ranges(piece, item) if index % 2 else piece)
-        most -= _size(pieces)
-        if most < 0:
-            raise TopologyInputError(f"more than {_MOST:,} hosts, at {item[:40]!r}")
-        found.append(pieces)
-    return found
-
-
-def _size(pieces: list[str | list[_Range]]) -> int:
-    made = 1
-    for piece in pieces:
-        if not isinstance(piece, str):
-            # No more than is needed to see that it is too much: products of many digits are slow.
-            made = min(made * sum(last - first + 1 for first, last, _ in piece), _MOST + 1)
-    return made
-
-
-def _numbers(ranges: list[_Range]) -> list[str]:
-    return [
-        f"{number:0{width}}" for first, last, width in ranges for number in range(first, last + 1)
-    ]
-
-
-def _items(text: str) -> Iterator[str]:
-    """Parts between commas that are not in brackets; blanks around them do not count."""
-    begin, inside = 0, False
-    for match in re.finditer(r"[\[\],]", text):
-        if match[0] == ",":
-            if not inside:
-                yield _item(text[begin : match.start()])
-                begin = match.end()
-        elif inside is (match[0] == "["):
-            raise TopologyInputError(f"brackets that do not match in {text[:40]!r}")
-        else:
-            inside = not inside
-    if inside:
-        raise TopologyInputError(f"a bracket is left open in {text[:40]!r}")
-    if text.strip():
-        yield _item(text[begin:])
-
-
-def _item(item: str) -> str:
-    item = item.strip()
-    if not item or any(character.isspace() for character in item):
-        raise TopologyInputError(f"a name of a host is empty or has a blank in it: {item[:40]!r}")
-    return item
-
-
-def _ranges(text: str, item: str) -> list[_Range]:
-    """Ranges of ``0-3,012``: numbers have as many digits as the first of a range is written with."""
-    found = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        digits = first + last
-        if not (first and last and digits.isascii() and digits.isdigit() and len(digits) <= 36):
-            raise TopologyInputError(f"{part[:20]!r} is not a range of numbers in {item[:40]!r}")
-        if int(last) < int(first):
-            raise TopologyInputError(f"the range {part!r} runs downwards")
-        found.append((int(first), int(last), len(first)))
-    return found
 
 
 def read(text: str) -> Reading:
@@ -160,7 +71,7 @@ def _conf(text: str) -> Reading:
             if f"{what}name" in told:
                 # Slurm lets one line stand for several switches with a list of names.
                 found.add(what, told[f"{what}name"], line)
-                for key, child in (("nodes", "hosts"), ("switches", "switches")):
+                for key, child in (("nodes", "host"), ("switches", "switch")):
                     if key in told:
                         found.count(told[key], child, line)
     return found.reading("Slurm topology/block" if blocks else "Slurm topology/tree")
@@ -249,13 +160,15 @@ class _Found:
 
     def count(self, value: str, child: str, line: int) -> None:
         try:
-            number = sum(map(_size, _parsed(value, _MOST - self.named)))
+            number = sum(map(count, parsed(value, MOST - self.named)))
         except TopologyInputError as error:
             raise TopologyInputError(str(error).partition(": ")[2], line=line) from None
         self.named += number
         self.shown += 1
         if self.shown <= _SHOWN:
-            self.notes.append(Note(f"{self.what or 'hosts'}: {number} {child}", line=line))
+            many = "" if number == 1 else "s" if child == "host" else "es"
+            told = f"{self.what or 'hosts'}: {number} {child}{many}"
+            self.notes.append(Note(told, line=line))
 
     def sizes(self, sizes: str, line: int | None) -> None:
         if sizes:
@@ -273,7 +186,7 @@ class _Found:
         elif key in {"block", "switch", "ring", "name"} and value:
             self.add("torus" if key == "name" else key, value, line)
         elif key in {"nodes", "children"} and value:
-            self.count(value, "hosts" if key == "nodes" else "switches", line)
+            self.count(value, "host" if key == "nodes" else "switch", line)
 
     def reading(self, kind: str) -> Reading:
         if self.shown > _SHOWN:

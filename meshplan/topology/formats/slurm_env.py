@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology.formats.slurm import hostlist
+from meshplan.topology.formats._hostlist import hostlist
 
 __all__ = ["placement", "rank_order"]
 
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
-_MOST = 10_000_000  # ranks
+_MOST = 2_000_000  # ranks
 
 
 def placement(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -33,6 +33,8 @@ def placement(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     order = environ.get("SLURM_DISTRIBUTION")
     if not hosts or not tasks or not order:
         return None
+    if order.lower() == "plane" and "SLURM_DIST_PLANESIZE" in environ:
+        order = f"plane={environ['SLURM_DIST_PLANESIZE']}"
     nodes = len(hostlist(hosts))
     per_node = _counts(tasks)
     if len(per_node) != nodes:
