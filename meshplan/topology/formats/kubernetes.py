@@ -1,0 +1,111 @@
+"""Output of ``kubectl get nodes -o json``: cliques of hosts that multi-node NVLink joins.
+
+Source: labels of NVIDIA's GPU feature discovery. ``nvidia.com/gpu.clique`` is
+``<ClusterUUID>.<CliqueID>``, on nodes with multi-node NVLink only; ``nvidia.com/gpu.count`` is the
+number of GPUs of a node. Which GPUs NVLink joins inside a host no label tells.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._reading import Note, Reading
+
+__all__ = ["read", "recognises"]
+
+_CLIQUE = "nvidia.com/gpu.clique"
+_COUNT = "nvidia.com/gpu.count"
+_LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
+_SHOWN = 64  # cliques in the notes before "... N more"
+_LARGEST = 4096  # GPUs of one host
+
+
+def recognises(text: str) -> bool:
+    """Whether it is JSON of Kubernetes that lists nodes."""
+    start = text[:200].lstrip("\ufeff \t\r\n")
+    return start.startswith("{") and '"apiVersion"' in text and _LIST.search(text) is not None
+
+
+def read(text: str) -> Reading:
+    """Names of hosts; GPUs, counted host after host, by clique if all hosts tell their number.
+
+    A host without a clique is a node of its own. GPUs that only the capacity of a host tells have
+    no index, so nothing is told about nodes then.
+
+    Raises:
+        TopologyInputError: not JSON, not a list of nodes, or a label that is not well formed.
+    """
+    hosts = [_host(item, index) for index, item in enumerate(_items(text))]
+    cliques: dict[str, list[int]] = {}
+    for index, (_, clique, _) in enumerate(hosts):
+        if clique:
+            cliques.setdefault(clique, []).append(index)
+    notes = []
+    for clique, members in list(cliques.items())[:_SHOWN]:
+        some = ", ".join(hosts[index][0][:63] for index in members[:4])
+        rest = f", ... {len(members) - 4} more" if len(members) > 4 else ""
+        hosts_ = "1 host" if len(members) == 1 else f"{len(members)} hosts"
+        notes.append(Note(f"clique {clique[:80]}: {hosts_}: {some}{rest}"))
+    if len(cliques) > _SHOWN:
+        notes.append(Note(f"... {len(cliques) - _SHOWN} more cliques"))
+    gpu_hosts = [host for host in hosts if host[1] or host[2]]
+    untold = sum(count < 0 for _, _, count in gpu_hosts)
+    nodes = None
+    if not cliques:
+        notes.append(Note(f"no host has the label {_CLIQUE}: no multi-node NVLink is told"))
+    if untold:
+        notes.append(Note(f"{untold} of {len(gpu_hosts)} hosts with GPUs have no label {_COUNT}"))
+    elif gpu_hosts:
+        groups: dict[str, list[int]] = {}
+        gpu = 0
+        for index, (_, clique, count) in enumerate(hosts):
+            for _ in range(count):
+                groups.setdefault(clique or f"host {index}", []).append(gpu)
+                gpu += 1
+        nodes = tuple(sorted(tuple(group) for group in groups.values()))
+    names = tuple(name for name, _, _ in hosts)
+    return Reading("kubectl get nodes", nodes=nodes, complete=True, notes=tuple(notes), names=names)
+
+
+def _items(text: str) -> list[Any]:
+    try:
+        found = json.loads(text.lstrip("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise TopologyInputError(f"not JSON: {error.msg}", line=error.lineno) from None
+    except (RecursionError, ValueError):
+        raise TopologyInputError("JSON that is nested too deep, or a number too long") from None
+    if isinstance(found, dict) and found.get("kind") == "Node":
+        return [found]
+    items = found.get("items") if isinstance(found, dict) else None
+    if not isinstance(items, list):
+        raise TopologyInputError("no items found; give what kubectl get nodes -o json prints")
+    return items
+
+
+def _host(item: Any, index: int) -> tuple[str, str, int]:
+    """Name, clique or nothing, and number of GPUs, of one item; -1 is some that nobody counted."""
+    metadata = item.get("metadata") if isinstance(item, dict) else None
+    if not isinstance(metadata, dict) or item.get("kind", "Node") != "Node":
+        raise TopologyInputError(f"item {index} is not a node; give kubectl get nodes -o json")
+    labels = metadata.get("labels") or {}
+    name = metadata.get("name")
+    if not isinstance(name, str) or not name or not isinstance(labels, dict):
+        raise TopologyInputError(f"item {index} has no name, or labels that are none")
+    name = " ".join(name.split())
+    clique, count = labels.get(_CLIQUE, ""), labels.get(_COUNT)
+    if not isinstance(clique, str) or (clique and not re.fullmatch(r"[\w-]+\.[\w-]+", clique)):
+        raise TopologyInputError(
+            f"{_CLIQUE} of {name[:63]} is {str(clique)[:60]!r}; expected <ClusterUUID>.<CliqueID>"
+        )
+    if count is None:
+        status = item.get("status")
+        capacity = status.get("capacity") if isinstance(status, dict) else None
+        gpus = capacity.get("nvidia.com/gpu", "0") if isinstance(capacity, dict) else "0"
+        return name, clique, -1 if clique or str(gpus) != "0" else 0
+    count = str(count)
+    if not count.isascii() or not count.isdigit() or len(count) > 4 or int(count) > _LARGEST:
+        raise TopologyInputError(f"{_COUNT} of {name[:63]} is {count[:20]!r}; expected a number")
+    return name, clique, int(count)

@@ -1,0 +1,254 @@
+"""Logs of NCCL with ``NCCL_DEBUG=INFO``: communicators, their nodes, rings, trees and channels.
+
+Source: ``INFO`` calls of ``src/init.cc``, ``src/mnnvl.cc``, ``src/graph/rings.cc`` and
+``src/graph/connect.cc`` of NCCL 2.4 to 2.30. NCCL promises nothing about these lines, so one that
+is not understood is passed over. A log tells what NCCL counts as a node, never which GPUs NVLink
+joins: ``domains`` is always ``None``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._reading import Groups, Note, Reading
+from meshplan.topology.formats._nccl_lines import MARK, Member, scan
+
+__all__ = ["read", "recognises"]
+
+_SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
+
+
+def recognises(text: str) -> bool:
+    """Whether there is a line of NCCL in it."""
+    return MARK in text
+
+
+def read(text: str) -> Reading:
+    """Nodes of the largest communicator, if lines of all its ranks are in the log.
+
+    Raises:
+        TopologyInputError: no line of NCCL.
+    """
+    if not recognises(text):
+        raise TopologyInputError(
+            "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and give what it logs"
+        )
+    members, systems = scan(text)
+    communicators = _communicators(members)
+    nodes, names, notes = _nodes(communicators)
+    drawn = any(member.trees or member.rings or member.hops for member in members)
+    notes += [
+        Note(
+            "the graph that NCCL searches is not read: give NCCL_TOPO_DUMP_FILE instead", line=line
+        )
+        for line in systems[:1]
+    ]
+    notes += _uneven(communicators)
+    notes += _told(communicators)
+    if not members:
+        notes.append(Note("no line tells rings, trees or ranks; set NCCL_DEBUG_SUBSYS=INIT,GRAPH"))
+    whole = bool(members) and all(_whole(one) for one in communicators.values())
+    cut = any(_cut(ring, member.size) for member in members for _, ring in member.rings)
+    return Reading(
+        "NCCL log (GRAPH)" if systems and not drawn else "NCCL log",
+        nodes=nodes,
+        complete=whole and not cut,
+        notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
+        names=names,
+    )
+
+
+# Size and id of a communicator; the id is empty if no line names one.
+_Key = tuple[int, str]
+
+
+def _communicators(members: Iterable[Member]) -> dict[_Key, list[Member]]:
+    """Members by communicator, the largest first; addresses differ from rank to rank, ids do not.
+
+    A communicator that was split off has no id of its own: what its ranks share is the parent, how
+    many were split off before it, and the colour.
+    """
+    ids: dict[tuple[str, str], str] = {}
+    found: dict[_Key, list[Member]] = defaultdict(list)
+    for member in members:
+        told = member.fields
+        name = told.get("commId", "")
+        if not name and "color" in told:
+            parent = ids.get((member.process, told.get("parent", "")), "")
+            child = told.get("childCount", told.get("splitCount", ""))
+            # A chain of splits must not make names that grow with it.
+            name = f"{parent}/{child}/{told['color']}"[-200:]
+        ids[member.process, member.comm] = name
+        found[member.size, name].append(member)
+    return dict(sorted(found.items(), key=lambda item: -item[0][0]))
+
+
+def _ranks(members: Iterable[Member]) -> dict[int, Member] | None:
+    """First member of each rank; ``None`` if these are members of several communicators."""
+    found: dict[int, Member] = {}
+    for member in members:
+        if member.rank >= 0 and found.setdefault(member.rank, member).process != member.process:
+            return None
+    return dict(sorted(found.items()))
+
+
+def _whole(members: Sequence[Member]) -> bool:
+    ranks, size = _ranks(members), members[0].size
+    return bool(ranks) and ranks is not None and len(ranks) == size and max(ranks) < size
+
+
+def _nodes(
+    communicators: dict[_Key, list[Member]],
+) -> tuple[Groups | None, tuple[str, ...], list[Note]]:
+    notes: list[Note] = []
+    largest = max((size for size, _ in communicators), default=0)
+    for (size, name), members in communicators.items():
+        if not size or size < largest:
+            break
+        ranks = _ranks(members)
+        if ranks is None:
+            why = "several of them, and no id tells which line belongs to which"
+        elif not _whole(members):
+            why = f"only {len(ranks)} of {size} ranks wrote here; give the logs of all"
+        else:
+            groups = _grouped(list(ranks.values()))
+            if groups is not None:
+                ordered = sorted((tuple(group), host) for host, group in groups.items())
+                names = tuple(host for _, host in ordered)
+                return tuple(group for group, _ in ordered), names, []
+            why = "hosts, local ranks and the number of nodes do not tell the node of each rank"
+        notes.append(Note(f"{_called(size, name)}: {why}", line=members[0].line))
+    return None, (), notes[:_SHOWN]
+
+
+def _grouped(members: Sequence[Member]) -> dict[str, list[int]] | None:
+    """Ranks by name of their node; members are in order of ranks and none is missing."""
+    counts = {member.number("nNodes") for member in members} - {None}
+    # A clique is one node of NCCL, whatever hosts it is made of.
+    mnnvl = any(member.number("MNNVL") for member in members)
+    found = _by_clique(members) if mnnvl else _by_host(members)
+    if found is None or (counts and counts != {len(found)}):
+        found = _placed_locally(members)
+    return None if found is None or (counts and counts != {len(found)}) else found
+
+
+def _by_host(members: Sequence[Member]) -> dict[str, list[int]] | None:
+    found: dict[str, list[int]] = defaultdict(list)
+    for member in members:
+        found[member.host].append(member.rank)
+    return None if "" in found else found
+
+
+def _by_clique(members: Sequence[Member]) -> dict[str, list[int]] | None:
+    cliques = [member.clique for member in members if member.clique]
+    if len(cliques) < len(members):
+        return None
+    found: dict[str, list[int]] = defaultdict(list)
+    for member, (clique, _, _) in zip(members, cliques, strict=True):
+        found[f"{member.fabric} clique {clique}".strip()].append(member.rank)
+    if all(len(group) == cliques[rank][1] for group in found.values() for rank in group):
+        return found
+    # Cliques of two racks may have one number, and the line with the rack may be missing.
+    return _placed([(clique, position, size) for clique, size, position in cliques])
+
+
+def _placed_locally(members: Sequence[Member]) -> dict[str, list[int]] | None:
+    local = [("", member.number("localRank"), member.number("localRanks")) for member in members]
+    return _placed([(name, rank, size) for name, rank, size in local if rank is not None and size])
+
+
+def _placed(local: Sequence[tuple[str, int, int]]) -> dict[str, list[int]] | None:
+    """Nodes from (label, position in its node, size of its node) of rank 0, 1, 2, ...
+
+    Positions count the ranks of a node upwards, so rank r goes where exactly as many are as its
+    position says. ``None`` if more than one node is like that, or if one does not fill up.
+    """
+    found: dict[str, list[int]] = {}
+    waiting: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for rank, (label, position, size) in enumerate(local):
+        if position == 0:
+            node = f"node {len(found)}"
+            found[node] = []
+        else:
+            candidates = waiting[label, position, size]
+            if len(candidates) != 1:
+                return None
+            node = candidates.pop()
+        found[node].append(rank)
+        if position + 1 < size:
+            waiting[label, position + 1, size].append(node)
+    return None if not local or any(waiting.values()) else found
+
+
+def _called(size: int, name: str) -> str:
+    return f"communicator {name} of {size} ranks" if name else f"communicator of {size} ranks"
+
+
+def _cut(ring: str, size: int) -> bool:
+    """NCCL cuts lines of rings after 128 characters and writes "..."; others cut without it."""
+    return ring.endswith("...") or len(ring.split(":")[-1].split()) < size
+
+
+def _uneven(communicators: dict[_Key, list[Member]]) -> list[Note]:
+    """Ranks of one communicator, or communicators of one size, with other channel counts.
+
+    Lines of rings and lines of counts are not compared: which channels they count has changed.
+    """
+    notes = []
+    sizes: dict[int, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
+    for (size, name), members in communicators.items():
+        counts: dict[int, list[Member]] = defaultdict(list)
+        for member in members:
+            if member.channels is not None:
+                counts[member.channels].append(member)
+                sizes[size][member.channels].append(member)
+        if len(counts) > 1 and name:
+            notes.append(_differing(_called(size, name), counts))
+        rings = {member.ring_count: member for member in members if member.ring_count is not None}
+        for count, member in rings.items() if not counts else ():
+            sizes[size][count].append(member)
+    for size, counts in sizes.items():
+        if size and len(counts) > 1 and not any(f"of {size} ranks:" in str(note) for note in notes):
+            notes.append(_differing(f"communicators of {size} ranks", counts))
+    return notes
+
+
+def _differing(what: str, counts: dict[int, list[Member]]) -> Note:
+    """The line is of a count that few have, as that is the one to look into."""
+    ordered = sorted(counts.items(), key=lambda item: -len(item[1]))
+    told = ", ".join(
+        f"{count} (rank {members[0].rank}{f' and {len(members) - 1} more' * (len(members) > 1)})"
+        for count, members in ordered[:_SHOWN]
+    )
+    return Note(f"{what}: channel counts differ: {told}", "MP201", ordered[-1][1][0].line)
+
+
+def _told(communicators: dict[_Key, list[Member]]) -> list[Note]:
+    """What was seen, in a few lines."""
+    notes = []
+    for (size, name), members in list(communicators.items())[:_SHOWN]:
+        if size:
+            counts = {member.channels for member in members} - {None}
+            channels = f", {counts.pop()} channels" if len(counts) == 1 else ""
+            nodes = {member.number("nNodes") for member in members} - {None}
+            on = f" on {nodes.pop()} nodes" if len(nodes) == 1 else ""
+            mnnvl = ", multi-node NVLink" * any(member.number("MNNVL") for member in members)
+            notes.append(Note(f"{_called(size, name)}{on}{channels}{mnnvl}", line=members[0].line))
+    if len(communicators) > _SHOWN:
+        notes.append(Note(f"... {len(communicators) - _SHOWN} more communicators"))
+    members = next(iter(communicators.values()), [])
+    hops = sum(member.hop_count for member in members)
+    for what, lines in (
+        ("rings", [ring for member in members for ring in member.rings]),
+        ("ranks with trees", [member.trees for member in members if member.trees]),
+        ("lines of single rings and trees", [hop for member in members for hop in member.hops]),
+    ):
+        for line, body in lines[:_SHOWN]:
+            cut = " (the line is cut)" if what == "rings" and _cut(body, members[0].size) else ""
+            notes.append(Note(f"{' '.join(body[:400].split())[:160]}{cut}", line=line))
+        count = hops if what.startswith("lines") else len(lines)
+        if count > _SHOWN:
+            notes.append(Note(f"... {count - _SHOWN} more {what}", line=lines[_SHOWN][0]))
+    return notes

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats import rocm_smi
+from meshplan.topology.formats.amd_smi import read, recognises
+
+# In the order of amd-smi, which is not that of the addresses.
+GPUS = ["0001:9f:00.0", "0000:0A:00.0", "0000:3c:00.0"]
+
+
+def table(heading: str, cells: list[str]) -> str:
+    text = f"{heading} TABLE:\n{'':12} {' '.join(GPUS)}\n"
+    return text + "".join(f"{gpu} {row}\n" for gpu, row in zip(GPUS, cells, strict=True)) + "\n"
+
+
+TEXT = table("HOPS", ["0 1 1", "1 0 1", "1 1 0"]) + table(
+    "LINK TYPE", ["SELF PCIE XGMI", "PCIE SELF PCIE", "XGMI PCIE SELF"]
+)
+
+
+def test_by_link_type_and_order() -> None:
+    found = read(TEXT)
+    assert found.kind == "amd-smi topology"
+    assert found.domains == ((0, 2), (1,))
+    assert found.nodes == ((0, 1, 2),)
+    assert found.links == ((0, 2, 1),)
+    assert [name.lower() for name in found.names] == [gpu.lower() for gpu in GPUS]
+    assert found.complete
+    assert read(TEXT.replace("\n", "\r\n")) == found
+    assert read(TEXT + table("NUMA BW", ["N/A 1-1 1-1"] * 3)) == found
+
+
+def test_no_table_of_links() -> None:
+    found = read(table("HOPS", ["0 1 1", "1 0 1", "1 1 0"]))
+    assert (found.domains, found.complete) == (None, False)
+    assert "run amd-smi topology" in found.notes[0].message
+
+
+def test_one_way() -> None:
+    found = read(TEXT.replace("XGMI PCIE SELF", "PCIE PCIE SELF"))
+    assert [str(note)[:14] for note in found.notes] == ["line 9: MP201:"]
+    assert found.domains == ((0, 2), (1,))
+
+
+def test_not_told() -> None:
+    assert read(TEXT.replace("PCIE SELF PCIE", "N/A SELF PCIE")).domains is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("XGMI", "NVLINK", 9),
+        ("PCIE SELF PCIE", "PCIE SELF", 10),
+        ("LINK TYPE TABLE:\n", "LINK TYPE TABLE:\nno\n", 8),
+    ],
+)
+def test_refused(old: str, new: str, line: int) -> None:
+    with pytest.raises(TopologyInputError) as error:
+        read(TEXT.replace(old, new, 1))
+    assert error.value.line == line
+
+
+def test_recognises() -> None:
+    assert recognises(TEXT)
+    assert not rocm_smi.recognises(TEXT)
+    assert not recognises("TABLE: no\n")
+    with pytest.raises(TopologyInputError, match="no table"):
+        read("")
+
+
+@given(st.data())
+def test_mangled(data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, len(TEXT)))
+    end = data.draw(st.integers(begin, len(TEXT)))
+    noise = data.draw(
+        st.one_of(
+            st.text(st.sampled_from("01:. \nXGMI²"), max_size=12),
+            st.binary(max_size=20).map(lambda raw: raw.decode("latin-1")),
+        )
+    )
+    for some in (TEXT[:begin] + noise + TEXT[end:], TEXT[begin:end], noise):
+        recognises(some)
+        try:
+            read(some)
+        except TopologyInputError as error:
+            message = str(error)
+            assert len(message.splitlines()) == 1

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats.kubernetes import read, recognises
+
+CLIQUE, COUNT = "nvidia.com/gpu.clique", "nvidia.com/gpu.count"
+
+
+def node(name: str, clique: str | None = None, count: Any = None, **more: Any) -> dict[str, Any]:
+    labels = {"topology.example/rack": "{not read}", CLIQUE: clique, COUNT: count}
+    kept = {key: value for key, value in labels.items() if value is not None}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": kept}, **more}
+
+
+def listed(*nodes: Any) -> str:
+    return json.dumps({"apiVersion": "v1", "items": list(nodes), "kind": "List"}, indent=4)
+
+
+def test_cliques() -> None:
+    text = listed(
+        node("t0", "u-1.1", "2"), node("login"), node("t1", "u-1.2", "2"), node("t2", "u-1.1", "1"), node("pcie", None, "2")
+    )  # fmt: skip
+    assert recognises(text)
+    found = read(text)
+    assert found.kind == "kubectl get nodes"
+    assert found.names == ("t0", "login", "t1", "t2", "pcie")
+    assert found.domains is None
+    assert found.nodes == ((0, 1, 4), (2, 3), (5, 6))
+    assert [note.message for note in found.notes] == [
+        "clique u-1.1: 2 hosts: t0, t2",
+        "clique u-1.2: 1 host: t1",
+    ]
+
+
+def test_gpus_that_nobody_counts() -> None:
+    for uncounted in (node("b", "u.1"), node("b", status={"capacity": {"nvidia.com/gpu": "4"}})):
+        found = read(listed(node("a", "u.1", "4"), uncounted))
+        assert found.nodes is None
+        assert "1 of 2 hosts with GPUs" in found.notes[-1].message
+    assert read(listed(node("a"), node("b"))).nodes is None
+    assert read(listed()).nodes is None
+
+
+def test_no_cliques() -> None:
+    found = read(listed(node("a", None, "2"), node("b", None, "1")))
+    assert found.nodes == ((0, 1), (2,))
+    assert "no host has the label" in found.notes[0].message
+
+
+def test_one_node() -> None:
+    text = json.dumps(node("a", "u.1", 2))
+    assert recognises(text)
+    assert read(text).nodes == ((0, 1),)
+    assert read("\ufeff" + text).nodes == ((0, 1),)
+
+
+def test_many_cliques() -> None:
+    found = read(listed(*(node(f"n{number}", f"u.{number // 9}", "4") for number in range(900))))
+    assert len(found.notes) == 65
+    assert found.notes[0].message == "clique u.0: 9 hosts: n0, n1, n2, n3, ... 5 more"
+    assert found.notes[-1].message == "... 36 more cliques"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"items": 3}',
+        '{"items": [3]}',
+        listed({"kind": "Pod", "metadata": {"name": "a"}}),
+        listed(node("")),
+        listed(node("a", "no clique")),
+        listed(node("a", "u.1", "-1")),
+        listed(node("a", "u.1", "99999")),
+        listed(node("a", 3)),
+        listed({"metadata": {"name": "a", "labels": [1]}}),
+        '{"items": ' + "[" * 200_000,
+        '{"items": [' + "9" * 100_000 + "]}",
+    ],
+    ids=range(14),
+)
+def test_refused(text: str) -> None:
+    with pytest.raises(TopologyInputError) as error:
+        read(text)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_line_of_what_is_not_json() -> None:
+    with pytest.raises(TopologyInputError) as error:
+        read(listed(node("a")).replace('"kind": "Node"', "kind"))
+    assert error.value.line == 6
+
+
+def test_recognises() -> None:
+    assert not recognises('{"blockdevices": []}')
+    assert not recognises("apiVersion: v1\nkind: List\n")
+    assert not recognises("{" * 1_000_000)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(max_size=4), st.sampled_from(["u.1", "4", "Node"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(
+                ["kind", "items", "metadata", "labels", "name", "status", "capacity", CLIQUE, COUNT]
+            ),
+            inner,
+        ),
+    ),
+)
+
+
+@given(st.lists(VALUES), VALUES)
+def test_any_json(items: list[Any], metadata: Any) -> None:
+    for text in (
+        json.dumps(items),
+        listed(*items),
+        listed({"metadata": metadata}),
+        json.dumps(metadata),
+    ):
+        check(text)
+
+
+@given(st.data())
+def test_mangled(data: st.DataObject) -> None:
+    text = listed(node("a", "u.1", "4"), node("b", None, "2"))
+    begin = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(begin, len(text)))
+    noise = data.draw(st.binary(max_size=20)).decode("latin-1")
+    for some in (text[:begin] + noise + text[end:], text[begin:end], noise):
+        check(some)
+
+
+def check(text: str) -> None:
+    recognises(text)
+    try:
+        read(text)
+    except TopologyInputError as error:
+        message = str(error)
+        assert len(message.splitlines()) == 1

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats import amd_smi
+from meshplan.topology.formats.rocm_smi import read, recognises
+
+
+def table(heading: str, cells: list[str], rows: list[int] | None = None) -> str:
+    size = len(cells)
+    text = (
+        f"{f' {heading} ':=^80}\n"
+        + "       "
+        + "".join(f"{f'GPU{gpu}':13}" for gpu in range(size))
+        + "\n"
+    )
+    for gpu in range(size) if rows is None else rows:
+        text += f"GPU{gpu}   " + "".join(f"{cell:13}" for cell in cells[gpu].split()) + "\n"
+    return text + "\n"
+
+
+LINK = "Link Type between two GPUs"
+PAIRS = ["0 XGMI PCIE PCIE", "XGMI 0 PCIE PCIE", "PCIE PCIE 0 XGMI", "PCIE PCIE XGMI 0"]
+BANNER = f"{' ROCm System Management Interface ':=^80}\n"
+END = f"{' End of ROCm SMI Log ':=^80}\n"
+HOPS = table("Hops between two GPUs", ["0 1 1 1", "1 0 1 1", "1 1 0 1", "1 1 1 0"])
+
+
+def test_link_types_and_not_hops() -> None:
+    found = read(BANNER + HOPS + table(LINK, PAIRS) + END)
+    assert found.kind == "rocm-smi --showtopo"
+    assert found.domains == ((0, 1), (2, 3))
+    assert found.nodes == ((0, 1, 2, 3),)
+    assert found.links == ((0, 1, 1), (2, 3, 1))
+    assert (found.complete, found.notes) == (True, ())
+    windows = (BANNER + HOPS + table(LINK, PAIRS) + END).replace("\n", "\r\n")
+    assert read(windows) == found
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    (BANNER + HOPS, "rocm-smi --showtopo"),
+    (BANNER + "GPU 0 : (Topology) Numa Node: 0\n" + END, "rocm-smi --showtoponuma"),
+])  # fmt: skip
+def test_no_links(text: str, kind: str) -> None:
+    found = read(text)
+    assert (found.kind, found.domains, found.nodes, found.complete) == (kind, None, None, False)
+    assert "run rocm-smi --showtopo" in found.notes[0].message
+
+
+class Shown(TestCase):
+    def test_odd_cells(self) -> None:
+        cells = ["0 XGMI PCIE PCIE", "PCIE XGMI PCIE PCIE", "N/A PCIE 0 XGMI", "PCIE PCIE XGMI 0"]
+        found = read(BANNER + table(LINK, cells))
+        self.assertExpectedInline(
+            "\n".join(map(str, (found.domains, *found.notes))),
+            """\
+None
+line 2: MP202: which GPUs xGMI joins depends on cells that are missing
+line 4: MP201: GPU0 has xGMI to GPU1, which has none back
+line 5: MP206: GPU1 has a link to itself""",
+        )
+
+
+def test_missing_rows() -> None:
+    one = read(BANNER + table(LINK, PAIRS, [0, 1, 3]))
+    assert one.domains == ((0, 1), (2, 3))
+    assert not one.complete
+    assert [note.code for note in one.notes] == ["MP202"]
+    # Nobody tells whether xGMI joins 1 and 3 ...
+    assert read(BANNER + table(LINK, PAIRS, [0, 2])).domains is None
+    # ... unless others join them.
+    whole = ["0 XGMI XGMI", "XGMI 0 XGMI", "XGMI XGMI 0"]
+    assert read(BANNER + table(LINK, whole, [0])).domains == ((0, 1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("XGMI", "NVLINK", 4),
+        ("GPU1   XGMI", "GPU1", 5),
+        ("GPU1   XGMI", "GPU0   XGMI", 5),
+        ("GPU1         GPU2", "GPU1   GPU1", 3),
+    ],
+)
+def test_refused(old: str, new: str, line: int) -> None:
+    text = (BANNER + table(LINK, PAIRS)).replace(old, new, 1)
+    with pytest.raises(TopologyInputError) as error:
+        read(text)
+    assert error.value.line == line
+    assert "\n" not in str(error.value)
+
+
+def test_recognises() -> None:
+    assert recognises(END)
+    assert not recognises("GPU0 GPU1 NV4\n=====\n")
+    assert not amd_smi.recognises(BANNER + table(LINK, PAIRS))
+    with pytest.raises(TopologyInputError, match="no heading"):
+        read("")
+    with pytest.raises(TopologyInputError, match="no table"):
+        read(f"{f' {LINK} ':=^80}\n")
+
+
+@given(st.data())
+def test_mangled(data: st.DataObject) -> None:
+    text = BANNER + HOPS + table(LINK, PAIRS) + END
+    begin = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(begin, len(text)))
+    noise = data.draw(
+        st.one_of(
+            st.text(st.sampled_from("GPU01 \n=XMI²"), max_size=12),
+            st.binary(max_size=20).map(lambda raw: raw.decode("latin-1")),
+        )
+    )
+    for some in (text[:begin] + noise + text[end:], text[begin:end], noise):
+        recognises(some)
+        try:
+            read(some)
+        except TopologyInputError as error:
+            message = str(error)
+            assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["=" * 10_000_000, "\n" * 10_000_000, f" {LINK} \n".center(80, "=") * 200_000,
+                                  BANNER + f"={LINK}=\n" + "GPU0 " * 2_000_000])  # fmt: skip
+def test_large(text: str) -> None:
+    began = time.process_time()
+    recognises(text)
+    try:
+        read(BANNER + table(LINK, PAIRS) + text)
+        read(f"{f' {LINK} ':=^80}\n" + text)
+    except TopologyInputError:
+        pass
+    assert time.process_time() - began < 20

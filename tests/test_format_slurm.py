@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology import Reading
+from meshplan.topology.formats.slurm import hostlist, read, recognises
+
+CONF = """\
+# two racks
+BlockName=left Nodes=gpu[01-18] # and their hosts
+blockname=right Nodes=gpu[19-35],\\
+spare1
+
+BlockSizes=18,36
+"""
+TREE = """\
+SwitchName=leaf0 Nodes=n[0-2,7] LinkSpeed=9
+SwitchName=leaf1 Nodes=m1 Vendor=x
+SwitchName=top Switches=leaf[0-1]
+"""
+YAML = """\
+---
+- topology: racks   # the default
+  cluster_default: true
+  block:
+    block_sizes:
+      - 2
+      - 4
+    blocks:
+      - block: a
+        nodes: n[1-2]
+      - block: "b"
+        nodes: n[3-4]
+- topology: net
+  tree:
+    switches:
+      - switch: a
+        nodes: n[1-4]
+      - switch: top
+        children: a
+- topology: nothing
+  flat: true
+"""
+
+
+def shown(found: Reading) -> str:
+    return "".join(f"{one}\n" for one in (found.kind, *found.names, *found.notes))
+
+
+class Shown(TestCase):
+    def test_block(self) -> None:
+        self.assertExpectedInline(
+            shown(read(CONF)),
+            """\
+Slurm topology/block
+left
+right
+line 2: block left: 18 hosts
+line 3: block right: 18 hosts
+line 6: sizes of blocks: 18,36 hosts
+""",
+        )
+
+    def test_tree(self) -> None:
+        self.assertExpectedInline(
+            shown(read(TREE)),
+            """\
+Slurm topology/tree
+leaf0
+leaf1
+top
+line 1: switch leaf0: 4 hosts
+line 2: vendor is not known and not read
+line 2: switch leaf1: 1 host
+line 3: switch top: 2 switches
+""",
+        )
+
+    def test_yaml(self) -> None:
+        self.assertExpectedInline(
+            shown(read(YAML)),
+            """\
+Slurm topology.yaml
+a
+b
+a
+top
+line 2: topology racks
+line 7: sizes of blocks: 2,4 hosts
+line 10: block a: 2 hosts
+line 12: block b: 2 hosts
+line 13: topology net
+line 17: switch a: 4 hosts
+line 19: switch top: 1 switch
+line 20: topology nothing
+""",
+        )
+
+
+@pytest.mark.parametrize("text", [CONF, TREE, YAML])
+def test_what_cannot_be_told(text: str) -> None:
+    assert recognises(text)
+    found = read(text)
+    assert (found.domains, found.nodes, found.links) == (None, None, ())
+    assert read(text.replace("\n", "\r\n")) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("tux[0-3,12],foo7", ["tux0", "tux1", "tux2", "tux3", "tux12", "foo7"]),
+        ("n[08-10], m", ["n08", "n09", "n10", "m"]),
+        ("n[8-010]", ["n8", "n9", "n10"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+    ],
+)
+def test_hostlist(text: str, expected: list[str]) -> None:
+    assert hostlist(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a[1", "a]1", "a[[1]]", "a[b[1]]", "a[]", "a[1-]", "a[2-1]", "a[x]", "a[²]", "a,,b", "a b", ",", "a[1-3", "a[-1]",
+     "a[0-1000000]", "a[0-999999],b", "a[0-999][0-9999]", "a" + "[0-99]" * 50, "a[0-" + "9" * 5000 + "]"],
+)  # fmt: skip
+def test_hostlist_refuses(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(TopologyInputError) as error:
+        hostlist(text)
+    assert len(str(error.value).splitlines()) == 1
+    assert time.process_time() - began < 5
+
+
+NAMES = st.tuples(st.sampled_from(["a", "gpu-", "r1n"]), st.integers(0, 2000), st.integers(1, 6))
+
+
+@given(st.lists(NAMES, max_size=20), st.booleans())
+def test_hostlist_round_trip(names: list[tuple[str, int, int]], joined: bool) -> None:
+    plain = [f"{name}{number:0{width}}" for name, number, width in names]
+    if joined:  # numbers of one name in one bracket
+        text, position = [], 0
+        while position < len(names):
+            end = position
+            while end < len(names) and names[end][0] == names[position][0]:
+                end += 1
+            numbers = ",".join(f"{number:0{width}}" for _, number, width in names[position:end])
+            text.append(f"{names[position][0]}[{numbers}]")
+            position = end
+        assert hostlist(",".join(text)) == plain
+    else:
+        assert hostlist(",".join(plain)) == plain
+
+
+@given(st.integers(0, 5000), st.integers(0, 300), st.integers(1, 6))
+def test_hostlist_of_a_range(first: int, more: int, width: int) -> None:
+    expected = [f"x{number:0{width}}" for number in range(first, first + more + 1)]
+    assert hostlist(f"x[{first:0{width}}-{first + more}]") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("BlockName=a Nodes=n1\nnonsense\n", 2),
+        ("BlockName=a Nodes=n1\nBlockName=a Nodes=n2\n", 2),
+        ("BlockName=a Nodes=n[1\n", 1),
+        ("# one\nBlockName= Nodes=n1\n", 2),
+        ("BlockName=a Nodes=n[0-999999]\nBlockName=b Nodes=n[0-999999]\n", 2),
+        ("- topology: a\n  nonsense\n", 2),
+        ("- topology: a\n\tblock: a\n", 2),
+        ("- topology: a\n  block: &x a\n", 2),
+        ("- topology: a\n  nodes: n[3-1]\n", 2),
+        ("nothing", None),
+    ],
+)
+def test_refused(text: str, line: int | None) -> None:
+    with pytest.raises(TopologyInputError) as error:
+        read(text)
+    assert error.value.line == line
+
+
+@given(st.data())
+def test_mangled(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([CONF, TREE, YAML]))
+    begin = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(begin, len(text)))
+    noise = data.draw(
+        st.one_of(
+            st.text(st.sampled_from("[]-,=:\\# \t\nn0²"), max_size=12),
+            st.binary(max_size=20).map(lambda raw: raw.decode("latin-1")),
+        )
+    )
+    for some in (text[:begin] + noise + text[end:], text[begin:end], noise):
+        recognises(some)
+        for call in (read, hostlist):
+            try:
+                call(some)
+            except TopologyInputError as error:
+                message = str(error)
+                assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BlockName=a\n" + "\n" * 10_000_000,
+        "BlockName=a\n" + " " * 10_000_000,
+        "BlockName=a Nodes=" + "n[1]," * 2_000_000,
+        "BlockName=a Nodes=n[" + "1," * 5_000_000,
+        "BlockName=a " * 1_000_000,
+        "".join(f"BlockName=a{number} Nodes=n\n" for number in range(400_000)),
+        "BlockName=a\n" + "#\n" * 5_000_000,
+        "BlockName=a\\\n" * 1_000_000,
+        "- topology: a\n" + "- " * 5_000_000,
+        "- topology: a\n- " + " " * 10_000_000 + "x",
+        "- topology: a\n" + "  - block: b\n" * 1_000_000,
+    ],
+    ids=range(11),
+)
+def test_large(text: str) -> None:
+    began = time.process_time()
+    recognises(text)
+    with contextlib.suppress(TopologyInputError):
+        read(text)
+    assert time.process_time() - began < 20

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology.formats.slurm_env import placement, rank_order
+
+
+def job(tasks: str, order: str, hosts: str = "n[1-3]", **more: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_NODELIST": hosts,
+        "SLURM_TASKS_PER_NODE": tasks,
+        "SLURM_DISTRIBUTION": order,
+    } | more
+
+
+@pytest.mark.parametrize(
+    ("tasks", "order", "expected"),
+    [
+        ("2(x2),1", "block", (0, 0, 1, 1, 2)),
+        ("2(x2),1", "block:cyclic", (0, 0, 1, 1, 2)),
+        ("2(x2),1", "block:block,NoPack", (0, 0, 1, 1, 2)),
+        ("1,3,2", "cyclic", (0, 1, 2, 1, 2, 1)),
+        ("4,1,4", "plane=2", (0, 0, 1, 2, 2, 0, 0, 2, 2)),
+        ("2(x2),1", "block,Pack", None),
+        ("2(x2),1", "arbitrary", None),
+        ("2(x2),1", "plane", None),
+        ("2(x2),1", "*", None),
+    ],
+)
+def test_placement(tasks: str, order: str, expected: tuple[int, ...] | None) -> None:
+    assert placement(job(tasks, order)) == expected
+
+
+def test_what_is_not_told() -> None:
+    whole = job("1(x3)", "block", SLURM_NTASKS="3")
+    assert placement(whole) == (0, 1, 2)
+    for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"):
+        assert placement({key: value for key, value in whole.items() if key != name}) is None
+    assert placement({}) is None
+    older = {
+        "SLURM_NODELIST" if key == "SLURM_JOB_NODELIST" else key: value
+        for key, value in whole.items()
+    }
+    assert placement(older) == (0, 1, 2)
+    assert placement(job("2(x3)", "plane", SLURM_DIST_PLANESIZE="1")) == (0, 1, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        job("2(x2)", "block"),
+        job("2(x4)", "block"),
+        job("2(x3)", "block", SLURM_NTASKS="7"),
+        job("2(x3)", "block", SLURM_NTASKS="six"),
+        job("2(x3", "block"),
+        job("two", "block"),
+        job("2(x3)", "plane=0"),
+        job("2(x3)", "plane=x"),
+        job("2(x3)", "block", hosts="n[1-3"),
+        job("9(x999999999)", "block"),
+        job("999999999", "block", hosts="n"),
+    ],
+)
+def test_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(TopologyInputError) as error:
+        placement(environ)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_rank_order_refuses() -> None:
+    with pytest.raises(TopologyInputError):
+        rank_order(2, [1], "block")
+    with pytest.raises(TopologyInputError):
+        rank_order(1, [-1], "block")
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 12))
+def test_all_ranks_are_handed_out(per_node: list[int], size: int) -> None:
+    for order in ("block", "cyclic", f"plane={size}"):
+        found = rank_order(len(per_node), per_node, order)
+        assert found is not None
+        assert [found.count(node) for node in range(len(per_node))] == per_node
+    assert rank_order(len(per_node), per_node, "plane=1") == rank_order(
+        len(per_node), per_node, "cyclic"
+    )
+    assert rank_order(len(per_node), per_node, "plane=9") == rank_order(
+        len(per_node), per_node, "block"
+    )
+
+
+@given(st.dictionaries(
+    st.sampled_from(["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_NTASKS"]),
+    st.one_of(st.text(max_size=9), st.sampled_from(["n[1-3]", "n", "1(x3)", "2", "3", "block", "cyclic", "plane=2"])),
+))  # fmt: skip
+def test_any_environment(environ: dict[str, str]) -> None:
+    try:
+        placement(environ)
+    except TopologyInputError as error:
+        message = str(error)
+        assert len(message.splitlines()) == 1
+
+
+def test_many_ranks() -> None:
+    began = time.process_time()
+    found = placement(job("2000000", "cyclic", hosts="n"))
+    assert found is not None
+    assert len(found) == 2_000_000
+    assert time.process_time() - began < 20
