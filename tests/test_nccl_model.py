@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from meshplan.errors import LayoutError

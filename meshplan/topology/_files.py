@@ -78,6 +78,11 @@ def read_text(text: str) -> Reading:
             return module.read(text)
     if not text.strip():
         raise TopologyInputError("nothing in it; did the command before it fail?")
+    if "<!DOCTYPE" in text[:4096] or "<!ENTITY" in text[:4096]:
+        raise TopologyInputError(
+            "XML that declares its own document type or entities is refused; take these "
+            "declarations out"
+        )
     raise TopologyInputError(
         "of no format that meshplan knows; give the output of nvidia-smi topo -m, rocm-smi "
         "--showtopo, amd-smi topology or kubectl get nodes -o json, a dump of NCCL (XML, or a log "
