@@ -354,3 +354,16 @@ def test_long_logs(text: str) -> None:
     read(text)
     # Ten megabytes or more take about a second: the bound is against what is quadratic.
     assert time.process_time() - began < 20
+
+
+def test_findings_are_a_few() -> None:
+    text = "".join(
+        line("n", rank, start(rank, 2, f"0x{pair}", f"0xb{pair}"))
+        + line("n", rank, f"{rank + 1} coll channels, 8 nvls channels")
+        for pair in range(100)
+        for rank in range(2)
+    )
+    notes = read(text).notes
+    assert sum(note.code == "MP201" for note in notes) == 65
+    assert "... 36 more channel counts that differ" in {note.message for note in notes}
+    assert "... 96 more communicators" in {note.message for note in notes}

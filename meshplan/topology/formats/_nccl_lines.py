@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["MARK", "Member", "scan"]
+__all__ = ["MARK", "Key", "Member", "communicators", "scan"]
 
 MARK = "NCCL INFO "
 _PREFIX = 500  # characters before the mark that are looked at
@@ -155,3 +157,28 @@ def _add(member: Member, match: re.Match[str], body: str, line: int) -> None:
     elif kind == "fabric":
         fabric = _FABRIC.search(body)
         member.fabric = fabric[1] if fabric else ""
+
+
+# Size and id of a communicator; the id is empty if no line names one.
+Key = tuple[int, str]
+
+
+def communicators(members: Iterable[Member]) -> dict[Key, list[Member]]:
+    """Members by communicator, the largest first; addresses differ from rank to rank, ids do not.
+
+    A communicator that was split off has no id of its own: what its ranks share is the parent, how
+    many were split off before it, and the colour.
+    """
+    ids: dict[tuple[str, str], str] = {}
+    found: dict[Key, list[Member]] = defaultdict(list)
+    for member in members:
+        told = member.fields
+        name = told.get("commId", "")
+        if not name and "color" in told:
+            parent = ids.get((member.process, told.get("parent", "")), "")
+            child = told.get("childCount", told.get("splitCount", ""))
+            # A chain of splits must not make names that grow with it.
+            name = f"{parent}/{child}/{told['color']}"[-200:]
+        ids[member.process, member.comm] = name
+        found[member.size, name].append(member)
+    return dict(sorted(found.items(), key=lambda item: -item[0][0]))

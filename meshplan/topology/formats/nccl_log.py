@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, Reading
-from meshplan.topology.formats._nccl_lines import MARK, Member, scan
+from meshplan.topology.formats._nccl_lines import MARK, Key, Member, communicators, scan
 
 __all__ = ["read", "recognises"]
 
+_MOST = 64  # findings
 _SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
 
 
@@ -36,8 +37,8 @@ def read(text: str) -> Reading:
             "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and give what it logs"
         )
     members, systems = scan(text)
-    communicators = _communicators(members)
-    nodes, names, notes = _nodes(communicators)
+    found = communicators(members)
+    nodes, names, notes = _nodes(found)
     drawn = any(member.trees or member.rings or member.hops for member in members)
     notes += [
         Note(
@@ -45,11 +46,11 @@ def read(text: str) -> Reading:
         )
         for line in systems[:1]
     ]
-    notes += _uneven(communicators)
-    notes += _told(communicators)
+    notes += _uneven(found)
+    notes += _told(found)
     if not members:
         notes.append(Note("no line tells rings, trees or ranks; set NCCL_DEBUG_SUBSYS=INIT,GRAPH"))
-    whole = bool(members) and all(_whole(one) for one in communicators.values())
+    whole = bool(members) and all(_whole(one) for one in found.values())
     cut = any(_cut(ring, member.size) for member in members for _, ring in member.rings)
     return Reading(
         "NCCL log (GRAPH)" if systems and not drawn else "NCCL log",
@@ -58,31 +59,6 @@ def read(text: str) -> Reading:
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
         names=names,
     )
-
-
-# Size and id of a communicator; the id is empty if no line names one.
-_Key = tuple[int, str]
-
-
-def _communicators(members: Iterable[Member]) -> dict[_Key, list[Member]]:
-    """Members by communicator, the largest first; addresses differ from rank to rank, ids do not.
-
-    A communicator that was split off has no id of its own: what its ranks share is the parent, how
-    many were split off before it, and the colour.
-    """
-    ids: dict[tuple[str, str], str] = {}
-    found: dict[_Key, list[Member]] = defaultdict(list)
-    for member in members:
-        told = member.fields
-        name = told.get("commId", "")
-        if not name and "color" in told:
-            parent = ids.get((member.process, told.get("parent", "")), "")
-            child = told.get("childCount", told.get("splitCount", ""))
-            # A chain of splits must not make names that grow with it.
-            name = f"{parent}/{child}/{told['color']}"[-200:]
-        ids[member.process, member.comm] = name
-        found[member.size, name].append(member)
-    return dict(sorted(found.items(), key=lambda item: -item[0][0]))
 
 
 def _ranks(members: Iterable[Member]) -> dict[int, Member] | None:
@@ -100,12 +76,12 @@ def _whole(members: Sequence[Member]) -> bool:
 
 
 def _nodes(
-    communicators: dict[_Key, list[Member]],
+    communicators: dict[Key, list[Member]],
 ) -> tuple[Groups | None, tuple[str, ...], list[Note]]:
     notes: list[Note] = []
     largest = max((size for size, _ in communicators), default=0)
     for (size, name), members in communicators.items():
-        if not size or size < largest:
+        if not size or size < largest or len(notes) == _MOST:
             break
         ranks = _ranks(members)
         if ranks is None:
@@ -191,12 +167,12 @@ def _cut(ring: str, size: int) -> bool:
     return ring.endswith("...") or len(ring.split(":")[-1].split()) < size
 
 
-def _uneven(communicators: dict[_Key, list[Member]]) -> list[Note]:
+def _uneven(communicators: dict[Key, list[Member]]) -> list[Note]:
     """Ranks of one communicator, or communicators of one size, with other channel counts.
 
     Lines of rings and lines of counts are not compared: which channels they count has changed.
     """
-    notes = []
+    notes: dict[int, list[Note]] = defaultdict(list)
     sizes: dict[int, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
     for (size, name), members in communicators.items():
         counts: dict[int, list[Member]] = defaultdict(list)
@@ -205,14 +181,18 @@ def _uneven(communicators: dict[_Key, list[Member]]) -> list[Note]:
                 counts[member.channels].append(member)
                 sizes[size][member.channels].append(member)
         if len(counts) > 1 and name:
-            notes.append(_differing(_called(size, name), counts))
+            notes[size].append(_differing(_called(size, name), counts))
         rings = {member.ring_count: member for member in members if member.ring_count is not None}
         for count, member in rings.items() if not counts else ():
             sizes[size][count].append(member)
     for size, counts in sizes.items():
-        if size and len(counts) > 1 and not any(f"of {size} ranks:" in str(note) for note in notes):
-            notes.append(_differing(f"communicators of {size} ranks", counts))
-    return notes
+        if size and len(counts) > 1 and size not in notes:
+            notes[size].append(_differing(f"communicators of {size} ranks", counts))
+    found = [note for some in notes.values() for note in some]
+    if len(found) <= _MOST:
+        return found
+    more = f"... {len(found) - _MOST} more channel counts that differ"
+    return [*found[:_MOST], Note(more, "MP201", found[_MOST].line)]
 
 
 def _differing(what: str, counts: dict[int, list[Member]]) -> Note:
@@ -225,7 +205,7 @@ def _differing(what: str, counts: dict[int, list[Member]]) -> Note:
     return Note(f"{what}: channel counts differ: {told}", "MP201", ordered[-1][1][0].line)
 
 
-def _told(communicators: dict[_Key, list[Member]]) -> list[Note]:
+def _told(communicators: dict[Key, list[Member]]) -> list[Note]:
     """What was seen, in a few lines."""
     notes = []
     for (size, name), members in list(communicators.items())[:_SHOWN]:
