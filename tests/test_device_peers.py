@@ -231,6 +231,21 @@ def test_a_change_of_streams_waits() -> None:
     assert run_ranks(ranks, 2) == [expected] * 2
 
 
+def test_a_device_that_does_not_end_holds_up_nobody_for_ever() -> None:
+    def ranks(rank: int) -> tuple[bool, int]:
+        device = Emulated()
+        found = connected(device, range(2), timeout=0.5, lanes=2)
+        assert isinstance(found, DeviceCommunicator)
+        reduced(torch.ones(2), (2,), "one_shot")
+        os.environ["EMULATED_BUSY"] = "1"
+        started = time.monotonic()
+        found.close()
+        found.close()
+        return 0.4 < time.monotonic() - started < 5, history(device).count("free")
+
+    assert run_ranks(ranks, 2) == [(True, 0)] * 2
+
+
 @dataclass(frozen=True)
 class Nothing:
     """A transport that no machine has."""

@@ -7,6 +7,7 @@ and leaves NaNs (or all ones) in the result; the next call, and ``meshplan.check
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -136,17 +137,33 @@ class DeviceCommunicator(Communicator[_Call]):
                 self._raise_failure()
 
     def close(self) -> None:
-        """Wait for the device and give the memory back; again is nothing."""
+        """Wait for the last eager call and give the memory back; again is nothing.
+
+        Replays of graphs have to be done. Where the device is not done with that call in time, for
+        it is busy with something that does not end, the memory stays until the process ends.
+        """
         with self._lock:
             if not self.alive:
                 return
             self.alive = False
+            if not self._idle():
+                return
             self._regions.close()
             driver = self._device.driver
             # A device that is lost, or another process's, has taken these along.
             with suppress(DriverError), driver.current():
                 driver.destroy_event(self._event)
                 driver.host_free(self._shared)
+
+    def _idle(self) -> bool:
+        driver = self._device.driver
+        deadline = time.monotonic() + self.timeout
+        with suppress(DriverError), driver.current():
+            while self._stream is not None and not driver.passed(self._event):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        return True
 
     def _prepare(self, key: Key) -> _Call:
         call = prepared(key, self.size, self.timeout)

@@ -45,6 +45,7 @@ _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "create_event": ("cuEventCreate", "hipEventCreateWithFlags", (ctypes.c_void_p, ctypes.c_uint)),
     "destroy_event": ("cuEventDestroy_v2", "hipEventDestroy", (ctypes.c_void_p,)),
     "record": ("cuEventRecord", "hipEventRecord", (ctypes.c_void_p, ctypes.c_void_p)),
+    "query": ("cuEventQuery", "hipEventQuery", (ctypes.c_void_p,)),
     "wait": (
         "cuStreamWaitEvent",
         "hipStreamWaitEvent",
@@ -68,6 +69,7 @@ _HOST_FLAGS = 1 | 2
 _UNCACHED = 3
 _LAZY_PEER_ACCESS = 1
 _NO_TIMING = 2
+_NOT_READY = 600
 
 
 class DriverError(RuntimeError):
@@ -123,6 +125,7 @@ class Driver:
     _create_event: Any
     _destroy_event: Any
     _record: Any
+    _query: Any
     _wait: Any
     _capturing: Any
     _synchronize: Any
@@ -210,6 +213,14 @@ class Driver:
     def record(self, event: int, stream: int) -> None:
         """Let the event stand for all that the stream has been given so far."""
         self._check(self._record(event, stream))
+
+    def passed(self, event: int) -> bool:
+        """Whether all that the event stands for is done."""
+        code = self._query(event)
+        if code == _NOT_READY:
+            return False
+        self._check(code)
+        return True
 
     def wait(self, event: int, stream: int) -> None:
         """Let what the stream is given from now on wait for the event."""

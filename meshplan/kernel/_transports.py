@@ -118,7 +118,6 @@ class _IpcRegions:
         driver = self._device.driver
         # A device that is lost, or another process's, has taken its memory along.
         with suppress(DriverError), driver.current():
-            driver.synchronize()
             while self._mapped:
                 driver.unmap(self._mapped.pop())
             # To free what others have mapped is undefined; then the process keeps it.

@@ -175,6 +175,7 @@ int MP_NAME(cuEventDestroy_v2, hipEventDestroy)(void*) { return 0; }
 int MP_NAME(cuEventRecord, hipEventRecord)(void*, void* stream) {
   return note("record " + std::to_string(u64(stream))), 0;
 }
+int MP_NAME(cuEventQuery, hipEventQuery)(void*) { return refuses("EMULATED_BUSY") ? 600 : 0; }
 int MP_NAME(cuStreamWaitEvent, hipStreamWaitEvent)(void* stream, void*, unsigned) {
   return note("wait " + std::to_string(u64(stream))), 0;
 }
