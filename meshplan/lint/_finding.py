@@ -1,0 +1,92 @@
+"""What the linter says: findings, where they were found, and fixes that were tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = ["SEVERITIES", "Finding", "Fix", "Report", "Severity", "Source"]
+
+Severity = Literal["info", "warning", "error"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where something is written.
+
+    Attributes:
+        file: as the user named it; ``-`` is standard input. Empty: not a file, see ``option``.
+        line: from 1 on; ``None`` if it is about the whole file.
+        option: what was given instead of a file, e.g. ``--mesh ddp=8,fsdp=5``, ``NCCL_ALGO``.
+    """
+
+    file: str = ""
+    line: int | None = None
+    option: str = ""
+
+    def __str__(self) -> str:
+        name = "standard input" if self.file == "-" else self.file or self.option
+        return name if self.line is None else f"{name}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A change after which the linter, run again, has not found the finding any more.
+
+    Attributes:
+        title: what to do, imperative, one line.
+        cost: what it takes, one line, e.g. ``no GPU is left out``.
+        mesh: the corrected mesh as ``ddp=5,fsdp=8``; empty if the fix is not another mesh.
+        diff: unified diff of the file the mesh is written in, or of the option; empty if none.
+    """
+
+    title: str
+    cost: str
+    mesh: str = ""
+    diff: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a rule found.
+
+    Attributes:
+        code: of the rule.
+        severity: of this finding.
+        message: one line, complete in itself.
+        source: where the cause is written.
+        subject: what was judged, e.g. ``(ddp=8, fsdp=5, tp=1)``; may be empty.
+        details: further lines of text: groups, signatures, orders, shares.
+        fixes: cheapest first.
+        data: the details for programs, JSON-ready.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    source: Source
+    subject: str = ""
+    details: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The findings of one run, most severe first, and what they are about.
+
+    Attributes:
+        findings: those that were selected and not ignored.
+        judged: one line for each mesh with where its ranks sit, and for the environment.
+        ignored: how many findings inline comments have taken out.
+    """
+
+    findings: tuple[Finding, ...]
+    judged: tuple[str, ...] = ()
+    ignored: int = 0
+
+    def worst(self) -> Severity | None:
+        """The highest severity among the findings; ``None`` if there are none."""
+        return max((f.severity for f in self.findings), key=SEVERITIES.index, default=None)

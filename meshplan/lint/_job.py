@@ -1,0 +1,69 @@
+"""What is judged: a mesh, and what a training job does along its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshplan.layout import Layout
+from meshplan.lint._finding import Source
+
+__all__ = ["Framework", "Job", "Role", "role_of"]
+
+# replicate: the parameters are the same along it, gradients are summed along it.
+# shard: the parameters are cut along it, gradients are summed along it (FSDP, ZeRO).
+# model: ranks along it hold different parts of a layer and replicas of its small parameters.
+# apart: ranks along it hold other parameters altogether (pipeline stages, experts).
+Role = Literal["replicate", "shard", "model", "apart"]
+
+# How gradients are reduced. dtensor: `Partial` to `Replicate`, one axis after the other, whatever
+# the axis is called. fsdp2: reduce-scatter along shard axes, then all-reduce along replicate axes.
+# ddp: one all-reduce over all data axes.
+Framework = Literal["dtensor", "fsdp2", "ddp"]
+
+_ROLES: dict[str, Role] = {
+    **dict.fromkeys(
+        ("dp", "ddp", "data", "batch", "replicate", "hsdp", "dp_replicate"), "replicate"
+    ),
+    **dict.fromkeys(("fsdp", "shard", "zero", "dp_shard", "dp_shard_cp", "cp", "context"), "shard"),
+    **dict.fromkeys(("tp", "tensor", "model", "mp", "sp", "sequence"), "model"),
+    **dict.fromkeys(("pp", "pipe", "pipeline", "stage", "ep", "expert", "etp"), "apart"),
+}
+
+
+def role_of(axis: str) -> Role:
+    """The usual role of an axis of this name; of a name that nobody uses, ``replicate``."""
+    return _ROLES.get(axis.lower(), "replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One mesh and its use.
+
+    Attributes:
+        layout: the mesh, with names.
+        source: where it is written.
+        roles: one for each axis.
+        framework: how gradients are reduced.
+        flattened: axis names of each mesh that the job flattens itself (``DeviceMesh._flatten``).
+        dims: lengths of tensor dims that are sharded, as far as told.
+        reduce_order: axis names in the order in which they are reduced; empty: the framework's own.
+        sequence_parallel: whether activations are reduce-scattered along model axes.
+        rewrite: the file with another mesh of the same axis names written in it, or ``None`` where
+            it cannot express that mesh; takes a layout whose axes may be in another order.
+    """
+
+    layout: Layout
+    source: Source
+    roles: tuple[Role, ...] = ()
+    framework: Framework = "dtensor"
+    flattened: tuple[tuple[str, ...], ...] = ()
+    dims: tuple[int, ...] = ()
+    reduce_order: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    rewrite: Callable[[Layout], str | None] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.roles:
+            object.__setattr__(self, "roles", tuple(role_of(axis) for axis in self.layout.axes))
