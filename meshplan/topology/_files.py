@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
 
-__all__ = ["FORMATS", "MAX_BYTES", "read_file", "read_text"]
+__all__ = ["FORMATS", "MAX_BYTES", "content_of", "read_file", "read_text"]
 
 MAX_BYTES = 64 << 20
 # Modules of meshplan.topology.formats, in the order in which they are asked.
@@ -42,6 +42,21 @@ def read_file(name: str) -> Reading:
         TopologyInputError: it cannot be read, is larger than ``MAX_BYTES``, is of no known format,
             or cannot be understood; the message names the file.
     """
+    text = content_of(name)
+    try:
+        return read_text(text)
+    except TopologyInputError as error:
+        where = _shown(name) if error.line is None else f"{_shown(name)}:{error.line}"
+        message = str(error.args[0]).removeprefix(f"line {error.line}: ")
+        raise TopologyInputError(f"{where}: {message}") from error
+
+
+def content_of(name: str) -> str:
+    """The text of a file; ``-`` is standard input. Bytes that are no text become U+FFFD.
+
+    Raises:
+        TopologyInputError: it cannot be read, or is larger than ``MAX_BYTES``; names the file.
+    """
     try:
         if name == "-":
             content = sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -58,12 +73,7 @@ def read_file(name: str) -> Reading:
         )
     # What Windows' shells redirect is UTF-16, and says so.
     utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    try:
-        return read_text(content.decode("utf-16" if utf16 else "utf-8-sig", errors="replace"))
-    except TopologyInputError as error:
-        where = _shown(name) if error.line is None else f"{_shown(name)}:{error.line}"
-        message = str(error.args[0]).removeprefix(f"line {error.line}: ")
-        raise TopologyInputError(f"{where}: {message}") from error
+    return content.decode("utf-16" if utf16 else "utf-8-sig", errors="replace")
 
 
 def read_text(text: str) -> Reading:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["Groups", "Note", "Reading", "components"]
 
@@ -48,6 +48,8 @@ class Reading:
         notes: what was odd, in order of lines.
         names: of hosts by position in ``nodes``, or of other things the input lists; may be empty.
         links: links between two GPUs, (lower index, higher index, count); empty if not told.
+        scope: whether indices are GPUs of one ``host`` (or of one clique of hosts), ``ranks`` of a
+            job, or GPUs of all the hosts of a ``cluster``, host after host.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Reading:
     notes: tuple[Note, ...] = ()
     names: tuple[str, ...] = ()
     links: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    scope: Literal["host", "ranks", "cluster"] = "host"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready: kind, domains, nodes, complete, notes."""

@@ -67,7 +67,14 @@ def read(text: str) -> Reading:
                 gpu += 1
         nodes = tuple(sorted(tuple(group) for group in groups.values()))
     names = tuple(name for name, _, _ in hosts)
-    return Reading("kubectl get nodes", nodes=nodes, complete=True, notes=tuple(notes), names=names)
+    return Reading(
+        "kubectl get nodes",
+        nodes=nodes,
+        complete=True,
+        notes=tuple(notes),
+        names=names,
+        scope="cluster",
+    )
 
 
 def _items(text: str) -> list[Any]:

@@ -58,6 +58,7 @@ def read(text: str) -> Reading:
         complete=whole and not cut,
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
         names=names,
+        scope="ranks",
     )
 
 

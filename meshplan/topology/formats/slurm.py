@@ -191,4 +191,10 @@ class _Found:
     def reading(self, kind: str) -> Reading:
         if self.shown > _SHOWN:
             self.notes.append(Note(f"... {self.shown - _SHOWN} more of them"))
-        return Reading(kind, complete=True, notes=tuple(self.notes), names=tuple(self.names))
+        return Reading(
+            kind,
+            complete=True,
+            notes=tuple(self.notes),
+            names=tuple(self.names),
+            scope="cluster",
+        )

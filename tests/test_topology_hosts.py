@@ -1,0 +1,113 @@
+"""Ranks handed out to hosts, and files with the host of each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyError, TopologyInputError
+from meshplan.topology._hosts import hand_out, is_rank_order, of_hosts, ranks_from_file
+
+
+@pytest.mark.parametrize(
+    ("per_host", "order", "hosts", "gpus"),
+    [
+        ([2, 2], "block", (0, 0, 1, 1), (0, 1, 0, 1)),
+        ([2, 2], "cyclic", (0, 1, 0, 1), (0, 0, 1, 1)),
+        ([1, 3], "cyclic", (0, 1, 1, 1), (0, 0, 1, 2)),
+        ([4, 4], "plane=2", (0, 0, 1, 1, 0, 0, 1, 1), (0, 1, 0, 1, 2, 3, 2, 3)),
+        ([2, 1], "Block:cyclic", (0, 0, 1), (0, 1, 0)),
+    ],
+)
+def test_handed_out(
+    per_host: list[int], order: str, hosts: tuple[int, ...], gpus: tuple[int, ...]
+) -> None:
+    placed = hand_out(per_host, order)
+    assert (placed.hosts, placed.gpus) == (hosts, gpus)
+
+
+@pytest.mark.parametrize("order", ["", "blocks", "plane=0", "plane", "arbitrary", "hosts.txt"])
+def test_not_an_order(order: str) -> None:
+    assert not is_rank_order(order)
+    with pytest.raises(TopologyError, match="no rank order"):
+        hand_out([1], order)
+
+
+def test_pack_is_no_order_that_could_be_followed() -> None:
+    with pytest.raises(TopologyError, match="no rank order 'block:pack'"):
+        hand_out([1], "block:pack")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\na\nb\nb\nb\n",
+        "a slots=2\nb slots=3\n",
+        "a:2\nb:3\n",
+        "# of the job\na:2  # first\n\nb slots=3",
+        "a :2\r\nb:3\r\n",
+    ],
+)
+def test_files(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    placed = ranks_from_file(str(file))
+    assert placed.hosts == (0, 0, 1, 1, 1)
+    assert placed.gpus == (0, 1, 0, 1, 2)
+    assert placed.names == ("a", "b")
+
+
+def test_hosts_come_back(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("b\na\nb\n")
+    placed = ranks_from_file(str(tmp_path / "hosts"))
+    assert (placed.hosts, placed.gpus, placed.names) == ((0, 1, 0), (0, 0, 1), ("b", "a"))
+
+
+class TestMessages(TestCase):
+    def refusal(self, text: str) -> str:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("meshplan.topology._hosts.content_of", lambda name: text)
+                ranks_from_file("hosts")
+        except TopologyInputError as error:
+            return str(error)
+        return ""
+
+    def test_messages(self) -> None:
+        texts = ["", "# none\n", "a b\n", "a 1 2\n", ":8\n", "a:99999999\n", "a:999999\n" * 20]
+        self.assertExpectedInline(
+            "\n".join(map(self.refusal, texts)),
+            """\
+MP212: hosts: no host in it; write the host of each rank, one a line
+MP212: hosts: no host in it; write the host of each rank, one a line
+MP212: hosts:1: expected the host of a rank, or host slots=8, found 'a b'
+MP212: hosts:1: expected the host of a rank, or host slots=8, found 'a 1 2'
+MP212: hosts:1: expected the host of a rank, or host slots=8, found ':8'
+MP212: hosts:1: expected the host of a rank, or host slots=8, found 'a:99999999'
+MP212: hosts:17: more than 16,777,216 ranks""",
+        )
+
+
+@given(st.text(max_size=200))
+def test_any_text(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshplan.topology._hosts.content_of", lambda name: text)
+        try:
+            placed = ranks_from_file("hosts")
+        except TopologyInputError as error:
+            assert "\n" not in str(error)
+        else:
+            assert len(placed.hosts) == len(placed.gpus)
+            assert set(placed.hosts) <= set(range(len(placed.names)))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_gpus_count_up_on_each_host(hosts: list[int]) -> None:
+    placed = of_hosts(hosts)
+    for host in set(hosts):
+        gpus = [g for h, g in zip(placed.hosts, placed.gpus, strict=True) if h == host]
+        assert gpus == list(range(len(gpus)))
