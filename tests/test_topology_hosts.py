@@ -98,11 +98,10 @@ def test_any_text(text: str) -> None:
         patch.setattr("meshplan.topology._hosts.content_of", lambda name: text)
         try:
             placed = ranks_from_file("hosts")
-        except TopologyInputError as error:
-            assert "\n" not in str(error)
-        else:
-            assert len(placed.hosts) == len(placed.gpus)
-            assert set(placed.hosts) <= set(range(len(placed.names)))
+        except TopologyInputError:
+            return
+        assert len(placed.hosts) == len(placed.gpus)
+        assert set(placed.hosts) <= set(range(len(placed.names)))
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
