@@ -106,7 +106,12 @@ class Layout:
         """Global ranks as an int64 CPU tensor of shape ``sizes``."""
         # Kept, and so never to be made of the fake tensors of a trace.
         with _disable_current_modes():
-            return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.sizes)
+            if isinstance(self.ranks, range):
+                first, stop = self.ranks.start, self.ranks.stop
+                flat = torch.arange(first, stop, dtype=torch.int64, device="cpu")
+            else:
+                flat = torch.tensor(self.ranks, dtype=torch.int64, device="cpu")
+            return flat.reshape(self.sizes)
 
     def axis_index(self, axis: str | int) -> int:
         """The position of an axis that is given by label or by position.

@@ -35,9 +35,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._debug_mode import DebugMode
 
 import meshplan
+from meshplan._chunks import chunk_sizes
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.dtensor import _meshes, _seam
-from meshplan.dtensor._guards import chunk_sizes
 from meshplan.errors import (
     AxisNameError,
     ContractTypeError,

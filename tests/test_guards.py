@@ -8,7 +8,8 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._redistribute import _TransformInfo
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from meshplan.dtensor._guards import chunk_sizes, merge_safely, nested_chunk_sizes
+from meshplan._chunks import chunk_sizes, nested_chunk_sizes
+from meshplan.dtensor._guards import merge_safely
 from meshplan.layout import Layout
 
 R, P, S = Replicate(), Partial(), Shard

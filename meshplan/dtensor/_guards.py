@@ -17,9 +17,10 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Partial, Placement
 
+from meshplan._chunks import chunk_sizes, nested_chunk_sizes
 from meshplan.layout import Layout
 
-__all__ = ["chunk_sizes", "merge_safely", "nested_chunk_sizes"]
+__all__ = ["merge_safely"]
 
 # torch's _TransformInfo; private, hence not named here.
 TransformInfo = Any
@@ -112,18 +113,3 @@ def _may_nest(size: Any, sizes: tuple[int, ...]) -> bool:
 @lru_cache(maxsize=4096)
 def _nests_evenly(size: int, sizes: tuple[int, ...]) -> bool:
     return nested_chunk_sizes(size, sizes) == chunk_sizes(size, math.prod(sizes))
-
-
-def chunk_sizes(size: int, chunks: int) -> list[int]:
-    """Lengths of the ``chunks`` parts of a dim of ``size`` that ``torch.chunk`` would make, with
-    the empty parts at the end that DTensor adds."""
-    width = -(-size // chunks)
-    return [max(0, min(width, size - i * width)) for i in range(chunks)]
-
-
-def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:
-    """As ``chunk_sizes``, where the dim is cut once per axis, outermost first."""
-    lengths = [size]
-    for axis in axes:
-        lengths = [part for length in lengths for part in chunk_sizes(length, axis)]
-    return lengths

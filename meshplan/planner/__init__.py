@@ -8,6 +8,7 @@ from meshplan.planner._candidates import Candidate as Candidate
 from meshplan.planner._cost import Cost as Cost
 from meshplan.planner._cost import near_blocks as near_blocks
 from meshplan.planner._hazard import Hazard as Hazard
+from meshplan.planner._hazards import are_uniform as are_uniform
 from meshplan.planner._hazards import hazards as hazards
 from meshplan.planner._placing import follows_default_order as follows_default_order
 from meshplan.planner._plan import Plan as Plan
@@ -20,6 +21,8 @@ from meshplan.planner._problem import Problem as Problem
 from meshplan.planner._problem import Spec as Spec
 from meshplan.planner._problem import check_policy as check_policy
 from meshplan.planner._search import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
+from meshplan.planner._siblings import Algorithm as Algorithm
+from meshplan.planner._siblings import Siblings as Siblings
 from meshplan.planner._step import Path as Path
 from meshplan.planner._step import Step as Step
 
@@ -28,6 +31,7 @@ __all__ = [
     "MAX_CANDIDATES",
     "NOMINAL_ELEMENTS",
     "POLICIES",
+    "Algorithm",
     "Candidate",
     "ContractPath",
     "Cost",
@@ -36,8 +40,10 @@ __all__ = [
     "Plan",
     "Policy",
     "Problem",
+    "Siblings",
     "Spec",
     "Step",
+    "are_uniform",
     "check_policy",
     "follows_default_order",
     "hazards",

@@ -31,7 +31,7 @@ from meshplan.planner._sequence import SHARDED, are_alike, checked_steps, defaul
 from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
 from meshplan.topology import Topology
 
-__all__ = ["hazards"]
+__all__ = ["are_uniform", "hazards"]
 
 _UNMODELLED = ("nvls", "collnet", "rccl")
 
@@ -79,6 +79,27 @@ def hazards(
         return _Analysis(problem, topology, sort_ranks).run(sequence)
 
 
+def are_uniform(
+    problem: Problem,
+    topology: Topology,
+    *,
+    steps: Sequence[Sequence[int | str]] | None = None,
+    sort_ranks: bool = True,
+) -> bool:
+    """Whether all siblings that must agree fall on the nodes in the same way.
+
+    Stricter than that `hazards` finds none that may differ: it does not rely on which orders of
+    additions are the same. Much faster, since no order is looked at. ``False`` if nodes are
+    unknown. Arguments and errors as for `hazards`.
+    """
+    check_reach(topology, problem.layout)
+    if not topology.known:
+        return False
+    sequence = default_steps(problem) if steps is None else checked_steps(problem, steps)
+    with _disable_current_modes():
+        return _Analysis(problem, topology, sort_ranks).is_uniform(sequence)
+
+
 class _Analysis:
     """One call of `hazards`: what is worked out for a reduction serves all cures as well."""
 
@@ -103,12 +124,31 @@ class _Analysis:
         cures = self._cures(steps)
         return tuple(h if h.verdict == "none" else replace(h, cures=cures) for h in found)
 
+    def is_uniform(self, steps: Sequence[tuple[int, ...]]) -> bool:
+        held = set(self.replicated)
+        for axes in steps:
+            along = () if self._gathers(axes) else self._at_risk(axes, held)
+            if along:
+                siblings = self._siblings_over(axes)
+                patterns = siblings.pattern[siblings.sets(along)]
+                if not bool((patterns == patterns[:, :1]).all()):
+                    return False
+            held |= set(axes)
+        return True
+
+    def _at_risk(self, axes: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
+        """The axes along which siblings must agree; none if every order gives the same bits."""
+        group_size = math.prod(self.layout.sizes[i] for i in axes)
+        if group_size <= 2 or _is_exact(self.problem, axes):
+            return ()
+        return self._must_agree(axes, held)
+
     def _judge(self, axes: tuple[int, ...], held: set[int]) -> Hazard | None:
         sizes, labels, dst = self.layout.sizes, self.layout.axes, self.problem.dst
-        along = self._must_agree(axes, held)
-        group_size = math.prod(sizes[i] for i in axes)
-        if not along or group_size <= 2 or _is_exact(self.problem, axes):
+        along = self._at_risk(axes, held)
+        if not along:
             return None
+        group_size = math.prod(sizes[i] for i in axes)
         scattered = any(dst[i].kind in SHARDED for i in axes)
         hazard = Hazard(
             axes=axes,

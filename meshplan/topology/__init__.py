@@ -9,22 +9,39 @@ from meshplan.topology._reading import Note as Note
 from meshplan.topology._reading import Reading as Reading
 
 if TYPE_CHECKING:
+    from meshplan.topology._cluster import Cluster as Cluster
     from meshplan.topology._links import Link as Link
     from meshplan.topology._links import Links as Links
+    from meshplan.topology._merge import cluster_of as cluster_of
     from meshplan.topology._model import LINK_CLASSES as LINK_CLASSES
     from meshplan.topology._model import LinkClass as LinkClass
     from meshplan.topology._model import Topology as Topology
+    from meshplan.topology._placing import Inputs as Inputs
 
 # Found when they are asked for: the model needs torch, reading files does not.
 _WHERE = {
+    "Cluster": "_cluster",
+    "Inputs": "_placing",
     "LINK_CLASSES": "_model",
     "Link": "_links",
     "LinkClass": "_model",
     "Links": "_links",
     "Topology": "_model",
+    "cluster_of": "_merge",
 }
 
-__all__ = ["LINK_CLASSES", "Link", "LinkClass", "Links", "Note", "Reading", "Topology"]
+__all__ = [
+    "LINK_CLASSES",
+    "Cluster",
+    "Inputs",
+    "Link",
+    "LinkClass",
+    "Links",
+    "Note",
+    "Reading",
+    "Topology",
+    "cluster_of",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,22 @@
+"""Lengths of the shards of a dim, as DTensor cuts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["chunk_sizes", "nested_chunk_sizes"]
+
+
+def chunk_sizes(size: int, chunks: int) -> list[int]:
+    """Lengths of the ``chunks`` parts of a dim of ``size`` that ``torch.chunk`` would make, with
+    the empty parts at the end that DTensor adds."""
+    width = -(-size // chunks)
+    return [max(0, min(width, size - i * width)) for i in range(chunks)]
+
+
+def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:
+    """As ``chunk_sizes``, where the dim is cut once per axis, outermost first."""
+    lengths = [size]
+    for axis in axes:
+        lengths = [part for length in lengths for part in chunk_sizes(length, axis)]
+    return lengths

@@ -1,0 +1,67 @@
+"""All rules on all jobs: one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from meshplan.lint._finding import SEVERITIES, Finding
+from meshplan.lint._fixes import fixes_of
+from meshplan.lint._flattening import flattening_findings
+from meshplan.lint._inputs import input_findings
+from meshplan.lint._jagged import Jagged
+from meshplan.lint._job import Job
+from meshplan.lint._placement import placement_findings
+from meshplan.topology import Cluster
+
+__all__ = ["findings_of", "in_order"]
+
+
+def findings_of(jobs: Sequence[Job], cluster_of: Callable[[int], Cluster]) -> Iterator[Finding]:
+    """What is found of each job on its cluster, and of what tells the cluster, once.
+
+    Args:
+        jobs: meshes and their use.
+        cluster_of: where the ranks of a job of so many ranks sit.
+    """
+    clusters: dict[int, Cluster] = {}
+    for job in jobs:
+        ranks = job.layout.highest_rank + 1
+        if ranks not in clusters:
+            clusters[ranks] = cluster_of(ranks)
+        yield from flattening_findings(job)
+        cluster = clusters[ranks]
+        if cluster.topology.known:
+            yield from _placed(job, cluster)
+    seen = set()
+    for cluster in clusters.values():
+        for finding in input_findings(cluster):
+            key = (finding.code, finding.message, finding.source)
+            if key not in seen:
+                seen.add(key)
+                yield finding
+
+
+def _placed(job: Job, cluster: Cluster) -> Iterator[Finding]:
+    fixes = None
+    for finding in Jagged(job, cluster.topology).findings():
+        if finding.code == "MP101":
+            fixes = fixes_of(job, cluster.topology) if fixes is None else fixes
+            finding = replace(finding, fixes=fixes)
+        yield finding
+    yield from placement_findings(job, cluster)
+
+
+def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Most severe first, then by place and code; what is equal stays in its order."""
+    return tuple(
+        sorted(
+            findings,
+            key=lambda f: (
+                -SEVERITIES.index(f.severity),
+                f.source.file,
+                f.source.line or 0,
+                f.code,
+            ),
+        )
+    )

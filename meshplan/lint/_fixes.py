@@ -1,0 +1,154 @@
+"""Ways out of a jagged layout. Each was tried: the linter finds nothing harmful after it.
+
+Cheapest first: what costs nothing while the job runs, then what changes the training set-up, then
+what leaves GPUs idle.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshplan.layout import Layout
+from meshplan.lint._finding import Fix
+from meshplan.lint._job import Job
+from meshplan.lint._orders import as_text, axis_orders, other_sizes, ranks_as_in
+from meshplan.lint._placement import spanning
+from meshplan.lint._reductions import gradient_axes
+from meshplan.lint._uniform import is_uniform
+from meshplan.topology import Topology
+
+__all__ = ["diff_of", "fixes_of"]
+
+_MOST_ORDERS = 24  # of reductions
+_MOST_SIZES = 2
+
+
+def fixes_of(job: Job, topology: Topology) -> tuple[Fix, ...]:
+    """What can be done about reductions that may make replicas of this job differ."""
+    return tuple(_all(job, topology))
+
+
+def diff_of(job: Job, layout: Layout) -> str:
+    """A unified diff of what the mesh is written in; empty where it cannot say that mesh."""
+    if job.rewrite is not None:
+        name, text = job.source.file, job.rewrite(layout)
+        if text is None:
+            return ""
+        before = job.rewrite(job.layout)
+        assert before is not None
+    elif job.source.option.startswith("--mesh"):
+        name, before = "--mesh", as_text(job.layout) + "\n"
+        text = as_text(layout) + "\n"
+    else:
+        return ""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), text.splitlines(keepends=True), name, name
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+
+
+def _all(job: Job, topology: Topology) -> Iterator[Fix]:
+    turned = _turned(job, topology)
+    if turned is not None:
+        yield Fix(
+            title=f"order the axes as --mesh {as_text(turned.layout)}",
+            cost="costs nothing; other axes share a domain then",
+            mesh=as_text(turned.layout),
+            diff=diff_of(job, turned.layout),
+        )
+    yield from _reduce_order(job, topology)
+    yield Fix(
+        title="call meshplan.install() in the training script",
+        cost="two lines, the layout stays; every reduction adds in one fixed order",
+    )
+    sizes = (_as(job, layout) for layout in other_sizes(job.layout, gradient_axes(job)))
+    clean = (s for s in sizes if _is_clean(s, topology) and _no_farther(job, s, topology))
+    for sized in itertools.islice(clean, _MOST_SIZES):
+        yield Fix(
+            title=f"choose other sizes: --mesh {as_text(sized.layout)}",
+            cost="memory and traffic of each rank change, the number of GPUs does not",
+            mesh=as_text(sized.layout),
+            diff=diff_of(job, sized.layout),
+        )
+    if turned is not None and not job.flattened and not job.reduce_order:
+        yield from _permutation(job, turned, topology)
+    yield from _left_out(job, topology)
+
+
+def _turned(job: Job, topology: Topology) -> Job | None:
+    for layout in axis_orders(job.layout):
+        other = _as(job, layout)
+        expressible = job.rewrite is None or job.rewrite(layout) is not None
+        if expressible and _is_clean(other, topology) and _no_farther(job, other, topology):
+            return other
+    return None
+
+
+def _reduce_order(job: Job, topology: Topology) -> Iterator[Fix]:
+    axes = gradient_axes(job)
+    if job.framework != "dtensor" or job.reduce_order or len(axes) < 2:
+        return
+    names = [job.layout.axes[i] for i in axes]
+    for order in itertools.islice(itertools.permutations(names), 1, _MOST_ORDERS):
+        if _is_clean(replace(job, reduce_order=order, rewrite=None), topology):
+            yield Fix(
+                title=f"reduce {', then '.join(order)} (--reduce-order {','.join(order)}), one "
+                "redistribution each",
+                cost=f"as many collectives as now; a reduction over {order[-1]} is safe by itself, "
+                "one over the others is not",
+            )
+            return
+
+
+def _permutation(job: Job, turned: Job, topology: Topology) -> Iterator[Fix]:
+    layout = ranks_as_in(job.layout, turned.layout)
+    if not _is_clean(_as(job, layout), topology):
+        return
+    sizes = ", ".join(map(str, turned.layout.sizes))
+    order = ", ".join(str(turned.layout.axes.index(axis)) for axis in layout.axes)
+    ranks = f"torch.arange({layout.world_size}).view({sizes}).permute({order})"
+    yield Fix(
+        title=f"keep the mesh and permute its ranks: DeviceMesh(device, {ranks})",
+        cost="never flatten such a mesh yourself: torch sorts the ranks (MP106)",
+    )
+
+
+def _left_out(job: Job, topology: Topology) -> Iterator[Fix]:
+    """Fewer ranks on each node, so that groups fall on them alike."""
+    size, world = topology.node_map, job.layout.world_size
+    if not isinstance(size, int) or world <= size or job.layout.ranks != range(world):
+        return
+    for used in range(size - 1, size // 2, -1):
+        if world % used == 0 and _is_clean(job, Topology.uniform(world, node_size=used)):
+            nodes = world // used
+            before = -(-world // size)
+            more = f"{nodes} nodes instead of {before}" if nodes > before else f"{nodes} nodes"
+            yield Fix(
+                title=f"use {used} of the {size} GPUs of each node",
+                cost=f"{more}, {nodes * size - world} of their GPUs idle",
+            )
+            return
+
+
+def _as(job: Job, layout: Layout) -> Job:
+    """The same job on another mesh; roles go with their axes."""
+    roles = dict(zip(job.layout.axes, job.roles, strict=True))
+    return replace(
+        job, layout=layout, roles=tuple(roles[axis] for axis in layout.axes), rewrite=None
+    )
+
+
+def _is_clean(job: Job, topology: Topology) -> bool:
+    return all(job.layout.ascends(axes) for axes in job.flattened) and is_uniform(job, topology)
+
+
+def _no_farther(job: Job, other: Job, topology: Topology) -> bool:
+    """Whether no model axis crosses domains that did not before."""
+    if topology.domains is None:
+        return True
+    roles = dict(zip(job.layout.axes, job.roles, strict=True))
+    added = spanning(other.layout, topology) - spanning(job.layout, topology)
+    return all(roles[axis] != "model" for axis in added)

@@ -1,0 +1,273 @@
+"""MP101 and MP102: groups that fall on nodes or domains in different ways, and what depends on it.
+
+The model of NCCL's order can show that siblings may disagree, never that they agree. Inside a node
+of several domains the model knows no order at all: there, siblings that fall on the domains in
+different ways may disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from meshplan.lint._finding import Finding
+from meshplan.lint._job import Job
+from meshplan.lint._reductions import Reductions, gradient_axes, reductions_of
+from meshplan.lint._uniform import islands_of
+from meshplan.planner import Algorithm, Hazard, Siblings, hazards, share_of
+from meshplan.topology import Topology
+
+__all__ = ["Jagged", "Judged"]
+
+_MOST_SIGNATURES = 6
+_MOST_RANKS = 8
+_MOST_CHARACTERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A reduction that may make replicas differ.
+
+    Attributes:
+        reductions: what it is part of.
+        hazard: what is known of it.
+        islands: whether only the domains inside the nodes tell siblings apart.
+    """
+
+    reductions: Reductions
+    hazard: Hazard
+    islands: bool = False
+
+
+class Jagged:
+    """One job on one topology, whose nodes are known; worked out when it is asked for."""
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self.job = job
+        self.topology = topology
+        self.layout = job.layout
+        self._groups: dict[tuple[int, ...], Siblings] = {}
+
+    @cached_property
+    def reductions(self) -> tuple[Reductions, ...]:
+        return reductions_of(self.job)
+
+    @cached_property
+    def harmful(self) -> tuple[Judged, ...]:
+        """Reductions that may make replicas differ: the first case of each set of axes."""
+        found: dict[tuple[int, ...], Judged] = {}
+        for reductions in self.reductions:
+            for hazard in hazards(reductions.problem, self.topology, steps=reductions.steps):
+                islands = hazard.verdict == "none" and self._islands_differ(hazard)
+                if hazard.verdict == "may differ" or islands:
+                    found.setdefault(hazard.axes, Judged(reductions, hazard, islands))
+        return tuple(found.values())
+
+    def findings(self) -> Iterator[Finding]:
+        """MP101 for what may make replicas differ, MP102 for what is jagged and does not."""
+        for judged in self.harmful:
+            yield self._error(judged)
+        harmful = {judged.hazard.axes for judged in self.harmful}
+        for judged in self.harmful:
+            order = self._safe_order(judged)
+            if order:
+                yield self._harmless_if(judged, order)
+        for axes in dict.fromkeys(step for r in self.reductions for step in r.steps):
+            if axes not in harmful and len(self._siblings(axes).signatures) > 1:
+                yield self._harmless(axes)
+
+    def _siblings(self, axes: tuple[int, ...]) -> Siblings:
+        if axes not in self._groups:
+            self._groups[axes] = Siblings(self.layout, axes, self.topology, sort_ranks=True)
+        return self._groups[axes]
+
+    @cached_property
+    def _islands(self) -> Topology | None:
+        return islands_of(self.topology)
+
+    def _islands_differ(self, hazard: Hazard) -> bool:
+        if self._islands is None:
+            return False
+        fine = Siblings(self.layout, hazard.axes, self._islands, sort_ranks=True)
+        along = [self.layout.axis_index(axis) for axis in hazard.along]
+        patterns = fine.pattern[fine.sets(along)]
+        return bool((patterns != patterns[:, :1]).any())
+
+    def _error(self, judged: Judged) -> Finding:
+        hazard = judged.hazard
+        where = "domains" if judged.islands else "nodes"
+        labels = _joined(hazard.labels)
+        signatures = self._signatures(hazard.axes, islands=judged.islands)
+        message = (
+            f"replicas may differ: {hazard.groups} groups of {hazard.group_size} ranks over "
+            f"{labels} fall on {where} in {len(signatures)} ways, and those along "
+            f"{_joined(hazard.along)} must agree"
+        )
+        details = [f"in {judged.reductions.what}", _counted(signatures, where)]
+        shown: list[dict[str, object]] = []
+        if judged.islands:
+            details.append("the same on nodes; the order inside a node of several domains is not")
+            details[-1] += " known"
+            simulated: dict[Algorithm, float] = {}
+        else:
+            for example in hazard.examples:
+                details.append(
+                    f"{hazard.algorithm}, ranks {_short_ranks(example.ranks)} "
+                    f"{_text(example.signature)}: {_short(example.expression)}"
+                )
+                shown.append(
+                    {
+                        "ranks": list(example.ranks),
+                        "signature": list(example.signature),
+                        "algorithm": hazard.algorithm,
+                        "order": example.expression,
+                    }
+                )
+            along = tuple(self.layout.axis_index(axis) for axis in hazard.along)
+            simulated = share_of(self.layout, hazard.axes, along, self.topology)
+            details.append(
+                "simulated, 1 channel, float32: "
+                + ", ".join(
+                    f"{name} {share:.0%} of elements differ" if share else f"{name} none differ"
+                    for name, share in simulated.items()
+                )
+            )
+        details.append(f"order unknown under {', '.join(hazard.unknown)}")
+        return Finding(
+            code="MP101",
+            severity="error",
+            message=message,
+            source=self.job.source,
+            subject=str(self.layout),
+            details=tuple(details),
+            data={
+                "axes": list(hazard.labels),
+                "along": list(hazard.along),
+                "groups": hazard.groups,
+                "group_size": hazard.group_size,
+                "siblings": hazard.siblings,
+                "signatures": [
+                    {
+                        "ranks_per_node" if not judged.islands else "ranks_per_domain": list(s),
+                        "groups": count,
+                    }
+                    for s, count in signatures[:1000]
+                ],
+                "orders": dict(hazard.classes),
+                "examples": shown,
+                "simulated_share": dict(simulated),
+            },
+        )
+
+    def _safe_order(self, judged: Judged) -> tuple[str, ...]:
+        """An order of the gradients' axes, this one first, in which nothing may differ."""
+        if self.job.framework != "dtensor" or self.job.reduce_order:
+            return ()
+        axes = gradient_axes(self.job)
+        mine = judged.hazard.axes
+        if len(axes) < 2 or not set(mine) <= set(axes):
+            return ()
+        gradients = self.reductions[0]
+        rest = [step for step in gradients.steps if step != mine]
+        if len(rest) == len(gradients.steps):
+            return ()
+        for order in (rest, rest[::-1]):
+            found = hazards(gradients.problem, self.topology, steps=(mine, *order))
+            if all(h.verdict == "none" and not self._islands_differ(h) for h in found):
+                return tuple(_joined(self._names(step)) for step in (mine, *order))
+        return ()
+
+    def _harmless_if(self, judged: Judged, order: tuple[str, ...]) -> Finding:
+        first = order[0]
+        return Finding(
+            code="MP102",
+            severity="info",
+            message=f"harmless if {first} is reduced first: {', then '.join(order)}; may differ if "
+            "it is reduced last, or by itself",
+            source=self.job.source,
+            subject=str(self.layout),
+            data={"axes": list(judged.hazard.labels), "order": list(order)},
+        )
+
+    def _harmless(self, axes: tuple[int, ...]) -> Finding:
+        signatures = self._signatures(axes)
+        size = math.prod(self.layout.sizes[i] for i in axes)
+        names = self._names(axes)
+        if size == 2:
+            why = "a sum of two does not depend on its order"
+        elif any(axes in r.steps and self._agrees(r, axes) for r in self.reductions):
+            why = "siblings add alike under ring and tree in the model"
+        elif all(self.job.roles[i] == "model" for i in axes):
+            why = "no two of the groups add the same activations"
+        else:
+            why = "no two groups that add the same values must agree"
+        return Finding(
+            code="MP102",
+            severity="info",
+            message=f"groups over {_joined(names)} fall on nodes in {len(signatures)} ways, which "
+            f"is harmless now: {why}",
+            source=self.job.source,
+            subject=str(self.layout),
+            details=(_counted(signatures, "nodes"),),
+            data={
+                "axes": list(names),
+                "signatures": [
+                    {"ranks_per_node": list(s), "groups": n} for s, n in signatures[:1000]
+                ],
+            },
+        )
+
+    def _agrees(self, reductions: Reductions, axes: tuple[int, ...]) -> bool:
+        found = hazards(reductions.problem, self.topology, steps=reductions.steps)
+        return any(hazard.axes == axes for hazard in found)
+
+    def _names(self, axes: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.layout.axes[i] for i in axes)
+
+    def _signatures(
+        self, axes: tuple[int, ...], islands: bool = False
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Signatures and how many groups have each, by first appearance."""
+        groups = self._siblings(axes)
+        if islands:
+            assert self._islands is not None
+            groups = Siblings(self.layout, axes, self._islands, sort_ranks=True)
+        counts: dict[tuple[int, ...], int] = {}
+        numbers = torch.bincount(groups.pattern, minlength=len(groups.signatures)).tolist()
+        for signature, count in zip(groups.signatures, numbers, strict=True):
+            counts[signature] = counts.get(signature, 0) + count
+        return list(counts.items())
+
+
+def _counted(signatures: Sequence[tuple[tuple[int, ...], int]], where: str) -> str:
+    shown = [
+        f"{_text(signature)} in {count} group{'s' if count > 1 else ''}"
+        for signature, count in signatures[:_MOST_SIGNATURES]
+    ]
+    rest = len(signatures) - len(shown)
+    more = f"; {rest} more" if rest else ""
+    return f"ranks on {where} one after the other: {'; '.join(shown)}{more}"
+
+
+def _text(signature: Sequence[int]) -> str:
+    return _short(f"({', '.join(map(str, signature))})")
+
+
+def _short_ranks(ranks: Sequence[int]) -> str:
+    dots = ", ..." if len(ranks) > _MOST_RANKS else ""
+    return ", ".join(map(str, ranks[:_MOST_RANKS])) + dots
+
+
+def _short(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2 - 3
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

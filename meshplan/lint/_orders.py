@@ -1,0 +1,91 @@
+"""Meshes near a given one: other orders of its axes, other sizes, other ranks at its coordinates.
+
+How many are tried depends on the mesh alone, so that the same mesh gives the same advice on every
+machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from meshplan.layout import Layout
+
+__all__ = ["as_text", "axis_orders", "other_sizes", "ranks_as_in"]
+
+# Ranks looked at in all the meshes that are tried; and meshes, whatever their size.
+_RANKS = 4_000_000
+_FEWEST, _MOST = 6, 150
+
+
+def as_text(layout: Layout) -> str:
+    """``ddp=8,fsdp=5``."""
+    return ",".join(f"{a}={s}" for a, s in zip(layout.axes, layout.sizes, strict=True))
+
+
+def axis_orders(layout: Layout) -> Iterator[Layout]:
+    """The other orders of the axes, those that move the fewest first; axes of size 1 stay.
+
+    None for ranks that are not consecutive: that they are is what an order of axes stands for.
+    """
+    if not isinstance(layout.ranks, range):
+        return
+    wide = [i for i, size in enumerate(layout.sizes) if size > 1]
+    orders = itertools.islice(itertools.permutations(wide), 1, 5040)
+    for order in itertools.islice(sorted(orders, key=_moved), _budget(layout)):
+        places = dict(zip(wide, order, strict=True))
+        positions = [places.get(i, i) for i in range(len(layout.sizes))]
+        yield Layout(
+            tuple(layout.sizes[i] for i in positions),
+            tuple(layout.axes[i] for i in positions),
+            layout.ranks,
+        )
+
+
+def other_sizes(layout: Layout, axes: Sequence[int]) -> Iterator[Layout]:
+    """Other sizes of ``axes`` with the same product, nearest first."""
+    if not isinstance(layout.ranks, range) or len(axes) < 2:
+        return
+    now = [layout.sizes[i] for i in axes]
+    found = [sizes for sizes in _factors(math.prod(now), len(axes)) if list(sizes) != now]
+
+    def distance(sizes: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        # Rounded: equal ratios are equally far, whatever the last bit of a logarithm.
+        ratios = sum(abs(math.log2(a / b)) for a, b in zip(sizes, now, strict=True))
+        gone = sum(a == 1 and b > 1 for a, b in zip(sizes, now, strict=True))
+        return gone, round(ratios, 6), sizes  # type: ignore[return-value]
+
+    for sizes in sorted(found, key=distance)[: _budget(layout)]:
+        new = dict(zip(axes, sizes, strict=True))
+        yield Layout(
+            tuple(new.get(i, size) for i, size in enumerate(layout.sizes)),
+            layout.names,
+            layout.ranks,
+        )
+
+
+def ranks_as_in(layout: Layout, other: Layout) -> Layout:
+    """The mesh ``layout`` with the ranks where ``other``, another order of its axes, has them."""
+    where = [other.axes.index(axis) for axis in layout.axes]
+    ranks: list[int] = other.grid.permute(where).flatten().tolist()
+    return Layout(layout.sizes, layout.names, tuple(ranks))
+
+
+def _budget(layout: Layout) -> int:
+    return min(max(_RANKS // layout.world_size, _FEWEST), _MOST)
+
+
+def _moved(order: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """Pairs of axes that change places."""
+    return sum(a > b for a, b in itertools.combinations(order, 2)), order
+
+
+def _factors(product: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (product,)
+        return
+    low = [n for n in range(1, math.isqrt(product) + 1) if product % n == 0]
+    for size in sorted({*low, *(product // n for n in low)}):
+        for rest in _factors(product // size, count - 1):
+            yield (size, *rest)

@@ -1,0 +1,149 @@
+"""The reductions that a job runs, as far as its mesh and its framework tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshplan.lint._job import Job
+from meshplan.planner import Problem
+
+__all__ = ["Reductions", "gradient_axes", "reductions_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """One redistribution and the reductions that it is made of.
+
+    Attributes:
+        what: in words, e.g. ``gradients: ddp, then fsdp``.
+        problem: from partial values to what the job keeps of them.
+        steps: axis positions of each reduction, in the order in which they run.
+    """
+
+    what: str
+    problem: Problem
+    steps: tuple[tuple[int, ...], ...]
+
+
+def gradient_axes(job: Job) -> tuple[int, ...]:
+    """Positions of the axes along which gradients are summed, without axes of size 1."""
+    return _axes(job, "replicate", "shard")
+
+
+def reductions_of(job: Job) -> tuple[Reductions, ...]:
+    """What is judged of a job.
+
+    Gradients are summed along replicate and shard axes. Along model axes small parameters (norms,
+    biases) and their gradients are replicas. Along axes that are apart there are other parameters.
+    The gradient norm is summed along all axes that cut parameters, and scales the gradients of all
+    replicas. Activations are summed along model axes; along all others they are of other samples.
+
+    Under ``dtensor`` every single axis is also reduced by itself, with replicas along the others:
+    that is what a gradient norm, a loss or a second redistribution does. Not so if a job says in
+    which order it reduces.
+
+    Sources: torch's DTensor reduces from the outermost axis inward (torch 2.11 to 2.15,
+    distributed/tensor/_redistribute.py), and merges axes only where the job flattened them; FSDP2
+    reduce-scatters along the shard axes and then all-reduces along the replicate axis.
+    """
+    found = []
+    if gradient_axes(job):
+        found.append(_gradients(job))
+        if job.framework == "dtensor" and not job.reduce_order and len(found[0].steps) > 1:
+            found += [_alone(job, axes) for axes in found[0].steps]
+        if job.framework == "fsdp2":
+            found.append(_loss(job))
+    found += _norm(job)
+    found += [_activations(job, axis) for axis in _axes(job, "model")]
+    return tuple(found)
+
+
+def _gradients(job: Job) -> Reductions:
+    axes = gradient_axes(job)
+    shards = _axes(job, "shard") if job.framework == "fsdp2" else ()
+    if job.framework == "ddp":
+        steps = [axes]
+    elif job.framework == "fsdp2":
+        steps = [step for step in (shards, tuple(i for i in axes if i not in shards)) if step]
+    else:
+        steps = _merged(job, _ordered(job, axes))
+    what = f"gradients: {', then '.join(_named(job, step) for step in steps)}"
+    return Reductions(what, _problem(job, axes, cut=shards), tuple(steps))
+
+
+def _alone(job: Job, axes: tuple[int, ...]) -> Reductions:
+    problem = _problem(job, axes)
+    return Reductions(f"a reduction over {_named(job, axes)} alone", problem, (axes,))
+
+
+def _loss(job: Job) -> Reductions:
+    axes = gradient_axes(job)
+    return Reductions(f"the loss: {_named(job, axes)}", _problem(job, axes), (axes,))
+
+
+def _norm(job: Job) -> list[Reductions]:
+    """The gradient norm, over the axes along which parameters are cut. Every rank scales by it."""
+    shards = _axes(job, "shard") if job.framework == "fsdp2" else ()
+    steps = [step for step in (shards, *((i,) for i in _axes(job, "model"))) if step]
+    if not steps:
+        return []
+    what = f"the gradient norm: {', then '.join(_named(job, step) for step in steps)}"
+    return [Reductions(what, _problem(job, [i for s in steps for i in s]), tuple(steps))]
+
+
+def _activations(job: Job, axis: int) -> Reductions:
+    src = ["R" if role == "model" else "S(0)" for role in job.roles]
+    dst = list(src)
+    src[axis] = "P"
+    problem = Problem.of(job.layout, src, dst)
+    return Reductions(f"activations: {_named(job, (axis,))}", problem, ((axis,),))
+
+
+def _problem(job: Job, axes: Sequence[int], cut: Sequence[int] = ()) -> Problem:
+    src = ["S(0)" if role == "apart" else "R" for role in job.roles]
+    dst = list(src)
+    for axis in axes:
+        src[axis] = "P"
+        dst[axis] = "S(0)" if axis in cut else "R"
+    return Problem.of(job.layout, src, dst)
+
+
+def _ordered(job: Job, axes: Sequence[int]) -> list[int]:
+    if not job.reduce_order:
+        return list(axes)
+    named = [job.layout.axis_index(axis) for axis in job.reduce_order]
+    first = [axis for axis in dict.fromkeys(named) if axis in axes]
+    return first + [axis for axis in axes if axis not in first]
+
+
+def _merged(job: Job, order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Axes that the job flattened and that are reduced one after the other are one step."""
+    layout = job.layout
+    meshes = [frozenset(layout.axis_indices(axes)) for axes in job.flattened]
+    steps: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(order):
+        width = next(
+            (
+                n
+                for n in range(len(order) - at, 1, -1)
+                if any(
+                    {i for i in mesh if layout.sizes[i] > 1} == set(order[at : at + n])
+                    for mesh in meshes
+                )
+            ),
+            1,
+        )
+        steps.append(tuple(sorted(order[at : at + width])))
+        at += width
+    return steps
+
+
+def _axes(job: Job, *roles: str) -> tuple[int, ...]:
+    return tuple(i for i, role in enumerate(job.roles) if role in roles and job.layout.sizes[i] > 1)
+
+
+def _named(job: Job, axes: Sequence[int]) -> str:
+    names = [job.layout.axes[i] for i in axes]
+    return names[0] if len(names) == 1 else f"({', '.join(names)}) as one"

@@ -1,0 +1,77 @@
+"""Whether a mesh falls on its nodes and domains so evenly that no order of additions matters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from meshplan.layout import Layout
+from meshplan.lint._job import Job
+from meshplan.lint._reductions import Reductions, reductions_of
+from meshplan.planner import Problem, are_uniform
+from meshplan.topology import Topology
+
+__all__ = ["is_uniform", "islands_of"]
+
+_SMALL = 1 << 14  # ranks
+
+
+def is_uniform(job: Job, topology: Topology) -> bool:
+    """Whether all groups of this job that must agree fall alike on nodes, and on domains in them.
+
+    Stricter than what a finding asks for: advice should not rest on two orders of additions that
+    happen to give the same bits.
+    """
+    topologies = [topology, islands_of(topology)]
+    found = [(r, t) for r in reductions_of(job) for t in topologies if t is not None]
+    return not any(_part_differs(r, t) for r, t in found) and all(
+        are_uniform(r.problem, t, steps=r.steps) for r, t in found
+    )
+
+
+def islands_of(topology: Topology) -> Topology | None:
+    """Domains as if they were nodes; ``None`` unless some node has several of them."""
+    domains, nodes = topology.domains, topology.nodes
+    if domains is None or nodes is None or topology.node_map == topology.domain_map:
+        return None
+    if isinstance(topology.node_map, int) and isinstance(topology.domain_map, int):
+        per_node, left = divmod(topology.node_map, topology.domain_map)
+        if not left and per_node > 1:
+            return Topology.uniform(topology.world_size, node_size=topology.domain_map)
+    found, number = torch.unique(torch.stack([nodes, domains]), dim=1, return_inverse=True)
+    if found.shape[1] == len(torch.unique(nodes)):
+        return None
+    return Topology.of(number.tolist())
+
+
+def _part_differs(reductions: Reductions, topology: Topology) -> bool:
+    """Whether a small part of a large mesh shows already that groups do not fall alike.
+
+    A group starts as its part does: parts that differ are of groups that differ. That takes ranks
+    that ascend, so that a part of a group holds the lowest ranks of it.
+    """
+    layout = reductions.problem.layout
+    if layout.world_size <= _SMALL or not isinstance(layout.ranks, range):
+        return False
+    for whole in range(len(layout.sizes)):
+        part = _part(layout, whole)
+        problem = reductions.problem
+        small = Problem(part, problem.src, problem.dst)
+        if not are_uniform(small, topology, steps=reductions.steps):
+            return True
+    return False
+
+
+def _part(layout: Layout, whole: int) -> Layout:
+    """The first coordinates of each axis, as many as possible of the axis ``whole``."""
+    sizes = [1] * len(layout.sizes)
+    sizes[whole] = min(layout.sizes[whole], _SMALL)
+    grown = True
+    while grown:
+        grown = False
+        for i, size in enumerate(layout.sizes):
+            if sizes[i] < size and math.prod(sizes) * 2 <= _SMALL:
+                sizes[i], grown = min(sizes[i] * 2, size), True
+    ranks: list[int] = layout.grid[tuple(slice(size) for size in sizes)].flatten().tolist()
+    return Layout(tuple(sizes), layout.names, tuple(ranks))
