@@ -1,0 +1,48 @@
+"""A report as text for people or for programs: one module for each format.
+
+What a report says comes from files and from the command line, and may be anything: line breaks,
+control characters, halves of surrogate pairs. Each format escapes what would break it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import Report
+from meshplan.lint._reporters import concise, github, json, junit, sarif, text
+from meshplan.lint._reporters.text import wants_color
+
+__all__ = ["FORMATS", "render", "wants_color"]
+
+_PLAIN: Mapping[str, Callable[[Report], str]] = {
+    "concise": concise.render,
+    "json": json.render,
+    "sarif": sarif.render,
+    "github": github.render,
+    "junit": junit.render,
+}
+FORMATS: tuple[str, ...] = ("text", *_PLAIN)
+
+
+def render(report: Report, output_format: str, *, color: bool = False) -> str:
+    """A report in one of ``FORMATS``: nothing, or lines that all end in a newline.
+
+    Args:
+        report: what was found.
+        output_format: ``text``: all there is, for people. ``concise``: one line for each finding.
+            ``json``: all there is. ``sarif``: SARIF 2.1.0. ``github``: workflow commands, which
+            GitHub Actions shows as annotations. ``junit``: XML for servers that show tests.
+            Scripts may rely on ``json``, ``sarif`` and ``junit``; the others may change.
+        color: ``text`` only: colours of a terminal, if ``rich`` is installed.
+
+    Raises:
+        PolicyError: there is no such format.
+    """
+    if output_format == "text":
+        return text.render(report, color=color)
+    if output_format not in _PLAIN:
+        raise PolicyError(
+            f"no output format {output_format[:40]!a}; write one of {', '.join(FORMATS)}"
+        )
+    return _PLAIN[output_format](report)

@@ -1,0 +1,88 @@
+"""All there is to say, for people: each finding with its details and fixes, then a summary."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TextIO
+
+from meshplan.lint._finding import Finding, Fix, Report
+from meshplan.lint._reporters._words import counts, fix_line, lines_of, one_line, where
+
+__all__ = ["render", "wants_color"]
+
+# A line is made of pieces: a text, and a style of rich's, which may be empty.
+_Line = list[tuple[str, str]]
+_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
+_DIFF_STYLES = {"+": "green", "-": "red"}
+
+
+def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether a report written to ``stream`` should have colours.
+
+    On a terminal, if ``rich`` is installed, and unless ``NO_COLOR`` is set to something
+    (https://no-color.org).
+    """
+    return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
+
+
+def render(report: Report, *, color: bool = False) -> str:
+    """The report; ``color`` has no effect where ``rich`` is not installed."""
+    lines = list(_lines(report))
+    if color and find_spec("rich") is not None:
+        return _colored(lines)
+    return "".join("".join(text for text, _ in line) + "\n" for line in lines)
+
+
+def _lines(report: Report) -> Iterator[_Line]:
+    for finding in report.findings:
+        yield from _finding(finding)
+        yield []
+    for judged in report.judged:
+        yield [("judged ", "dim"), (one_line(judged), "")]
+    summary: _Line = [(counts(report), "bold")]
+    codes = sorted({one_line(finding.code) for finding in report.findings})
+    if codes:
+        summary.append((f"; meshplan rule {' '.join(codes)} explains", ""))
+    yield summary
+
+
+def _finding(finding: Finding) -> Iterator[_Line]:
+    style = _STYLES[finding.severity]
+    head = f"{finding.severity} {one_line(finding.code)}"
+    yield [(head, style), (f": {one_line(finding.message)}", "bold")]
+    subject = f": {one_line(finding.subject)}" if finding.subject else ""
+    yield [("  at ", ""), (where(finding.source), "cyan"), (subject, "")]
+    for detail in finding.details:
+        for line in lines_of(detail):
+            yield _indented(line, "")
+    for rank, fix in enumerate(finding.fixes, 1):
+        yield from _fix(fix, f"fix {rank}" if len(finding.fixes) > 1 else "fix")
+
+
+def _fix(fix: Fix, head: str) -> Iterator[_Line]:
+    yield [(f"  {head}: ", "bold green"), (fix_line(fix), "")]
+    if fix.mesh and fix.mesh not in fix.title:
+        yield [(f"    mesh {one_line(fix.mesh)}", "")]
+    if fix.diff:
+        for line in lines_of(fix.diff.rstrip("\n")):
+            yield _indented(line, _DIFF_STYLES.get(line[:1], ""))
+
+
+def _indented(line: str, style: str) -> _Line:
+    return [(f"    {line}", style)] if line else []
+
+
+def _colored(lines: list[_Line]) -> str:
+    # By name: the type checker must not need a package that is optional.
+    console = import_module("rich.console").Console
+    text = import_module("rich.text").Text
+    out = io.StringIO()
+    terminal = console(
+        file=out, force_terminal=True, color_system="standard", no_color=False, highlight=False
+    )
+    for line in lines:
+        terminal.print(text.assemble(*line), soft_wrap=True)
+    return out.getvalue()

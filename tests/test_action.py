@@ -1,0 +1,122 @@
+"""The action for GitHub and the hook for pre-commit: well-formed, and safe with any input."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshplan.lint._reporters import FORMATS
+
+ROOT = Path(__file__).parents[1]
+ACTION = (ROOT / "action.yml").read_text(encoding="utf-8")
+HOOKS = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
+INPUT = re.compile(r"\$\{\{\s*inputs\.([\w-]+)\s*\}\}")
+
+
+def load(text: str) -> Any:
+    return pytest.importorskip("yaml").safe_load(text)
+
+
+def script_of(step: str) -> str:
+    return next(one["run"] for one in load(ACTION)["runs"]["steps"] if one["name"] == step)
+
+
+def lint(tmp_path: Path, **inputs: str) -> tuple[int, list[str]]:
+    """What the action's last step calls ``meshplan`` with, and its exit status."""
+    folder = tmp_path / "meshplan" / "bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meshplan").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 1\n')
+    (folder / "meshplan").chmod(0o755)
+    given = {"args": "", "output-format": "github", "output-file": "", **inputs}
+    step = next(one for one in load(ACTION)["runs"]["steps"] if one["name"] == "meshplan lint")
+    environment = {key: INPUT.sub(lambda m: given[m[1]], text) for key, text in step["env"].items()}
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        env={**os.environ, **environment, "RUNNER_TEMP": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_the_action() -> None:
+    action = load(ACTION)
+    assert list(action) == ["name", "description", "inputs", "runs"]
+    assert action["runs"]["using"] == "composite"
+    for name, one in action["inputs"].items():
+        assert one["description"].endswith("."), name
+        assert one.get("required") or "default" in one, name
+    assert action["inputs"]["output-format"]["default"] in FORMATS
+    for step in action["runs"]["steps"]:
+        assert step["shell"] == "bash"
+        # Expressions are replaced before the shell reads the script: there they could run code.
+        assert "${{" not in step["run"]
+
+
+def test_every_input_is_used() -> None:
+    assert set(INPUT.findall(ACTION)) == set(load(ACTION)["inputs"])
+
+
+def test_formats_that_are_named_exist() -> None:
+    told = load(ACTION)["inputs"]["output-format"]["description"]
+    assert set(re.findall(r"[a-z]+", told)) - {"annotations", "or"} == set(FORMATS)
+
+
+def test_what_is_called(tmp_path: Path) -> None:
+    (tmp_path / "a b.toml").touch()
+    (tmp_path / "c.toml").touch()
+    assert lint(tmp_path, args="c.toml --domain-size 8") == (
+        1,
+        ["lint", "--output-format", "github", "c.toml", "--domain-size", "8"],
+    )
+    assert lint(tmp_path, args="*.toml")[1][3:] == ["a b.toml", "c.toml"]
+    assert lint(tmp_path)[1] == ["lint", "--output-format", "github"]
+    found = lint(tmp_path, args="c.toml", **{"output-format": "sarif", "output-file": "a b.sarif"})
+    assert found[1][1:] == ["--output-format", "sarif", "c.toml", "--output-file", "a b.sarif"]
+
+
+def test_no_input_is_run_as_code(tmp_path: Path) -> None:
+    code = 'x; touch 1 $(touch 2) `touch 3` "; touch 4'
+    lint(tmp_path, args=code, **{"output-format": code, "output-file": code})
+    assert {path.name for path in tmp_path.iterdir()} == {"meshplan"}
+
+
+def test_scripts_are_bash() -> None:
+    for step in ("install meshplan", "meshplan lint"):
+        done = subprocess.run(
+            ["bash", "-n", "-c", script_of(step)], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_hook() -> None:
+    (hook,) = load(HOOKS)
+    assert hook["id"] == "meshplan-lint"
+    assert hook["entry"] == "meshplan lint"
+    assert hook["language"] == "python"
+    # Names of files are passed unless that is switched off.
+    assert "pass_filenames" not in hook
+    assert set(hook) <= {
+        "id",
+        "name",
+        "description",
+        "entry",
+        "language",
+        "types_or",
+        "require_serial",
+    }
+
+
+def test_no_tabs_and_no_anchors() -> None:
+    """What readers of YAML understand differently."""
+    for text in (ACTION, HOOKS):
+        assert "\t" not in text
+        assert not re.search(r"^\s*[\w-]+: [&*]", text, re.M)

@@ -1,0 +1,453 @@
+"""Reports as text, concise lines, JSON, workflow commands and JUnit."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import unicodedata
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+
+import meshplan
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import Finding, Report, Source
+from meshplan.lint._reporters import FORMATS, render, wants_color
+from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
+
+
+class TestReporters(TestCase):
+    def test_text(self) -> None:
+        self.assertExpectedInline(
+            render(PLAIN, "text"),
+            """\
+error MP101: 5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ
+  at configs/mesh.toml:3: (ddp=8, fsdp=5, tp=1)
+    ranks per node: {0-7} {8-15}
+      (2, 2, 1)
+    tree: ((0+5)+35)
+  fix 1: write ddp=5,fsdp=8 (no GPU is left out)
+    --- configs/mesh.toml
+    +++ configs/mesh.toml
+    -ddp = 8
+    +ddp = 5
+  fix 2: call meshplan.install() (one line)
+    mesh ddp=8,fsdp=5,tp=1
+
+warning MP203: 4 GPUs as in one tray of a rack
+  at standard input:1
+
+info MP102: groups of fsdp lie on nodes in 2 ways
+  at --mesh ddp=4,fsdp=12
+  fix: leave it
+
+judged (ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8
+1 error, 1 warning, 1 info; 2 ignored by comments; meshplan rule MP101 MP102 MP203 explains
+""",
+        )
+
+    def test_text_of_nothing(self) -> None:
+        self.assertExpectedInline(
+            render(EMPTY, "text"),
+            """\
+judged (dp=8): 1 node of 8
+no findings
+""",
+        )
+
+    def test_hostile_text(self) -> None:
+        self.assertExpectedInline(
+            render(HOSTILE, "text"),
+            """\
+error MP101: a\\r\\n::error::b %0A <b>&"' ]]> {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe
+  at ./d,r:/e\\udcffg \\n<&>.toml:1: \\x9b\\u2028
+    a	::stop-commands::x\\r
+
+  fix: a\\nb (\\x07)
+    \\x1b
+    +\\u202e
+
+warning MP\\n1: m
+  at meshplan
+
+judged \\x1b]0;title\\x07\\nnext
+1 error, 1 warning; meshplan rule MP101 MP\\n1 explains
+""",
+        )
+
+    def test_concise(self) -> None:
+        self.assertExpectedInline(
+            render(PLAIN, "concise"),
+            """\
+configs/mesh.toml:3: error MP101 5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ
+standard input:1: warning MP203 4 GPUs as in one tray of a rack
+--mesh ddp=4,fsdp=12: info MP102 groups of fsdp lie on nodes in 2 ways
+""",
+        )
+        self.assertExpectedInline(
+            render(HOSTILE, "concise"),
+            """\
+./d,r:/e\\udcffg \\n<&>.toml:1: error MP101 a\\r\\n::error::b %0A <b>&"' ]]> {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe
+meshplan: warning MP\\n1 m
+""",
+        )
+
+    def test_json(self) -> None:
+        self.assertExpectedInline(
+            render(PLAIN, "json"),
+            """\
+{
+  "findings": [
+    {
+      "code": "MP101",
+      "severity": "error",
+      "message": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ",
+      "file": "configs/mesh.toml",
+      "line": 3,
+      "option": "",
+      "subject": "(ddp=8, fsdp=5, tp=1)",
+      "details": [
+        "ranks per node: {0-7} {8-15}\\n  (2, 2, 1)",
+        "tree: ((0+5)+35)"
+      ],
+      "fixes": [
+        {
+          "title": "write ddp=5,fsdp=8",
+          "cost": "no GPU is left out",
+          "mesh": "ddp=5,fsdp=8",
+          "diff": "--- configs/mesh.toml\\n+++ configs/mesh.toml\\n-ddp = 8\\n+ddp = 5\\n"
+        },
+        {
+          "title": "call meshplan.install()",
+          "cost": "one line",
+          "mesh": "ddp=8,fsdp=5,tp=1",
+          "diff": ""
+        }
+      ],
+      "data": {
+        "axis": "ddp",
+        "signatures": [
+          [
+            2,
+            2,
+            1
+          ],
+          [
+            2,
+            1,
+            2
+          ]
+        ],
+        "share": 0.25
+      }
+    },
+    {
+      "code": "MP203",
+      "severity": "warning",
+      "message": "4 GPUs as in one tray of a rack",
+      "file": "-",
+      "line": 1,
+      "option": "",
+      "subject": "",
+      "details": [],
+      "fixes": [],
+      "data": {}
+    },
+    {
+      "code": "MP102",
+      "severity": "info",
+      "message": "groups of fsdp lie on nodes in 2 ways",
+      "file": "",
+      "line": null,
+      "option": "--mesh ddp=4,fsdp=12",
+      "subject": "",
+      "details": [],
+      "fixes": [
+        {
+          "title": "leave it",
+          "cost": "",
+          "mesh": "",
+          "diff": ""
+        }
+      ],
+      "data": {}
+    }
+  ],
+  "judged": [
+    "(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8"
+  ],
+  "ignored": 2,
+  "version": "0.1.0"
+}
+""",
+        )
+
+    def test_hostile_json(self) -> None:
+        self.assertExpectedInline(
+            render(HOSTILE, "json"),
+            """\
+{
+  "findings": [
+    {
+      "code": "MP101",
+      "severity": "error",
+      "message": "a\\r\\n::error::b %0A <b>&\\"' ]]> {0} [x](http://y) \\u001b[31m\\u0000\\u202e\\\\udcff\\ufffe",
+      "file": "./d,r:/e\\\\udcffg \\n<&>.toml",
+      "line": 1,
+      "option": "",
+      "subject": "\\u009b\\u2028",
+      "details": [
+        "a\\t::stop-commands::x\\r",
+        ""
+      ],
+      "fixes": [
+        {
+          "title": "a\\nb",
+          "cost": "\\u0007",
+          "mesh": "\\n",
+          "diff": "\\u001b\\n+\\u202e"
+        }
+      ],
+      "data": {
+        "\\\\udcff": "nan",
+        "set": [
+          1,
+          2
+        ],
+        "far": "inf",
+        "other": ""
+      }
+    },
+    {
+      "code": "MP\\n1",
+      "severity": "warning",
+      "message": "m",
+      "file": "",
+      "line": null,
+      "option": "",
+      "subject": "",
+      "details": [],
+      "fixes": [],
+      "data": {}
+    }
+  ],
+  "judged": [
+    "\\u001b]0;title\\u0007\\nnext"
+  ],
+  "ignored": 0,
+  "version": "0.1.0"
+}
+""",
+        )
+
+    def test_github(self) -> None:
+        self.assertExpectedInline(
+            render(PLAIN, "github"),
+            """\
+::error file=configs/mesh.toml,line=3,title=MP101::5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ%0A(ddp=8, fsdp=5, tp=1)%0Aranks per node: {0-7} {8-15}%0A  (2, 2, 1)%0Atree: ((0+5)+35)%0AFix: write ddp=5,fsdp=8 (no GPU is left out)%0AFix: call meshplan.install() (one line)
+::warning title=MP203::standard input:1: 4 GPUs as in one tray of a rack
+::notice title=MP102::--mesh ddp=4,fsdp=12: groups of fsdp lie on nodes in 2 ways%0AFix: leave it
+""",
+        )
+        self.assertExpectedInline(
+            render(HOSTILE, "github"),
+            """\
+::error file=d%2Cr%3A/e\\udcffg \\n<&>.toml,line=1,title=MP101::a\\r\\n::error::b %250A <b>&"' ]]> {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe%0A\\x9b\\u2028%0Aa	::stop-commands::x\\r%0A%0AFix: a\\nb (\\x07)
+::warning title=MP\\n1::meshplan: m
+""",
+        )
+
+    def test_junit(self) -> None:
+        self.assertExpectedInline(
+            render(PLAIN, "junit"),
+            """\
+<?xml version="1.0" encoding="UTF-8"?>
+<testsuites name="meshplan" tests="3" failures="2" errors="0">
+  <testsuite name="meshplan" tests="3" failures="2" errors="0">
+    <testcase name="MP101 (ddp=8, fsdp=5, tp=1)" classname="configs/mesh.toml:3" file="configs/mesh.toml" line="3">
+      <failure type="error" message="5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ">5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ
+(ddp=8, fsdp=5, tp=1)
+ranks per node: {0-7} {8-15}
+  (2, 2, 1)
+tree: ((0+5)+35)
+Fix: write ddp=5,fsdp=8 (no GPU is left out)
+Fix: call meshplan.install() (one line)</failure>
+    </testcase>
+    <testcase name="MP203" classname="standard input:1">
+      <failure type="warning" message="4 GPUs as in one tray of a rack">4 GPUs as in one tray of a rack</failure>
+    </testcase>
+    <testcase name="MP102" classname="--mesh ddp=4,fsdp=12">
+      <system-out>groups of fsdp lie on nodes in 2 ways
+Fix: leave it</system-out>
+    </testcase>
+  </testsuite>
+</testsuites>
+""",
+        )
+
+    def test_junit_of_nothing(self) -> None:
+        self.assertExpectedInline(
+            render(EMPTY, "junit"),
+            """\
+<?xml version="1.0" encoding="UTF-8"?>
+<testsuites name="meshplan" tests="1" failures="0" errors="0">
+  <testsuite name="meshplan" tests="1" failures="0" errors="0">
+    <testcase name="(dp=8): 1 node of 8" classname="meshplan"/>
+  </testsuite>
+</testsuites>
+""",
+        )
+
+    def test_hostile_junit(self) -> None:
+        self.assertExpectedInline(
+            render(HOSTILE, "junit"),
+            """\
+<?xml version="1.0" encoding="UTF-8"?>
+<testsuites name="meshplan" tests="2" failures="2" errors="0">
+  <testsuite name="meshplan" tests="2" failures="2" errors="0">
+    <testcase name="MP101 \\x9b\\u2028" classname="./d,r:/e\\udcffg \\n&lt;&amp;&gt;.toml:1" file="./d,r:/e\\udcffg \\n&lt;&amp;&gt;.toml" line="1">
+      <failure type="error" message="a\\r\\n::error::b %0A &lt;b&gt;&amp;&quot;' ]]&gt; {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe">a\\r
+::error::b %0A &lt;b&gt;&amp;"' ]]&gt; {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe
+\\x9b\\u2028
+a	::stop-commands::x\\r
+
+Fix: a\\nb (\\x07)</failure>
+    </testcase>
+    <testcase name="MP\\n1" classname="meshplan">
+      <failure type="warning" message="m">m</failure>
+    </testcase>
+  </testsuite>
+</testsuites>
+""",
+        )
+
+    def test_an_unknown_format(self) -> None:
+        with pytest.raises(PolicyError) as caught:
+            render(EMPTY, "xml\n")
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP402: no output format 'xml\\n'; write one of text, concise, json, sarif, github, junit""",
+        )
+
+
+def test_formats() -> None:
+    assert FORMATS == ("text", "concise", "json", "sarif", "github", "junit")
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+@given(report=REPORTS)
+def test_any_report(report: Report, output_format: str) -> None:
+    """Can be written as UTF-8, has no character that a terminal obeys, and ends its last line."""
+    found = render(report, output_format)
+    found.encode("utf-8")
+    assert not found or found.endswith("\n")
+    assert {c for c in found if unicodedata.category(c) in ("Cc", "Zl", "Zp")} <= {"\n", "\t"}
+    assert not set(found) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    assert found == render(report, output_format)
+
+
+@given(REPORTS)
+def test_concise_is_one_line_for_each_finding(report: Report) -> None:
+    lines = render(report, "concise").split("\n")[:-1]
+    assert len(lines) == len(report.findings)
+    for line, finding in zip(lines, report.findings, strict=True):
+        assert f": {finding.severity} " in line
+
+
+@given(REPORTS)
+def test_json_says_it_all(report: Report) -> None:
+    def refuse(number: str) -> None:
+        raise AssertionError(number)
+
+    found = json.loads(render(report, "json"), parse_constant=refuse)
+    assert list(found) == ["findings", "judged", "ignored", "version"]
+    assert found["version"] == meshplan.__version__
+    assert (found["ignored"], len(found["judged"])) == (report.ignored, len(report.judged))
+    for entry, finding in zip(found["findings"], report.findings, strict=True):
+        assert (entry["severity"], entry["line"]) == (finding.severity, finding.source.line)
+        assert len(entry["fixes"]) == len(finding.fixes)
+        if not re.search("[\ud800-\udfff]", finding.message):
+            assert entry["message"] == finding.message
+
+
+@given(REPORTS)
+def test_github_is_one_command_for_each_finding(report: Report) -> None:
+    lines = render(report, "github").split("\n")[:-1]
+    assert len(lines) == len(report.findings)
+    for line in lines:
+        command = re.fullmatch(r"::(error|warning|notice) ([^:]*)::(.*)", line)
+        assert command is not None, line
+        keys = [part.partition("=")[0] for part in command[2].split(",")]
+        assert keys in (["title"], ["file", "title"], ["file", "line", "title"])
+        assert re.sub(r"%(25|0A|3A|2C)", "", command[2] + command[3]).count("%") == 0
+
+
+@given(REPORTS)
+def test_junit_counts(report: Report) -> None:
+    root = ElementTree.fromstring(render(report, "junit").encode("utf-8"))
+    suite = root[0]
+    assert (root.tag, suite.tag) == ("testsuites", "testsuite")
+    assert root.attrib == suite.attrib
+    cases = suite.findall("testcase")
+    assert suite.get("tests") == str(len(cases))
+    assert len(cases) == (len(report.findings) or len(report.judged) or 1)
+    failed = suite.findall("testcase/failure")
+    assert suite.get("failures") == str(len(failed))
+    assert len(failed) == sum(finding.severity != "info" for finding in report.findings)
+    assert all(case.get("classname") for case in cases)
+
+
+def test_files_are_relative_to_where_the_linter_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [str(tmp_path / "a" / "b.toml"), "./a/../b.toml", "../b.toml", "/b.toml"]
+    report = Report(tuple(Finding("MP101", "error", "m", Source(name)) for name in names))
+    files = [line.split(",")[0] for line in render(report, "github").splitlines()]
+    assert files == [
+        "::error file=a/b.toml",
+        "::error file=b.toml",
+        "::error file=../b.toml",
+        "::error file=/b.toml",
+    ]
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for output_format in FORMATS:
+        assert "configs/mesh.toml" in render(PLAIN, output_format)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_rich_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert not wants_color(Terminal(), {})
+    assert render(PLAIN, "text", color=True) == render(PLAIN, "text")
+
+
+@pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE])
+def test_colors_change_nothing_else(report: Report) -> None:
+    pytest.importorskip("rich")
+    colored = render(report, "text", color=True)
+    assert "\x1b[1m" in colored
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == render(report, "text").expandtabs()
+    assert render(report, "concise", color=True) == render(report, "concise")
+
+
+def test_when_colors_are_wanted() -> None:
+    pytest.importorskip("rich")
+    assert wants_color(Terminal(), {})
+    assert wants_color(Terminal(), {"NO_COLOR": ""})
+    assert not wants_color(Terminal(), {"NO_COLOR": "1"})
+    assert not wants_color(io.StringIO(), {})

@@ -1,0 +1,183 @@
+"""The table of rules and the pages that explain them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+from expecttest import assert_expected_inline
+
+from meshplan import errors
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import SEVERITIES
+from meshplan.lint._rules import ERRORS, RULES, code_of, rule_page
+
+SECTIONS = ["What", "Why", "Example", "Fix", "Source"]
+# A file of input, and the command that reads it, where the page shows both.
+SHOWN = re.compile(
+    r"```text\n(.*?)```\n\n```console\n\$ [^\n]*meshplan topo -[^\n]*\n(.*?)```", re.S
+)
+
+
+def headings(page: str) -> list[str]:
+    outside = re.sub(r"^```.*?^```$", "", page, flags=re.S | re.M)
+    return re.findall(r"^## (.*)$", outside, re.M)
+
+
+def test_the_table_of_rules() -> None:
+    rows = [f"{rule.code} {rule.severity:7} {rule.name}" for rule in RULES.values()]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MP101 error   jagged-reduction
+MP102 info    jagged-harmless
+MP103 warning group-spans-domains
+MP104 warning power-of-two-on-72
+MP105 warning sequential-reductions
+MP106 error   permuted-flatten
+MP107 error   uneven-flatten
+MP190 warning unused-ignore
+MP201 warning asymmetric-links
+MP202 warning partial-topology
+MP203 warning tray-only
+MP204 warning hosts-differ
+MP205 warning uneven-ranks
+MP206 warning self-links
+MP301 warning no-effect
+MP302 warning nvls-driver
+MP303 warning allreduce-only
+MP304 error   reduce-scatter-unpinned
+MP305 error   conflicting-variables""",
+    )
+
+
+def test_codes_and_names_are_unique_and_well_formed() -> None:
+    codes = [*RULES, *ERRORS]
+    names = [rule.name for rule in RULES.values()]
+    assert len(set(codes)) == len(codes)
+    assert len(set(names)) == len(names)
+    assert all(
+        re.fullmatch(r"MP[1-3]\d\d", code) and rule.code == code for code, rule in RULES.items()
+    )
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
+    assert all(rule.severity in SEVERITIES for rule in RULES.values())
+    for rule in RULES.values():
+        assert rule.summary.endswith(".")
+        assert "\n" not in rule.summary
+        assert " will " not in rule.summary
+
+
+def test_every_error_has_a_page() -> None:
+    assert set(ERRORS) == {getattr(errors, name).code for name in errors.__all__}
+    for code, cls in ERRORS.items():
+        page = rule_page(code)
+        assert page.startswith(f"# {cls.__name__} ({code})\n")
+        assert headings(page) == ["What", "Why", "Fix"]
+        assert "``" not in page
+
+
+def test_every_rule_has_a_page_and_no_page_is_left_over() -> None:
+    found = {path.name for path in (files("meshplan.lint") / "pages").iterdir()}
+    assert found == {f"{code}.md" for code in RULES}
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_a_page(code: str) -> None:
+    page = rule_page(code)
+    rule = RULES[code]
+    assert page.startswith(f"# {rule.name} ({code})\n\nSeverity: {rule.severity}. {rule.summary}\n")
+    assert page.endswith("\n")
+    assert not page.endswith("\n\n")
+    assert headings(page) == SECTIONS
+    parts = dict(zip(SECTIONS, re.split(r"^## .*$", page, flags=re.M)[1:], strict=True))
+    assert all(len(text.strip()) > 20 for text in parts.values())
+    assert re.search(rf"^\$ .*meshplan (lint|topo) .*\n(?s:.*){code}", parts["Example"], re.M)
+    assert page.count("```") % 2 == 0
+    assert page.isascii()
+    # The model shows what may be.
+    assert not re.search(r"\bwill\b", page)
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_links_are_well_formed(code: str) -> None:
+    source = rule_page(code).partition("## Source\n")[2]
+    links = re.findall(r"<(https://[^<>\s]+)>", source)
+    assert links
+    assert source.count("http") == len(links)
+    for link in links:
+        assert re.fullmatch(r"https://[a-z0-9.-]+\.[a-z]+(/[\w.~+/-]*)(#[\w.-]+)?", link), link
+    for line in source.strip().splitlines():
+        assert line.startswith(("* ", "  ")), line
+
+
+def test_examples_that_read_a_file_are_what_is_printed() -> None:
+    shown = []
+    for code in RULES:
+        for given, expected in SHOWN.findall(rule_page(code)):
+            done = subprocess.run(
+                [sys.executable, "-m", "meshplan", "topo", "-"],
+                input=given,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert (done.returncode, done.stdout) == (0, expected), done.stderr
+            assert code in expected
+            shown.append(code)
+    assert shown == ["MP201", "MP202", "MP203", "MP206"]
+
+
+def test_codes_that_notes_of_parsers_carry_are_rules() -> None:
+    carried = set()
+    for path in (files("meshplan") / "topology" / "formats").iterdir():
+        if path.name.endswith(".py"):
+            carried |= set(re.findall(r'"(MP\d\d\d)"', path.read_text(encoding="utf-8")))
+    assert carried
+    assert carried <= set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("MP101", "MP101"),
+        (" mp101 ", "MP101"),
+        ("jagged-reduction", "MP101"),
+        ("Jagged-Reduction", "MP101"),
+        ("MP212", "MP212"),
+        ("TopologyInputError", "MP212"),
+    ],
+)
+def test_code_of(words: str, code: str) -> None:
+    assert code_of(words) == code
+
+
+def test_unknown_codes_list_near_ones() -> None:
+    said = []
+    for words in ("MP1O1", "jagged", "MP999", "", "x\n\x1b[31m" * 1000, "\udcff", "\u2028"):
+        with pytest.raises(PolicyError) as caught:
+            rule_page(words)
+        said.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+MP402: no rule or error 'MP1O1'; near it are MP101, MP701, MP601
+MP402: no rule or error 'jagged'; near it are MP101, MP102
+MP402: no rule or error 'MP999'; meshplan rule --all lists all
+MP402: no rule or error ''; meshplan rule --all lists all
+MP402: no rule or error 'x\\n\\x1b[31mx\\n\\x1b[31mx\\n\\x1b[31mx\\n\\x1b[31mx\\n\\x1b[31mx\\n\\x1b[3'; meshplan rule --all lists all
+MP402: no rule or error '\\udcff'; meshplan rule --all lists all
+MP402: no rule or error '\\u2028'; meshplan rule --all lists all""",
+    )
+
+
+def test_no_torch() -> None:
+    ask = (
+        "import sys; from meshplan.lint._rules import RULES, rule_page; "
+        "from meshplan.lint._reporters import render; rule_page('MP101'); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,277 @@
+"""SARIF 2.1.0: valid, stable, and with a place for every finding."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+
+from meshplan.lint._finding import Finding, Report, Source
+from meshplan.lint._reporters import render
+from meshplan.lint._rules import RULES
+from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
+
+SUBSET = json.loads((Path(__file__).parent / "schemas" / "sarif_subset.json").read_text())
+ALL_RULES = Report(
+    tuple(Finding(r.code, r.severity, r.summary, Source("mesh.toml", 1)) for r in RULES.values())
+)
+
+
+def run_of(report: Report) -> Any:
+    return json.loads(render(report, "sarif"))["runs"][0]
+
+
+def prints(report: Report) -> list[str]:
+    return [result["partialFingerprints"]["meshplan/v1"] for result in run_of(report)["results"]]
+
+
+def at(file: str = "", line: int | None = None, option: str = "") -> Any:
+    finding = Finding("MP101", "error", "m", Source(file, line, option))
+    return run_of(Report((finding,)))["results"][0]["locations"][0]
+
+
+class TestSarif(TestCase):
+    def test_results(self) -> None:
+        self.assertExpectedInline(
+            json.dumps(run_of(PLAIN)["results"], indent=1),
+            """\
+[
+ {
+  "ruleId": "MP101",
+  "ruleIndex": 0,
+  "level": "error",
+  "message": {
+   "text": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ\\n(ddp=8, fsdp=5, tp=1)\\nranks per node: {{0-7}} {{8-15}}\\n  (2, 2, 1)\\ntree: ((0+5)+35)\\nFix: write ddp=5,fsdp=8 (no GPU is left out)\\nFix: call meshplan.install() (one line)"
+  },
+  "locations": [
+   {
+    "physicalLocation": {
+     "artifactLocation": {
+      "uri": "configs/mesh.toml"
+     },
+     "region": {
+      "startLine": 3
+     }
+    }
+   }
+  ],
+  "partialFingerprints": {
+   "meshplan/v1": "76c95623ad2583a79637ebcdd269db6d:1"
+  },
+  "properties": {
+   "subject": "(ddp=8, fsdp=5, tp=1)",
+   "fixes": [
+    {
+     "title": "write ddp=5,fsdp=8",
+     "cost": "no GPU is left out",
+     "mesh": "ddp=5,fsdp=8",
+     "diff": "--- configs/mesh.toml\\n+++ configs/mesh.toml\\n-ddp = 8\\n+ddp = 5\\n"
+    },
+    {
+     "title": "call meshplan.install()",
+     "cost": "one line",
+     "mesh": "ddp=8,fsdp=5,tp=1",
+     "diff": ""
+    }
+   ],
+   "data": {
+    "axis": "ddp",
+    "signatures": [
+     [
+      2,
+      2,
+      1
+     ],
+     [
+      2,
+      1,
+      2
+     ]
+    ],
+    "share": 0.25
+   }
+  }
+ },
+ {
+  "ruleId": "MP203",
+  "ruleIndex": 2,
+  "level": "warning",
+  "message": {
+   "text": "4 GPUs as in one tray of a rack"
+  },
+  "locations": [
+   {
+    "logicalLocations": [
+     {
+      "name": "standard input:1",
+      "kind": "resource"
+     }
+    ]
+   }
+  ],
+  "partialFingerprints": {
+   "meshplan/v1": "9b2f7a3f66f775980505cda3ad8196e5:1"
+  },
+  "properties": {
+   "subject": "",
+   "fixes": [],
+   "data": {}
+  }
+ },
+ {
+  "ruleId": "MP102",
+  "ruleIndex": 1,
+  "level": "note",
+  "message": {
+   "text": "groups of fsdp lie on nodes in 2 ways\\nFix: leave it"
+  },
+  "locations": [
+   {
+    "logicalLocations": [
+     {
+      "name": "--mesh",
+      "fullyQualifiedName": "--mesh ddp=4,fsdp=12",
+      "kind": "parameter"
+     }
+    ]
+   }
+  ],
+  "partialFingerprints": {
+   "meshplan/v1": "281496c484bc6c8dfe2af1dea9ec7244:1"
+  },
+  "properties": {
+   "subject": "",
+   "fixes": [
+    {
+     "title": "leave it",
+     "cost": "",
+     "mesh": "",
+     "diff": ""
+    }
+   ],
+   "data": {}
+  }
+ }
+]""",
+        )
+
+    def test_a_rule(self) -> None:
+        rule = run_of(PLAIN)["tool"]["driver"]["rules"][0]
+        shown = {**rule, "help": {key: text[:80] for key, text in rule["help"].items()}}
+        self.assertExpectedInline(
+            json.dumps(shown, indent=1),
+            """\
+{
+ "id": "MP101",
+ "name": "JaggedReduction",
+ "shortDescription": {
+  "text": "Groups that must agree on a reduction fall differently on nodes; replicas may differ."
+ },
+ "defaultConfiguration": {
+  "level": "error"
+ },
+ "properties": {
+  "tags": [
+   "mesh"
+  ],
+  "problem.severity": "error"
+ },
+ "help": {
+  "text": "jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree on a reduction",
+  "markdown": "# jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree on a reducti"
+ },
+ "helpUri": "https://github.com/pytorch/pytorch/issues/171916"
+}""",
+        )
+
+    def test_places(self) -> None:
+        found = [
+            at("configs/mesh.toml", 3),
+            at("/etc/a b.toml"),
+            at("a:b/\udcff\u00e9?#.toml", 0),
+            at("-", 7),
+            at(option="--mesh ddp=8,fsdp=5"),
+            at(option="NCCL_ALGO=Tree"),
+            at(),
+        ]
+        self.assertExpectedInline(
+            "\n".join(json.dumps(one) for one in found),
+            """\
+{"physicalLocation": {"artifactLocation": {"uri": "configs/mesh.toml"}, "region": {"startLine": 3}}}
+{"physicalLocation": {"artifactLocation": {"uri": "file:///etc/a%20b.toml"}}}
+{"physicalLocation": {"artifactLocation": {"uri": "a%3Ab/%FF%C3%A9%3F%23.toml"}}}
+{"logicalLocations": [{"name": "standard input:7", "kind": "resource"}]}
+{"logicalLocations": [{"name": "--mesh", "fullyQualifiedName": "--mesh ddp=8,fsdp=5", "kind": "parameter"}]}
+{"logicalLocations": [{"name": "NCCL_ALGO", "fullyQualifiedName": "NCCL_ALGO=Tree", "kind": "variable"}]}
+{"logicalLocations": [{"name": "meshplan", "kind": "resource"}]}""",
+        )
+
+    def test_the_text_of_a_help_has_no_markup(self) -> None:
+        rules = run_of(ALL_RULES)["tool"]["driver"]["rules"]
+        assert len(rules) == len(RULES)
+        for rule in rules:
+            assert "`" not in rule["help"]["text"]
+            assert "\n#" not in rule["help"]["text"]
+            assert rule["help"]["markdown"].startswith("# ")
+
+    def test_braces_and_brackets(self) -> None:
+        finding = Finding("MP101", "error", "{0} of {1-3} [a](b)", Source("f"))
+        text = run_of(Report((finding,)))["results"][0]["message"]["text"]
+        self.assertExpectedInline(text, """{{0}} of {{1-3}} [a] (b)""")
+
+
+@pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE, ALL_RULES])
+def test_the_subset_that_is_written(report: Report) -> None:
+    jsonschema.Draft202012Validator.check_schema(SUBSET)
+    jsonschema.Draft202012Validator(SUBSET).validate(json.loads(render(report, "sarif")))
+
+
+@given(REPORTS)
+def test_any_report_is_in_the_subset(report: Report) -> None:
+    # An empty message is no message; the linter writes none.
+    report = Report(tuple(replace(f, message=f.message or "m") for f in report.findings))
+    jsonschema.Draft202012Validator(SUBSET).validate(json.loads(render(report, "sarif")))
+
+
+@pytest.mark.skipif(
+    "MESHPLAN_SARIF_SCHEMA" not in os.environ,
+    reason="set MESHPLAN_SARIF_SCHEMA to a copy of OASIS's sarif-schema-2.1.0.json",
+)
+@pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE, ALL_RULES])
+def test_the_schema_of_the_standard(report: Report) -> None:
+    schema = json.loads(Path(os.environ["MESHPLAN_SARIF_SCHEMA"]).read_text(encoding="utf-8"))
+    jsonschema.Draft4Validator(schema).validate(json.loads(render(report, "sarif")))
+
+
+@given(REPORTS)
+def test_rules_are_those_that_are_referred_to(report: Report) -> None:
+    run = run_of(report)
+    ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert len(set(ids)) == len(ids)
+    for result in run["results"]:
+        assert ids[result["ruleIndex"]] == result["ruleId"]
+    assert set(ids) == {result["ruleId"] for result in run["results"]}
+
+
+def test_fingerprints_do_not_depend_on_lines_or_on_other_findings() -> None:
+    first, second = (Finding("MP101", "error", word, Source("f", 1)) for word in ("a", "b"))
+    moved = replace(first, source=Source("f", 40))
+    elsewhere = replace(first, source=Source("g", 1))
+    assert prints(Report((first, second))) == prints(Report((moved, second)))
+    assert prints(Report((second, first))) == prints(Report((first, second)))[::-1]
+    assert prints(Report((first,))) != prints(Report((elsewhere,)))
+    one, other = prints(Report((first, moved)))
+    assert (one[:-2], one[-2:], other[-2:]) == (other[:-2], ":1", ":2")
+
+
+def test_fingerprints_stay_as_they_are() -> None:
+    """Another value would close and reopen every alert of every user."""
+    finding = Finding("MP101", "error", "m", Source("configs/mesh.toml", 3), "(dp=8)")
+    assert prints(Report((finding,))) == ["4ae91a0be84eb11dcd28184d8811d58a:1"]

@@ -1,0 +1,125 @@
+"""Which rules ``--select``, ``--extend-select`` and ``--ignore`` leave."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import PolicyError
+from meshplan.lint._rules import RULES
+from meshplan.lint._select import Selection
+
+SELECTORS = st.lists(
+    st.sampled_from(["ALL", "MP", "MP1", "MP10", "MP101", "MP2", "MP203"]), max_size=3
+)
+
+
+def left(**given: list[str]) -> str:
+    selection = Selection.of(**given)
+    return " ".join(code for code in RULES if selection.wants(code))
+
+
+def test_selections() -> None:
+    cases: list[dict[str, list[str]]] = [
+        {"select": ["MP101"]},
+        {"select": ["mp2"]},
+        {"select": ["MP10"]},
+        {"select": ["MP101,MP2", " MP305 "]},
+        {"ignore": ["MP1", "MP3"]},
+        {"select": ["MP1"], "ignore": ["MP10"]},
+        {"select": ["MP101"], "ignore": ["MP1"]},
+        {"select": ["MP1"], "ignore": ["MP1"]},
+        {"ignore": ["ALL"]},
+        {"ignore": ["ALL"], "extend_select": ["MP104"]},
+        {"ignore": ["MP1"], "extend_select": ["MP104"]},
+        {"select": ["MP3"], "extend_select": ["MP101"]},
+    ]
+    rows = [
+        " ".join(f"{key}={','.join(value)}" for key, value in case.items())
+        + f": {left(**case) or 'none'}"
+        for case in cases
+    ]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+select=MP101: MP101
+select=mp2: MP201 MP202 MP203 MP204 MP205 MP206
+select=MP10: MP101 MP102 MP103 MP104 MP105 MP106 MP107
+select=MP101,MP2, MP305 : MP101 MP201 MP202 MP203 MP204 MP205 MP206 MP305
+ignore=MP1,MP3: MP201 MP202 MP203 MP204 MP205 MP206
+select=MP1 ignore=MP10: MP190
+select=MP101 ignore=MP1: MP101
+select=MP1 ignore=MP1: none
+ignore=ALL: none
+ignore=ALL extend_select=MP104: MP104
+ignore=MP1 extend_select=MP104: MP104 MP201 MP202 MP203 MP204 MP205 MP206 MP301 MP302 MP303 MP304 MP305
+select=MP3 extend_select=MP101: MP101 MP301 MP302 MP303 MP304 MP305""",
+    )
+
+
+def test_all_are_wanted_if_nothing_is_said() -> None:
+    assert left().split() == list(RULES)
+    assert left(select=["ALL"]) == left(select=["MP"]) == left()
+
+
+def test_unknown_selectors() -> None:
+    said = []
+    for word in (
+        "MP12",
+        "MP9",
+        "JAGGED",
+        "MP1O1",
+        "jagged-reduction",
+        "MP212",
+        "",
+        "MP1,",
+        "M",
+        "*",
+        "E501",
+        "x\n" * 99,
+    ):
+        for option in ("select", "extend_select", "ignore"):
+            with pytest.raises(PolicyError) as caught:
+                Selection.of(**{option: [word]})
+        said.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+MP402: no rule has the selector 'MP12'; write a code (MP101), a prefix (MP1) or ALL; near it are MP102
+MP402: no rule has the selector 'MP9'; write a code (MP101), a prefix (MP1) or ALL; near it are MP190
+MP402: no rule has the selector 'JAGGED'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101, MP102
+MP402: no rule has the selector 'MP1O1'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101
+MP402: no rule has the selector 'jagged-reduction'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101
+MP402: no rule has the selector 'MP212'; MP212 is an error, which cannot be left out; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector ''; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector ''; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector 'M'; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector '*'; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector 'E501'; write a code (MP101), a prefix (MP1) or ALL
+MP402: no rule has the selector 'x\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\nx\\n'; write a code (MP101), a prefix (MP1) or ALL""",
+    )
+
+
+@given(SELECTORS, SELECTORS, SELECTORS)
+def test_the_longest_prefix_decides(
+    select: list[str], extend_select: list[str], ignore: list[str]
+) -> None:
+    selection = Selection.of(select, extend_select, ignore)
+    chosen = ["" if one == "ALL" else one for one in (select or ["ALL"]) + extend_select]
+    against = ["" if one == "ALL" else one for one in ignore]
+    for code in RULES:
+        verdict = False
+        for length in range(len(code) + 1):
+            if code[:length] in chosen:
+                verdict = True
+            if code[:length] in against:
+                verdict = False
+        assert selection.wants(code) == verdict
+
+
+def test_selections_are_values() -> None:
+    assert Selection.of(["MP1", "MP2"]) == Selection.of(["MP2,MP1"])
+    assert Selection.of() == Selection()
+    assert not Selection.of(["MP1"]).wants("MP201")

@@ -1,0 +1,215 @@
+"""``meshplan rule``: pages of rules and errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.cli._rule import rule
+from meshplan.errors import PolicyError
+from meshplan.lint._rules import ERRORS, RULES, rule_page
+
+
+class TestRule(TestCase):
+    def test_a_rule(self) -> None:
+        self.assertExpectedInline(
+            rule(["MP190"], False, "text"),
+            """\
+# unused-ignore (MP190)
+
+Severity: warning. A comment takes out a finding that is not there.
+
+## What
+
+A comment in a file takes out findings of a rule, and there are none.
+
+## Why
+
+What it once excused has been mended. If it stays, the same finding may come back unseen.
+
+## Example
+
+```toml
+[mesh] # meshplan: ignore[MP101] replicas are averaged every step
+ddp = 5
+fsdp = 8
+```
+
+```console
+$ meshplan lint mesh.toml --domain-size 8 --output-format concise
+mesh.toml:1: warning MP190 nothing of MP101 is found here; take the comment out
+```
+
+## Fix
+
+Take the comment out, or the code from its list.
+
+## Source
+
+* The same in ruff: <https://docs.astral.sh/ruff/rules/unused-noqa/>
+""",
+        )
+
+    def test_an_error(self) -> None:
+        self.assertExpectedInline(
+            rule(["mp212"], False, "text"),
+            """\
+# TopologyInputError (MP212)
+
+Raised as `meshplan.errors.TopologyInputError`, a kind of `ValueError`.
+
+## What
+
+A file or an output that describes a cluster and cannot be understood.
+
+`line` counts from 1; `None` if it is about the whole input.
+
+## Why
+
+A mistake in the call or in its input; raised before anything is sent.
+
+## Fix
+
+The message says what is wrong, what was found, and what to write instead.
+""",
+        )
+
+    def test_kinds_of_errors(self) -> None:
+        pages = rule(["MP000", "MP412", "MP501"], False, "text")
+        lines = [
+            line
+            for line in pages.splitlines()
+            if line.startswith(("#", "Raised", "The state", "A mistake", "Each"))
+        ]
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+# MeshplanError (MP000)
+Raised as `meshplan.errors.MeshplanError`, a kind of `Exception`.
+## What
+## Why
+Each of its children has a code of its own.
+## Fix
+# ContractTypeError (MP412)
+Raised as `meshplan.errors.ContractTypeError`, a kind of `TypeError`.
+## What
+## Why
+A mistake in the call or in its input; raised before anything is sent.
+## Fix
+# GroupAgreementError (MP501)
+Raised as `meshplan.errors.GroupAgreementError`, a kind of `RuntimeError`.
+## What
+Raised on every member that took part; nobody has created the group.
+## Why
+The state of the job or of the cluster, not of the call.
+## Fix""",
+        )
+
+    def test_all(self) -> None:
+        self.assertExpectedInline(
+            rule([], True, "text"),
+            """\
+rules of meshplan lint
+  MP101  error    jagged-reduction         Groups that must agree on a reduction fall differently on nodes; replicas may differ.
+  MP102  info     jagged-harmless          Groups of an axis fall differently on nodes, and nothing that must agree depends on it.
+  MP103  warning  group-spans-domains      Groups of an axis span NVLink domains; another order of axes would keep them inside.
+  MP104  warning  power-of-two-on-72       An axis of a power of two does not fit domains of 36, 72 or 144 GPUs.
+  MP105  warning  sequential-reductions    Axes are reduced one after the other where one flattened group would do it at once.
+  MP106  error    permuted-flatten         A mesh whose ranks do not ascend is flattened; shards may be swapped.
+  MP107  error    uneven-flatten           A dim is cut unevenly over axes that are flattened; gathering it may corrupt data.
+  MP190  warning  unused-ignore            A comment takes out a finding that is not there.
+  MP201  warning  asymmetric-links         GPUs have different numbers of links, or two ends disagree; a link may be down.
+  MP202  warning  partial-topology         An input does not tell which GPUs are joined; that is unknown, not separate.
+  MP203  warning  tray-only                An input shows one tray of a rack that NVLink may join as a whole.
+  MP204  warning  hosts-differ             Hosts of one job are not alike.
+  MP205  warning  uneven-ranks             Nodes hold different numbers of ranks.
+  MP206  warning  self-links               Links are listed that lead from a GPU to itself.
+  MP301  warning  no-effect                A variable is set that does not do what it is set for.
+  MP302  warning  nvls-driver              NVLS may add in another order from run to run with this driver.
+  MP303  warning  allreduce-only           NCCL_ALGO names all-reduce only; NCCL 2.31 leaves other collectives without algorithm.
+  MP304  error    reduce-scatter-unpinned  The order of reduce-scatters is free while only that of all-reduces is pinned.
+  MP305  error    conflicting-variables    Variables contradict each other.
+errors of meshplan
+  MP000           MeshplanError            Base of all errors of meshplan. `str(error)` starts with the code.
+  MP111           LayoutError              Axis sizes, names and ranks do not describe a mesh.
+  MP112           AxisNameError            An axis was named that the mesh does not have.
+  MP211           TopologyError            Nodes and domains that do not describe where ranks sit, or a rank outside them.
+  MP212           TopologyInputError       A file or an output that describes a cluster and cannot be understood.
+  MP401           PlacementError           Placements that do not fit the mesh, or that cannot be reduced together.
+  MP402           PolicyError              A policy, path or option that does not exist.
+  MP403           ShardOrderError          Shards would be gathered in the order of sorted ranks though they lie by mesh coordinate.
+  MP411           ContractError            A contract, or leaves for it, that are not well formed.
+  MP412           ContractTypeError        The contract does not define this operation on this dtype.
+  MP413           ContractStateError       The process computes in a mode in which the contract's bits cannot be kept.
+  MP500           GroupError               Base of the process-group errors.
+  MP501           GroupAgreementError      The members of a group did not agree to create it: ranks missing, or plans that differ.
+  MP502           GroupCreationError       All members agreed, but a group could not be created or warmed up on all of them.
+  MP503           GroupStateError          A group was asked for in a state in which none can be created.
+  MP601           InstallError             The plugin cannot be put in place, or cannot be taken out exactly.
+  MP602           UnsupportedTorchError    This torch version has not been tested with the plugin.
+  MP701           FallbackRefusedError     `strict=True` and a reduction would have run outside the contract.
+  MP702           PeerTimeoutError         A rank did not come to a reduction over mapped memory in time.
+  MP703           SignatureMismatchError   Ranks came to one reduction with different sizes, dtypes, operations or contracts.
+""",
+        )
+
+    def test_json(self) -> None:
+        found = json.loads(rule(["MP206"], False, "json"))
+        found["page"] = found["page"][:40]
+        self.assertExpectedInline(
+            json.dumps(found, indent=1),
+            """\
+{
+ "code": "MP206",
+ "kind": "rule",
+ "name": "self-links",
+ "severity": "warning",
+ "summary": "Links are listed that lead from a GPU to itself.",
+ "page": "# self-links (MP206)\\n\\nSeverity: warning."
+}""",
+        )
+
+    def test_json_of_an_error(self) -> None:
+        found = json.loads(rule(["LayoutError"], False, "json"))
+        del found["page"]
+        self.assertExpectedInline(
+            json.dumps(found, indent=1),
+            """\
+{
+ "code": "MP111",
+ "kind": "error",
+ "name": "LayoutError",
+ "severity": "error",
+ "summary": "Axis sizes, names and ranks do not describe a mesh."
+}""",
+        )
+
+    def test_mistakes(self) -> None:
+        said = []
+        for codes, all_ in (([], False), (["MP101"], True), (["MP101", "MP1O2"], False)):
+            with pytest.raises(PolicyError) as caught:
+                rule(codes, all_, "text")
+            said.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(said),
+            """\
+MP402: write the codes of rules, e.g. meshplan rule MP101, or --all
+MP402: write the codes of rules, e.g. meshplan rule MP101, or --all
+MP402: no rule or error 'MP1O2'; near it are MP102, MP702, MP602""",
+        )
+
+
+def test_several_are_one_after_the_other_and_each_once() -> None:
+    pages = rule(["MP305", "MP101", "conflicting-variables"], False, "text")
+    assert pages == rule_page("MP305") + "\n" + rule_page("MP101")
+    found = json.loads(rule(["MP305", "MP101"], False, "json"))
+    assert [one["code"] for one in found] == ["MP305", "MP101"]
+
+
+def test_all_as_json_is_a_list_of_all_pages() -> None:
+    found = json.loads(rule([], True, "json"))
+    assert [one["code"] for one in found] == [*RULES, *ERRORS]
+    assert all(one["page"] == rule_page(one["code"]) for one in found)
+    assert {one["kind"] for one in found} == {"rule", "error"}
