@@ -1,0 +1,83 @@
+"""MP105, MP106 and MP107."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from expecttest import TestCase
+
+from meshplan._chunks import chunk_sizes, nested_chunk_sizes
+from meshplan.layout import Layout
+from meshplan.lint._finding import Source
+from meshplan.lint._flattening import flattening_findings
+from meshplan.lint._job import Job
+from tests.jobs import job, shown
+
+
+def codes(one: Job) -> list[str]:
+    return [finding.code for finding in flattening_findings(one)]
+
+
+def permuted(ranks: list[int], **options: Any) -> Job:
+    return Job(Layout((2, 2), ("a", "b"), tuple(ranks)), Source("m.toml", 3), **options)
+
+
+class TestText(TestCase):
+    def test_sequential(self) -> None:
+        self.assertExpectedInline(shown(flattening_findings(job("ddp=8,fsdp=5,tp=1"))), """""")
+        self.assertExpectedInline(shown(flattening_findings(job("a=2,b=2,c=3"))), """""")
+
+    def test_permuted(self) -> None:
+        one = permuted([0, 2, 1, 3], flattened=(("a", "b"),))
+        self.assertExpectedInline(shown(flattening_findings(one)), """""")
+
+    def test_uneven(self) -> None:
+        one = job("a=2,b=2", flattened=(("a", "b"),), dims=(5, 8, 5))
+        self.assertExpectedInline(shown(flattening_findings(one)), """""")
+
+
+class TestSequential:
+    def test_one_reduction(self) -> None:
+        assert codes(job("ddp=8,tp=4")) == []
+        assert codes(job("ddp=8,fsdp=1")) == []
+        assert codes(job("ddp=8,fsdp=5", flattened=(("ddp", "fsdp"),))) == []
+        assert codes(job("ddp=8,fsdp=5", framework="ddp")) == []
+        assert codes(job("ddp=8,fsdp=5", framework="fsdp2")) == []
+
+    def test_some_are_flattened(self) -> None:
+        (finding,) = flattening_findings(job("a=2,b=2,c=3", flattened=(("a", "b"),)))
+        assert finding.code == "MP105"
+        assert finding.data["reductions"] == 2
+
+
+class TestPermuted:
+    def test_ascending(self) -> None:
+        assert "MP106" not in codes(job("a=2,b=2", flattened=(("a", "b"),)))
+        # The flattened axes ascend, though those of the mesh do not.
+        one = Job(
+            Layout((2, 2, 2), ("a", "b", "c"), (4, 5, 6, 7, 0, 1, 2, 3)),
+            Source(),
+            flattened=(("b", "c"),),
+        )
+        assert "MP106" not in codes(one)
+
+    def test_not_flattened(self) -> None:
+        assert "MP106" not in codes(permuted([0, 2, 1, 3]))
+
+    def test_one_axis_is_no_merge(self) -> None:
+        assert "MP106" not in codes(permuted([0, 2, 1, 3], flattened=(("a",),)))
+
+
+class TestUneven:
+    @pytest.mark.parametrize("length", [0, 1, 4, 7, 8, 4096])
+    def test_even(self, length: int) -> None:
+        assert nested_chunk_sizes(length, (2, 2)) == chunk_sizes(length, 4)
+        assert "MP107" not in codes(job("a=2,b=2", flattened=(("a", "b"),), dims=(length,)))
+
+    @pytest.mark.parametrize("length", [2, 5, 6, 4097])
+    def test_uneven(self, length: int) -> None:
+        assert "MP107" in codes(job("a=2,b=2", flattened=(("a", "b"),), dims=(length,)))
+
+    def test_not_flattened(self) -> None:
+        assert "MP107" not in codes(job("a=2,b=2", dims=(5,)))

@@ -1,0 +1,94 @@
+"""MP103 and MP104."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.lint._placement import placement_findings, spanning
+from meshplan.topology import Cluster, Inputs, Topology, cluster_of
+from tests.jobs import job, layout, shown
+
+
+def cluster(mesh: str, **inputs: object) -> Cluster:
+    found = cluster_of(Inputs(**inputs), layout(mesh).world_size, {})  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def codes(mesh: str, **inputs: object) -> list[str]:
+    return [f.code for f in placement_findings(job(mesh), cluster(mesh, **inputs))]
+
+
+class TestText(TestCase):
+    def test_spans(self) -> None:
+        mesh = "tp=8,dp=5"
+        found = placement_findings(job(mesh), cluster(mesh, domain_size=8))
+        self.assertExpectedInline(shown(found), """""")
+
+    def test_rack(self) -> None:
+        mesh = "ddp=9,fsdp=64"
+        found = placement_findings(job(mesh), cluster(mesh, domain_size=72))
+        self.assertExpectedInline(shown(found), """""")
+        mesh = "dp=2,fsdp=72"
+        found = placement_findings(job(mesh), cluster(mesh, domain_size=36))
+        self.assertExpectedInline(shown(found), """""")
+        mesh = "dp=36,fsdp=16"
+        found = placement_findings(job(mesh), cluster(mesh, domain_size=144))
+        self.assertExpectedInline(shown(found), """""")
+
+
+class TestSpans:
+    @pytest.mark.parametrize(
+        "mesh", ["ddp=5,fsdp=8,tp=1", "dp=5,tp=8", "dp=10,tp=4", "fsdp=16,tp=8", "pp=2,dp=4,tp=8"]
+    )
+    def test_no_order_is_better(self, mesh: str) -> None:
+        assert codes(mesh, domain_size=8) == []
+
+    def test_another_order_is(self) -> None:
+        assert codes("ddp=8,fsdp=5", domain_size=8) == ["MP103"]
+        assert codes("fsdp=8,ddp=4", domain_size=8) == ["MP103"]
+        assert codes("tp=8,pp=2,dp=4", domain_size=8) == ["MP103"]
+
+    def test_names_that_nobody_uses(self) -> None:
+        assert codes("x=4,y=8", domain_size=8) == []
+        assert codes("x=8,y=4", domain_size=8) == []
+        assert codes("x=8,y=5", domain_size=8) == ["MP103"]
+
+    def test_domains_unknown(self) -> None:
+        assert codes("tp=8,dp=5", node_size=8) == []
+
+    def test_all_in_one_domain(self) -> None:
+        assert codes("tp=4,dp=2", domain_size=8) == []
+
+    def test_spanning(self) -> None:
+        topology = Topology.uniform(40, node_size=8, domain_size=8)
+        assert spanning(layout("ddp=8,fsdp=5,tp=1"), topology) == {"ddp", "fsdp"}
+        assert spanning(layout("ddp=5,fsdp=8,tp=1"), topology) == {"ddp"}
+
+
+class TestRack:
+    @pytest.mark.parametrize(
+        ("mesh", "rack"),
+        [
+            ("dp=9,tp=8", 72),  # in one rack
+            ("dp=18,tp=8", 72),  # 8 divides 72
+            ("dp=8,fsdp=72", 72),
+            ("dp=4,fsdp=9,tp=8", 72),
+            ("dp=4,fsdp=64", 64),
+            ("dp=8,fsdp=5", 8),
+            ("dp=9,fsdp=4", 6),  # not a rack
+        ],
+    )
+    def test_even(self, mesh: str, rack: int) -> None:
+        assert "MP104" not in codes(mesh, domain_size=rack)
+
+    @pytest.mark.parametrize(
+        ("mesh", "rack"), [("dp=9,fsdp=64", 72), ("dp=64,tp=16", 72), ("dp=9,fsdp=16", 36)]
+    )
+    def test_uneven(self, mesh: str, rack: int) -> None:
+        assert "MP104" in codes(mesh, domain_size=rack)
+
+    def test_64_of_72(self) -> None:
+        assert codes("ddp=9,fsdp=64", domain_size=72, node_size=64) == []
+        assert codes("ddp=9,fsdp=64", domain_size=72, hosts=(9,)) == []
