@@ -21,8 +21,12 @@ from meshplan.planner._problem import Problem as Problem
 from meshplan.planner._problem import Spec as Spec
 from meshplan.planner._problem import check_policy as check_policy
 from meshplan.planner._search import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
+from meshplan.planner._share import share_of as share_of
 from meshplan.planner._siblings import Algorithm as Algorithm
 from meshplan.planner._siblings import Siblings as Siblings
+from meshplan.planner._simulation import SimulatedStep as SimulatedStep
+from meshplan.planner._simulation import Simulation as Simulation
+from meshplan.planner._simulation import simulate as simulate
 from meshplan.planner._step import Path as Path
 from meshplan.planner._step import Step as Step
 
@@ -41,6 +45,8 @@ __all__ = [
     "Policy",
     "Problem",
     "Siblings",
+    "SimulatedStep",
+    "Simulation",
     "Spec",
     "Step",
     "are_uniform",
@@ -50,4 +56,6 @@ __all__ = [
     "nccl_order",
     "near_blocks",
     "plan",
+    "share_of",
+    "simulate",
 ]

@@ -1,0 +1,162 @@
+"""Options that several verbs have, and what their text means."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from meshplan.errors import PolicyError, TopologyError
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshplan.layout import Layout
+    from meshplan.topology import Topology
+
+__all__ = ["add_topology", "choice_of", "dtype_of", "number_of", "placements_of", "topology_of"]
+
+_DTYPES = {
+    "float32": ("f32", "fp32", "float"),
+    "bfloat16": ("bf16",),
+    "float16": ("f16", "fp16", "half"),
+    "float64": ("f64", "fp64", "double"),
+    "int8": ("i8",),
+    "int16": ("i16", "short"),
+    "int32": ("i32", "int"),
+    "int64": ("i64", "long"),
+    "uint8": ("u8",),
+}
+_COMMA = re.compile(r",(?![^()]*\))")
+_PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
+
+
+def add_topology(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `topology_of` reads."""
+    place = parser.add_argument_group("where ranks sit")
+    place.add_argument(
+        "--domain-size",
+        metavar="N",
+        help="consecutive ranks that NVLink joins; also a node, unless nodes are larger",
+    )
+    place.add_argument("--node-size", metavar="N", help="consecutive ranks of one host")
+    place.add_argument(
+        "--hosts",
+        metavar="N",
+        help="number of hosts that the ranks are dealt to evenly; or the ranks of each: 8,8,4",
+    )
+
+
+def topology_of(given: argparse.Namespace, layout: Layout) -> Topology | None:
+    """Where the ranks of ``layout`` sit; ``None`` if no option says so.
+
+    A node is what NCCL counts as one: a host, or the hosts that one domain joins.
+
+    Raises:
+        TopologyError: options that contradict each other or the mesh.
+    """
+    from meshplan.topology import Topology
+
+    world = layout.world_size
+    domain = None if given.domain_size is None else number_of(given.domain_size, "--domain-size")
+    if given.node_size is not None and given.hosts is not None:
+        raise TopologyError("--node-size and --hosts say the same; write one of them")
+    sizes: list[int] = []
+    if given.node_size is not None:
+        sizes = [number_of(given.node_size, "--node-size")]
+    elif given.hosts is not None:
+        sizes = _hosts(given.hosts, world)
+    if not sizes and domain is None:
+        return None
+    if len(set(sizes)) < 2:
+        node = max(sizes[0] if sizes else 1, domain or 1)
+        if sizes and node % sizes[0]:
+            raise TopologyError(
+                f"a domain of {domain} ranks and hosts of {sizes[0]}: a domain that joins hosts "
+                f"joins whole ones; write --domain-size {node - node % sizes[0]} for example"
+            )
+        return Topology.uniform(world, node_size=node, domain_size=domain)
+    if domain is not None and domain > min(sizes):
+        raise TopologyError(
+            f"a domain of {domain} ranks and a host of {min(sizes)}: write how many ranks are "
+            "joined inside every host, or the joined hosts as one"
+        )
+    nodes = [host for host, size in enumerate(sizes) for _ in range(size)]
+    if domain is None:
+        return Topology.of(nodes)
+    return Topology.of(nodes, [rank // domain for size in sizes for rank in range(size)])
+
+
+def _hosts(text: str, world: int) -> list[int]:
+    counts = [number_of(item, "--hosts") for item in text.split(",")]
+    if len(counts) == 1:
+        if world % counts[0]:
+            raise TopologyError(
+                f"{world} ranks cannot be dealt evenly to {counts[0]} hosts; write the ranks of "
+                "each host, for example --hosts 8,8,4"
+            )
+        return [world // counts[0]]
+    if sum(counts) != world:
+        raise TopologyError(
+            f"--hosts has {sum(counts)} ranks, the mesh {world}; write the ranks of each host"
+        )
+    return counts
+
+
+def number_of(text: str, option: str, *, least: int = 1) -> int:
+    """The whole number that an option was given.
+
+    Raises:
+        PolicyError: no number, or one below ``least`` or above a billion.
+    """
+    if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
+        return int(text)
+    raise PolicyError(f"{option} {_quoted(text)}: write a whole number from {least} to {10**9}")
+
+
+def choice_of(text: str, option: str, known: tuple[str, ...]) -> str:
+    """``text``, if it is one of ``known``.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    if text not in known:
+        raise PolicyError(f"{option} {_quoted(text)}: write {' or '.join(known)}")
+    return text
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """A dtype by its name or a usual short one, e.g. ``bf16``, ``torch.float32``.
+
+    Raises:
+        PolicyError: no such dtype, or one that cannot be reduced.
+    """
+    import torch
+
+    short = text.strip().lower().removeprefix("torch.")
+    for name, others in _DTYPES.items():
+        if short == name or short in others:
+            found = getattr(torch, name)
+            assert isinstance(found, torch.dtype)
+            return found
+    raise PolicyError(f"--dtype {_quoted(text)}: write one of {', '.join(_DTYPES)}")
+
+
+def placements_of(text: str, option: str) -> list[str]:
+    """The text of each placement in ``P,S(0),R``.
+
+    Raises:
+        PolicyError: text that is no placement.
+    """
+    items = [item.strip() for item in _COMMA.split(text)]
+    for item in items:
+        if not _PLACEMENT.fullmatch(item):
+            raise PolicyError(
+                f"{option} has {_quoted(item)}: write one of R, S(0), P, P(avg) for each axis, "
+                f"for example {option} P,R"
+            )
+    return items
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

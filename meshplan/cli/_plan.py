@@ -1,0 +1,168 @@
+"""``meshplan plan``: how a redistribution is done, what it costs, and what may go wrong without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from meshplan.cli._arguments import add_topology, choice_of, dtype_of, placements_of, topology_of
+from meshplan.cli._mesh import mesh_of
+from meshplan.errors import MeshplanError, PolicyError
+
+if TYPE_CHECKING:
+    from meshplan.planner import Hazard, Plan, Problem
+
+__all__ = ["add", "plain_steps", "run"]
+
+_NEEDED = {"mesh": "--mesh ddp=8,fsdp=5", "src": "--from P,P", "dst": "--to R,R"}
+# Judging the orders of larger groups takes many seconds.
+_MAX_GROUP = 1 << 16
+_MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 62
+
+
+def add(subparsers: Any) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="how a redistribution is done, what it costs, and what may go wrong without",
+        description="Plan one DTensor redistribution, without a job.",
+    )
+    parser.add_argument("--mesh", metavar="AXES", help="names and sizes: ddp=8,fsdp=5")
+    parser.add_argument(
+        "--from", dest="src", metavar="PLACEMENTS", help="for each axis: P, P(avg), S(0) or R"
+    )
+    parser.add_argument("--to", dest="dst", metavar="PLACEMENTS", help="for each axis: R or S(0)")
+    parser.add_argument("--shape", help="of the whole tensor: 4096,4096 or 4096x4096")
+    parser.add_argument("--dtype", help="e.g. bf16, float32")
+    parser.add_argument(
+        "--policy", default="deterministic", help="deterministic (default), consistent or fast"
+    )
+    parser.add_argument("--path", default="exchange", help="exchange (default) or reference")
+    add_topology(parser)
+    parser.add_argument(
+        "--explain", action="store_true", help="also the plans that lost, and why they lost"
+    )
+    parser.add_argument("--output-format", default="text", help="text (default) or json")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the plan; the exit status."""
+    try:
+        text = _text_of(given)
+    except MeshplanError as error:
+        sys.stderr.write(f"meshplan: {error}\n")
+        return 2
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def plain_steps(problem: Problem) -> list[tuple[int, ...]]:
+    """The axes that torch reduces or gathers without meshplan, in its order.
+
+    Each axis by itself, the outermost first; the innermost first if the tensor is sharded.
+    Source: torch 2.13, distributed/tensor/_redistribute.py, generate_greedy_transform_infos.
+    """
+    sizes = problem.layout.sizes
+    pairs = list(enumerate(zip(problem.src, problem.dst, strict=True)))
+    axes = [
+        i
+        for i, (src, dst) in pairs
+        if sizes[i] > 1
+        and (
+            (src.kind == "partial" and dst.kind != "partial")
+            or (src.kind == "shard" and dst.kind == "replicate")
+        )
+    ]
+    shards = math.prod(sizes[i] for i, (src, _) in pairs if src.kind == "shard")
+    return [(i,) for i in (reversed(axes) if shards > 1 else axes)]
+
+
+def _text_of(given: argparse.Namespace) -> str:
+    from meshplan.planner import hazards, plan
+    from meshplan.topology import Topology
+
+    choice_of(given.output_format, "--output-format", ("text", "json"))
+    problem = _problem(given)
+    planned = plan(problem)
+    steps = plain_steps(problem)
+    layout = problem.layout
+    topology = problem.topology or Topology.unknown(layout.world_size)
+    judged = all(layout.sizes[axis] <= _MAX_GROUP for axes in steps for axis in axes)
+    found = hazards(problem, topology, steps=steps) if judged else ()
+    if given.output_format == "json":
+        document = planned.to_json()
+        document["compared"] = planned.compared
+        if given.explain:
+            document["candidates"] = [
+                {
+                    "cost": candidate.cost.to_json(),
+                    "steps": [step.to_json(layout) for step in candidate.steps],
+                }
+                for candidate in planned.candidates
+            ]
+        document["plain"] = {
+            "steps": [[layout.axes[i] for i in axes] for axes in steps],
+            "hazards": [_hazard(one) for one in found] if judged else None,
+        }
+        return json.dumps(document, indent=2)
+    lines = planned.explain().splitlines() if given.explain else _brief(planned)
+    if steps:
+        order = ", ".join(layout.axes[axis] for axes in steps for axis in axes)
+        lines.append(f"without meshplan, axis by axis ({order}), in the backend's order:")
+        if not judged:
+            lines.append(f"  groups of more than {_MAX_GROUP} ranks are not judged")
+        elif not found:
+            lines.append("  no group has siblings that must agree and may not")
+        lines += [f"  {line}" for hazard in found for line in str(hazard).splitlines()]
+    return "\n".join(lines)
+
+
+def _problem(given: argparse.Namespace) -> Problem:
+    from meshplan.planner import CONTRACT_PATHS, POLICIES, Problem
+
+    for name, example in _NEEDED.items():
+        if getattr(given, name) is None:
+            raise PolicyError(f"no {example.split()[0]}; write {' '.join(_NEEDED.values())}")
+    layout = mesh_of(given.mesh)
+    choice_of(given.policy, "--policy", POLICIES)
+    choice_of(given.path, "--path", CONTRACT_PATHS)
+    return Problem.of(
+        layout,
+        placements_of(given.src, "--from"),
+        placements_of(given.dst, "--to"),
+        policy=given.policy,
+        path=given.path,
+        dtype=None if given.dtype is None else dtype_of(given.dtype),
+        shape=None if given.shape is None else _shape(given.shape),
+        topology=topology_of(given, layout),
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    items = [item.strip() for item in re.split("[,x]", text)]
+    if len(items) > _MAX_DIMS or not all(re.fullmatch("[0-9]{1,15}", item) for item in items):
+        raise PolicyError(f"--shape {text[:40]!r}: write a length for each dim, e.g. 4096,4096")
+    lengths = tuple(map(int, items))
+    if math.prod(lengths) > _MAX_ELEMENTS:
+        raise PolicyError(f"--shape {text[:40]!r}: more than {_MAX_ELEMENTS} elements")
+    return lengths
+
+
+def _brief(planned: Plan) -> list[str]:
+    lines = [f"{planned.problem}", *(f"  {line}" for line in str(planned).splitlines())]
+    if planned.candidates:
+        chosen = next(c for c in planned.explain().splitlines() if c.startswith("chosen: "))
+        others = planned.compared - 1
+        more = f"; best of {planned.compared} plans, --explain shows others" if others else ""
+        lines.append(f"predicted: {chosen.removeprefix('chosen: ')}{more}")
+    return lines
+
+
+def _hazard(hazard: Hazard) -> dict[str, Any]:
+    return {"verdict": hazard.verdict, **asdict(hazard), "classes": dict(hazard.classes)}

@@ -1,0 +1,294 @@
+"""``meshplan simulate``: which replicas come out of all-reduces in the order of the NCCL model."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshplan.cli._arguments import (
+    add_topology,
+    choice_of,
+    dtype_of,
+    number_of,
+    placements_of,
+    topology_of,
+)
+from meshplan.cli._mesh import mesh_of
+from meshplan.errors import MeshplanError, PolicyError, TopologyError
+
+if TYPE_CHECKING:
+    from meshplan.layout import Layout
+    from meshplan.planner import Simulation
+    from meshplan.planner._siblings import Algorithm
+    from meshplan.topology import Topology
+
+__all__ = ["REFERENCE", "add", "run"]
+
+# Sizes of (ddp, fsdp), and consecutive ranks of a node. The first five are jagged.
+REFERENCE = (
+    ((8, 5), 8),
+    ((4, 6), 8),
+    ((4, 12), 8),
+    ((3, 16), 24),
+    ((9, 64), 72),
+    ((5, 8), 8),
+    ((8, 4), 8),
+    ((2, 8), 8),
+    ((6, 4), 8),
+)
+_MODEL = (
+    "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; "
+    "it shows what may happen and certifies nothing"
+)
+_MAX_ORDERS = 24
+_ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring")
+# Elements without --numel: so many, or fewer where all simulations of a call would draw more than
+# some seconds' worth of random numbers.
+_MOST, _LEAST, _DRAWN = 1 << 14, 1 << 8, 1 << 26
+
+_Steps = tuple[tuple[str, ...], ...]
+
+
+def add(subparsers: Any) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="how many different replicas come out of all-reduces, on a given mesh",
+        description="Add random numbers in the order of a model of NCCL, rank by rank, and compare "
+        "the replicas bit by bit.",
+        epilog=f"A {_MODEL}.",
+    )
+    parser.add_argument("--mesh", metavar="AXES", help="names and sizes: ddp=8,fsdp=5")
+    parser.add_argument(
+        "--order",
+        action="append",
+        default=[],
+        metavar="AXES",
+        help="reduce these axes one after the other; join with + what is reduced at once: "
+        "tp,ddp+fsdp. Axes left out hold equal inputs. May be given several times; "
+        "by default all orders of all axes, and all at once",
+    )
+    parser.add_argument("--flat", action="store_true", help="reduce all axes at once")
+    parser.add_argument(
+        "--from",
+        dest="src",
+        metavar="PLACEMENTS",
+        help="P, P(avg), R or S(0) for each axis, before; by default P where --order names it",
+    )
+    add_topology(parser)
+    parser.add_argument("--algo", default="both", help="ring, tree or both (default)")
+    parser.add_argument("--dtype", default="float32", help="e.g. bf16 (default: float32)")
+    parser.add_argument(
+        "--numel",
+        metavar="N",
+        help=f"elements of the message (default: {_MOST}, fewer for thousands of ranks)",
+    )
+    parser.add_argument("--seed", default="0", help="of the random numbers (default: 0)")
+    parser.add_argument("--table", action="store_true", help="nine reference meshes instead")
+    parser.add_argument("--output-format", default="text", help="text (default) or json")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the simulation; the exit status. What differs is no error: 0."""
+    try:
+        text = _table(given) if given.table else _one(given)
+    except MeshplanError as error:
+        sys.stderr.write(f"meshplan: {error}\n")
+        return 2
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+class _Options:
+    """What every simulation of one call has in common."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        choice_of(given.algo, "--algo", (*_ALGORITHMS, "both"))
+        choice_of(given.output_format, "--output-format", ("text", "json"))
+        self.algorithms = [name for name in _ALGORITHMS if given.algo in (name, "both")]
+        self.dtype = dtype_of(given.dtype)
+        self.given = None if given.numel is None else number_of(given.numel, "--numel")
+        self.seed = number_of(given.seed, "--seed", least=0)
+        self.name = str(self.dtype).removeprefix("torch.")
+
+    def numel(self, ranks: int, orders: int) -> int:
+        """Elements, for so many different orders on a mesh of so many ranks."""
+        if self.given is not None:
+            return self.given
+        room = _DRAWN // (ranks * max(orders, 1) * len(self.algorithms))
+        return max(_LEAST, min(_MOST, 1 << max(room.bit_length() - 1, 0)))
+
+    def simulate(
+        self,
+        layout: Layout,
+        topology: Topology,
+        steps: _Steps,
+        numel: int,
+        src: list[str] | None = None,
+    ) -> list[Simulation]:
+        """One for each algorithm."""
+        from meshplan.planner import simulate
+
+        return [
+            simulate(
+                layout,
+                topology,
+                steps,
+                algorithm=name,
+                dtype=self.dtype,
+                numel=numel,
+                seed=self.seed,
+                src=src,
+            )
+            for name in self.algorithms
+        ]
+
+    def to_json(self, numel: int) -> dict[str, Any]:
+        return {"dtype": self.name, "numel": numel, "seed": self.seed, "model": _MODEL}
+
+    def text(self, numel: int) -> str:
+        return f"{numel} element{'s' if numel > 1 else ''} of {self.name}, seed {self.seed}"
+
+
+def _one(given: argparse.Namespace) -> str:
+    options = _Options(given)
+    if given.mesh is None:
+        raise PolicyError("no mesh; write --mesh ddp=8,fsdp=5 for example, or --table")
+    layout = mesh_of(given.mesh)
+    topology = topology_of(given, layout)
+    if topology is None:
+        raise TopologyError(
+            "where ranks sit decides the order; write --domain-size 8 for example (consecutive "
+            "ranks that NVLink joins), or --node-size or --hosts"
+        )
+    src = None if given.src is None else placements_of(given.src, "--from")
+    sequences = _sequences(given, layout, src)
+    numel = options.numel(layout.world_size, len(sequences))
+    rows = [
+        (steps, found)
+        for steps in sequences
+        for found in options.simulate(layout, topology, steps, numel, src)
+    ]
+    if given.output_format == "json":
+        return json.dumps(
+            {
+                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
+                "topology": str(topology),
+                **options.to_json(numel),
+                "rows": [_row(steps, found) for steps, found in rows],
+            },
+            indent=2,
+        )
+    lines = [f"mesh {layout}, {topology}; {options.text(numel)}"]
+    cells = [
+        (_named(steps), found.algorithm, str(found.replicas), f"{found.differing:.1%}")
+        for steps, found in rows
+    ]
+    if not cells:
+        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
+    else:
+        lines += _columns([("order", "algorithm", "replicas", "differ"), *cells])
+    return "\n".join([*lines, _MODEL])
+
+
+def _sequences(given: argparse.Namespace, layout: Layout, src: list[str] | None) -> list[_Steps]:
+    """The steps of each simulation."""
+    every = [
+        axis
+        for i, axis in enumerate(layout.axes)
+        if layout.sizes[i] > 1 and (src is None or (i < len(src) and src[i].startswith("P")))
+    ]
+    found: list[_Steps] = [
+        tuple(tuple(axis.strip() for axis in step.split("+")) for step in order.split(","))
+        for order in given.order
+    ]
+    if not given.order and not given.flat and every:
+        orders = list(itertools.islice(itertools.permutations(every), _MAX_ORDERS + 1))
+        if len(orders) > _MAX_ORDERS:
+            raise PolicyError(
+                f"{len(every)} axes have more than {_MAX_ORDERS} orders; write one, for example "
+                f"--order {','.join(every)}, or --flat"
+            )
+        found = [tuple((axis,) for axis in order) for order in orders]
+    if every and (given.flat or (not given.order and len(every) > 1)):
+        found.append((tuple(every),))
+    return found
+
+
+def _row(steps: _Steps, found: Simulation) -> dict[str, Any]:
+    return {
+        "order": [list(step) for step in steps],
+        "algorithm": found.algorithm,
+        "replicas": found.replicas,
+        "differing": found.differing,
+        "ulps": found.ulps,
+        "steps": [
+            {
+                "axes": list(step.axes),
+                "group_size": step.group_size,
+                "groups": step.groups,
+                "orders": step.orders,
+                "sums": step.sums,
+            }
+            for step in found.per_step
+        ],
+    }
+
+
+def _table(given: argparse.Namespace) -> str:
+    from meshplan.layout import Layout
+    from meshplan.topology import Topology
+
+    options = _Options(given)
+    clash = {
+        "--mesh": given.mesh,
+        "--order": given.order,
+        "--flat": given.flat,
+        "--from": given.src,
+        "--domain-size": given.domain_size,
+        "--node-size": given.node_size,
+        "--hosts": given.hosts,
+    }
+    taken = [option for option, value in clash.items() if value]
+    if taken:
+        raise PolicyError(f"--table has meshes and orders of its own; leave out {taken[0]}")
+    orders: tuple[_Steps, ...] = (
+        (("fsdp",), ("ddp",)),
+        (("ddp",), ("fsdp",)),
+        (("ddp", "fsdp"),),
+    )
+    heads = [f"{name} {_named(steps)}" for name in options.algorithms for steps in orders]
+    rows = [("(ddp, fsdp)", "node", *heads)]
+    numel = options.numel(1, len(orders))
+    found: list[dict[str, Any]] = []
+    for sizes, node in REFERENCE:
+        layout = Layout.of(ddp=sizes[0], fsdp=sizes[1])
+        topology = Topology.uniform(layout.world_size, node_size=node, domain_size=node)
+        results = [(steps, options.simulate(layout, topology, steps, numel)) for steps in orders]
+        one = [(s, r[i]) for i in range(len(options.algorithms)) for s, r in results]
+        mesh = {"mesh": {"ddp": sizes[0], "fsdp": sizes[1]}, "node_size": node}
+        found.append({**mesh, "rows": [_row(steps, result) for steps, result in one]})
+        cells = [f"{result.replicas} / {result.differing:.1%}" for _, result in one]
+        rows.append((f"({sizes[0]}, {sizes[1]})", str(node), *cells))
+    if given.output_format == "json":
+        return json.dumps({**options.to_json(numel), "meshes": found}, indent=2)
+    first = f"different replicas / largest share of elements that differ; {options.text(numel)}"
+    return "\n".join([first, *_columns(rows), _MODEL])
+
+
+def _named(steps: Sequence[Sequence[str]]) -> str:
+    return ", ".join("+".join(step) for step in steps)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows with a line below the first, columns as wide as they need."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in ruled
+    ]

@@ -1,0 +1,299 @@
+"""What replicas come out of a sequence of reductions, if the backend adds as the NCCL model says.
+
+Every rank's tensor is drawn, and added in the order of `nccl_order` with every addition rounded to
+the dtype. Ranks that are to hold one replica are then compared by bits. A simulation shows what may
+happen; it certifies nothing: NCCL has more channels, other algorithms and other orders.
+
+Ranks that add the same inputs in the same order have the same sum. Which ranks those are is worked
+out first, with a number for each tensor instead of the tensor; then each sum is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshplan.errors import PlacementError, PolicyError, TopologyError
+from meshplan.layout import Layout
+from meshplan.planner import _nccl_order as order
+from meshplan.planner._arithmetic import INTEGERS, Adder, different, draw_row, share, ulps
+from meshplan.planner._problem import Problem, Spec, check_reach
+from meshplan.planner._sequence import checked_steps
+from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings, _distinct_rows
+from meshplan.topology import Topology
+
+__all__ = ["MAX_BYTES", "MAX_DRAWN", "SimulatedStep", "Simulation", "simulate"]
+
+MAX_BYTES = 1 << 30
+# Elements of all inputs together, and rows that are added: some seconds each.
+MAX_DRAWN = 1 << 27
+MAX_ADDED = 1 << 18
+
+_NOT_A_SUM = ("max", "min", "product")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """What one reduction did.
+
+    Attributes:
+        axes: labels of the reduced axes.
+        group_size: ranks in a group.
+        groups: groups of the reduction.
+        orders: different orders of additions among the groups.
+        sums: how many sums were computed, one for all groups with the same inputs and order.
+    """
+
+    axes: tuple[str, ...]
+    group_size: int
+    groups: int
+    orders: int
+    sums: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The replicas after the last step.
+
+    Attributes:
+        algorithm, dtype, numel, seed: what was simulated.
+        replicas: different bit patterns among ranks that are to hold one replica, the largest
+            number if there are several such sets of ranks; 1 if all agree.
+        differing: the largest share of elements in which a rank differs from the first rank of
+            the mesh that is to hold the same replica.
+        ulps: the largest of these differences, in units in the last place.
+        per_step: what each step did; a step over axes of size 1 does nothing and is left out.
+    """
+
+    algorithm: Algorithm
+    dtype: torch.dtype
+    numel: int
+    seed: int
+    replicas: int
+    differing: float
+    ulps: int
+    per_step: tuple[SimulatedStep, ...]
+
+
+def simulate(
+    layout: Layout,
+    topology: Topology,
+    steps: Sequence[Sequence[int | str]],
+    *,
+    algorithm: Algorithm,
+    dtype: torch.dtype = torch.float32,
+    numel: int = 4096,
+    seed: int = 0,
+    sort_ranks: bool = True,
+    src: Sequence[Placement | str] | None = None,
+) -> Simulation:
+    """Run all-reduces one after the other in the order of the NCCL model, on one channel.
+
+    Args:
+        layout: the mesh.
+        topology: where ranks sit; its nodes must be known.
+        steps: the axes of each all-reduce, in the order in which they run; several axes are one
+            flattened all-reduce.
+        algorithm: ``ring`` or ``tree``.
+        dtype: float32, bfloat16, float16 or float64.
+        numel: elements of the message. The order in a ring depends on where an element stands.
+        seed: of the inputs, which are N(0, 1) and do not depend on the order of the steps.
+        sort_ranks: as in `hazards`.
+        src: the placement on each axis before the first step: ``P`` or ``P(avg)`` on every axis
+            that is reduced. Ranks along ``R`` hold equal inputs and are to agree; along any other
+            axis that no step names, every rank has inputs and a result of its own. Left out, the
+            axes that no step names are ``R``.
+
+    Raises:
+        TopologyError: the nodes are unknown, or the layout has a rank that the topology lacks.
+        PlacementError: placements that do not fit the mesh, an axis that is not partial or is
+            named twice, a reduction that is neither a sum nor an average.
+        AxisNameError: ``steps`` names an axis that the mesh does not have.
+        PolicyError: an unknown algorithm or dtype, or more elements than ``MAX_BYTES`` and
+            ``MAX_DRAWN`` allow; the message says how many can be simulated.
+    """
+    if algorithm not in ALGORITHMS:
+        known = " or ".join(ALGORITHMS)
+        raise PolicyError(f"no algorithm {algorithm!r} in the model; write {known}")
+    if dtype not in INTEGERS:
+        known = ", ".join(str(d).removeprefix("torch.") for d in INTEGERS)
+        raise PolicyError(f"sums of {dtype} are not simulated; write one of {known}")
+    if numel < 1 or seed < 0:
+        raise PolicyError(
+            f"a simulation takes 1 element or more and a seed of 0 or more, found numel={numel} "
+            f"and seed={seed}; write for example numel=4096, seed=0"
+        )
+    check_reach(topology, layout)
+    if not topology.known:
+        raise TopologyError(
+            "the order of additions depends on the node of every rank, and no node is known; "
+            f"write for example Topology.uniform({topology.world_size}, node_size=8)"
+        )
+    problem = _problem(layout, steps, src)
+    sequence = checked_steps(problem, steps)
+    with _disable_current_modes():
+        stages = _Stages(problem, topology, algorithm, sort_ranks)
+        for axes in sequence:
+            stages.append(axes)
+        stages.check_size(numel, dtype)
+        replicas, differing, distance = stages.compare(stages.sums(numel, dtype, seed))
+    per_step = tuple(stage.summary for stage in stages.stages)
+    return Simulation(algorithm, dtype, numel, seed, replicas, differing, distance, per_step)
+
+
+def _problem(
+    layout: Layout, steps: Sequence[Sequence[int | str]], src: Sequence[Placement | str] | None
+) -> Problem:
+    named = {layout.axis_index(axis) for step in steps for axis in step}
+    if src is None:
+        src = ["P" if i in named else "R" for i in range(len(layout.sizes))]
+    before = tuple(Spec.of(placement) for placement in src)
+    for spec in before:
+        if spec.kind in ("norm", "opaque") or spec.op in _NOT_A_SUM:
+            raise PlacementError(f"{spec.text} is not simulated, sums are; write P or P(avg)")
+    finished = Spec.of("R")
+    after = tuple(
+        finished if i in named and spec.kind == "partial" else spec for i, spec in enumerate(before)
+    )
+    return Problem(layout, before, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One step. Sums are numbered, as what they add is.
+
+    Attributes:
+        inputs: numbers of the rows that each sum adds by mesh coordinate, int64 [sums, group size].
+        groups: a group that computes it, for each sum.
+        factor: what rows are multiplied by before an average.
+    """
+
+    summary: SimulatedStep
+    axes: tuple[int, ...]
+    siblings: Siblings
+    inputs: Tensor
+    groups: tuple[int, ...]
+    factor: float | None
+
+
+class _Stages:
+    """The steps, and which row each rank holds after the last one.
+
+    Attributes:
+        leaves: how many different inputs there are.
+        held: number of the row that the rank at each coordinate holds, int64, shape of the mesh.
+    """
+
+    def __init__(
+        self, problem: Problem, topology: Topology, algorithm: Algorithm, sort_ranks: bool
+    ) -> None:
+        self.problem = problem
+        self.layout = problem.layout
+        self.topology = topology
+        self.algorithm = algorithm
+        self.sort_ranks = sort_ranks
+        self.stages: list[_Stage] = []
+        own = [
+            size if spec.kind != "replicate" else 1
+            for size, spec in zip(self.layout.sizes, problem.src, strict=True)
+        ]
+        self.leaves = math.prod(own)
+        self._check_rows(self.leaves)
+        self.held = torch.arange(self.leaves, device="cpu").reshape(own).expand(self.layout.sizes)
+
+    def append(self, axes: tuple[int, ...]) -> None:
+        """Add a step."""
+        sizes, labels = self.layout.sizes, self.layout.axes
+        siblings = Siblings(self.layout, axes, self.topology, sort_ranks=self.sort_ranks)
+        rows = self.held.permute(*siblings.outer, *axes).reshape(-1, siblings.size)
+        orders = siblings.associations(self.algorithm, torch.arange(len(rows), device="cpu"))
+        number, first = _distinct_rows(torch.cat([rows, orders[:, None]], dim=1))
+        averaged = math.prod(sizes[i] for i in axes if self.problem.src[i].op == "avg")
+        summary = SimulatedStep(
+            axes=tuple(labels[i] for i in axes),
+            group_size=siblings.size,
+            groups=len(rows),
+            orders=len(set(orders.tolist())),
+            sums=len(first),
+        )
+        factor = 1 / averaged if averaged > 1 else None
+        groups = tuple(first.tolist())
+        self.stages.append(_Stage(summary, axes, siblings, rows[first], groups, factor))
+        shared = [1 if i in axes else size for i, size in enumerate(sizes)]
+        self.held = number.reshape(shared).expand(sizes)
+
+    def check_size(self, numel: int, dtype: torch.dtype) -> None:
+        """Refuse what would take too much memory, or too long.
+
+        Raises:
+            PolicyError: says how many elements can be simulated.
+        """
+        kept, most = 0, 1
+        for stage in self.stages:
+            # Of one group: its rows, the same times a factor, the same in ring order.
+            most = max(most, kept + stage.summary.sums + 3 * stage.summary.group_size)
+            kept = stage.summary.sums
+        # And some rows of float64 or int64 while drawing and comparing.
+        room = MAX_BYTES // (most * dtype.itemsize + 40)
+        fit = min(room, MAX_DRAWN // self.leaves)
+        self._check_rows(sum(stage.inputs.numel() for stage in self.stages))
+        if numel > fit:
+            name = str(dtype).removeprefix("torch.")
+            raise PolicyError(
+                f"{self.leaves} inputs of {numel} elements of {name} are more than is simulated "
+                f"({MAX_DRAWN} elements, {MAX_BYTES >> 20} MiB at once); write numel={fit} or less"
+            )
+
+    def _check_rows(self, rows: int) -> None:
+        if rows > MAX_ADDED:
+            raise PolicyError(
+                f"{self.layout} needs {rows} additions, {MAX_ADDED} are simulated at most; "
+                "simulate a smaller mesh on nodes of the same size"
+            )
+
+    def sums(self, numel: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        """The rows that are held in the end, by their numbers; none without a step."""
+
+        def drawn(number: int) -> Tensor:
+            return draw_row(seed, number, numel, dtype)
+
+        rows: list[Tensor] = []
+        row: Callable[[int], Tensor] = drawn
+        for stage in self.stages:
+            pieces = order.ring_chunks(numel, stage.siblings.size, dtype.itemsize)
+            adder = Adder(self.layout, stage.axes, stage.siblings, self.algorithm, pieces)
+            found: dict[int, Tensor] = {}
+            inputs, last = list[Tensor](), list[int]()
+            # Sums of the same inputs one after the other, so that inputs are drawn once.
+            for number in stage.inputs[:, 0].argsort(stable=True).tolist():
+                numbers = stage.inputs[number].tolist()
+                if numbers != last:
+                    inputs, last = [row(one) for one in numbers], numbers
+                    if stage.factor is not None:
+                        factor = torch.tensor(stage.factor, dtype=torch.float64, device="cpu")
+                        inputs = [one * factor.to(dtype) for one in inputs]
+                found[number] = adder.add(inputs, stage.groups[number])
+            rows = [found[number] for number in range(len(found))]
+            row = rows.__getitem__
+        return rows
+
+    def compare(self, rows: Sequence[Tensor]) -> tuple[int, float, int]:
+        """Replicas, differing share and ulps, as in `Simulation`."""
+        problem, axes = self.problem, range(len(self.layout.sizes))
+        agree = [i for i in axes if problem.dst[i].kind == "replicate"]
+        apart = [i for i in axes if i not in agree]
+        width = math.prod(self.layout.sizes[i] for i in agree)
+        sets = self.held.permute(*apart, *agree).reshape(-1, width)
+        replicas, differing, distance = 1, 0.0, 0
+        for numbers in sets[(sets != sets[:, :1]).any(dim=1)]:
+            first, *others = (rows[number] for number in dict.fromkeys(numbers.tolist()))
+            replicas = max(replicas, different([first, *others]))
+            differing = max(differing, *(share(first, other) for other in others))
+            distance = max(distance, *(ulps(first, other) for other in others))
+        return replicas, differing, distance

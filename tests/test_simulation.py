@@ -1,0 +1,540 @@
+"""Simulated replicas: the published table, a brute force over scalars, and other code's sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import time
+from random import Random
+
+import pytest
+import torch
+from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ReduceOp
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from meshplan.errors import AxisNameError, PlacementError, PolicyError, TopologyError
+from meshplan.layout import Layout
+from meshplan.planner import Problem as Asked
+from meshplan.planner import SimulatedStep, hazards, nccl_order, share_of, simulate
+from meshplan.planner._arithmetic import Adder, different, draw_row, share, spread, ulps
+from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
+from meshplan.testing._nccl_model import _Algebra
+from meshplan.topology import Topology
+
+FSDP_FIRST, DDP_FIRST = (("fsdp",), ("ddp",)), (("ddp",), ("fsdp",))
+HOSTS = Topology.uniform(40, node_size=8)
+ISSUE = Layout.of(ddp=8, fsdp=5)
+
+# Mesh (ddp, fsdp), ranks of a node; different replicas and per cent of elements that differ:
+# tree with fsdp first, tree with ddp first, ring with fsdp first, ring with ddp first.
+TABLE = [
+    ((8, 5), 8, (5, 56), (4, 46), (1, 0), (5, 35)),
+    ((4, 6), 8, (3, 37), (3, 44), (1, 0), (3, 35)),
+    ((4, 12), 8, (1, 0), (2, 55), (1, 0), (2, 65)),
+    ((3, 16), 24, (2, 29), (2, 57), (1, 0), (2, 69)),
+    ((9, 64), 72, (8, 57), (8, 80), (1, 0), (8, 86)),
+    ((5, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((8, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((2, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((6, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", TABLE)
+def test_the_table(
+    row: tuple[tuple[int, int], int, *tuple[tuple[int, int], ...]], dtype: torch.dtype
+) -> None:
+    sizes, node, *expected = row
+    layout = Layout.of(ddp=sizes[0], fsdp=sizes[1])
+    topology = Topology.uniform(layout.world_size, node_size=node)
+    cases = itertools.product(("tree", "ring"), (FSDP_FIRST, DDP_FIRST))
+    for (algorithm, steps), (replicas, per_cent) in zip(cases, expected, strict=True):
+        found = simulate(layout, topology, steps, algorithm=algorithm, dtype=dtype, numel=1 << 13)
+        assert found.replicas == replicas
+        # Two standard errors of a share among 8192 elements, and the rounding of the table.
+        assert abs(100 * found.differing - per_cent) <= (2 if per_cent else 0)
+        assert (found.ulps > 0) == (replicas > 1)
+    for algorithm in ALGORITHMS:
+        flat = simulate(layout, topology, [("ddp", "fsdp")], algorithm=algorithm, numel=64)
+        assert (flat.replicas, flat.differing, flat.ulps) == (1, 0, 0)
+
+
+class Scalars:
+    """The same in loops over ranks and elements, from the description of the algorithms."""
+
+    def __init__(
+        self, layout: Layout, nodes: list[int], algorithm: str, sort: bool, numel: int
+    ) -> None:
+        self.layout, self.nodes, self.algorithm, self.sort = layout, nodes, algorithm, sort
+        self.numel = numel
+        self.cells = list(itertools.product(*map(range, layout.sizes)))
+        self.rank = dict(zip(self.cells, layout.ranks, strict=True))
+
+    def run(
+        self, steps: list[tuple[int, ...]], src: list[str], dtype: torch.dtype, seed: int
+    ) -> dict[tuple[int, ...], Tensor]:
+        own = [i for i, text in enumerate(src) if text != "R"]
+        numbers: dict[tuple[int, ...], int] = {}
+        held: dict[tuple[int, ...], Tensor] = {}
+        for cell in self.cells:
+            number = numbers.setdefault(tuple(cell[i] for i in own), len(numbers))
+            held[cell] = draw_row(seed, number, self.numel, dtype)
+        for axes in steps:
+            averaged = math.prod(self.layout.sizes[i] for i in axes if src[i] == "P(avg)")
+            result = {}
+            for cell in self.cells:
+                members = [
+                    other
+                    for other in self.cells
+                    if all(other[i] == cell[i] for i in range(len(cell)) if i not in axes)
+                ]
+                if self.sort:
+                    members.sort(key=self.rank.__getitem__)
+                rows = [held[member] for member in members]
+                if averaged > 1:
+                    rows = [row * torch.tensor(1 / averaged, dtype=dtype) for row in rows]
+                result[cell] = self.reduce(rows, [self.nodes[self.rank[m]] for m in members])
+            held = result
+        return held
+
+    def reduce(self, rows: list[Tensor], nodes: list[int]) -> Tensor:
+        found = torch.empty_like(rows[0])
+        places: dict[int, list[int]] = {}
+        for place, node in enumerate(nodes):
+            places.setdefault(node, []).append(place)
+        align = 16 // rows[0].itemsize
+        width = math.ceil(math.ceil(self.numel / len(rows)) / align) * align
+        for element in range(self.numel):
+            values = [row[element] for row in rows]
+            if self.algorithm == "ring":
+                ring = self.ring(list(places.values()))
+                first = element // width + 1
+                total = values[ring[first % len(ring)]]
+                for hop in range(1, len(ring)):
+                    total = values[ring[(first + hop) % len(ring)]] + total
+            else:
+                total = self.at_node(0, list(places.values()), values)
+            found[element] = total
+        return found
+
+    @staticmethod
+    def ring(places: list[list[int]]) -> list[int]:
+        if len(places) == 1:
+            return places[0]
+        return [place for first, *others in places for place in [first, *others[::-1]]]
+
+    def at_node(self, node: int, places: list[list[int]], values: list[Tensor]) -> Tensor:
+        """What the first rank of a node sends up, or has in the end."""
+        low, high = self.children(node, len(places))
+        own = places[node]
+        total: Tensor | None = None
+        for position in reversed(range(len(own))):
+            value = values[own[position]]
+            total = value if total is None else value + total
+            if low is not None and position == min(1, len(own) - 1):
+                total = total + self.at_node(low, places, values)
+            if high is not None and position == 0:
+                total = total + self.at_node(high, places, values)
+        assert total is not None
+        return total
+
+    @staticmethod
+    def children(node: int, count: int) -> tuple[int | None, int | None]:
+        """Of a binary tree over nodes: odd ones are leaves, 0 has the largest power of two."""
+        if node == 0:
+            return None, max((1 << k for k in range(20) if 1 << k < count), default=None)
+        step = 1
+        while node % (2 * step) == 0:
+            step *= 2
+        steps = [step >> k for k in range(1, 20) if step >> k]
+        low = node - steps[0] if steps else None
+        return low, next((node + s for s in steps if node + s < count), None)
+
+
+def ordinal(value: Tensor) -> int:
+    """How many floats lie between 0 and a value."""
+    whole = int(abs(value).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]))
+    return -whole if value < 0 else whole
+
+
+def judged(held: dict[tuple[int, ...], Tensor], alone: list[int]) -> tuple[int, float, int]:
+    replicas, differing, distance = 1, 0.0, 0
+    sets: dict[tuple[int, ...], list[Tensor]] = {}
+    for cell, row in held.items():
+        sets.setdefault(tuple(cell[i] for i in alone), []).append(row)
+    for rows in sets.values():
+        hexes = {tuple(float(value).hex() for value in row) for row in rows}
+        replicas = max(replicas, len(hexes))
+        for row in rows[1:]:
+            pairs = [
+                (a, b)
+                for a, b in zip(rows[0], row, strict=True)
+                if float(a).hex() != float(b).hex()
+            ]
+            differing = max(differing, len(pairs) / len(row))
+            distance = max([distance, *(abs(ordinal(a) - ordinal(b)) for a, b in pairs)])
+    return replicas, differing, distance
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(use_true_random=True))
+def test_scalars_agree(random: Random) -> None:
+    sizes = random.choices((1, 2, 3, 4, 5), weights=(1, 2, 4, 3, 2), k=random.choice((1, 2, 2, 3)))
+    while math.prod(sizes) > 24:
+        sizes.pop()
+    world = math.prod(sizes)
+    ranks = list(range(world))
+    if random.random() < 0.4:
+        random.shuffle(ranks)
+    nodes = random.choices(range(random.randint(1, 5)), k=world)
+    if random.random() < 0.5:
+        nodes.sort()
+    src = random.choices(("P", "P(avg)", "R", "S(0)"), weights=(5, 2, 2, 1), k=len(sizes))
+    partial = [i for i, text in enumerate(src) if text[0] == "P"]
+    reduced = random.sample(
+        partial, k=random.choice([len(partial)] * 3 + list(range(len(partial))))
+    )
+    steps: list[tuple[int, ...]] = []
+    for axis in reduced:
+        if steps and random.random() < 0.3:
+            steps[-1] = tuple(sorted((*steps[-1], axis)))
+        else:
+            steps.append((axis,))
+    dtype = random.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    numel, seed = random.randint(1, 40), random.randint(0, 3)
+    layout = Layout(tuple(sizes), ranks=tuple(ranks))
+    alone = [i for i, text in enumerate(src) if text != "R" and i not in reduced]
+    for algorithm, sort in itertools.product(ALGORITHMS, (True, False)):
+        found = simulate(
+            layout,
+            Topology.of(nodes),
+            steps,
+            algorithm=algorithm,
+            dtype=dtype,
+            numel=numel,
+            seed=seed,
+            sort_ranks=sort,
+            src=src,
+        )
+        held = Scalars(layout, nodes, algorithm, sort, numel).run(steps, src, dtype, seed)
+        assert (found.replicas, found.differing, found.ulps) == judged(held, alone)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_model_backend_has_the_same_sums(algorithm: Algorithm, op: ReduceOp) -> None:
+    """Every group of a mesh with permuted ranks, as the processes of the test backend add."""
+    random = Random(1)
+    ranks = random.sample(range(63), k=63)
+    layout = Layout.of(ranks, a=9, b=7)
+    nodes = [rank // 8 for rank in range(63)]
+    siblings = Siblings(layout, (1,), Topology.of(nodes), sort_ranks=True)
+    numel = 300
+    pieces = nccl_order.ring_chunks(numel, 7, 2)
+    adder = Adder(layout, (1,), siblings, algorithm, pieces)
+    for group, by_coordinate in enumerate(layout.siblings(1).tolist()):
+        rows = [draw_row(3, rank, numel, torch.bfloat16) for rank in by_coordinate]
+        parts = torch.stack([rows[by_coordinate.index(rank)] for rank in sorted(by_coordinate)])
+        rules = _Algebra.of(op, parts, 7)
+        if rules.factor is not None:
+            rows = [row * rules.factor for row in rows]
+        placed = [nodes[rank] for rank in sorted(by_coordinate)]
+        expected = torch.empty_like(rows[0])
+        for start, stop, chunk in pieces:
+            ring = nccl_order.ring_tree(nccl_order.ring_order(placed), chunk)
+            tree = ring if algorithm == "ring" else nccl_order.tree_tree(placed)
+            expected[start:stop] = rules.evaluate(tree, parts[:, start:stop].clone())
+        found = adder.add(rows, group)
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def test_replicas_are_as_many_as_hazards_say() -> None:
+    """Shares are large: with enough elements different orders show."""
+    for sizes, node in (((8, 5), 8), ((4, 12), 8), ((3, 7), 4), ((6, 10), 12)):
+        layout = Layout.of(a=sizes[0], b=sizes[1])
+        topology = Topology.uniform(layout.world_size, node_size=node)
+        asked = Asked.of(layout, ["P", "P"], ["R", "R"])
+        for steps in ((("a",), ("b",)), (("b",), ("a",))):
+            classes = {"ring": 1, "tree": 1}
+            for hazard in hazards(asked, topology, steps=steps):
+                classes = dict(hazard.classes)
+            for algorithm in ALGORITHMS:
+                found = simulate(layout, topology, steps, algorithm=algorithm, numel=1024)
+                assert found.replicas == classes[algorithm]
+
+
+def test_what_each_step_did() -> None:
+    found = simulate(ISSUE, HOSTS, DDP_FIRST, algorithm="tree", numel=8)
+    assert found.per_step == (
+        SimulatedStep(axes=("ddp",), group_size=8, groups=5, orders=5, sums=5),
+        SimulatedStep(axes=("fsdp",), group_size=5, groups=8, orders=4, sums=4),
+    )
+    # Only ranks with the same inputs are to agree.
+    for placement in ("R", "S(0)", "P"):
+        found = simulate(ISSUE, HOSTS, [["ddp"]], algorithm="tree", numel=64, src=["P", placement])
+        assert [step.sums for step in found.per_step] == [5]
+        assert (found.replicas > 1) == (placement == "R")
+    wide = Layout.of(ddp=8, fsdp=5, tp=16)
+    topology = Topology.uniform(640, node_size=16)
+    (step,) = simulate(wide, topology, [["ddp"]], algorithm="tree", numel=8).per_step
+    assert (step.groups, step.orders, step.sums) == (80, 1, 1)
+
+
+def test_nothing_to_reduce() -> None:
+    for layout, steps in (
+        (Layout.of(a=1), [["a"]]),
+        (Layout.of(a=1, b=4), [["a"]]),
+        (Layout.of(a=3), []),
+    ):
+        found = simulate(layout, Topology.uniform(4, node_size=3), steps, algorithm="ring")
+        assert (found.replicas, found.differing, found.ulps, found.per_step) == (1, 0, 0, ())
+
+
+def test_a_seed_is_other_inputs_and_nothing_else() -> None:
+    def of(seed: int) -> object:
+        return simulate(ISSUE, HOSTS, FSDP_FIRST, algorithm="tree", numel=2000, seed=seed)
+
+    assert of(0) == of(0)
+    shares = {
+        simulate(ISSUE, HOSTS, FSDP_FIRST, algorithm="tree", seed=s).differing for s in range(3)
+    }
+    assert len(shares) == 3
+    rows = [draw_row(seed, number, 64, torch.float32) for seed in (0, 1) for number in range(20)]
+    assert different(rows) == 40
+
+
+def test_torch_placements_and_a_trace() -> None:
+    plain = simulate(ISSUE, HOSTS, [["ddp"]], algorithm="tree", numel=64)
+    with FakeTensorMode():
+        traced = simulate(
+            ISSUE, HOSTS, [[0]], algorithm="tree", numel=64, src=[Partial(), Replicate()]
+        )
+    assert traced == plain
+
+
+def test_the_worst_of_several_sets() -> None:
+    """Along tp every rank has inputs of its own; the sets of replicas differ more or less."""
+    layout = Layout.of(tp=3, ddp=3, fsdp=5)
+    nodes = [*[5] * 12, 6, 6, 6, *[4] * 15, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3]
+    steps, src = [(1,), (2,)], ["S(0)", "P", "P"]
+    found = simulate(layout, Topology.of(nodes), steps, algorithm="tree", numel=40, src=src)
+    held = Scalars(layout, nodes, "tree", True, 40).run(steps, src, torch.float32, 0)
+    assert (found.replicas, found.differing, found.ulps) == judged(held, [0])
+    shares = [
+        judged({cell: row for cell, row in held.items() if cell[0] == tp}, [])[1] for tp in range(3)
+    ]
+    assert shares[0] > shares[2] > shares[1] == 0
+
+
+def test_ulps_across_zero() -> None:
+    tiny = 2.0**-149
+    for one, other, distance in ((0.0, -0.0, 0), (tiny, -tiny, 2), (-1.0, -1.0 - 2**-23, 1)):
+        rows = [torch.tensor([2.0, value]) for value in (one, other)]
+        assert ulps(*rows) == ulps(*reversed(rows)) == distance
+        assert share(*rows) == 0.5
+
+
+def test_different_tells_bits_apart() -> None:
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert different([zero, -zero, one, one.clone(), zero]) == 3
+    # Equal weighted sums: 1 * 3 + 3 * 0 and 1 * 0 + 3 * 1.
+    rows = [torch.tensor([3, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)]
+    assert different([row.view(torch.float32) for row in rows]) == 2
+
+
+@pytest.mark.parametrize(("numel", "size"), [(4096, 5), (5, 5), (3, 7), (1, 1), (64, 1000)])
+def test_spread(numel: int, size: int) -> None:
+    pieces = spread(numel, size)
+    assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
+    assert pieces[-1][1] == numel
+    chunks = [chunk for _, _, chunk in pieces]
+    assert len(set(chunks)) == min(numel, size)
+    assert set(chunks) <= set(range(size))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.randoms(use_true_random=True))
+def test_share_of_is_the_share_of_a_simulation(random: Random) -> None:
+    sizes = random.choices((1, 2, 3, 4, 5, 6), k=3)
+    world = math.prod(sizes)
+    nodes = sorted(random.choices(range(random.randint(1, 9)), k=world))
+    layout = Layout(tuple(sizes), ranks=tuple(random.sample(range(world), k=world)))
+    topology, sort = Topology.of(nodes), random.random() < 0.5
+    axes = sorted(random.sample(range(3), k=random.choice((1, 2))))
+    along = [i for i in range(3) if i not in axes]
+    # Every chunk of the ring is as large as any other, and aligned.
+    numel = 8 * math.prod(sizes[i] for i in axes)
+    shares = share_of(layout, axes, along, topology, numel=numel, sort_ranks=sort)
+    for algorithm in ALGORITHMS:
+        found = simulate(
+            layout, topology, [axes], algorithm=algorithm, numel=numel, sort_ranks=sort
+        )
+        assert shares[algorithm] == found.differing
+
+
+def test_share_of_looks_at_sets_of_siblings() -> None:
+    # Along tp all groups of a set are alike; along ddp they are not.
+    layout = Layout.of(ddp=4, fsdp=6, tp=2)
+    topology = Topology.uniform(48, node_size=16)
+    assert share_of(layout, ["fsdp"], ["tp"], topology) == {"ring": 0.0, "tree": 0.0}
+    assert min(share_of(layout, ["fsdp"], ["ddp"], topology).values()) > 0.2
+    assert share_of(layout, ["fsdp"], [], topology) == {"ring": 0.0, "tree": 0.0}
+    assert share_of(layout, ["fsdp"], ["ddp"], Topology.unknown(48)) == {}
+
+
+def test_share_of_in_low_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        shares = share_of(ISSUE, ["fsdp"], ["ddp"], HOSTS, dtype=dtype)
+        assert abs(shares["tree"] - 0.46) < 0.05
+        assert abs(shares["ring"] - 0.35) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "along", "least"),
+    [
+        (Layout.of(ddp=2048, fsdp=64, tp=8), ["fsdp"], ["ddp", "tp"], 0.7),
+        (Layout.of(ddp=256, fsdp=4096), ["fsdp"], ["ddp"], 0.8),
+        (Layout.of(ddp=5, fsdp=16384), ["fsdp"], ["ddp"], 0.8),
+    ],
+)
+def test_share_of_a_large_mesh(
+    layout: Layout, axes: list[str], along: list[str], least: float
+) -> None:
+    topology = Topology.uniform(layout.world_size, node_size=72)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    shares = share_of(layout, axes, along, topology)
+    # On an idle machine a second; tests share theirs.
+    assert time.process_time() - started < 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+    assert min(shares.values()) > least
+
+
+def test_share_of_groups_that_are_too_large() -> None:
+    layout = Layout.of(ddp=2, fsdp=20000)
+    assert share_of(layout, ["fsdp"], ["ddp"], Topology.uniform(40000, node_size=7)) == {}
+
+
+def test_a_large_mesh() -> None:
+    layout = Layout.of(ddp=256, fsdp=64, tp=8)
+    topology = Topology.uniform(layout.world_size, node_size=72)
+    found = simulate(layout, topology, DDP_FIRST, algorithm="ring", numel=64)
+    assert [step.sums for step in found.per_step] == [64, 9]
+    assert (found.replicas, found.differing > 0.5) == (9, True)
+
+
+class TestErrors(TestCase):
+    def message(self, error: type[Exception], *arguments: object, **options: object) -> str:
+        options = {"algorithm": "ring", **options}
+        with pytest.raises(error) as caught:
+            simulate(*arguments, **options)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_options(self) -> None:
+        asked = (ISSUE, HOSTS, FSDP_FIRST)
+        found = [
+            self.message(PolicyError, *asked, algorithm="nvls"),
+            self.message(PolicyError, *asked, dtype=torch.int32),
+            self.message(PolicyError, *asked, numel=0),
+            self.message(PolicyError, *asked, seed=-1),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP402: no algorithm 'nvls' in the model; write ring or tree
+MP402: sums of torch.int32 are not simulated; write one of float32, bfloat16, float16, float64
+MP402: a simulation takes 1 element or more and a seed of 0 or more, found numel=0 and seed=0; write for example numel=4096, seed=0
+MP402: a simulation takes 1 element or more and a seed of 0 or more, found numel=4096 and seed=-1; write for example numel=4096, seed=0""",
+        )
+
+    def test_size(self) -> None:
+        wide = Layout.of(ddp=2048, fsdp=64)
+        found = [
+            self.message(PolicyError, ISSUE, HOSTS, FSDP_FIRST, numel=1 << 26),
+            self.message(
+                PolicyError, Layout.of(a=3), HOSTS, [["a"]], numel=1 << 25, dtype=torch.float64
+            ),
+            self.message(PolicyError, wide, Topology.uniform(1 << 17, node_size=72), DDP_FIRST),
+            self.message(
+                PolicyError,
+                Layout.of(a=1024, b=1024),
+                Topology.uniform(1 << 20, node_size=8),
+                [["a"], ["b"]],
+                numel=1,
+            ),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP402: 40 inputs of 67108864 elements of float32 are more than is simulated (134217728 elements, 1024 MiB at once); write numel=3355443 or less
+MP402: 3 inputs of 33554432 elements of float64 are more than is simulated (134217728 elements, 1024 MiB at once); write numel=8947848 or less
+MP402: 131072 inputs of 4096 elements of float32 are more than is simulated (134217728 elements, 1024 MiB at once); write numel=1024 or less
+MP402: (a=1024, b=1024) needs 1048576 additions, 262144 are simulated at most; simulate a smaller mesh on nodes of the same size""",
+        )
+
+    def test_place(self) -> None:
+        found = [
+            self.message(TopologyError, ISSUE, Topology.unknown(40), FSDP_FIRST),
+            self.message(TopologyError, ISSUE, Topology.uniform(39, node_size=8), FSDP_FIRST),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP211: the order of additions depends on the node of every rank, and no node is known; write for example Topology.uniform(40, node_size=8)
+MP211: the topology describes 39 ranks, the mesh (ddp=8, fsdp=5) has rank 39; write a topology of 40 or more ranks""",
+        )
+
+    def test_steps(self) -> None:
+        found = [
+            self.message(AxisNameError, ISSUE, HOSTS, [["fdsp"]]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"], ["fsdp"]]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"], []]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"]], src=["P", "R"]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"]], src=["R", "S(0)"]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"]], src=["R", "P(max)"]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"]], src=["P"]),
+            self.message(PlacementError, ISSUE, HOSTS, [["fsdp"]], src=["R", "Q"]),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+MP401: step ['fsdp'] names axis fsdp (P(sum) -> R) a second time, where nothing is pending; name each axis to reduce once: fsdp
+MP401: step [] is not one reduction, it names nothing; write steps of axes that reduce together, and a gathered axis by itself
+MP401: step ['fsdp'] names axis fsdp (R -> R), where nothing is pending; name each axis to reduce once: none
+MP401: step ['fsdp'] names axis fsdp (S(0) -> S(0)), where nothing is pending; name each axis to reduce once: none
+MP401: P(max) is not simulated, sums are; write P or P(avg)
+MP401: a mesh of 2 axes needs 2 placements, found 1 from and 1 to; write one placement per axis of (ddp=8, fsdp=5)
+MP401: no placement 'Q'; write R, S(0), P or P(op) with op one of sum, avg, max, min, product""",
+        )
+
+    def test_share_of(self) -> None:
+        found = []
+        for error, axes, along, options in (
+            (PlacementError, ["fsdp"], ["fsdp"], {}),
+            (AxisNameError, ["fsdp"], ["pp"], {}),
+            (PolicyError, ["fsdp"], ["ddp"], {"dtype": torch.int8}),
+            (PolicyError, ["fsdp"], ["ddp"], {"numel": 0}),
+            (TopologyError, ["fsdp"], ["ddp"], {}),
+        ):
+            topology = Topology.uniform(4, node_size=2) if error is TopologyError else HOSTS
+            with pytest.raises(error) as caught:
+                share_of(ISSUE, axes, along, topology, **options)  # type: ignore[arg-type]
+            found.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP401: axis fsdp is reduced, and siblings lie along it; siblings differ along axes that are not reduced
+MP112: no axis 'pp' in the mesh, it has ddp, fsdp
+MP402: 1 element or more of float32, bfloat16, float16, float64 are simulated, found numel=4096 of torch.int8
+MP402: 1 element or more of float32, bfloat16, float16, float64 are simulated, found numel=0 of torch.float32
+MP211: the topology describes 4 ranks, the mesh (ddp=8, fsdp=5) has rank 39; write a topology of 40 or more ranks""",
+        )
