@@ -25,16 +25,37 @@ def permuted(ranks: list[int], **options: Any) -> Job:
 
 class TestText(TestCase):
     def test_sequential(self) -> None:
-        self.assertExpectedInline(shown(flattening_findings(job("ddp=8,fsdp=5,tp=1"))), """""")
-        self.assertExpectedInline(shown(flattening_findings(job("a=2,b=2,c=3"))), """""")
+        self.assertExpectedInline(
+            shown(flattening_findings(job("ddp=8,fsdp=5,tp=1"))),
+            """\
+warning MP105 (P, P) -> (R, R) over ddp and fsdp is 2 all-reduces: ddp, then fsdp; over one flattened group it would be 1
+  call meshplan.install(), or flatten these axes once, on every rank, before training""",
+        )
+        self.assertExpectedInline(
+            shown(flattening_findings(job("a=2,b=2,c=3"))),
+            """\
+warning MP105 (P, P) -> (R, R) over a and b and c is 3 all-reduces: a, then b, then c; over one flattened group it would be 1
+  call meshplan.install(), or flatten these axes once, on every rank, before training""",
+        )
 
     def test_permuted(self) -> None:
         one = permuted([0, 2, 1, 3], flattened=(("a", "b"),))
-        self.assertExpectedInline(shown(flattening_findings(one)), """""")
+        self.assertExpectedInline(
+            shown(flattening_findings(one)),
+            """\
+error MP106 the mesh flattened over a and b does not have its ranks in ascending order (0, 2, 1, 3): torch sorts them, and merged all-gathers and reduce-scatters put shards in the wrong place
+  no error is raised: tensors are silently wrong""",
+        )
 
     def test_uneven(self) -> None:
         one = job("a=2,b=2", flattened=(("a", "b"),), dims=(5, 8, 5))
-        self.assertExpectedInline(shown(flattening_findings(one)), """""")
+        self.assertExpectedInline(
+            shown(flattening_findings(one)),
+            """\
+error MP107 a dim of 5 does not divide evenly over a and b (2 x 2), which the job flattens: torch's merged all-gather corrupts it
+  shards by axis: 2, 1, 1, 1; of the flattened mesh: 2, 2, 1, 0
+  pad the dim to 8""",
+        )
 
 
 class TestSequential:

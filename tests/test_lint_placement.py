@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import TestCase
 
-from meshplan.lint._placement import placement_findings, spanning
+from meshplan.lint._placement import domains_of_groups, placement_findings
 from meshplan.topology import Cluster, Inputs, Topology, cluster_of
 from tests.jobs import job, layout, shown
 
@@ -24,18 +24,38 @@ class TestText(TestCase):
     def test_spans(self) -> None:
         mesh = "tp=8,dp=5"
         found = placement_findings(job(mesh), cluster(mesh, domain_size=8))
-        self.assertExpectedInline(shown(found), """""")
+        self.assertExpectedInline(
+            shown(found),
+            """\
+warning MP103 groups over tp span domains; in the order dp, tp each would be on one
+  dp=5,tp=8, domains of the most spread group: tp on 5 now, 1 then, dp on 2 now, 5 then""",
+        )
 
     def test_rack(self) -> None:
         mesh = "ddp=9,fsdp=64"
         found = placement_findings(job(mesh), cluster(mesh, domain_size=72))
-        self.assertExpectedInline(shown(found), """""")
-        mesh = "dp=2,fsdp=72"
+        self.assertExpectedInline(
+            shown(found),
+            """\
+warning MP104 fsdp=64 does not come out even on domains of 72 GPUs: blocks of 64 ranks cross from one domain into the next; take 64 of 72 GPUs of each
+  64 of 72: 9 domains instead of 8; Slurm with topology/block: --segment=16, 16 hosts of 4 GPUs""",
+        )
+        mesh = "dp=9,fsdp=16"
         found = placement_findings(job(mesh), cluster(mesh, domain_size=36))
-        self.assertExpectedInline(shown(found), """""")
-        mesh = "dp=36,fsdp=16"
+        self.assertExpectedInline(
+            shown(found),
+            """\
+warning MP104 fsdp=16 does not come out even on domains of 36 GPUs: blocks of 16 ranks cross from one domain into the next; take 32 of 36 GPUs of each
+  32 of 36: 5 domains instead of 4""",
+        )
+        mesh = "dp=72,fsdp=32"
         found = placement_findings(job(mesh), cluster(mesh, domain_size=144))
-        self.assertExpectedInline(shown(found), """""")
+        self.assertExpectedInline(
+            shown(found),
+            """\
+warning MP104 fsdp=32 does not come out even on domains of 144 GPUs: blocks of 32 ranks cross from one domain into the next; take 128 of 144 GPUs of each
+  128 of 144: 18 domains instead of 16""",
+        )
 
 
 class TestSpans:
@@ -46,7 +66,7 @@ class TestSpans:
         assert codes(mesh, domain_size=8) == []
 
     def test_another_order_is(self) -> None:
-        assert codes("ddp=8,fsdp=5", domain_size=8) == ["MP103"]
+        assert codes("ddp=8,fsdp=5", domain_size=8) == []  # fsdp would be on 5 domains
         assert codes("fsdp=8,ddp=4", domain_size=8) == ["MP103"]
         assert codes("tp=8,pp=2,dp=4", domain_size=8) == ["MP103"]
 
@@ -61,10 +81,10 @@ class TestSpans:
     def test_all_in_one_domain(self) -> None:
         assert codes("tp=4,dp=2", domain_size=8) == []
 
-    def test_spanning(self) -> None:
+    def test_domains_of_groups(self) -> None:
         topology = Topology.uniform(40, node_size=8, domain_size=8)
-        assert spanning(layout("ddp=8,fsdp=5,tp=1"), topology) == {"ddp", "fsdp"}
-        assert spanning(layout("ddp=5,fsdp=8,tp=1"), topology) == {"ddp"}
+        assert domains_of_groups(layout("ddp=8,fsdp=5,tp=1"), topology) == {"ddp": 5, "fsdp": 2}
+        assert domains_of_groups(layout("ddp=5,fsdp=8,tp=1"), topology) == {"ddp": 5, "fsdp": 1}
 
 
 class TestRack:

@@ -15,7 +15,7 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Fix
 from meshplan.lint._job import Job
 from meshplan.lint._orders import as_text, axis_orders, other_sizes, ranks_as_in
-from meshplan.lint._placement import spanning
+from meshplan.lint._placement import domains_of_groups, weight_of
 from meshplan.lint._reductions import gradient_axes
 from meshplan.lint._uniform import is_uniform
 from meshplan.topology import Topology
@@ -52,37 +52,49 @@ def diff_of(job: Job, layout: Layout) -> str:
 
 def _all(job: Job, topology: Topology) -> Iterator[Fix]:
     turned = _turned(job, topology)
-    if turned is not None:
-        yield Fix(
-            title=f"order the axes as --mesh {as_text(turned.layout)}",
-            cost="costs nothing; other axes share a domain then",
-            mesh=as_text(turned.layout),
-            diff=diff_of(job, turned.layout),
-        )
+    farther = "" if turned is None else _farther(job, turned, topology)
+    if turned is not None and not farther:
+        yield _order(job, turned, "groups that talk most are no farther apart")
     yield from _reduce_order(job, topology)
     yield Fix(
         title="call meshplan.install() in the training script",
         cost="two lines, the layout stays; every reduction adds in one fixed order",
     )
+    yield from _sizes(job, topology)
+    if turned is not None and farther:
+        yield _order(job, turned, farther)
+    if turned is not None and not job.flattened and not job.reduce_order:
+        yield from _permutation(job, turned, topology, farther)
+    yield from _left_out(job, topology)
+
+
+def _order(job: Job, turned: Job, cost: str) -> Fix:
+    return Fix(
+        title=f"order the axes as --mesh {as_text(turned.layout)}",
+        cost=cost,
+        mesh=as_text(turned.layout),
+        diff=diff_of(job, turned.layout),
+    )
+
+
+def _sizes(job: Job, topology: Topology) -> Iterator[Fix]:
     sizes = (_as(job, layout) for layout in other_sizes(job.layout, gradient_axes(job)))
-    clean = (s for s in sizes if _is_clean(s, topology) and _no_farther(job, s, topology))
+    clean = (s for s in sizes if _is_clean(s, topology) and not _models_part(job, s, topology))
     for sized in itertools.islice(clean, _MOST_SIZES):
         yield Fix(
             title=f"choose other sizes: --mesh {as_text(sized.layout)}",
-            cost="memory and traffic of each rank change, the number of GPUs does not",
+            cost=_farther(job, sized, topology)
+            or "memory and traffic of each rank change, the number of GPUs does not",
             mesh=as_text(sized.layout),
             diff=diff_of(job, sized.layout),
         )
-    if turned is not None and not job.flattened and not job.reduce_order:
-        yield from _permutation(job, turned, topology)
-    yield from _left_out(job, topology)
 
 
 def _turned(job: Job, topology: Topology) -> Job | None:
     for layout in axis_orders(job.layout):
         other = _as(job, layout)
         expressible = job.rewrite is None or job.rewrite(layout) is not None
-        if expressible and _is_clean(other, topology) and _no_farther(job, other, topology):
+        if expressible and _is_clean(other, topology) and not _models_part(job, other, topology):
             return other
     return None
 
@@ -103,7 +115,7 @@ def _reduce_order(job: Job, topology: Topology) -> Iterator[Fix]:
             return
 
 
-def _permutation(job: Job, turned: Job, topology: Topology) -> Iterator[Fix]:
+def _permutation(job: Job, turned: Job, topology: Topology, farther: str) -> Iterator[Fix]:
     layout = ranks_as_in(job.layout, turned.layout)
     if not _is_clean(_as(job, layout), topology):
         return
@@ -112,7 +124,8 @@ def _permutation(job: Job, turned: Job, topology: Topology) -> Iterator[Fix]:
     ranks = f"torch.arange({layout.world_size}).view({sizes}).permute({order})"
     yield Fix(
         title=f"keep the mesh and permute its ranks: DeviceMesh(device, {ranks})",
-        cost="never flatten such a mesh yourself: torch sorts the ranks (MP106)",
+        cost="never flatten such a mesh yourself: torch sorts the ranks (MP106)"
+        + (f"; {farther}" if farther else ""),
     )
 
 
@@ -145,10 +158,28 @@ def _is_clean(job: Job, topology: Topology) -> bool:
     return all(job.layout.ascends(axes) for axes in job.flattened) and is_uniform(job, topology)
 
 
-def _no_farther(job: Job, other: Job, topology: Topology) -> bool:
-    """Whether no model axis crosses domains that did not before."""
-    if topology.domains is None:
-        return True
+def _models_part(job: Job, other: Job, topology: Topology) -> bool:
+    """Whether some model axis falls on more domains than before."""
     roles = dict(zip(job.layout.axes, job.roles, strict=True))
-    added = spanning(other.layout, topology) - spanning(job.layout, topology)
-    return all(roles[axis] != "model" for axis in added)
+    return any(roles[axis] == "model" for axis, *_ in _more_domains(job, other, topology))
+
+
+def _farther(job: Job, other: Job, topology: Topology) -> str:
+    """Which groups fall on more domains than before; empty if those that talk more do on fewer."""
+    if topology.domains is None:
+        return ""
+    before, after = (domains_of_groups(one.layout, topology) for one in (job, other))
+    if weight_of(job, after) <= weight_of(job, before):
+        return ""
+    return ", ".join(
+        f"a group over {axis} falls on {then} domains, not {now}"
+        for axis, now, then in _more_domains(job, other, topology)
+    )
+
+
+def _more_domains(job: Job, other: Job, topology: Topology) -> list[tuple[str, int, int]]:
+    if topology.domains is None:
+        return []
+    before = domains_of_groups(job.layout, topology)
+    after = domains_of_groups(other.layout, topology)
+    return [(a, before.get(a, 1), n) for a, n in after.items() if n > before.get(a, 1)]

@@ -9,16 +9,15 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Finding
 from meshplan.lint._job import Job, Role
 from meshplan.lint._orders import as_text, axis_orders
-from meshplan.topology import LINK_CLASSES, Cluster, Topology
+from meshplan.topology import Cluster, Topology
 
-__all__ = ["placement_findings", "spanning"]
+__all__ = ["domains_of_groups", "placement_findings", "weight_of"]
 
 # Axes whose groups talk most come first: layers are reduced on model axes all the time, gradients
 # once in a step, and stages of a pipeline only send activations on.
 _TALK: tuple[Role, ...] = ("model", "shard", "replicate", "apart")
 # Racks that NVLink joins have 36, 72 or 144 GPUs; hosts of other numbers are a matter of taste.
 _SMALLEST_RACK = 32
-_INSIDE = LINK_CLASSES.index("domain")
 
 
 def placement_findings(job: Job, cluster: Cluster) -> Iterator[Finding]:
@@ -29,47 +28,48 @@ def placement_findings(job: Job, cluster: Cluster) -> Iterator[Finding]:
     yield from _rack(job, cluster)
 
 
-def spanning(layout: Layout, topology: Topology) -> frozenset[str]:
-    """Names of the axes of which some group is not inside one domain."""
-    return frozenset(
-        axis
-        for axis, size in zip(layout.axes, layout.sizes, strict=True)
-        if size > 1 and bool((topology.link_classes(layout.siblings(axis)) != _INSIDE).any())
-    )
+def domains_of_groups(layout: Layout, topology: Topology) -> dict[str, int]:
+    """On how many domains the most spread group of each axis falls, without axes of size 1."""
+    assert topology.domains is not None
+    found = {}
+    for axis, size in zip(layout.axes, layout.sizes, strict=True):
+        if size > 1:
+            domains = topology.domains[layout.siblings(axis)].sort(dim=1).values
+            found[axis] = 1 + int((domains[:, 1:] != domains[:, :-1]).sum(dim=1).max())
+    return found
+
+
+def weight_of(job: Job, spread: dict[str, int]) -> tuple[int, ...]:
+    """How far apart groups are, those that talk most first; ``spread`` is in any order of axes."""
+    roles = dict(zip(job.layout.axes, job.roles, strict=True))
+    return tuple(sum(n - 1 for a, n in spread.items() if roles[a] == role) for role in _TALK)
 
 
 def _spans(job: Job, topology: Topology) -> Iterator[Finding]:
-    """MP103: some order of axes has fewer axes across domains, those that talk most first."""
-    roles = dict(zip(job.layout.axes, job.roles, strict=True))
-
-    def weight(across: frozenset[str]) -> tuple[int, ...]:
-        return tuple(sum(roles[axis] == role for axis in across) for role in _TALK)
-
-    now = spanning(job.layout, topology)
-    best, better = weight(now), None
+    """MP103: in some order of axes, groups fall on fewer domains, those that talk most first."""
+    now = domains_of_groups(job.layout, topology)
+    if max(now.values(), default=1) == 1:
+        return
+    best, better = weight_of(job, now), None
     for layout in axis_orders(job.layout):
-        across = spanning(layout, topology)
-        if weight(across) < best:
-            best, better = weight(across), (layout, across)
+        spread = domains_of_groups(layout, topology)
+        if weight_of(job, spread) < best:
+            best, better = weight_of(job, spread), (layout, spread)
     if better is None:
         return
-    layout, across = better
-    freed = [axis for axis in job.layout.axes if axis in now - across]
-    kept = "its groups" if len(freed) == 1 else "their groups"
+    layout, spread = better
+    freed = [axis for axis in now if spread[axis] < now[axis]]
+    where = "one" if all(spread[axis] == 1 for axis in freed) else "fewer"
+    details = ", ".join(f"{a} on {now[a]} now, {spread[a]} then" for a in now)
     yield Finding(
         code="MP103",
         severity="warning",
-        message=f"groups of {' and '.join(freed)} span domains; in the order "
-        f"{', '.join(layout.axes)} {kept} would be inside them",
+        message=f"groups over {' and '.join(freed)} span domains; in the order "
+        f"{', '.join(layout.axes)} each would be on {where}",
         source=job.source,
         subject=str(job.layout),
-        details=(f"the mesh {as_text(layout)} has {_listed(across)} across domains",),
-        data={
-            "axes": freed,
-            "spanning": sorted(now),
-            "order": list(layout.axes),
-            "spanning_then": sorted(across),
-        },
+        details=(f"{as_text(layout)}, domains of the most spread group: {details}",),
+        data={"axes": freed, "order": list(layout.axes), "domains": now, "domains_then": spread},
     )
 
 
@@ -118,7 +118,3 @@ def _ranks_of_domain(topology: Topology) -> int | None:
 
 def _is_power(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def _listed(axes: frozenset[str]) -> str:
-    return " and ".join(sorted(axes)) or "no axis"
