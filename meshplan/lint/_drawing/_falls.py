@@ -1,0 +1,146 @@
+"""How the groups of one reduction fall on nodes, and which of them fall unlike their siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshplan.layout import Layout, signature
+from meshplan.planner import Hazard
+from meshplan.planner._siblings import Siblings
+from meshplan.topology import Topology
+
+__all__ = ["Falls", "Way", "falls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Groups that fall on nodes in one way.
+
+    Attributes:
+        signature: ranks per node, nodes in order of their first rank.
+        marked: whether these groups fall unlike most of their siblings.
+        groups: how many.
+        first: number of the first of them.
+    """
+
+    signature: tuple[int, ...]
+    marked: bool
+    groups: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Falls:
+    """The groups of one reduction.
+
+    Attributes:
+        members: global ranks, int64 CPU tensor [groups, ranks per group]; groups by the coordinate
+            of the other axes, row-major.
+        marked: which groups fall unlike most of their siblings, bool CPU tensor [groups].
+        way: position in ``ways`` of each group, int64 CPU tensor [groups].
+        ways: those that are not marked first, then the most frequent first; empty if the nodes
+            are unknown.
+    """
+
+    members: Tensor
+    marked: Tensor
+    way: Tensor
+    ways: tuple[Way, ...]
+
+    @property
+    def common(self) -> Way | None:
+        """The most frequent way that is not marked; ``None`` if the nodes are unknown."""
+        return next((way for way in self.ways if not way.marked), None)
+
+
+def falls(
+    layout: Layout, axes: tuple[int, ...], topology: Topology, hazards: Sequence[Hazard]
+) -> Falls:
+    """How the groups over ``axes`` fall.
+
+    Without ``hazards`` a group is marked if its ranks per node are not the most frequent ones.
+    Where a hazard says that siblings may differ, a group is marked if it is unlike most of the
+    siblings that it must agree with: in ranks per node, in which members share a node, or in the
+    order of ranks. Where hazards find siblings alike in the model, no group is marked.
+
+    Args:
+        layout: the mesh.
+        axes: positions of the reduced axes, ascending.
+        topology: where ranks sit.
+        hazards: those of this reduction.
+    """
+    if not topology.known:
+        members = layout.siblings(axes)
+        none = torch.zeros(len(members), dtype=torch.int64, device="cpu")
+        return Falls(members, none.bool(), none, ())
+    siblings = Siblings(layout, axes, topology, sort_ranks=True)
+    pattern = siblings.pattern
+    of_pattern, signatures = _signatures(siblings, topology)
+    number = of_pattern[pattern]
+    harmful = [hazard for hazard in hazards if hazard.verdict == "may differ"]
+    marked = torch.zeros(len(pattern), dtype=torch.bool, device="cpu")
+    for hazard in harmful:
+        marked |= _unlike_most(pattern, siblings.sets(layout.axis_indices(hazard.along)))
+    if not hazards:
+        marked = _unlike_most(number, torch.arange(len(number), device="cpu")[None])
+    return _sorted(siblings.members, marked, number, signatures)
+
+
+def _signatures(siblings: Siblings, topology: Topology) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """The number of each pattern's signature [patterns], and the signatures."""
+    nodes = topology.nodes_of(siblings.members[_first_of(siblings.pattern)])
+    assert nodes is not None
+    numbers: dict[tuple[int, ...], int] = {}
+    everyone = range(siblings.size)
+    found = [numbers.setdefault(signature(everyone, row), len(numbers)) for row in nodes.tolist()]
+    return torch.tensor(found, dtype=torch.int64, device="cpu"), list(numbers)
+
+
+def _first_of(number: Tensor) -> Tensor:
+    """Where each of the numbers 0 to n - 1 appears first."""
+    first = torch.full((int(number.max()) + 1,), len(number), dtype=torch.int64, device="cpu")
+    places = torch.arange(len(number), device="cpu")
+    return first.scatter_reduce_(0, number, places, reduce="amin")
+
+
+def _unlike_most(key: Tensor, sets: Tensor) -> Tensor:
+    """Whether a group's key is not the most frequent one of its set, bool [groups].
+
+    Of keys that are as frequent in the set, the one that is more frequent overall counts as the
+    usual one, then the one that appears first.
+    """
+    keys = key[sets]
+    kinds = int(key.max()) + 1
+    owner = torch.arange(len(sets), device="cpu")[:, None]
+    pair, count = torch.unique(owner * kinds + keys, return_counts=True)
+    overall = torch.bincount(key, minlength=kinds)[pair % kinds]
+    # Stable sorts, the most important one last; pairs ascend already.
+    order = overall.argsort(descending=True, stable=True)
+    order = order[count[order].argsort(descending=True, stable=True)]
+    order = order[(pair[order] // kinds).argsort(stable=True)]
+    of_set = pair[order] // kinds
+    leads = torch.ones_like(of_set, dtype=torch.bool)
+    leads[1:] = of_set[1:] != of_set[:-1]
+    usual = pair[order][leads] % kinds
+    unlike = torch.zeros(len(key), dtype=torch.bool, device="cpu")
+    unlike[sets] = keys != usual[:, None]
+    return unlike
+
+
+def _sorted(
+    members: Tensor, marked: Tensor, number: Tensor, signatures: Sequence[tuple[int, ...]]
+) -> Falls:
+    values, way, counts = torch.unique(2 * number + marked, return_inverse=True, return_counts=True)
+    firsts = _first_of(way).tolist()
+    ways = [
+        Way(signatures[value // 2], bool(value % 2), count, first)
+        for value, count, first in zip(values.tolist(), counts.tolist(), firsts, strict=True)
+    ]
+    order = sorted(range(len(ways)), key=lambda i: (ways[i].marked, -ways[i].groups, ways[i].first))
+    place = torch.empty(len(ways), dtype=torch.int64, device="cpu")
+    place[torch.tensor(order, device="cpu")] = torch.arange(len(ways), device="cpu")
+    return Falls(members, marked, place[way], tuple(ways[i] for i in order))

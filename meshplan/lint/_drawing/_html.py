@@ -1,0 +1,119 @@
+"""A picture of a mesh as one HTML page that needs no network and no script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshplan.layout import Layout
+from meshplan.lint._drawing._panel import Panel, picture
+from meshplan.lint._drawing._style import FONT
+from meshplan.lint._drawing._svg import write_svg
+from meshplan.lint._drawing._text import clean, escape, signature_text
+from meshplan.lint._drawing._words import (
+    group_name,
+    members_text,
+    panel_title,
+    summary,
+    verdict,
+)
+from meshplan.planner import Hazard
+from meshplan.topology import Topology
+
+__all__ = ["draw_html"]
+
+_MAX_WAYS = 40
+_MAX_LINE = 2000
+NEWLINE = "\n"
+
+_STYLE = f"""\
+:root{{color-scheme:light dark}}
+body{{margin:2rem auto;padding:0 1.5rem;max-width:100rem;font:15px/1.5 {FONT};\
+color:#1b1f24;background:#fff}}
+h1{{font-size:1.5rem}} h2{{font-size:1.15rem;margin-top:2rem}}
+figure{{margin:1.5rem 0;overflow-x:auto;border:1px solid #d0d7de;border-radius:6px}}
+figure svg{{display:block}}
+pre{{white-space:pre-wrap;overflow-wrap:anywhere;padding:.8rem 1rem;background:#f3f5f7;\
+border-left:4px solid #8c959f}}
+pre.bad{{border-color:#b3001b}}
+table{{border-collapse:collapse;margin:.5rem 0 1.5rem}}
+h3{{font-size:1rem;margin-bottom:.3rem}}
+th,td{{text-align:left;padding:.25rem 1.2rem .25rem 0;border-bottom:1px solid #d0d7de;\
+vertical-align:top}}
+td.number{{text-align:right;font-variant-numeric:tabular-nums}}
+tr.bad td:first-child{{border-left:4px solid #b3001b;padding-left:.5rem}}
+@media (prefers-color-scheme:dark){{
+body{{color:#e6edf3;background:#0f1318}}
+figure,th,td{{border-color:#30363d}}
+pre{{background:#161b22}}
+pre.bad,tr.bad td:first-child{{border-left-color:#ff5c5c}}
+}}
+"""
+
+
+def draw_html(
+    layout: Layout,
+    topology: Topology,
+    *,
+    axes: Sequence[str | Sequence[str]],
+    hazards: Sequence[Hazard] = (),
+    title: str = "",
+    hosts: Sequence[str] = (),
+) -> str:
+    """The picture of `draw_svg` with the text of the hazards and tables, as one HTML page.
+
+    Pointing at a rank shows where it is and brings out its group. Arguments and errors are those
+    of `draw_svg`.
+    """
+    found = picture(layout, topology, axes, hazards, hosts)
+    name = escape(clean(title) or found.subject)
+    texts = "".join(map(_hazard, hazards))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        f"<title>{name}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{name}</h1>\n"
+        + (f"<p>{escape(found.subject)}</p>\n" if clean(title) else "")
+        + f"<figure>\n{write_svg(found, title, heading=False)}</figure>\n"
+        + (f"<h2>Hazards</h2>\n{texts}" if texts else "")
+        + "<h2>How groups fall on nodes</h2>\n"
+        + "".join(map(_table, found.panels))
+        + "</body>\n</html>\n"
+    )
+
+
+def _hazard(hazard: Hazard) -> str:
+    mood = " class=bad" if hazard.verdict == "may differ" else ""
+    # Each line is made safe by itself; of one with a very long name the beginning is enough.
+    lines = [
+        line[:_MAX_LINE] + ("…" if len(line) > _MAX_LINE else "")
+        for line in str(hazard).split("\n")
+    ]
+    return f"<pre{mood}>{NEWLINE.join(map(escape, lines))}</pre>\n"
+
+
+def _table(panel: Panel) -> str:
+    """The ways in which the groups of a panel fall on nodes."""
+    ways = panel.falls.ways
+    said = summary(panel)
+    judged = verdict(panel)
+    caption = f"{panel_title(panel)}: {said}" + (f"; {judged[1]}" if judged else "")
+    if not ways:
+        return f"<p>{escape(caption)}</p>\n"
+    rows = "".join(
+        f"<tr{' class=bad' if way.marked else ''}><td>{escape(signature_text(way.signature))}</td>"
+        f'<td class="number">{way.groups}</td>'
+        f"<td>{'unlike most siblings' if way.marked else 'usual'}</td>"
+        f"<td>{escape(group_name(panel, way.first))}</td>"
+        f"<td>{escape(members_text(panel, way.first))}</td></tr>\n"
+        for way in ways[:_MAX_WAYS]
+    )
+    rest = ways[_MAX_WAYS:]
+    if rest:
+        groups = sum(way.groups for way in rest)
+        rows += f'<tr><td colspan="5">and {len(rest)} more ways, {groups} groups</td></tr>\n'
+    return (
+        f"<h3>{escape(caption)}</h3>\n<table>\n"
+        "<thead><tr><th>ranks per node</th><th>groups</th><th>siblings</th>"
+        "<th>first group</th><th>its ranks</th></tr></thead>\n"
+        f"<tbody>\n{rows}</tbody>\n</table>\n"
+    )
