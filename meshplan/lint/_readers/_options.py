@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ class Options:
         script: the text.
         numbers: by what the options stand for.
         spelt: the option of each number, as written.
+        ends: where the value of each option ends, of those with their value on the same line.
         flags: what the options without a value stand for.
         texts: values of the options whose value is no number.
         line: of the command that gives the first of them, from 1 on.
@@ -45,6 +45,7 @@ class Options:
     script: Script
     numbers: Mapping[str, Number]
     spelt: Mapping[str, str]
+    ends: Mapping[str, int]
     flags: frozenset[str]
     texts: Mapping[str, str]
     line: int
@@ -95,31 +96,27 @@ class Options:
         missing = ""
         for key, size in sizes.items():
             if key in self.numbers:
+                if self.numbers[key].value == size:
+                    continue
                 edits.append(Edit(self.numbers[key].start, self.numbers[key].end, str(size)))
             elif size != 1:
                 if key not in options:
                     return None
                 missing += f" {options[key]} {size}"
         if missing:
-            places = [self.numbers[key].end for key in sizes if key in self.numbers]
-            at = self._after_option(max(places, default=-1))
-            if at is None:
+            # Beside an option that has its value on the same line, and no quote or comma after it.
+            ends = [end for key, end in self.ends.items() if key in sizes and self._is_free(end)]
+            if not ends:
                 return None
-            edits.append(Edit(at, at, missing))
+            edits.append(Edit(max(ends), max(ends), missing))
         return edited(self.script.text, edits)
 
     def _positive(self, key: str) -> int | None:
         found = self.numbers.get(key)
         return found.value if found is not None and 1 <= found.value <= 1 << 24 else None
 
-    def _after_option(self, end: int) -> int | None:
-        """Where a further option can stand: after a value that is written beside its option."""
-        text = self.script.text
-        beside = re.compile(r"--?[\w-]+(?:=|[ \t]+)-?[0-9]+")
-        start = text.rfind("\n", 0, max(end, 0)) + 1
-        if end < 0 or not any(found.end() == end for found in beside.finditer(text, start, end)):
-            return None
-        return end if text[end : end + 1] in ("", " ", "\t", "\n", "\r") else None
+    def _is_free(self, end: int) -> bool:
+        return self.script.text[end : end + 1] in ("", " ", "\t", "\n", "\r")
 
 
 def read_options(
@@ -138,6 +135,7 @@ def read_options(
     """
     found: dict[str, Number] = {}
     spelt: dict[str, str] = {}
+    ends: dict[str, int] = {}
     lines = []
     for key, given in script.options({**LAUNCH, **numbers}):
         number = None if given.value is None else script.number(given.value)
@@ -153,6 +151,8 @@ def read_options(
                 "before; give the mesh with --mesh",
             )
         found[key], spelt[key] = number, given.option
+        if given.value is not None and "\n" not in script.text[given.start : given.value.start]:
+            ends[key] = given.value.end
         lines += [] if launch else [given.line]
     flags = set()
     texts = {}
@@ -160,7 +160,7 @@ def read_options(
         flags.add(key.removesuffix(":"))
         if key.endswith(":") and given.value is not None:
             texts[key.removesuffix(":")] = given.value.text
-    return Options(script, found, spelt, frozenset(flags), texts, min(lines, default=1))
+    return Options(script, found, spelt, ends, frozenset(flags), texts, min(lines, default=1))
 
 
 def _not_a_number(given: Given) -> str:

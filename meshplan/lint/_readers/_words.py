@@ -44,11 +44,13 @@ class Given:
 
     Attributes:
         option: as it is spelt, without its value.
+        start: where it stands.
         value: the word after it or after its ``=``; ``None`` at the end of the text.
         line: where the command or the line of the list that it belongs to begins, from 1 on.
     """
 
     option: str
+    start: int
     value: Word | None
     line: int
 
@@ -61,7 +63,8 @@ class Script:
         self.words = [
             Word(found["word"], found.start())
             for found in _WORD.finditer(text)
-            if found["word"] is not None
+            # A lone dash begins an item of a YAML list.
+            if found["word"] not in (None, "-")
         ]
         self._starts = _command_starts(text)
         self._assigned = self._assignments()
@@ -85,7 +88,7 @@ class Script:
                 after = Word(rest, word.end - len(rest))
             elif equals and not self._adjoins(word, after):
                 after = None
-            yield names[spelt], Given(option, after, self.line_of(word.start))
+            yield names[spelt], Given(option, word.start, after, self.line_of(word.start))
 
     def line_of(self, offset: int) -> int:
         """Where the command at ``offset`` begins, with its lines that end in a backslash."""

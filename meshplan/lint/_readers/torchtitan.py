@@ -21,13 +21,12 @@ __all__ = ["read", "recognises"]
 
 _TABLES = ("parallelism", "training", "experimental")
 _DEGREE = re.compile(r"^[^#\n]*\b(?:" + "|".join(DEGREES) + r")[\"']?[ \t]*=[ \t]*[^,\s]", re.M)
-_TABLE = re.compile(r"^[ \t]*\[[ \t]*(?:" + "|".join(_TABLES) + r")[ \t]*\]", re.M)
+_TABLE = re.compile(r"^[ \t]*\[[ \t]*parallelism[ \t]*\]", re.M)
 
 
 def recognises(name: str, text: str) -> bool:
     """Whether this is TOML with torchtitan's degrees in it."""
-    toml = name.endswith(".toml") or "." not in name.rpartition("/")[2]
-    return toml and bool(_TABLE.search(text) or _DEGREE.search(text))
+    return name.endswith(".toml") and bool(_TABLE.search(text) or _DEGREE.search(text))
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
