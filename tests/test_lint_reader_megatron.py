@@ -52,12 +52,15 @@ def arguments(text: str, world_size: int | None = None) -> str:
 class Shown(TestCase):
     def test_scripts(self) -> None:
         found = "".join(shown(read_jobs("run.sh", one)) for one in (SCRIPT, ONE_COMMAND, YAML))
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 run.sh:10 (pp=1, dp=20, tp=2) apart shard model: fsdp2, sequence parallel
 run.sh:1 (pp=2, dp=4, tp=4) apart replicate model: ddp
 run.sh:1 (pp=2, edp=2, ep=2, etp=4) apart replicate apart model: ddp
 run.sh:2 (dp=2, tp=8) replicate model: ddp
-""")
+""",
+        )
 
     def test_orders(self) -> None:
         """Innermost first in Megatron-LM, outermost first in a layout."""
@@ -71,12 +74,15 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
                 "--order pp-tp-cp-ep-dp",
             )
         )
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-par... (pp=2, dp=2, cp=2, tp=2) apart replicate replicate model: ddp, flattened dp+cp
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-d... (dp=4, pp=2, tp=2) replicate apart model: ddp
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order tp-dp-pp (pp=2, dp=4, tp=2) apart replicate model: ddp
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order pp-tp... (dp=4, tp=2, pp=2) replicate model apart: ddp
-""")
+""",
+        )
 
     def test_optimizers(self) -> None:
         sizes = "--tensor-model-parallel-size 2 --context-parallel-size 2"
@@ -90,7 +96,9 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
                 "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
             )
         )
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (dp_replicate=4, dp_shard=2, cp=2, tp=2) replicate shard shard model: fsdp2, flattened dp_shard+cp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) shard shard model: fsdp2, flattened dp+cp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
@@ -98,7 +106,8 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (edp=4, ep=4, etp=2) shard apart model: fsdp2
 --tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (edp=8, ep=4, etp=1) replicate apart model: ddp
-""")
+""",
+        )
 
     def test_rewritten(self) -> None:
         job = read_jobs("run.sh", SCRIPT).jobs[0]
@@ -115,7 +124,9 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
             changed(YAML, yaml, dp=4, tp=4),
             changed(YAML, yaml, dp=2, cp=2, tp=4),
         )
-        self.assertExpectedInline("--\n".join(found), """\
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
 -export TP=${TP:-2}   # within a domain
 +export TP=${TP:-4}   # within a domain
 --
@@ -140,7 +151,8 @@ cannot be written
 +  - "--tensor-model-parallel-size=4"
 --
 cannot be written
-""")
+""",
+        )
 
     def test_skipped(self) -> None:
         texts = (
@@ -155,7 +167,9 @@ cannot be written
             "torchrun --nnodes 1:4 --nproc-per-node gpu x --tensor-model-parallel-size 8",
         )
         found = "".join(shown(read_jobs("run.sh", text)) for text in texts)
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 run.sh:1: not judged: the data-parallel size is what is left of the ranks, and their number is not known; say how many hosts and ranks per host there are
 run.sh:1: not judged: --tensor-model-parallel-size $TP has no one value in this file; give the mesh with --mesh
 run.sh:1: not judged: --tensor-model-parallel-size has no value; write a whole number after it
@@ -165,7 +179,8 @@ run.sh:3: not judged: --tensor-model-parallel-size $TP has no one value in this 
 run.sh:3: not judged: --tensor-model-parallel-size $A has no one value in this file; give the mesh with --mesh
 run.sh:1: not judged: --tensor-model-parallel-size $((8 / 3)) has no one value in this file; give the mesh with --mesh
 run.sh:1: not judged: the data-parallel size is what is left of the ranks, and their number is not known; say how many hosts and ranks per host there are
-""")
+""",
+        )
 
     def test_refused(self) -> None:
         texts = (
@@ -176,20 +191,23 @@ run.sh:1: not judged: the data-parallel size is what is left of the ranks, and t
             "--tensor-model-parallel-size 4 --order tp-dp-xx",
             "--tensor-model-parallel-size 4 --expert-model-parallel-size 7",
         )
-        self.assertExpectedInline("".join(f"{refusal('run.sh', t)}\n" for t in texts), """\
+        self.assertExpectedInline(
+            "".join(f"{refusal('run.sh', t)}\n" for t in texts),
+            """\
 MP111: run.sh:1: 40 ranks are no multiple of pp 1 x cp 1 x tp 3 = 3; write sizes whose product divides the ranks
 MP111: run.sh:1: the size of tp is a whole number from 1 to the 40 ranks, found 0
 MP111: run.sh:2: the size of cp is a whole number from 1 to the 40 ranks, found 100
 MP111: run.sh:1: 3 instances of the distributed optimizer do not divide the data-parallel size 10; write a divisor
 MP111: run.sh:1: an order names tp, cp, ep, dp and pp once each, innermost first, found 'tp-dp-xx'; write for example tp-cp-ep-dp-pp
 MP111: run.sh:1: 40 ranks are no multiple of pp 1 x ep 7 x etp 4 = 28; write sizes whose product divides the ranks
-""")
+""",
+        )
 
 
 def test_where_the_job_is_started() -> None:
     found = read_jobs("run.sh", SCRIPT)
     assert (found.hosts, found.ranks_per_host) == (5, 8)
-    found = read_arguments("--tensor-model-parallel-size 2 --world-size 16".split())
+    found = read_arguments(["--tensor-model-parallel-size", "2", "--world-size", "16"])
     assert (found.hosts, found.ranks_per_host) == (None, None)
     assert found.jobs[0].layout == Layout.of(dp=8, tp=2)
 

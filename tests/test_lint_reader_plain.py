@@ -27,7 +27,9 @@ LINES = (
 class Shown(TestCase):
     def test_arguments(self) -> None:
         found = "".join(shown(read_arguments(line.split())) for line in LINES)
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 --dp 8 --fsdp 5 --tp 1 (dp=8, fsdp=5, tp=1) replicate shard model: dtensor
 --tp_size=4 (tp=4) model: dtensor
 -tp 4 (tp=4) model: dtensor
@@ -36,7 +38,8 @@ vllm serve model -tp 8 -dp 2 --pipeline-parallel-size 2 (dp=2, pp=2, tp=8) apart
 torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p... (fsdp=20, tp=2) shard model: dtensor, sequence parallel
 --tp 2 --cp 2 --pp 2 --dp-replicate 2 --dp-shard 2 (pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2) apart replicate shard shard model: dtensor
 ./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_para... (dp_shard=4, tp=2) shard model: fsdp2, sequence parallel
-""")
+""",
+        )
 
     def test_skipped(self) -> None:
         lines = (
@@ -51,7 +54,9 @@ torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p...
             "--parallelism.tensor_parallel_degree 2",
         )
         found = "".join(shown(read_arguments(line.split())) for line in lines)
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 --tp eight: not judged: --tp eight is not a whole number; give the mesh with --mesh
 --tp: not judged: --tp has no value; write a whole number after it
 --tp --dp 4: not judged: --tp has no value; write a whole number after it
@@ -61,7 +66,8 @@ torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p...
 --fsdp -1 --dp -1: not judged: --dp -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
 sglang --tp-size 8 --dp-size 2 --enable-dp-attention: not judged: --enable-dp-attention has two meshes on the same ranks; give one with --mesh
 --parallelism.tensor_parallel_degree 2: not judged: data_parallel_shard_degree = -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
-""")
+""",
+        )
 
     def test_refused(self) -> None:
         found = []
@@ -70,14 +76,17 @@ sglang --tp-size 8 --dp-size 2 --enable-dp-attention: not judged: --enable-dp-at
             with pytest.raises(LayoutError) as error:
                 read_arguments(line.split(), world_size=40)
             found.append(f"{error.value}\n")
-        self.assertExpectedInline("".join(found), """\
+        self.assertExpectedInline(
+            "".join(found),
+            """\
 MP111: no size of an axis in the arguments ''; write for example --tensor-model-parallel-size 8, --tp 8 or --dp 4
 MP111: no size of an axis in the arguments '--lr 3'; write for example --tensor-model-parallel-size 8, --tp 8 or --dp 4
 MP111: arguments:1: --tp is a whole number from 1 up, found 0
 MP111: arguments:1: 40 ranks are no multiple of the other sizes, 3, so that --fsdp -1 has no size; write sizes that divide the ranks
 MP111: arguments:1: a mesh holds up to 16777216 ranks, found axes of 99999999; is a size wrong?
 MP111: arguments:1: 40 ranks are no multiple of the other sizes, 0, so that --tp -1 has no size; write sizes that divide the ranks
-""")
+""",
+        )
 
     def test_rewritten(self) -> None:
         found = []
@@ -92,7 +101,9 @@ MP111: arguments:1: 40 ranks are no multiple of the other sizes, 0, so that --tp
         ):
             (job,) = read_arguments(line.split()).jobs
             found.append(changed(line, job, **sizes))
-        self.assertExpectedInline("--\n".join(found), """\
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
 ---dp 8 --fsdp 5 --tp 1
 +--dp 5 --fsdp 8 --tp 1
 --
@@ -111,7 +122,8 @@ cannot be written
 --
 -./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree=4
 +./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree 2
-""")
+""",
+        )
 
 
 def test_where_the_job_is_started() -> None:
@@ -121,12 +133,12 @@ def test_where_the_job_is_started() -> None:
     found = read_jobs("run.sh", script)
     assert (found.hosts, found.ranks_per_host) == (2, 8)
     assert found.jobs[0].layout == Layout.of(fsdp=16)
-    found = read_arguments("deepspeed --num_nodes 2 --num_gpus 4 train.py --tp 8".split())
+    found = read_arguments(["deepspeed", "--num_nodes=2", "--num_gpus=4", "train.py", "--tp=8"])
     assert (found.hosts, found.ranks_per_host) == (2, 4)
 
 
 def test_known_ranks_go_before_those_of_the_command() -> None:
-    line = "--nnodes 2 --nproc-per-node 8 --fsdp -1".split()
+    line = ["--nnodes", "2", "--nproc-per-node", "8", "--fsdp", "-1"]
     assert read_arguments(line).jobs[0].layout == Layout.of(fsdp=16)
     assert read_arguments(line, world_size=40).jobs[0].layout == Layout.of(fsdp=40)
 
@@ -138,18 +150,18 @@ def test_the_arguments_are_the_source() -> None:
 
 
 def test_too_long() -> None:
-    assert "longer than 512 thousand" in refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7 + 1))
+    assert "longer than 256 thousand" in refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7 + 1))
     assert refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7)) == ""
 
 
 @given(st.lists(st.sampled_from(" ".join(LINES).split()) | st.text(max_size=8), max_size=12))
 def test_any_arguments(words: list[str]) -> None:
+    said = ""
     try:
-        found = read_arguments(words, world_size=40)
+        read_arguments(words, world_size=40)
     except LayoutError as error:
-        assert "\n" not in str(error)
-    else:
-        assert all(job.layout.world_size >= 1 for job in found.jobs)
+        said = str(error)
+    assert "\n" not in said
 
 
 @given(damaged("\n".join(LINES)) | st.text(max_size=200))

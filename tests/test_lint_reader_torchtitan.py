@@ -50,7 +50,9 @@ class Shown(TestCase):
             shown(read_jobs("job.toml", text, world_size=40))
             for text in (JAGGED, OLD, EXPERTS, etp, flat, dotted)
         )
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 job.toml:5 (dp_replicate=8, dp_shard=5, tp=1) replicate shard model: fsdp2
 job.toml:2 (dp_shard=5, cp=2, tp=4) shard shard model: fsdp2, flattened dp_shard+cp, sequence parallel
 job.toml:1 (dp_replicate=2, dp_shard=8, tp=2) replicate shard model: fsdp2, sequence parallel
@@ -59,14 +61,18 @@ job.toml:1 (dp_replicate=2, dp_shard=8, tp=2) replicate shard model: fsdp2
 job.toml:1 (dp_replicate=2, efsdp=2, ep=4, etp=2) replicate shard apart model: fsdp2
 job.toml:1 (dp_shard=2, tp=8) shard model: fsdp2, sequence parallel
 job.toml:1 (pp=2, dp_shard=20) apart shard: fsdp2
-""")
+""",
+        )
 
     def test_the_rest_of_unknown_ranks_is_skipped(self) -> None:
         found = shown(read_jobs("job.toml", OLD)) + shown(read_jobs("job.toml", "[parallelism]\n"))
-        self.assertExpectedInline(found, """\
+        self.assertExpectedInline(
+            found,
+            """\
 job.toml:2: not judged: data_parallel_shard_degree = -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
 job.toml:1: not judged: data_parallel_shard_degree = -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
-""")
+""",
+        )
 
     def test_rewritten(self) -> None:
         job = read_jobs("job.toml", JAGGED).jobs[0]
@@ -83,7 +89,9 @@ job.toml:1: not judged: data_parallel_shard_degree = -1 takes the ranks that are
             changed(EXPERTS, sparse, dp_replicate=2, efsdp=2, ep=8),
             changed(EXPERTS, sparse, dp_replicate=2, efsdp=1, ep=3),
         )
-        self.assertExpectedInline("--\n".join(found), """\
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
 -data_parallel_replicate_degree = 8
 -data_parallel_shard_degree = 5  # within a domain
 +data_parallel_replicate_degree = 5
@@ -116,7 +124,8 @@ cannot be written
 +expert_parallel_degree = 8
 --
 cannot be written
-""")
+""",
+        )
 
     def test_refused(self) -> None:
         texts = (
@@ -132,19 +141,22 @@ cannot be written
             "[parallelism]\nx = " + "[" * 5000 + "\n",
             "[parallelism]\nx = " + "9" * 5000 + "\n",
         )
-        self.assertExpectedInline("".join(f"{refusal('job.toml', t)}\n" for t in texts), """\
+        self.assertExpectedInline(
+            "".join(f"{refusal('job.toml', t)}\n" for t in texts),
+            """\
 MP111: job.toml:1: the degree of tp is a whole number from 1 up, found 0
 MP111: job.toml:1: the degree of dp_shard is a whole number from 1 up, or -1 for the rest, found -2
 MP111: job.toml:1: 40 ranks are no multiple of the other degrees, 3, so that data_parallel_shard_degree = -1 has no size; write degrees that divide the ranks
-MP111: job.toml: tensor_parallel_degree is a whole number, found '8'; write it plain
-MP111: job.toml: tensor_parallel_degree is a whole number, found 'True'; write it plain
+MP111: job.toml:3: tensor_parallel_degree is a whole number, found '8'; write it plain
+MP111: job.toml:2: tensor_parallel_degree is a whole number, found True; write it plain
 MP111: job.toml:1: expert_parallel_degree 4 does not divide dp_shard x cp x tp = 16 over etp 3; write one that does
 MP111: job.toml:1: a mesh holds up to 16777216 ranks, found axes of 1 x 99999999; is a size wrong?
 MP402: job.toml:2: not well-formed TOML (Invalid value); is it whole?
 MP402: job.toml:2: a key of more than 32 parts; write tables
 MP402: job.toml: not TOML that can be read: nested too deeply
 MP402: job.toml: not TOML that can be read: a number is too long
-""")
+""",
+        )
 
 
 def test_a_rewritten_file_may_have_windows_line_ends() -> None:

@@ -58,10 +58,7 @@ def settings_of(table: Mapping[str, Any]) -> Settings:
     """
     level = table.get("fail-level")
     if level is not None and level not in SEVERITIES:
-        raise PolicyError(
-            f"fail-level is one of {', '.join(SEVERITIES)}, found {_short(level)}"
-            f"{_near(str(level), SEVERITIES)}"
-        )
+        raise PolicyError(f"fail-level is one of {', '.join(SEVERITIES)}, found {_short(level)}")
     size = table.get("domain-size")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise PolicyError(f"domain-size is a whole number from 1 up, found {_short(size)}")
@@ -85,8 +82,10 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str]) -> None:
     names = sorted(known)
     for key in table:
         if key not in names:
+            near = difflib.get_close_matches(key[:60], names, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
             raise PolicyError(
-                f"{_short(key)} is no key here{_near(key, names)}; write one of {', '.join(names)}"
+                f"{_short(key)} is not a key here{hint}; write one of {', '.join(names)}"
             )
 
 
@@ -118,11 +117,6 @@ def _option(key: str, value: object) -> str:
     if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
         raise PolicyError(f"{key} is a string, a number or a list of them, found {_short(value)}")
     return ",".join(str(item) for item in items)
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word[:60], list(words), n=1)
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _short(value: object) -> str:

@@ -9,11 +9,19 @@ from collections.abc import Sequence
 from meshplan.errors import LayoutError
 from meshplan.layout import Layout
 
-__all__ = ["MAX_RANKS", "checked_layout", "flat_ranks", "nested_shape", "parse_mesh", "show_mesh"]
+__all__ = [
+    "MAX_AXES",
+    "MAX_RANKS",
+    "checked_layout",
+    "flat_ranks",
+    "nested_shape",
+    "parse_mesh",
+    "show_mesh",
+]
 
 MAX_RANKS = 1 << 24
 # Torch's tensors end at 64 dims; nobody has named more than a handful of axes.
-_MAX_AXES = 32
+MAX_AXES = 32
 _MAX_CHARACTERS = 2000
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _SIZES = re.compile(r"\d+(?:[xX*]\d+)*")
@@ -65,9 +73,9 @@ def checked_layout(
     Raises:
         LayoutError: too many axes or ranks, or what `Layout` refuses.
     """
-    if len(sizes) > _MAX_AXES:
+    if len(sizes) > MAX_AXES:
         raise LayoutError(
-            f"a mesh has up to {_MAX_AXES} axes, found {len(sizes)}; leave out axes of size 1"
+            f"a mesh has up to {MAX_AXES} axes, found {len(sizes)}; leave out axes of size 1"
         )
     # The product of many large sizes is slow to compute and cannot be printed.
     if any(size > MAX_RANKS for size in sizes) or math.prod(sizes) > MAX_RANKS:
@@ -98,7 +106,7 @@ def flat_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     while level and all(isinstance(one, list | tuple) for one in level):
         rows = [one for one in level if isinstance(one, list | tuple)]
         lengths = {len(row) for row in rows}
-        if len(lengths) > 1 or len(shape) == _MAX_AXES:
+        if len(lengths) > 1 or len(shape) == MAX_AXES:
             raise LayoutError(
                 f"lists of ranks of one level are equally long, found lengths "
                 f"{', '.join(map(str, sorted(lengths)))}; write for example [[0, 2], [1, 3]]"
@@ -119,7 +127,7 @@ def flat_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def nested_shape(ranks: object) -> list[int]:
     """Lengths of nested lists, of the first list at each level."""
     shape: list[int] = []
-    while isinstance(ranks, list | tuple) and len(shape) <= _MAX_AXES:
+    while isinstance(ranks, list | tuple) and len(shape) <= MAX_AXES:
         shape.append(len(ranks))
         ranks = ranks[0] if ranks else None
     return shape

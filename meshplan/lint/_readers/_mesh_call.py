@@ -11,13 +11,13 @@ from meshplan.layout import Layout
 from meshplan.lint._readers._edits import Edit, Number, edited
 from meshplan.lint._readers._scopes import Scope
 from meshplan.lint._readers._source import PythonSource, dotted, text_of
-from meshplan.lint._spec import checked_layout, nested_shape
+from meshplan.lint._spec import MAX_AXES, checked_layout, nested_shape
 
 __all__ = ["MeshCall", "read_mesh_call"]
 
 # Ranks of a mesh that are written out one by one.
 _MAX_LISTED = 4096
-_MAX_NESTED = 1 << 16
+_MAX_NESTED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +135,13 @@ def _names(
     if isinstance(inner, ast.Constant) and inner.value is None:
         return None
     if resolved is None or not isinstance(inner, ast.Tuple | ast.List):
-        return f"mesh_dim_names={source.shown(node)} is no constant; give the mesh with --mesh"
+        return f"mesh_dim_names={source.shown(node)} is not a constant; give the mesh with --mesh"
     found = []
     for item in inner.elts:
         bound = resolved[1].resolve(item)
         name = None if bound is None else text_of(bound[0])
         if name is None:
-            return (
-                f"{source.shown(item)} in mesh_dim_names is no constant; give the mesh with --mesh"
-            )
+            return f"{source.shown(item)} in mesh_dim_names is not a constant; give it with --mesh"
         found.append((name, source.span(item)))
     return found
 
@@ -151,18 +149,20 @@ def _names(
 def _sizes(source: PythonSource, node: ast.expr, scope: Scope) -> tuple[_Size, ...] | str:
     resolved = scope.resolve(node)
     if resolved is None or not isinstance(resolved[0], ast.Tuple | ast.List):
-        return f"the shape {source.shown(node)} is no constant; give the mesh with --mesh"
+        return f"the shape {source.shown(node)} is not a constant; give the mesh with --mesh"
     return _sizes_of(source, resolved[0].elts, resolved[1])
 
 
 def _sizes_of(
     source: PythonSource, items: Sequence[ast.expr], scope: Scope
 ) -> tuple[_Size, ...] | str:
+    if len(items) > MAX_AXES:
+        raise LayoutError(f"a mesh has up to {MAX_AXES} axes, found {len(items)}")
     found = []
     for item in items:
         number = source.number(item, scope)
         if number is None:
-            return f"{source.shown(item)} is no constant; give the mesh with --mesh"
+            return f"{source.shown(item)} is not a constant; give the mesh with --mesh"
         found.append(_Size(number, *source.span(item)))
     return tuple(found)
 
@@ -174,7 +174,7 @@ def _ranks(
     names: list[str] | None,
     places: tuple[tuple[int, int], ...],
 ) -> MeshCall | str:
-    unknown = f"the ranks {source.shown(node)} are no constant; give the mesh with --mesh"
+    unknown = f"the ranks {source.shown(node)} are not constants; give the mesh with --mesh"
     resolved = scope.resolve(node)
     if resolved is not None and _called(resolved[0]) in ("tensor", "list"):
         resolved = _inside(*resolved)

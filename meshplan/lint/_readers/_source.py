@@ -33,19 +33,19 @@ class PythonSource:
         self._world_size = world_size
         tree = _parsed(name, text)
         self.calls = calls(tree)
-        self._renamed = {
-            alias.asname: alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-            if alias.asname
-        }
-        self.slices = [names for node in ast.walk(tree) if len(names := sliced(node)) > 1]
+        self._renamed: dict[str, str] = {}
+        self.slices: list[tuple[str, ...]] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                self._renamed |= {one.asname: one.name for one in node.names if one.asname}
+            elif isinstance(node, ast.Subscript) and len(names := sliced(node)) > 1:
+                self.slices.append(names)
         # As Python's own parser counts lines; it does not see a byte-order mark.
         ends = (found.end() for found in re.finditer(r"\r\n|\r|\n", text))
         self._lines = [int(text.startswith("\ufeff")), *ends]
         self._numbers: dict[ast.expr, int | None] = {}
         self._depth = 0
+        self._columns: dict[int, list[int] | None] = {}  # by byte, of lines that are not ASCII
 
     def called(self, node: ast.expr) -> str:
         """The last part of the name that is called, by its name where it comes from."""
@@ -107,12 +107,15 @@ class PythonSource:
         return self._world_size if variable == "WORLD_SIZE" else None
 
     def _offset(self, line: int, column: int) -> int:
+        """Columns of the parser are bytes of UTF-8."""
         start = self._lines[line - 1]
-        # Columns of the parser are bytes of UTF-8.
-        ahead = self.text[start : start + column]
-        if not ahead.isascii():
-            ahead = ahead.encode()[:column].decode(errors="ignore")
-        return start + len(ahead)
+        if line not in self._columns:
+            end = self._lines[line] if line < len(self._lines) else len(self.text)
+            ahead = self.text[start:end]
+            wide = [i for i, character in enumerate(ahead) for _ in character.encode()]
+            self._columns[line] = None if ahead.isascii() else [*wide, len(ahead)]
+        columns = self._columns[line]
+        return start + (column if columns is None else columns[column])
 
 
 def dotted(node: ast.expr) -> str:

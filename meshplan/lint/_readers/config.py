@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, get_args
 
@@ -105,8 +106,16 @@ class _Places:
         """The key that a message starts with."""
         return self.of(path, message.partition(" ")[0].strip("'\""))
 
-    def entry(self, path: Path) -> Entry | None:
-        return self.entries.get((*self.root, *path))
+    def value(self, path: Path) -> _Value | None:
+        """The value at ``path``, if it is not a table with a header of its own."""
+        entry = self.entries.get((*self.root, *path))
+        return None if entry is None or entry.is_table else _Value(self.text, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    text: str
+    entry: Entry
 
 
 def _spelt(table: Mapping[str, Any], where: Callable[[str], Source]) -> dict[str, Any]:
@@ -123,9 +132,8 @@ def _spelt(table: Mapping[str, Any], where: Callable[[str], Source]) -> dict[str
 def _job(places: _Places, path: Path, given: object) -> Job:
     source = places.of(path)
     if isinstance(given, str):
-        return Job(
-            parse_mesh(given), source, rewrite=partial(_rewrite, places, path, (), given, True)
-        )
+        layout = parse_mesh(given)
+        return Job(layout, source, rewrite=partial(_rewrite, places.value(path), layout))
     if not isinstance(given, dict):
         raise PolicyError(
             'mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, '
@@ -134,8 +142,8 @@ def _job(places: _Places, path: Path, given: object) -> Job:
     table = _spelt(given, partial(places.of, path))
     check_keys(table, _MESH_KEYS)
     layout = _layout(table)
-    axes = table.get("axes")
-    plain = "ranks" not in table and not isinstance(table.get("roles"), list)
+    value = places.value((*path, "axes")) if "ranks" not in table else None
+    fixed = isinstance(table.get("roles"), list)
     return Job(
         layout=layout,
         source=source,
@@ -145,7 +153,7 @@ def _job(places: _Places, path: Path, given: object) -> Job:
         dims=_dims(table.get("dims", [])),
         reduce_order=_axes_of(layout, "reduce-order", table.get("reduce-order", [])),
         sequence_parallel=_flag("sequence-parallel", table.get("sequence-parallel", False)),
-        rewrite=partial(_rewrite, places, path, ("axes",), axes, plain),
+        rewrite=partial(_rewrite, value, layout, fixed=fixed),
     )
 
 
@@ -226,13 +234,16 @@ def _flag(key: str, given: object) -> bool:
 
 
 def _rewrite(
-    places: _Places, path: Path, key: Path, given: object, plain: bool, layout: Layout
+    value: _Value | None, old: Layout, layout: Layout, *, fixed: bool = False
 ) -> str | None:
-    entry = places.entry((*path, *key))
-    if entry is None or entry.is_table or not plain or layout.ranks != range(layout.world_size):
+    """The file with another mesh; ``fixed``: other keys go by the order of the axes."""
+    if value is None or layout.ranks != range(layout.world_size):
         return None
-    new = f'"{show_mesh(layout)}"'
-    if isinstance(given, dict):
+    if layout.axes != old.axes and (fixed or old.names is None):
+        return None
+    start, end = value.entry.start, value.entry.end
+    new = f'"{show_mesh(layout if old.names else Layout(layout.sizes))}"'
+    if value.text[start] == "{":
         axes = zip(layout.axes, layout.sizes, strict=True)
         new = "{ " + ", ".join(f"{axis} = {size}" for axis, size in axes) + " }"
-    return edited(places.text, [Edit(entry.start, entry.end, new)])
+    return edited(value.text, [Edit(start, end, new)])

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
-from meshplan.errors import MeshplanError
+from meshplan.errors import LayoutError, MeshplanError
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Framework, Job
 from meshplan.lint._job_file import JobFile, Skipped, located
@@ -23,6 +23,8 @@ from meshplan.lint._readers._titan import DEGREES, NAMES, NO_WORLD_SIZE, titan_j
 
 __all__ = ["read", "recognises"]
 
+# A file of a training job makes a few.
+_MAX_MESHES = 256
 _MARK = re.compile(r"\b(?:init_device_mesh|DeviceMesh|ParallelismConfig|ParallelDims)\b")
 _TITAN: Mapping[str, str] = {**DEGREES, **{axis: axis for axis in DEGREES.values()}}
 
@@ -69,6 +71,10 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
             skipped.append(found)
         else:
             jobs += found
+        if len(jobs) + len(skipped) > _MAX_MESHES:
+            raise LayoutError(
+                f"{where}: more than {_MAX_MESHES} meshes in one file; give them one by one"
+            )
     return JobFile(tuple(_with_flattened(source, jobs, made)), tuple(skipped))
 
 
@@ -97,26 +103,25 @@ def _with_flattened(
     source: PythonSource, jobs: list[Job], made: Mapping[ast.expr, int]
 ) -> list[Job]:
     """The jobs with the meshes that the file flattens: ``mesh["a", "b"]._flatten()``."""
-    found = [job.flattened for job in jobs]
+    # Position of the job that is flattened, or None; names of the axes, or none for all of them.
+    calls: dict[tuple[int | None, tuple[str, ...]], None] = {}
     for call, scope in source.calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "_flatten":
             continue
-        resolved = scope.resolve(call.func.value)
-        axes: tuple[str, ...] = ()
-        root = None if resolved is None else resolved[0]
-        if resolved is not None and isinstance(root, ast.Subscript):
-            axes = sliced(root)
-            of = resolved[1].resolve(root.value)
-            root = None if of is None else of[0]
-        at = made.get(root) if root is not None else None
-        for i, job in enumerate(jobs):
+        mesh = scope.resolve(call.func.value)
+        axes = () if mesh is None else sliced(mesh[0])
+        if mesh is not None and isinstance(mesh[0], ast.Subscript):
+            mesh = mesh[1].resolve(mesh[0].value)
+        calls[None if mesh is None else made.get(mesh[0]), axes] = None
+    found = []
+    for i, job in enumerate(jobs):
+        flattened: dict[tuple[str, ...], None] = {}
+        for at, axes in calls:
             names = axes or (job.layout.axes if at == i else ())
             if at in (None, i) and len(names) > 1 and set(names) <= set(job.layout.axes):
-                found[i] = (*found[i], names)
-    return [
-        replace(job, flattened=tuple(dict.fromkeys(flattened)))
-        for job, flattened in zip(jobs, found, strict=True)
-    ]
+                flattened[names] = None
+        found.append(replace(job, flattened=(*job.flattened, *flattened)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,7 @@ def _titan(
         number = source.number(keyword.value, scope)
         if number is None:
             shown = source.shown(keyword.value)
-            return Skipped(where, f"{keyword.arg}={shown} is no constant; give it with --mesh")
+            return Skipped(where, f"{keyword.arg}={shown} is not a constant; give it with --mesh")
         given[_TITAN[keyword.arg]] = _Degree(number, source.span(keyword.value)[1])
     if not given:
         return ()

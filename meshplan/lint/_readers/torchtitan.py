@@ -37,13 +37,13 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
         PolicyError: not well-formed TOML.
     """
     document = load(name, text)
-    degrees, sequence_parallel = _degrees(name, document)
     found = [one for one in entries(text) if one.path[0] in _TABLES]
     places = {
         DEGREES[str(one.path[-1])]: one
         for one in found
         if len(one.path) == 2 and one.path[-1] in DEGREES and not one.is_table
     }
+    degrees, sequence_parallel = _degrees(name, document, places)
     tables = [one.line for one in found if one.path == ("parallelism",)]
     lines = tables or [one.line for one in places.values()]
     source = Source(name, min(lines, default=1))
@@ -64,7 +64,9 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     return JobFile(jobs)
 
 
-def _degrees(name: str, document: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
+def _degrees(
+    name: str, document: Mapping[str, Any], places: Mapping[str, Entry]
+) -> tuple[dict[str, int], bool]:
     degrees: dict[str, int] = {}
     sequence_parallel = True
     for table in _TABLES:
@@ -77,8 +79,10 @@ def _degrees(name: str, document: Mapping[str, Any]) -> tuple[dict[str, int], bo
             if key not in DEGREES:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
+                place = places.get(DEGREES[key])
+                where = Source(name, None if place is None else place.line)
                 raise LayoutError(
-                    f"{name}: {key} is a whole number, found {str(value)[:40]!r}; write it plain"
+                    f"{where}: {key} is a whole number, found {repr(value)[:40]}; write it plain"
                 )
             degrees.setdefault(DEGREES[key], value)
     return degrees, sequence_parallel
