@@ -1,0 +1,126 @@
+"""Comments that take out a finding where its cause is written.
+
+``# meshplan: ignore[MP101] two racks, agreed with the cluster team`` stands at the end of the line
+of the cause, or alone on the line before it. It always says why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import Finding, Source
+
+__all__ = ["Ignore", "apply", "ignores"]
+
+_COMMENT = re.compile(r"(?:^|(?<=\s))#[ \t]*meshplan[ \t]*:[ \t]*(?P<rest>ignore\b[^\n]*)", re.M)
+_IGNORE = re.compile(r"ignore[ \t]*\[(?P<codes>[^\]]*)\](?P<reason>.*)")
+_CODE = re.compile(r"MP[0-9]{0,3}")
+_EXAMPLE = "write for example # meshplan: ignore[MP101] why it is right here"
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """One such comment.
+
+    Attributes:
+        line: where it stands, from 1 on.
+        codes: codes and prefixes of codes that it takes out, as written.
+        reason: why.
+        target: the line whose findings it takes out.
+    """
+
+    line: int
+    codes: tuple[str, ...]
+    reason: str
+    target: int
+
+    def takes_out(self, finding: Finding) -> bool:
+        """Whether it is about this finding of its file."""
+        return finding.source.line == self.target and finding.code.startswith(self.codes)
+
+
+def ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
+    """The comments in a text, in order of lines.
+
+    Args:
+        text: of any format whose comments begin with ``#``.
+        file: its name, for messages.
+
+    Raises:
+        PolicyError: a comment without codes, with a code that cannot be, or that does not say why;
+            the message names file and line.
+    """
+    found = []
+    targets = _targets(text)
+    counted, line = 0, 1
+    for comment in _COMMENT.finditer(text):
+        line, counted = line + text.count("\n", counted, comment.start()), comment.start()
+        where = Source(file or "-", line)
+        given = _IGNORE.fullmatch(comment["rest"].rstrip("\r"))
+        if given is None:
+            raise PolicyError(f"{where}: this ignores nothing, as it names no rule; {_EXAMPLE}")
+        codes = tuple(code.strip() for code in given["codes"].split(","))
+        wrong = next((code for code in codes if not _CODE.fullmatch(code)), None)
+        if wrong is not None:
+            raise PolicyError(f"{where}: '{wrong[:40]}' is no code of a rule; {_EXAMPLE}")
+        reason = given["reason"].strip()
+        if not reason:
+            raise PolicyError(
+                f"{where}: a finding is ignored and nothing says why; "
+                f"write # meshplan: ignore[{', '.join(codes)[:60]}] and the reason"
+            )
+        found.append(Ignore(line, codes, reason, targets[line - 1]))
+    return tuple(found)
+
+
+def apply(
+    findings: Sequence[Finding], given: Mapping[str, Sequence[Ignore]]
+) -> tuple[tuple[Finding, ...], int, tuple[Finding, ...]]:
+    """Takes out what is ignored.
+
+    Args:
+        findings: of all rules, also of those that are not selected: an ignore of one is in use.
+        given: the comments of each file, by the name that findings have it under.
+
+    Returns:
+        Those that are kept, the number of those that are not, and a finding MP190 for each comment
+        that no finding is about.
+    """
+    kept = []
+    used: set[tuple[str, int]] = set()
+    for finding in findings:
+        file = finding.source.file
+        about = [one for one in given.get(file, ()) if file and one.takes_out(finding)]
+        used |= {(file, one.line) for one in about}
+        kept += [] if about else [finding]
+    unused = [
+        _unused(file, one)
+        for file, comments in given.items()
+        for one in comments
+        if (file, one.line) not in used
+    ]
+    return tuple(kept), len(findings) - len(kept), tuple(unused)
+
+
+def _targets(text: str) -> list[int]:
+    """For each line itself, or, for a line that is a comment, the next that is none."""
+    lines = text.split("\n")
+    found = list(range(1, len(lines) + 1))
+    for i in range(len(lines) - 2, -1, -1):
+        if lines[i].lstrip().startswith("#"):
+            found[i] = found[i + 1]
+    return found
+
+
+def _unused(file: str, ignore: Ignore) -> Finding:
+    codes = ", ".join(ignore.codes)
+    return Finding(
+        code="MP190",
+        severity="warning",
+        message=f"no finding of {codes} on line {ignore.target} to ignore; take the comment out",
+        source=Source(file, ignore.line),
+        data={"codes": list(ignore.codes), "line": ignore.target, "reason": ignore.reason},
+    )

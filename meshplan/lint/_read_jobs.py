@@ -1,0 +1,115 @@
+"""Reads jobs from files and argument lists, whoever wrote them for whatever program."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Protocol, cast
+
+from meshplan.errors import LayoutError, MeshplanError
+from meshplan.layout import Layout
+from meshplan.lint._finding import Source
+from meshplan.lint._job import Job
+from meshplan.lint._job_file import JobFile
+
+__all__ = ["MAX_CHARACTERS", "READERS", "read_arguments", "read_jobs"]
+
+# What describes a job is written by hand. Python's own parser takes a second for four times that.
+MAX_CHARACTERS = 1 << 18
+# Modules of meshplan.lint._readers, in the order in which they are asked.
+READERS = ("config", "torchtitan", "python", "megatron", "plain")
+
+
+class _Reader(Protocol):
+    def recognises(self, name: str, text: str) -> bool: ...
+
+    def read(self, name: str, text: str, *, world_size: int | None) -> JobFile: ...
+
+
+def read_jobs(name: str, text: str, *, world_size: int | None = None) -> JobFile:
+    """What a file says about jobs.
+
+    Args:
+        name: of the file, as the user named it; its ending tells Python and TOML.
+        text: its content.
+        world_size: ranks of the job, where known; else as the file says, where it does.
+
+    Raises:
+        LayoutError: longer than ``MAX_CHARACTERS``, of no known kind, or a mesh cannot be.
+        AxisNameError, PolicyError: a configuration that is not well formed.
+            All messages are one line that names the file, and the line where there is one.
+    """
+    found = _read(name, text, world_size)
+    if found is None:
+        raise LayoutError(
+            f"{name}: no mesh in it that meshplan can read; give a job file of torchtitan, Python "
+            "that calls init_device_mesh, a script with arguments of Megatron-LM or such as "
+            "--dp 8 --tp 4, meshplan.toml, or the mesh with --mesh"
+        )
+    return found
+
+
+def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> JobFile:
+    """What the arguments of a training or serving program say, as `read_jobs`.
+
+    ``rewrite`` of its jobs gives the arguments as one line for a shell.
+
+    Raises:
+        LayoutError: no option in them that gives the size of an axis, or sizes that cannot be.
+    """
+    text = shlex.join(words)
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    found = _read("arguments", text, world_size)
+    if found is None:
+        raise LayoutError(
+            f"no size of an axis in the arguments '{' '.join(shown.split())}'; write for example "
+            "--tensor-model-parallel-size 8, --tp 8 or --dp 4"
+        )
+    return found.with_source(Source(option=shown))
+
+
+def _read(name: str, text: str, world_size: int | None) -> JobFile | None:
+    if len(text) > MAX_CHARACTERS:
+        raise LayoutError(
+            f"{name}: longer than {MAX_CHARACTERS >> 10} thousand characters; "
+            "give the file that describes the job, or the mesh with --mesh"
+        )
+    for reader in _readers():
+        if reader.recognises(name, text):
+            found = reader.read(name, text, world_size=world_size)
+            jobs = (_checked(job, i, reader, name, world_size) for i, job in enumerate(found.jobs))
+            return replace(found, jobs=tuple(jobs))
+    return None
+
+
+def _readers() -> list[_Reader]:
+    modules = (import_module(f"meshplan.lint._readers.{name}") for name in READERS)
+    return [cast(_Reader, module) for module in modules]
+
+
+def _checked(job: Job, index: int, reader: _Reader, name: str, world_size: int | None) -> Job:
+    """The job, with a ``rewrite`` whose texts were read again and say what they were to say."""
+    write = job.rewrite
+    if write is None:
+        return job
+
+    def rewrite(layout: Layout) -> str | None:
+        text = write(layout)
+        if text is None:
+            return None
+        try:
+            again = reader.read(name, text, world_size=world_size).jobs
+        except MeshplanError:
+            return None
+        same = index < len(again) and _long(again[index].layout) == _long(layout)
+        return text if same else None
+
+    return replace(job, rewrite=rewrite)
+
+
+def _long(layout: Layout) -> tuple[object, ...]:
+    """A layout without its axes of one rank."""
+    axes = zip(layout.axes, layout.sizes, strict=True)
+    return (layout.ranks, *((axis, size) for axis, size in axes if size > 1))

@@ -1,0 +1,124 @@
+"""The settings of the linter, as ``meshplan.toml`` and ``[tool.meshplan]`` give them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import SEVERITIES, Severity
+
+__all__ = ["Settings", "check_keys", "settings_of", "strings"]
+
+_SELECTOR = re.compile(r"MP\d{0,3}|ALL")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a project has chosen; ``None`` or empty where it has not.
+
+    ``hosts``, ``rank_order`` and ``output_format`` are as the options of the same name take them;
+    a list in the file is joined by commas.
+
+    Attributes:
+        select: codes and prefixes of the rules that apply.
+        ignore: codes and prefixes of the rules that do not.
+        extend_select: further rules that apply.
+        fail_level: the lowest severity that makes the linter fail.
+        topology: names of files that describe the cluster, as written: relative to this file.
+        hosts: hosts of the job.
+        domain_size: GPUs that NVLink or xGMI joins.
+        rank_order: how ranks go over hosts.
+        output_format: how findings are written.
+    """
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    extend_select: tuple[str, ...] = ()
+    fail_level: Severity | None = None
+    topology: tuple[str, ...] = ()
+    hosts: str = ""
+    domain_size: int | None = None
+    rank_order: str = ""
+    output_format: str = ""
+
+
+SETTINGS_KEYS = tuple(field.name.replace("_", "-") for field in fields(Settings))
+
+
+def settings_of(table: Mapping[str, Any]) -> Settings:
+    """Settings from a table whose keys are known, spelt with hyphens; other keys are left alone.
+
+    Raises:
+        PolicyError: a value of another type, or that does not exist; the message starts with the
+            key.
+    """
+    level = table.get("fail-level")
+    if level is not None and level not in SEVERITIES:
+        raise PolicyError(f"fail-level is one of {', '.join(SEVERITIES)}, found {_short(level)}")
+    size = table.get("domain-size")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise PolicyError(f"domain-size is a whole number from 1 up, found {_short(size)}")
+    return Settings(
+        select=_selectors("select", table),
+        ignore=_selectors("ignore", table),
+        extend_select=_selectors("extend-select", table),
+        fail_level=level,
+        topology=strings("topology", table.get("topology", [])),
+        hosts=_option("hosts", table.get("hosts", "")),
+        domain_size=size,
+        rank_order=_option("rank-order", table.get("rank-order", "")),
+        output_format=_option("output-format", table.get("output-format", "")),
+    )
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises:
+    PolicyError: a key that is not known; the message starts with it.
+    """
+    names = sorted(known)
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key[:60], names, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            raise PolicyError(
+                f"{_short(key)} is not a key here{hint}; write one of {', '.join(names)}"
+            )
+
+
+def strings(key: str, value: object) -> tuple[str, ...]:
+    """A list of strings, or one string.
+
+    Raises:
+        PolicyError: something else.
+    """
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise PolicyError(f"{key} is a list of strings, found {_short(value)}")
+    return tuple(items)
+
+
+def _selectors(key: str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    found = strings(key, table.get(key, []))
+    for selector in found:
+        if not _SELECTOR.fullmatch(selector):
+            raise PolicyError(
+                f'{key} holds codes and prefixes of codes such as "MP101" and "MP3", '
+                f"found {_short(selector)}"
+            )
+    return found
+
+
+def _option(key: str, value: object) -> str:
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int) for item in items):
+        raise PolicyError(f"{key} is a string, a number or a list of them, found {_short(value)}")
+    return ",".join(str(item) for item in items)
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,187 @@
+"""Meshes as a person writes them: ``ddp=8,fsdp=5,tp=1``, and ranks as nested lists."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from meshplan.errors import LayoutError
+from meshplan.layout import Layout
+
+__all__ = [
+    "MAX_AXES",
+    "MAX_RANKS",
+    "checked_layout",
+    "flat_ranks",
+    "nested_shape",
+    "parse_mesh",
+    "show_mesh",
+]
+
+MAX_RANKS = 1 << 24
+# Torch's tensors end at 64 dims; nobody has named more than a handful of axes.
+MAX_AXES = 32
+_MAX_CHARACTERS = 2000
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_SIZES = re.compile(r"\d+(?:[xX*]\d+)*")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def parse_mesh(text: str, ranks: object = None) -> Layout:
+    """The mesh that ``text`` describes, outermost axis first.
+
+    Args:
+        text: ``ddp=8,fsdp=5,tp=1``; also with ``:`` for ``=``, with spaces or ``x`` between axes,
+            in brackets, and without names as ``8x5x1``.
+        ranks: global rank at each coordinate as nested lists, e.g. ``[[0, 2], [1, 3]]``, or as one
+            flat list, row-major; 0..n-1 if not given.
+
+    Raises:
+        LayoutError: not such a text, a size below 1, a name given twice, more than ``MAX_RANKS``
+            ranks, or ranks that do not fill the mesh.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise LayoutError(
+            f"a mesh is described in up to {_MAX_CHARACTERS} characters, found {len(text)}; "
+            "write for example ddp=8,fsdp=5,tp=1"
+        )
+    pieces = _pieces(text)
+    plain = [piece for piece in pieces if _SIZES.fullmatch(piece)]
+    if plain and len(plain) < len(pieces):
+        raise LayoutError(
+            f"some axes have names and '{_short(plain[0])}' has none in '{_short(text)}'; "
+            "name all axes, or none"
+        )
+    if plain:
+        sizes = [(f"axis{i}", size) for i, size in enumerate(re.split("[xX*]", "x".join(plain)))]
+        return checked_layout([_size(*one) for one in sizes], None, ranks)
+    axes: dict[str, int] = {}
+    for piece in pieces:
+        name, size = _named(piece)
+        if name in axes:
+            raise LayoutError(f"axis '{name}' is given twice in '{_short(text)}'; write it once")
+        axes[name] = _size(name, size)
+    return checked_layout(list(axes.values()), list(axes), ranks)
+
+
+def checked_layout(
+    sizes: Sequence[int], names: Sequence[str] | None, ranks: object = None
+) -> Layout:
+    """A layout whose sizes, names and ranks come from an input, and may be of any size and shape.
+
+    Raises:
+        LayoutError: too many axes or ranks, or what `Layout` refuses.
+    """
+    if len(sizes) > MAX_AXES:
+        raise LayoutError(
+            f"a mesh has up to {MAX_AXES} axes, found {len(sizes)}; leave out axes of size 1"
+        )
+    # The product of many large sizes is slow to compute and cannot be printed.
+    if any(size > MAX_RANKS for size in sizes) or math.prod(sizes) > MAX_RANKS:
+        raise LayoutError(
+            f"a mesh holds up to {MAX_RANKS} ranks, found axes of "
+            f"{' x '.join(_short(str(size)) for size in sizes)}; is a size wrong?"
+        )
+    named = None if names is None else tuple(names)
+    if ranks is None:
+        return Layout(tuple(sizes), named)
+    shape, flat = flat_ranks(ranks)
+    if len(shape) > 1 and shape != tuple(sizes):
+        raise LayoutError(
+            f"ranks of shape {' x '.join(map(str, shape))} do not fit axes of "
+            f"{' x '.join(map(str, sizes))}; write one list for each coordinate of the outer axes"
+        )
+    return Layout(tuple(sizes), named, flat)
+
+
+def flat_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and flat content of nested lists of ranks.
+
+    Raises:
+        LayoutError: not lists of whole numbers, or lists of different lengths.
+    """
+    shape: list[int] = []
+    level: list[object] = [ranks]
+    while level and all(isinstance(one, list | tuple) for one in level):
+        rows = [one for one in level if isinstance(one, list | tuple)]
+        lengths = {len(row) for row in rows}
+        if len(lengths) > 1 or len(shape) == MAX_AXES:
+            raise LayoutError(
+                f"lists of ranks of one level are equally long, found lengths "
+                f"{', '.join(map(str, sorted(lengths)))}; write for example [[0, 2], [1, 3]]"
+            )
+        shape.append(lengths.pop())
+        level = [item for row in rows for item in row]
+    flat = [item for item in level if isinstance(item, int) and not isinstance(item, bool)]
+    if not shape or not flat or len(flat) != len(level):
+        raise LayoutError(
+            f"ranks are whole numbers in nested lists, found {_short(repr(ranks))}; "
+            "write for example [[0, 2], [1, 3]]"
+        )
+    if len(flat) > MAX_RANKS or max(flat) >= MAX_RANKS:
+        raise LayoutError(f"ranks go from 0 to {MAX_RANKS - 1}, found {_short(str(max(flat)))}")
+    return tuple(shape), tuple(flat)
+
+
+def nested_shape(ranks: object) -> list[int]:
+    """Lengths of nested lists, of the first list at each level."""
+    shape: list[int] = []
+    while isinstance(ranks, list | tuple) and len(shape) <= MAX_AXES:
+        shape.append(len(ranks))
+        ranks = ranks[0] if ranks else None
+    return shape
+
+
+def show_mesh(layout: Layout) -> str:
+    """The text that `parse_mesh` reads: ``ddp=8,fsdp=5``, or ``8x5`` without names."""
+    if layout.names is None:
+        return "x".join(map(str, layout.sizes))
+    return ",".join(f"{a}={s}" for a, s in zip(layout.names, layout.sizes, strict=True))
+
+
+def _pieces(text: str) -> list[str]:
+    inner = text.strip()
+    if inner and _BRACKETS.get(inner[0]) == inner[-1]:
+        inner = inner[1:-1].strip()
+    inner = re.sub(r"\s*([=:])\s*", r"\1", inner.replace("\u00d7", "x"))
+    found: list[str] = []
+    parts = inner.removesuffix(",").split(",")
+    for part in parts:
+        if not part.strip():
+            after = f" after '{_short(found[-1])}'" if found else ""
+            raise LayoutError(
+                f"an axis is missing{after} in '{_short(text)}'; "
+                "write for example ddp=8,fsdp=5,tp=1"
+            )
+        found += [word for word in part.split() if word not in ("x", "X", "*")]
+    if not found:
+        raise LayoutError(f"no axis in '{_short(text)}'; write for example ddp=8,fsdp=5,tp=1")
+    return found
+
+
+def _named(piece: str) -> tuple[str, str]:
+    name, separator, size = piece.replace(":", "=").partition("=")
+    if not separator:
+        raise LayoutError(f"no size in '{_short(piece)}'; write for example {_short(name)}=8")
+    if not _NAME.fullmatch(name):
+        raise LayoutError(
+            f"'{_short(name)}' in '{_short(piece)}' is no name of an axis; "
+            "write letters, digits and underscores, e.g. ddp=8"
+        )
+    return name, size
+
+
+def _size(name: str, text: str) -> int:
+    # Python refuses to convert thousands of digits.
+    if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
+        raise LayoutError(
+            f"the size of axis '{_short(name)}' is a whole number from 1 up, "
+            f"found '{_short(text)}'; write for example {_short(name)}=8"
+        )
+    return int(text)
+
+
+def _short(text: str) -> str:
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 60 else shown[:57] + "..."

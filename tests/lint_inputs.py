@@ -1,0 +1,56 @@
+"""What the tests of the linter's readers share: job files in short, and damage to their texts."""
+
+from __future__ import annotations
+
+import difflib
+import time
+
+from hypothesis import strategies as st
+
+from meshplan.errors import MeshplanError
+from meshplan.layout import Layout
+from meshplan.lint._job import Job
+from meshplan.lint._job_file import JobFile
+from meshplan.lint._read_jobs import read_jobs
+
+
+def shown(found: JobFile) -> str:
+    """Jobs with places, roles and use, then what was skipped."""
+    lines = []
+    for job in found.jobs:
+        use = [job.framework, *(f"flattened {'+'.join(axes)}" for axes in job.flattened)]
+        use += ["sequence parallel"] if job.sequence_parallel else []
+        lines.append(f"{job.source} {job.layout} {' '.join(job.roles)}: {', '.join(use)}\n")
+    lines += [f"{one}\n" for one in found.skipped]
+    return "".join(lines)
+
+
+def changed(text: str, job: Job, **axes: int) -> str:
+    """The lines that writing another mesh changes."""
+    assert job.rewrite is not None
+    new = job.rewrite(Layout.of(**axes))
+    if new is None:
+        return "cannot be written\n"
+    lines = difflib.unified_diff(text.splitlines(), new.splitlines(), n=0, lineterm="")
+    return "".join(f"{line}\n" for line in list(lines)[2:] if not line.startswith("@@"))
+
+
+def refusal(name: str, text: str, world_size: int | None = 40) -> str:
+    """Why the text is refused, in one line that names the file; empty if it is read."""
+    started = time.monotonic()
+    said = ""
+    try:
+        notes = [str(one) for one in read_jobs(name, text, world_size=world_size).skipped]
+    except MeshplanError as error:
+        said = str(error)
+        notes = [said]
+    assert time.monotonic() - started < 2
+    assert all(name in note and "\n" not in note for note in notes)
+    return said
+
+
+def damaged(text: str) -> st.SearchStrategy[str]:
+    """Lines of the text left out, doubled, cut and mixed, with odd characters between them."""
+    lines = st.sampled_from(text.splitlines()) | st.text(max_size=10)
+    cut = st.tuples(lines, st.integers(0, 60)).map(lambda one: one[0][: one[1]])
+    return st.lists(lines | cut, max_size=25).map("\n".join)

@@ -1,0 +1,138 @@
+"""Comments that take out findings."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import PolicyError
+from meshplan.lint._finding import Finding, Source
+from meshplan.lint._ignores import Ignore, apply, ignores
+
+TRAIN = """\
+import torch
+# meshplan: ignore[MP101] agreed with the cluster team
+# and a word about it
+mesh = init_device_mesh("cuda", (8, 5))
+
+other = init_device_mesh("cuda", (4, 6))  # meshplan: ignore[MP104, MP3] all of a rack is ours
+last = init_device_mesh("cuda", (3,))  # meshplanner is a word
+# meshplan: ignore[MP] nothing follows"""
+
+
+def finding(code: str, line: int | None, file: str = "train.py") -> Finding:
+    return Finding(code, "error", "may differ", Source(file, line))
+
+
+def refusal(text: str) -> str:
+    try:
+        ignores(text, file="train.py")
+    except PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_where_they_apply() -> None:
+    assert ignores(TRAIN) == (
+        Ignore(2, ("MP101",), "agreed with the cluster team", target=4),
+        Ignore(6, ("MP104", "MP3"), "all of a rack is ours", target=6),
+        Ignore(8, ("MP",), "nothing follows", target=8),
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x#meshplan: ignore[MP101]",
+        "# meshplan ignore MP101",
+        "# meshplan: ignores tp",
+        "# meshplan: our settings",
+        "",
+    ],
+)
+def test_other_comments(line: str) -> None:
+    assert ignores(line) == ()
+
+
+def test_windows_line_ends() -> None:
+    assert ignores("# meshplan:ignore[MP101]why\r\nmesh\r\n") == (Ignore(1, ("MP101",), "why", 2),)
+
+
+class Shown(TestCase):
+    def test_refused(self) -> None:
+        texts = (
+            "x = 1\nmesh  # meshplan: ignore[MP101]\n",
+            "# meshplan: ignore[MP101, MP3]   \r\nmesh\n",
+            "# meshplan: ignore MP101 because\n",
+            "# meshplan: ignore[] because\n",
+            "# meshplan: ignore[E501] because\n",
+            "# meshplan: ignore[MP1011] because\n",
+            "# meshplan: ignore[MP101,] because\n",
+            "# meshplan:ignore\n",
+        )
+        self.assertExpectedInline(
+            "".join(f"{refusal(text)}\n" for text in texts),
+            """\
+MP402: train.py:2: a finding is ignored and nothing says why; write # meshplan: ignore[MP101] and the reason
+MP402: train.py:1: a finding is ignored and nothing says why; write # meshplan: ignore[MP101, MP3] and the reason
+MP402: train.py:1: this ignores nothing, as it names no rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: '' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: 'E501' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: 'MP1011' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: '' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: this ignores nothing, as it names no rule; write for example # meshplan: ignore[MP101] why it is right here
+""",
+        )
+
+    def test_unused(self) -> None:
+        kept, count, unused = apply([finding("MP101", 4)], {"train.py": ignores(TRAIN)})
+        assert (kept, count) == ((), 1)
+        said = [f"{one.source} {one.severity} {one.code} {one.message}\n" for one in unused]
+        self.assertExpectedInline(
+            "".join(said),
+            """\
+train.py:6 warning MP190 no finding of MP104, MP3 on line 6 to ignore; take the comment out
+train.py:8 warning MP190 no finding of MP on line 8 to ignore; take the comment out
+""",
+        )
+
+
+def test_what_is_kept() -> None:
+    here = [
+        finding("MP101", 4),
+        finding("MP102", 4),
+        finding("MP101", 5),
+        finding("MP301", 6),
+        finding("MP104", 6),
+        finding("MP101", None),
+        finding("MP101", 4, file="other.py"),
+        Finding("MP301", "warning", "no effect", Source(option="NCCL_NTHREADS=1")),
+    ]
+    kept, count, unused = apply(here, {"train.py": ignores(TRAIN)})
+    assert kept == (here[1], here[2], here[5], here[6], here[7])
+    assert count == 3
+    assert [one.source.line for one in unused] == [8]
+    assert apply(here, {}) == (tuple(here), 0, ())
+
+
+def test_long_texts() -> None:
+    started = time.monotonic()
+    assert len(ignores("# meshplan: ignore[MP1] so\nx\n" * 10000)) == 10000
+    assert len(ignores("# meshplan: ignore[MP1] so\n" * 10000 + "x")) == 10000
+    assert ignores("# " * 200000 + "meshplan") == ()
+    assert time.monotonic() - started < 2
+
+
+@given(
+    st.lists(
+        st.sampled_from(["#", " meshplan", ":", " ignore", "[", "MP101", ",", "]", " why", "\n"])
+        | st.text(max_size=3),
+        max_size=20,
+    ).map("".join)
+)
+def test_any_text(text: str) -> None:
+    assert "\n" not in refusal(text)

@@ -1,0 +1,130 @@
+"""The lists of NCCL_ALGO and NCCL_PROTO."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import PolicyError
+from meshplan.lint._nccl_algo import (
+    ALGORITHMS,
+    COLLECTIVES,
+    PROTOCOLS,
+    parse_choice,
+    runnable,
+)
+
+EVERYTHING = frozenset(ALGORITHMS)
+
+
+def refusal(text: str) -> str:
+    try:
+        parse_choice(text, ALGORITHMS)
+    except PolicyError as error:
+        return str(error)
+    return ""
+
+
+def test_one_list_for_all() -> None:
+    choice = parse_choice("ring,TREE", ALGORITHMS)
+    assert set(choice.allowed.values()) == {frozenset({"Ring", "Tree"})}
+    assert choice.named == set(COLLECTIVES)
+    assert not choice.per_collective
+
+
+def test_one_collective() -> None:
+    choice = parse_choice("allreduce:tree", ALGORITHMS)
+    assert choice.allowed["AllReduce"] == {"Tree"}
+    assert choice.allowed["ReduceScatter"] == EVERYTHING
+    assert choice.named == {"AllReduce"}
+    assert choice.per_collective
+
+
+def test_a_list_for_all_and_others() -> None:
+    choice = parse_choice("ring,tree;allreduce:tree;reducescatter:^NVLS", ALGORITHMS)
+    assert choice.allowed["Broadcast"] == {"Ring", "Tree"}
+    assert choice.allowed["AllReduce"] == {"Tree"}
+    assert choice.allowed["ReduceScatter"] == EVERYTHING - {"NVLS"}
+    assert choice.named == set(COLLECTIVES)
+
+
+def test_all_but_some() -> None:
+    choice = parse_choice("^NVLS,nvlstree", ALGORITHMS)
+    assert choice.allowed["AllReduce"] == EVERYTHING - {"NVLS", "NVLSTree"}
+    assert parse_choice("^", ALGORITHMS).allowed["AllReduce"] == EVERYTHING
+
+
+@pytest.mark.parametrize("text", ["", ";", ";;"])
+def test_nothing_is_chosen(text: str) -> None:
+    choice = parse_choice(text, ALGORITHMS)
+    assert choice.named == set()
+    assert set(choice.allowed.values()) == {EVERYTHING}
+
+
+def test_empty_elements_are_passed_over() -> None:
+    assert parse_choice("ring,,tree,", ALGORITHMS) == parse_choice("ring,tree", ALGORITHMS)
+
+
+def test_protocols() -> None:
+    choice = parse_choice("^LL128;allreduce:LL128", PROTOCOLS)
+    assert choice.allowed["Reduce"] == {"LL", "Simple"}
+    assert choice.allowed["AllReduce"] == {"LL128"}
+
+
+def test_what_can_run() -> None:
+    simple, ll = (parse_choice(text, PROTOCOLS) for text in ("Simple", "LL"))
+    tree, nvls = (parse_choice(text, ALGORITHMS) for text in ("tree", "NVLS"))
+    everything = parse_choice("", ALGORITHMS)
+    assert runnable("AllReduce", tree, simple) == {"Tree"}
+    assert runnable("ReduceScatter", tree, simple) == set()
+    assert runnable("ReduceScatter", nvls, simple) == {"NVLS"}
+    assert runnable("AllReduce", nvls, ll) == set()
+    assert runnable("AllReduce", everything, ll) == {"Tree", "Ring"}
+    assert runnable("Broadcast", everything, simple) == {"Ring"}
+
+
+class Shown(TestCase):
+    def test_refused(self) -> None:
+        texts = (
+            "treee",
+            "all_reduce:tree",
+            "ring;tree",
+            ";ring",
+            "allreduce:",
+            "allreduce:tree:ring",
+            "allreduce:tree, ring",
+            "allreduce=tree",
+            "sum:tree",
+            "^^NVLS",
+            ":",
+            " ",
+        )
+        self.assertExpectedInline(
+            "".join(f"{refusal(text)}\n" for text in texts),
+            """\
+MP402: NCCL knows no value 'treee'; did you mean Tree?
+MP402: NCCL knows no collective 'all_reduce'; did you mean AllReduce?
+MP402: 'tree' names no collective, which only the first list may; write for example allreduce:tree
+MP402: 'ring' names no collective, which only the first list may; write for example allreduce:ring
+MP402: NCCL knows no value 'allreduce'; it knows Tree, Ring, CollNetDirect, CollNetChain, NVLS, NVLSTree, PAT
+MP402: 'allreduce:tree:ring' has more than one ':', and NCCL leaves out what is after the second; put ';' between collectives
+MP402: NCCL knows no value 'ring'; did you mean Ring?; no spaces may stand in the list
+MP402: NCCL knows no value 'allreduce=tree'; it knows Tree, Ring, CollNetDirect, CollNetChain, NVLS, NVLSTree, PAT
+MP402: NCCL knows no collective 'sum'; it knows Broadcast, Reduce, AllGather, ReduceScatter, AllReduce
+MP402: NCCL knows no value '^NVLS'; did you mean NVLS?
+MP402: a list is empty; write for example allreduce:ring
+MP402: NCCL knows no value ' '; it knows Tree, Ring, CollNetDirect, CollNetChain, NVLS, NVLSTree, PAT; no spaces may stand in the list
+""",
+        )
+
+
+@given(
+    st.text(max_size=60)
+    | st.lists(
+        st.sampled_from([*ALGORITHMS, *COLLECTIVES, ":", ";", ",", "^", " "]), max_size=12
+    ).map("".join)
+)
+def test_any_text(text: str) -> None:
+    assert "\n" not in refusal(text)

@@ -1,0 +1,211 @@
+"""``meshplan.toml``, and ``[tool.meshplan]`` of ``pyproject.toml``."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.layout import Layout
+from meshplan.lint._finding import Source
+from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._settings import Settings
+from tests.lint_inputs import changed, damaged, refusal, shown
+
+FULL = """\
+# what this project has chosen
+select = ["MP1", "MP301"]
+ignore = ["MP104"]
+extend-select = ["MP2"]
+fail-level = "warning"
+topology = ["topo.txt", "nccl.xml"]
+hosts = 5
+domain_size = 8
+rank-order = [0, 1, 2]
+output-format = "github"
+
+[[mesh]]
+axes = "ddp=8,fsdp=5,tp=1"   # pretraining
+flattened = [["ddp", "fsdp"]]
+dims = [4096, 1000]
+roles = { tp = "apart" }
+framework = "fsdp2"
+reduce_order = ["fsdp", "ddp"]
+sequence-parallel = true
+
+[[mesh]]
+axes = ["dp", "tp"]
+ranks = [
+    [0, 2],  # a host
+    [1, 3],
+]
+
+[[mesh]]
+axes = { dp = 4, tp = 2 }
+roles = ["shard", "model"]
+
+[[mesh]]
+axes = { dp = 4, fsdp = 3 }
+[mesh.roles]
+dp = "apart"
+"""
+
+
+class Shown(TestCase):
+    def test_meshes(self) -> None:
+        found = "".join(
+            shown(read_jobs(name, text))
+            for name, text in (
+                ("meshplan.toml", FULL),
+                ("meshplan.toml", 'select = []\nmesh = "8x5"\n'),
+                ("conf/meshplan.toml", 'mesh = ["dp=2", "tp=4"]\n'),
+                ("pyproject.toml", '[project]\nname = "x"\n[tool.meshplan]\nmesh = "dp=2"\n'),
+                ("other.toml", '[[tool.meshplan.mesh]]\naxes = "a=2"\n'),
+                ("ours.toml", '[[mesh]]\naxes = "a=2"\n'),
+            )
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+meshplan.toml:12 (ddp=8, fsdp=5, tp=1) replicate shard apart: fsdp2, flattened ddp+fsdp, sequence parallel
+meshplan.toml:21 (dp=2, tp=2; ranks 0, 2, 1, 3) replicate model: dtensor
+meshplan.toml:28 (dp=4, tp=2) shard model: dtensor
+meshplan.toml:32 (dp=4, fsdp=3) apart shard: dtensor
+meshplan.toml:2 (axis0=8, axis1=5) replicate replicate: dtensor
+conf/meshplan.toml:1 (dp=2) replicate: dtensor
+conf/meshplan.toml:1 (tp=4) model: dtensor
+pyproject.toml:4 (dp=2) replicate: dtensor
+other.toml:1 (a=2) replicate: dtensor
+ours.toml:1 (a=2) replicate: dtensor
+""",
+        )
+
+    def test_settings(self) -> None:
+        found = read_jobs("meshplan.toml", FULL)
+        assert found.settings == Settings(
+            select=("MP1", "MP301"),
+            ignore=("MP104",),
+            extend_select=("MP2",),
+            fail_level="warning",
+            topology=("topo.txt", "nccl.xml"),
+            hosts="5",
+            domain_size=8,
+            rank_order="0,1,2",
+            output_format="github",
+        )
+        job = found.jobs[0]
+        assert (job.dims, job.reduce_order) == ((4096, 1000), ("fsdp", "ddp"))
+
+    def test_rewritten(self) -> None:
+        jobs = read_jobs("meshplan.toml", FULL).jobs
+        plain = 'mesh = "8x5"  # ours\n'
+        found = (
+            changed(FULL, jobs[0], fsdp=8, ddp=5, tp=1),
+            changed(FULL, jobs[1], dp=4, tp=1),
+            changed(FULL, jobs[2], dp=2, tp=4),
+            changed(FULL, jobs[3], fsdp=3, dp=4),
+            changed(plain, read_jobs("meshplan.toml", plain).jobs[0], axis0=5, axis1=8),
+        )
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
+-axes = "ddp=8,fsdp=5,tp=1"   # pretraining
++axes = "fsdp=8,ddp=5,tp=1"   # pretraining
+--
+cannot be written
+--
+-axes = { dp = 4, tp = 2 }
++axes = { dp = 2, tp = 4 }
+--
+-axes = { dp = 4, fsdp = 3 }
++axes = { fsdp = 3, dp = 4 }
+--
+-mesh = "8x5"  # ours
++mesh = "5x8"  # ours
+""",
+        )
+
+    def test_refused(self) -> None:
+        texts = (
+            'slect = ["MP1"]',
+            'select = "MP1x"',
+            "\nselect = [1]",
+            'fail-level = "warn"',
+            "domain-size = 0",
+            "domain-size = 8\ndomain_size = 8",
+            "hosts = 1.5",
+            "mesh = 8",
+            "mesh = [8]",
+            'mesh = "dp=0"',
+            "\n[[mesh]]\n",
+            '[[mesh]]\naxes = "dp=2"\nrole = {}',
+            '[[mesh]]\naxes = "dp=2"\nroles = { tp = "model" }',
+            '[[mesh]]\naxes = "dp=2"\nroles = { dp = "modle" }',
+            '[[mesh]]\naxes = "dp=2"\nroles = ["shard", "shard"]',
+            '[[mesh]]\naxes = "dp=2"\n\nframework = "fsdp"',
+            '[[mesh]]\naxes = "dp=2"\nflattened = [["dp", "pd"]]',
+            '[[mesh]]\naxes = "dp=2"\nreduce-order = ["dp", "dp"]',
+            '[[mesh]]\naxes = "dp=2"\ndims = [0]',
+            '[[mesh]]\naxes = "dp=2"\nsequence-parallel = 1',
+            '[[mesh]]\naxes = ["dp", "tp"]\nranks = [0, 1]',
+            '[[mesh]]\naxes = "dp=2,tp=2"\nranks = [[0, 1], [1, 2]]',
+            "[[mesh]]\naxes = { dp = true }",
+            "select = [",
+            "[tool]\nmeshplan = 3",
+        )
+        lines = [f"{refusal('meshplan.toml', text)}\n" for text in texts]
+        self.assertExpectedInline(
+            "".join(lines),
+            """\
+MP402: meshplan.toml:1: 'slect' is not a key here (did you mean 'select'?); write one of domain-size, extend-select, fail-level, hosts, ignore, mesh, output-format, rank-order, select, topology
+MP402: meshplan.toml:1: select holds codes and prefixes of codes such as "MP101" and "MP3", found 'MP1x'
+MP402: meshplan.toml:2: select is a list of strings, found [1]
+MP402: meshplan.toml:1: fail-level is one of info, warning, error, found 'warn'
+MP402: meshplan.toml:1: domain-size is a whole number from 1 up, found 0
+MP402: meshplan.toml:2: domain-size is given in two spellings; write it once
+MP402: meshplan.toml:1: hosts is a string, a number or a list of them, found 1.5
+MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, found int
+MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, found int
+MP111: meshplan.toml:1: the size of axis 'dp' is a whole number from 1 up, found '0'; write for example dp=8
+MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", { ddp = 8, fsdp = 5 }, or names with ranks beside them, found nothing
+MP402: meshplan.toml:3: 'role' is not a key here (did you mean 'roles'?); write one of axes, dims, flattened, framework, ranks, reduce-order, roles, sequence-parallel
+MP112: meshplan.toml:1: no axis 'tp' in the mesh, it has dp
+MP402: meshplan.toml:3: roles are replicate, shard, model, apart, found 'modle' for axis dp
+MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, or a list of 1 roles
+MP402: meshplan.toml:4: framework is one of dtensor, fsdp2, ddp, found 'fsdp'
+MP112: meshplan.toml:1: no axis 'pd' in the mesh, it has dp
+MP402: meshplan.toml:3: reduce-order names an axis twice: dp, dp
+MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, found [0]
+MP402: meshplan.toml:3: sequence-parallel is true or false, found 1
+MP111: meshplan.toml:3: ranks are lists 2 deep for the axes dp, tp, found 1 deep; write one list for each coordinate of the outer axes
+MP111: meshplan.toml:1: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 1, 2; write the global rank at each coordinate, row-major
+MP402: meshplan.toml:2: axes are names with whole numbers, e.g. { ddp = 8, fsdp = 5 }
+MP402: meshplan.toml: not well-formed TOML (Invalid value at the end); is it whole?
+MP402: meshplan.toml:2: [tool.meshplan] is a table, found something else
+""",
+        )
+
+
+def test_permuted_ranks() -> None:
+    job = read_jobs("meshplan.toml", FULL).jobs[1]
+    assert job.layout == Layout.of([0, 2, 1, 3], dp=2, tp=2)
+    assert job.source == Source("meshplan.toml", 21)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '[project]\nname = "x"\n', "[tool.ruff]\nline-length = 100\n"]
+)
+def test_a_pyproject_without_us(text: str) -> None:
+    found = read_jobs("pyproject.toml", text)
+    assert (found.jobs, found.settings) == ((), None)
+
+
+def test_an_empty_configuration_has_chosen_nothing() -> None:
+    assert read_jobs("meshplan.toml", "").settings == Settings()
+
+
+@given(damaged(FULL) | st.text(max_size=200))
+def test_any_damage(text: str) -> None:
+    refusal("meshplan.toml", text)
+    refusal("pyproject.toml", "[tool.meshplan]\n" + text)

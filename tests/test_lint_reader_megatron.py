@@ -1,0 +1,245 @@
+"""Arguments of Megatron-LM, and the scripts that hold them."""
+
+from __future__ import annotations
+
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.layout import Layout
+from meshplan.lint._read_jobs import read_arguments, read_jobs
+from tests.lint_inputs import changed, damaged, refusal, shown
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --nodes=5
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-5}
+export TP=${TP:-2}   # within a domain
+PP="1"
+
+ARGS=(
+    --num-layers 12  # --tensor-model-parallel-size 99
+    --tensor-model-parallel-size $TP
+    --pipeline-model-parallel-size "${PP}"
+    --use-distributed-optimizer
+    --sequence-parallel
+)
+
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes=$NNODES \\
+    pretrain_gpt.py \\
+    ${ARGS[@]}
+"""
+ONE_COMMAND = """\
+torchrun --nnodes 4 --nproc-per-node=8 \\
+  pretrain_gpt.py \\
+  --tensor-model-parallel-size 4 \\
+  --pipeline-model-parallel-size $((1 + 1)) \\
+  --expert-model-parallel-size 2
+"""
+YAML = """\
+args:
+  - "--tensor-model-parallel-size=8"
+  - "--world-size"
+  - "16"
+"""
+
+
+def arguments(text: str, world_size: int | None = None) -> str:
+    return shown(read_arguments(text.split(), world_size=world_size))
+
+
+class Shown(TestCase):
+    def test_scripts(self) -> None:
+        found = "".join(shown(read_jobs("run.sh", one)) for one in (SCRIPT, ONE_COMMAND, YAML))
+        self.assertExpectedInline(
+            found,
+            """\
+run.sh:10 (pp=1, dp=20, tp=2) apart shard model: fsdp2, sequence parallel
+run.sh:1 (pp=2, dp=4, tp=4) apart replicate model: ddp
+run.sh:1 (pp=2, edp=2, ep=2, etp=4) apart replicate apart model: ddp
+run.sh:2 (dp=2, tp=8) replicate model: ddp
+""",
+        )
+
+    def test_orders(self) -> None:
+        """Innermost first in Megatron-LM, outermost first in a layout."""
+        sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+        found = "".join(
+            arguments(f"{sizes} {more}", 16)
+            for more in (
+                "--context-parallel-size 2",
+                "--use-tp-pp-dp-mapping",
+                "--order tp-dp-pp",
+                "--order pp-tp-cp-ep-dp",
+            )
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-par... (pp=2, dp=2, cp=2, tp=2) apart replicate replicate model: ddp, flattened dp+cp
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-d... (dp=4, pp=2, tp=2) replicate apart model: ddp
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order tp-dp-pp (pp=2, dp=4, tp=2) apart replicate model: ddp
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --order pp-tp... (dp=4, tp=2, pp=2) replicate model apart: ddp
+""",
+        )
+
+    def test_optimizers(self) -> None:
+        sizes = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+        found = "".join(
+            arguments(f"{sizes} {more}", 32)
+            for more in (
+                "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
+                "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+                "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+                "--use-distributed-optimizer --expert-model-parallel-size 4 --sequence-parallel",
+                "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            )
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (dp_replicate=4, dp_shard=2, cp=2, tp=2) replicate shard shard model: fsdp2, flattened dp_shard+cp
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) shard shard model: fsdp2, flattened dp+cp
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (dp=8, cp=2, tp=2) shard shard model: fsdp2, flattened dp+cp, sequence parallel
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (edp=4, ep=4, etp=2) shard apart model: fsdp2
+--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
+--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (edp=8, ep=4, etp=1) replicate apart model: ddp
+""",
+        )
+
+    def test_rewritten(self) -> None:
+        job = read_jobs("run.sh", SCRIPT).jobs[0]
+        dense, experts = read_jobs("run.sh", ONE_COMMAND).jobs
+        (yaml,) = read_jobs("run.yaml", YAML).jobs
+        found = (
+            changed(SCRIPT, job, pp=1, dp=10, tp=4),
+            changed(SCRIPT, job, pp=5, dp=4, tp=2),
+            changed(SCRIPT, job, pp=1, dp=10, cp=2, tp=2),
+            changed(SCRIPT, job, dp=1, pp=20, tp=2),
+            changed(SCRIPT, job, dp=16, tp=2),
+            changed(ONE_COMMAND, dense, pp=4, dp=2, tp=4),
+            changed(ONE_COMMAND, experts, pp=2, edp=4, ep=2, etp=2),
+            changed(YAML, yaml, dp=4, tp=4),
+            changed(YAML, yaml, dp=2, cp=2, tp=4),
+        )
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
+-export TP=${TP:-2}   # within a domain
++export TP=${TP:-4}   # within a domain
+--
+-PP="1"
++PP="5"
+--
+-    --tensor-model-parallel-size $TP
++    --tensor-model-parallel-size $TP --context-parallel-size 2
+--
+-PP="1"
++PP="20"
+--
+cannot be written
+--
+-  --pipeline-model-parallel-size $((1 + 1)) \\
++  --pipeline-model-parallel-size 4 \\
+--
+-  --expert-model-parallel-size 2
++  --expert-model-parallel-size 2 --expert-tensor-parallel-size 2
+--
+-  - "--tensor-model-parallel-size=8"
++  - "--tensor-model-parallel-size=4"
+--
+cannot be written
+""",
+        )
+
+    def test_skipped(self) -> None:
+        texts = (
+            "--tensor-model-parallel-size 8",
+            "--tensor-model-parallel-size $TP --world-size 8",
+            "--tensor-model-parallel-size",
+            "--tensor-model-parallel-size eight",
+            "--tensor-model-parallel-size 4 --tensor-model-parallel-size 2 --world-size 8",
+            "TP=2\nTP=4\n--tensor-model-parallel-size $TP --world-size 8",
+            "A=$B\nB=$A\n--tensor-model-parallel-size $A --world-size 8",
+            "--tensor-model-parallel-size $((8 / 3)) --world-size 8",
+            "torchrun --nnodes 1:4 --nproc-per-node gpu x --tensor-model-parallel-size 8",
+        )
+        found = "".join(shown(read_jobs("run.sh", text)) for text in texts)
+        self.assertExpectedInline(
+            found,
+            """\
+run.sh:1: not judged: the data-parallel size is what is left of the ranks, and their number is not known; say how many hosts and ranks per host there are
+run.sh:1: not judged: --tensor-model-parallel-size $TP has no one value in this file; give the mesh with --mesh
+run.sh:1: not judged: --tensor-model-parallel-size has no value; write a whole number after it
+run.sh:1: not judged: --tensor-model-parallel-size eight is not a whole number; give the mesh with --mesh
+run.sh:1: not judged: --tensor-model-parallel-size is 2 here and --tensor-model-parallel-size was 4 before; give the mesh with --mesh
+run.sh:3: not judged: --tensor-model-parallel-size $TP has no one value in this file; give the mesh with --mesh
+run.sh:3: not judged: --tensor-model-parallel-size $A has no one value in this file; give the mesh with --mesh
+run.sh:1: not judged: --tensor-model-parallel-size $((8 / 3)) has no one value in this file; give the mesh with --mesh
+run.sh:1: not judged: the data-parallel size is what is left of the ranks, and their number is not known; say how many hosts and ranks per host there are
+""",
+        )
+
+    def test_refused(self) -> None:
+        texts = (
+            "--tensor-model-parallel-size 3",
+            "--tensor-model-parallel-size 0",
+            "\n--tensor-model-parallel-size 8 --context-parallel-size 100",
+            "--tensor-model-parallel-size 4 --num-distributed-optimizer-instances 3",
+            "--tensor-model-parallel-size 4 --order tp-dp-xx",
+            "--tensor-model-parallel-size 4 --expert-model-parallel-size 7",
+        )
+        self.assertExpectedInline(
+            "".join(f"{refusal('run.sh', t)}\n" for t in texts),
+            """\
+MP111: run.sh:1: 40 ranks are no multiple of pp 1 x cp 1 x tp 3 = 3; write sizes whose product divides the ranks
+MP111: run.sh:1: the size of tp is a whole number from 1 to the 40 ranks, found 0
+MP111: run.sh:2: the size of cp is a whole number from 1 to the 40 ranks, found 100
+MP111: run.sh:1: 3 instances of the distributed optimizer do not divide the data-parallel size 10; write a divisor
+MP111: run.sh:1: an order names tp, cp, ep, dp and pp once each, innermost first, found 'tp-dp-xx'; write for example tp-cp-ep-dp-pp
+MP111: run.sh:1: 40 ranks are no multiple of pp 1 x ep 7 x etp 4 = 28; write sizes whose product divides the ranks
+""",
+        )
+
+
+def test_where_the_job_is_started() -> None:
+    found = read_jobs("run.sh", SCRIPT)
+    assert (found.hosts, found.ranks_per_host) == (5, 8)
+    found = read_arguments(["--tensor-model-parallel-size", "2", "--world-size", "16"])
+    assert (found.hosts, found.ranks_per_host) == (None, None)
+    assert found.jobs[0].layout == Layout.of(dp=8, tp=2)
+
+
+def test_the_place_is_where_the_command_begins() -> None:
+    """A comment that is to ignore a finding cannot stand inside a command of several lines."""
+    assert read_jobs("run.sh", ONE_COMMAND).jobs[0].source.line == 1
+    assert read_jobs("run.sh", SCRIPT).jobs[0].source.line == 10
+
+
+def test_a_variable_with_one_value_in_two_places() -> None:
+    text = "TP=2\nTP=2\nrun --tensor-model-parallel-size ${TP} --world-size 8\n"
+    (job,) = read_jobs("run.sh", text).jobs
+    assert job.layout == Layout.of(dp=4, tp=2)
+    assert job.rewrite is not None
+    assert job.rewrite(Layout.of(dp=2, tp=4)) == text.replace("${TP}", "4")
+
+
+def test_two_sizes_that_share_a_variable() -> None:
+    text = "N=2\nrun --tensor-model-parallel-size $N --pipeline-model-parallel-size $N\n"
+    (job,) = read_jobs("run.sh", text, world_size=16).jobs
+    assert changed(text, job, pp=2, dp=2, tp=4) == "cannot be written\n"
+    assert changed(text, job, pp=4, dp=1, tp=4) == "-N=2\n+N=4\n"
+
+
+def test_many_variables_that_stand_for_each_other() -> None:
+    lines = [f"V{i}=$((V{i + 1} + V{i + 1}))" for i in range(3000)]
+    lines += ["run --tensor-model-parallel-size $V0 --world-size 8"]
+    assert refusal("run.sh", "\n".join(lines)) == ""
+
+
+@given(damaged(SCRIPT + ONE_COMMAND + YAML) | st.text(max_size=200))
+def test_any_damage(text: str) -> None:
+    refusal("run.sh", text)
+    refusal("run.sh", "--tensor-model-parallel-size 2 " + text, world_size=None)

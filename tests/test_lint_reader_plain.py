@@ -1,0 +1,169 @@
+"""Plain arguments, those of vLLM and SGLang, and torchtitan's on the command line."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import LayoutError
+from meshplan.layout import Layout
+from meshplan.lint._read_jobs import MAX_CHARACTERS, read_arguments, read_jobs
+from tests.lint_inputs import changed, damaged, refusal, shown
+
+LINES = (
+    "--dp 8 --fsdp 5 --tp 1",
+    "--tp_size=4",
+    "-tp 4",
+    "--tensor-parallel-size 8 --data-parallel-size 2",
+    "vllm serve model -tp 8 -dp 2 --pipeline-parallel-size 2",
+    "torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-parallel",
+    "--tp 2 --cp 2 --pp 2 --dp-replicate 2 --dp-shard 2",
+    "./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree=4",
+)
+
+
+class Shown(TestCase):
+    def test_arguments(self) -> None:
+        found = "".join(shown(read_arguments(line.split())) for line in LINES)
+        self.assertExpectedInline(
+            found,
+            """\
+--dp 8 --fsdp 5 --tp 1 (dp=8, fsdp=5, tp=1) replicate shard model: dtensor
+--tp_size=4 (tp=4) model: dtensor
+-tp 4 (tp=4) model: dtensor
+--tensor-parallel-size 8 --data-parallel-size 2 (dp=2, tp=8) apart model: dtensor
+vllm serve model -tp 8 -dp 2 --pipeline-parallel-size 2 (dp=2, pp=2, tp=8) apart apart model: dtensor
+torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-p... (fsdp=20, tp=2) shard model: dtensor, sequence parallel
+--tp 2 --cp 2 --pp 2 --dp-replicate 2 --dp-shard 2 (pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2) apart replicate shard shard model: dtensor
+./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_para... (dp_shard=4, tp=2) shard model: fsdp2, sequence parallel
+""",
+        )
+
+    def test_skipped(self) -> None:
+        lines = (
+            "--tp eight",
+            "--tp",
+            "--tp --dp 4",
+            "--tp $TP",
+            "--tp 4 --tensor-parallel-size 8",
+            "--fsdp -1 --tp 2",
+            "--fsdp -1 --dp -1",
+            "sglang --tp-size 8 --dp-size 2 --enable-dp-attention",
+            "--parallelism.tensor_parallel_degree 2",
+        )
+        found = "".join(shown(read_arguments(line.split())) for line in lines)
+        self.assertExpectedInline(
+            found,
+            """\
+--tp eight: not judged: --tp eight is not a whole number; give the mesh with --mesh
+--tp: not judged: --tp has no value; write a whole number after it
+--tp --dp 4: not judged: --tp has no value; write a whole number after it
+--tp '$TP': not judged: --tp $TP has no one value in this file; give the mesh with --mesh
+--tp 4 --tensor-parallel-size 8: not judged: --tensor-parallel-size is 8 here and --tp was 4 before; give the mesh with --mesh
+--fsdp -1 --tp 2: not judged: --fsdp -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
+--fsdp -1 --dp -1: not judged: --dp -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
+sglang --tp-size 8 --dp-size 2 --enable-dp-attention: not judged: --enable-dp-attention has two meshes on the same ranks; give one with --mesh
+--parallelism.tensor_parallel_degree 2: not judged: data_parallel_shard_degree = -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
+""",
+        )
+
+    def test_refused(self) -> None:
+        found = []
+        lines = ("", "--lr 3", "--tp 0", "--tp 3 --fsdp -1", "--tp 99999999", "--tp -1 --dp 0")
+        for line in lines:
+            with pytest.raises(LayoutError) as error:
+                read_arguments(line.split(), world_size=40)
+            found.append(f"{error.value}\n")
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+MP111: no size of an axis in the arguments ''; write for example --tensor-model-parallel-size 8, --tp 8 or --dp 4
+MP111: no size of an axis in the arguments '--lr 3'; write for example --tensor-model-parallel-size 8, --tp 8 or --dp 4
+MP111: arguments:1: --tp is a whole number from 1 up, found 0
+MP111: arguments:1: 40 ranks are no multiple of the other sizes, 3, so that --fsdp -1 has no size; write sizes that divide the ranks
+MP111: arguments:1: a mesh holds up to 16777216 ranks, found axes of 99999999; is a size wrong?
+MP111: arguments:1: 40 ranks are no multiple of the other sizes, 0, so that --tp -1 has no size; write sizes that divide the ranks
+""",
+        )
+
+    def test_rewritten(self) -> None:
+        found = []
+        for line, sizes in (
+            (LINES[0], {"dp": 5, "fsdp": 8, "tp": 1}),
+            (LINES[0], {"fsdp": 5, "dp": 8, "tp": 1}),
+            (LINES[0], {"dp": 1, "fsdp": 5, "tp": 8}),
+            (LINES[1], {"tp": 8}),
+            (LINES[5], {"fsdp": 10, "tp": 4}),
+            (LINES[5], {"fsdp": 10, "tp": 2}),
+            (LINES[7], {"dp_shard": 2, "cp": 2, "tp": 2}),
+        ):
+            (job,) = read_arguments(line.split()).jobs
+            found.append(changed(line, job, **sizes))
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
+---dp 8 --fsdp 5 --tp 1
++--dp 5 --fsdp 8 --tp 1
+--
+cannot be written
+--
+---dp 8 --fsdp 5 --tp 1
++--dp 1 --fsdp 5 --tp 8
+--
+---tp_size=4
++--tp_size=8
+--
+-torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=2 --sequence-parallel
++torchrun --nnodes 5 --nproc-per-node 8 train.py --fsdp -1 --tp=4 --sequence-parallel
+--
+cannot be written
+--
+-./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree=4
++./run_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree 2
+""",
+        )
+
+
+def test_where_the_job_is_started() -> None:
+    found = read_arguments(LINES[5].split())
+    assert (found.hosts, found.ranks_per_host) == (5, 8)
+    script = "#SBATCH -N 2\n#SBATCH --ntasks-per-node=1 --gpus-per-node 8\nsrun x --fsdp -1\n"
+    found = read_jobs("run.sh", script)
+    assert (found.hosts, found.ranks_per_host) == (2, 8)
+    assert found.jobs[0].layout == Layout.of(fsdp=16)
+    found = read_arguments(["deepspeed", "--num_nodes=2", "--num_gpus=4", "train.py", "--tp=8"])
+    assert (found.hosts, found.ranks_per_host) == (2, 4)
+
+
+def test_known_ranks_go_before_those_of_the_command() -> None:
+    line = ["--nnodes", "2", "--nproc-per-node", "8", "--fsdp", "-1"]
+    assert read_arguments(line).jobs[0].layout == Layout.of(fsdp=16)
+    assert read_arguments(line, world_size=40).jobs[0].layout == Layout.of(fsdp=40)
+
+
+def test_the_arguments_are_the_source() -> None:
+    (job,) = read_arguments(["--tp", "8", "--name", "two words"]).jobs
+    assert str(job.source) == "--tp 8 --name 'two words'"
+    assert job.source.file == ""
+
+
+def test_too_long() -> None:
+    assert "longer than 256 thousand" in refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7 + 1))
+    assert refusal("run.sh", "--tp 8 " * (MAX_CHARACTERS // 7)) == ""
+
+
+@given(st.lists(st.sampled_from(" ".join(LINES).split()) | st.text(max_size=8), max_size=12))
+def test_any_arguments(words: list[str]) -> None:
+    said = ""
+    try:
+        read_arguments(words, world_size=40)
+    except LayoutError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@given(damaged("\n".join(LINES)) | st.text(max_size=200))
+def test_any_damage(text: str) -> None:
+    refusal("run.sh", text)

@@ -1,0 +1,313 @@
+"""Python files that make device meshes."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.layout import Layout
+from meshplan.lint._read_jobs import read_jobs
+from tests.lint_inputs import changed, damaged, refusal, shown
+
+TRAIN = '''\
+"""Calls init_device_mesh("cuda", (1, 2)) below."""
+import os
+
+import torch
+import torch.distributed.device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh as make_mesh
+
+DDP = 2 * 4
+FSDP, TP = 5, 1
+NAMES = ("ddp", "fsdp", "tp")
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+def main(args, rows=8):
+    mesh = make_mesh("cuda", (DDP, FSDP, TP), mesh_dim_names=NAMES)  # the jagged one
+    mesh["ddp", "fsdp"]._flatten("dp")
+    torch.distributed.device_mesh.init_device_mesh(
+        device_type="cuda",
+        mesh_dim_names=["dp", "tp"],
+        mesh_shape=[torch.distributed.get_world_size() // 8, 8],
+    )
+    make_mesh("cuda", (args.dp, 8))
+    make_mesh("cuda", (rows,))
+    make_mesh("cuda", (WORLD,))
+    DeviceMesh("cuda", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+    DeviceMesh("cuda", torch.arange(40).view(8, 5), mesh_dim_names=("dp", "tp"))
+    DeviceMesh("cuda", mesh=list(range(8)))
+    DeviceMesh("cuda", torch.tensor([0, 1]))
+    grid = torch.arange(6).reshape((2, 3))
+    DeviceMesh("cuda", grid)
+'''
+TITAN = """\
+from torchtitan.config import ParallelismConfig
+
+def llama3_8b():
+    return ParallelismConfig(
+        data_parallel_shard_degree=8,
+        tensor_parallel_degree=2,
+    )
+
+def small():
+    ParallelismConfig()
+    return ParallelDims(dp_replicate=2, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, world_size=8)
+"""
+HSDP = """\
+mesh = init_device_mesh("cuda", (4, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+data = mesh["replicate", "shard"]
+data._flatten(mesh_dim_name="data")
+SequenceParallel()
+fully_shard(model, mesh=data)
+"""
+
+
+class Shown(TestCase):
+    def test_jobs(self) -> None:
+        found = "".join(
+            shown(read_jobs("train.py", text, world_size=40)) for text in (TRAIN, TITAN, HSDP)
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+train.py:15 (ddp=8, fsdp=5, tp=1) replicate shard model: dtensor, flattened ddp+fsdp
+train.py:17 (dp=5, tp=8) replicate model: dtensor
+train.py:24 (axis0=40) replicate: dtensor
+train.py:25 (dp=2, tp=2; ranks 0, 2, 1, 3) replicate model: dtensor
+train.py:26 (dp=8, tp=5) replicate model: dtensor
+train.py:27 (axis0=8) replicate: dtensor
+train.py:28 (axis0=2) replicate: dtensor
+train.py:30 (axis0=2, axis1=3) replicate replicate: dtensor
+train.py:22: not judged: args.dp is not a constant; give the mesh with --mesh
+train.py:23: not judged: rows is not a constant; give the mesh with --mesh
+train.py:4 (dp_shard=8, tp=2) shard model: fsdp2, sequence parallel
+train.py:11 (pp=1, dp_replicate=2, dp_shard=20, cp=1, tp=1) apart replicate shard shard model: fsdp2
+train.py:1 (replicate=4, shard=2, tp=2) replicate shard model: fsdp2, flattened replicate+shard, sequence parallel
+""",
+        )
+
+    def test_without_a_number_of_ranks(self) -> None:
+        skipped = read_jobs("train.py", TRAIN).skipped
+        self.assertExpectedInline(
+            "".join(f"{one}\n" for one in skipped),
+            """\
+train.py:17: not judged: torch.distributed.get_world_size() // 8 is not a constant; give the mesh with --mesh
+train.py:22: not judged: args.dp is not a constant; give the mesh with --mesh
+train.py:23: not judged: rows is not a constant; give the mesh with --mesh
+train.py:24: not judged: WORLD is not a constant; give the mesh with --mesh
+""",
+        )
+
+    def test_rewritten(self) -> None:
+        jobs = read_jobs("train.py", TRAIN, world_size=40).jobs
+        titan = read_jobs("conf.py", TITAN, world_size=40).jobs
+        (hsdp,) = read_jobs("hsdp.py", HSDP).jobs
+        found = (
+            changed(TRAIN, jobs[0], ddp=5, fsdp=8, tp=1),
+            changed(TRAIN, jobs[0], fsdp=5, ddp=8, tp=1),
+            changed(TRAIN, jobs[0], ddp=8, tp=1, fsdp=5),
+            changed(TRAIN, jobs[1], tp=8, dp=5),
+            changed(TRAIN, jobs[3], tp=2, dp=2),
+            changed(TRAIN, jobs[4], tp=5, dp=10),
+            changed(TRAIN, jobs[5], axis0=16),
+            changed(TITAN, titan[0], dp_shard=4, cp=2, tp=2),
+            changed(TITAN, titan[1], dp_replicate=4, dp_shard=5),
+            changed(HSDP, hsdp, shard=2, replicate=4, tp=2),
+            changed(HSDP, hsdp, replicate=2, shard=4, tp=2),
+        )
+        self.assertExpectedInline(
+            "--\n".join(found),
+            """\
+-DDP = 2 * 4
+-FSDP, TP = 5, 1
++DDP = 5
++FSDP, TP = 8, 1
+--
+cannot be written
+--
+-NAMES = ("ddp", "fsdp", "tp")
++NAMES = ("ddp", "tp", "fsdp")
+-    mesh = make_mesh("cuda", (DDP, FSDP, TP), mesh_dim_names=NAMES)  # the jagged one
++    mesh = make_mesh("cuda", (DDP, TP, FSDP), mesh_dim_names=NAMES)  # the jagged one
+--
+-        mesh_dim_names=["dp", "tp"],
+-        mesh_shape=[torch.distributed.get_world_size() // 8, 8],
++        mesh_dim_names=["tp", "dp"],
++        mesh_shape=[8, torch.distributed.get_world_size() // 8],
+--
+-    DeviceMesh("cuda", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
++    DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("tp", "dp"))
+--
+-    DeviceMesh("cuda", torch.arange(40).view(8, 5), mesh_dim_names=("dp", "tp"))
++    DeviceMesh("cuda", torch.arange(50).view(5, 10), mesh_dim_names=("tp", "dp"))
+--
+-    DeviceMesh("cuda", mesh=list(range(8)))
++    DeviceMesh("cuda", mesh=list(range(16)))
+--
+-        data_parallel_shard_degree=8,
+-        tensor_parallel_degree=2,
++        data_parallel_shard_degree=4,
++        tensor_parallel_degree=2, context_parallel_degree=2,
+--
+cannot be written
+--
+cannot be written
+--
+-mesh = init_device_mesh("cuda", (4, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
++mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
+""",
+        )
+
+    def test_refused(self) -> None:
+        texts = (
+            'x = 1\ninit_device_mesh("cuda", (0, 8))\n',
+            'init_device_mesh("cuda", (8, 5), mesh_dim_names=("a",))\n',
+            'init_device_mesh("cuda", (8, 5), mesh_dim_names=("a", "a"))\n',
+            'init_device_mesh("cuda", ())\n',
+            'init_device_mesh("cuda", (5000, 5000))\n',
+            'DeviceMesh("cuda", [[0, 1], [2]])\n',
+            'DeviceMesh("cuda", [[0, 1], [1, 2]])\n',
+            'DeviceMesh("cuda", torch.arange(8).view(3, 3))\n',
+            "ParallelDims(tp=0)\n",
+            'init_device_mesh("cuda", (8,\n',
+            "init_device_mesh\x00\n",
+            "init_device_mesh(" + "-" * 9000 + "1)\n",
+            "init_device_mesh(" + "1 + " * 9000 + "1)\n",
+        )
+        found = "".join(f"{refusal('train.py', text)}\n" for text in texts)
+        self.assertExpectedInline(
+            found,
+            """\
+MP111: train.py:2: a mesh needs axes of size 1 or more, found sizes [0, 8]; write for example Layout.of(ddp=8, fsdp=5)
+MP111: train.py:1: axis names must be unique and one for each of the 2 axes, found ['a']; write one name per axis, or names=None
+MP111: train.py:1: axis names must be unique and one for each of the 2 axes, found ['a', 'a']; write one name per axis, or names=None
+MP111: train.py:1: a mesh needs axes of size 1 or more, found sizes []; write for example Layout.of(ddp=8, fsdp=5)
+MP111: train.py:1: a mesh holds up to 16777216 ranks, found axes of 5000 x 5000; is a size wrong?
+MP111: train.py:1: lists of ranks of one level are equally long, found lengths 1, 2; write for example [[0, 2], [1, 3]]
+MP111: train.py:1: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 1, 2; write the global rank at each coordinate, row-major
+MP111: train.py:1: 8 ranks do not fill the shape 3 x 3; write arange(9)
+MP111: train.py:1: the degree of tp is a whole number from 1 up, found 0
+MP111: train.py:1: not Python that can be parsed ('(' was never closed); is it whole?
+MP111: train.py: not Python that can be parsed (source code string cannot contain null bytes); is it whole?
+MP111: train.py: not Python that can be parsed: nested too deeply
+MP111: train.py: not Python that can be parsed: nested too deeply
+""",
+        )
+
+    def test_what_is_no_constant(self) -> None:
+        texts = (
+            "n = 1\nn = 2\ninit_device_mesh('cuda', (n,))\n",
+            "n = 2\nn += 1\ninit_device_mesh('cuda', (n,))\n",
+            "for n in (1, 2): init_device_mesh('cuda', (n,))\n",
+            "def f(n): init_device_mesh('cuda', (n,))\n",
+            "n = m\nm = n\ninit_device_mesh('cuda', (n,))\n",
+            "class A:\n  n = 2\n  def f(self): init_device_mesh('cuda', (n,))\n",
+            "n = 2\ndef f():\n  global n\n  n = 3\ninit_device_mesh('cuda', (n,))\n",
+            "init_device_mesh('cuda', shape)\n",
+            "init_device_mesh('cuda', (8, 1 // 0))\n",
+            "init_device_mesh('cuda', (8, 2 ** 2 ** 2 ** 100))\n",
+            "init_device_mesh('cuda', (8,), mesh_dim_names=names)\n",
+            "init_device_mesh('cuda', (8,), mesh_dim_names=(f'a{1}',))\n",
+            "init_device_mesh(*arguments)\n",
+            "DeviceMesh('cuda', ranks)\n",
+            "DeviceMesh('cuda', torch.arange(8).view(2, -1))\n",
+            "DeviceMesh('cuda', [[0, n]])\n",
+            "ParallelismConfig(tensor_parallel_degree=n)\n",
+            "ParallelismConfig(tensor_parallel_degree=2)\n",
+        )
+        found = "".join(shown(read_jobs("train.py", text)) for text in texts)
+        self.assertExpectedInline(
+            found,
+            """\
+train.py:3: not judged: n is not a constant; give the mesh with --mesh
+train.py:3: not judged: n is not a constant; give the mesh with --mesh
+train.py:1: not judged: n is not a constant; give the mesh with --mesh
+train.py:1: not judged: n is not a constant; give the mesh with --mesh
+train.py:3: not judged: n is not a constant; give the mesh with --mesh
+train.py:3: not judged: n is not a constant; give the mesh with --mesh
+train.py:5: not judged: n is not a constant; give the mesh with --mesh
+train.py:1: not judged: the shape shape is not a constant; give the mesh with --mesh
+train.py:1: not judged: 1 // 0 is not a constant; give the mesh with --mesh
+train.py:1: not judged: 2 ** 2 ** 2 ** 100 is not a constant; give the mesh with --mesh
+train.py:1: not judged: mesh_dim_names=names is not a constant; give the mesh with --mesh
+train.py:1: not judged: f'a{1}' in mesh_dim_names is not a constant; give it with --mesh
+train.py:1: not judged: init_device_mesh is called without its second argument here; give the mesh with --mesh
+train.py:1: not judged: the ranks ranks are not constants; give the mesh with --mesh
+train.py:1: not judged: a size of -1 in torch.arange(8).view(2, -1) is not read; write the size
+train.py:1: not judged: the ranks [[0, n]] are not constants; give the mesh with --mesh
+train.py:1: not judged: tensor_parallel_degree=n is not a constant; give it with --mesh
+train.py:1: not judged: data_parallel_shard_degree = -1 takes the ranks that are left, and their number is not known; say how many hosts and ranks per host there are
+""",
+        )
+
+
+def test_constants_of_the_scope() -> None:
+    text = """\
+n = 2
+def f():
+    n = 4
+    init_device_mesh("cuda", (n,))
+class A:
+    n = 8
+    init_device_mesh("cuda", (n,))
+    def f(self):
+        init_device_mesh("cuda", (n,))
+"""
+    sizes = [job.layout.sizes for job in read_jobs("train.py", text).jobs]
+    assert sizes == [(4,), (8,), (2,)]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("before", ["", "\ufeff"])
+def test_places_are_characters(before: str, end: str) -> None:
+    text = (
+        before
+        + 'a = "\u00e9\u00e9"; m = init_device_mesh("\u00e9", (8, 5))  # \u00fc'
+        + end
+        + "b = 1"
+        + end
+    )
+    (job,) = read_jobs("train.py", text).jobs
+    assert job.rewrite is not None
+    assert job.rewrite(Layout((5, 8))) == text.replace("(8, 5)", "(5, 8)")
+
+
+def test_axes_without_names_cannot_change_places() -> None:
+    (job,) = read_jobs("train.py", 'init_device_mesh("cuda", (8, 5))\n').jobs
+    assert job.layout == Layout((8, 5))
+    assert job.rewrite is not None
+    assert job.rewrite(Layout.of(axis1=5, axis0=8)) is None
+
+
+@pytest.mark.parametrize("text", ["", "import torch\n", "def broken(:\n"])
+def test_files_without_meshes(text: str) -> None:
+    found = read_jobs("train.py", text)
+    assert (found.jobs, found.skipped) == ((), ())
+
+
+def test_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "print('run')\nraise SystemExit(3)\ninit_device_mesh('cuda', (2,))\n"
+    assert len(read_jobs("train.py", text).jobs) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_many_names_that_stand_for_each_other() -> None:
+    lines = [f"v{i} = v{i + 1} + v{i + 1}" for i in range(3000)] + ["v3000 = 1"]
+    lines += ["init_device_mesh('cuda', (v0,))", "init_device_mesh('cuda', (v2990,))"]
+    found = read_jobs("train.py", "\n".join(lines))
+    assert [job.layout for job in found.jobs] == [Layout((1024,))]
+    assert len(found.skipped) == 1
+
+
+@given(damaged(TRAIN + TITAN + HSDP) | st.text(max_size=200))
+def test_any_damage(text: str) -> None:
+    refusal("train.py", text)
+    refusal("train.py", 'init_device_mesh("cuda", (2, 2))\n' + text)
+
+
+@given(st.lists(st.sampled_from(["(", ")", "[", "]", ",", "8", "n", "'a'", "=", "*", "\n", "init_device_mesh", "DeviceMesh", ".view", "_flatten", "mesh", "-"]), max_size=30))  # fmt: skip
+def test_any_tokens(tokens: list[str]) -> None:
+    refusal("train.py", "init_device_mesh('cuda', (2, 2))\n" + "".join(tokens))

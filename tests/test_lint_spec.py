@@ -1,0 +1,164 @@
+"""Meshes as a person writes them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import LayoutError
+from meshplan.layout import Layout
+from meshplan.lint._spec import flat_ranks, parse_mesh, show_mesh
+
+JAGGED = Layout.of(ddp=8, fsdp=5, tp=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ddp=8,fsdp=5,tp=1",
+        " ddp = 8 , fsdp= 5, tp =1 ",
+        "ddp:8 x fsdp:5 x tp:1",
+        "ddp=8 fsdp=5 tp=1",
+        "(ddp=8, fsdp=5, tp=1)",
+        "[ddp=8,fsdp=5,tp=1,]",
+        "ddp=08 \u00d7 fsdp=5 * tp=1",
+    ],
+)
+def test_ways_to_write_it(text: str) -> None:
+    assert parse_mesh(text) == JAGGED
+
+
+@pytest.mark.parametrize("text", ["8x5x1", "8,5,1", "(8, 5, 1)", "8 5 1", "8*5x1", "8 x 5 x 1"])
+def test_without_names(text: str) -> None:
+    assert parse_mesh(text) == Layout((8, 5, 1))
+
+
+def test_small_and_large() -> None:
+    assert parse_mesh("1") == Layout((1,))
+    assert parse_mesh("dp=1") == Layout.of(dp=1)
+    assert parse_mesh("dp=4096,tp=4096").world_size == 1 << 24
+
+
+@pytest.mark.parametrize("ranks", [[[0, 2], [1, 3]], ((0, 2), (1, 3)), [0, 2, 1, 3]])
+def test_ranks(ranks: object) -> None:
+    layout = parse_mesh("dp=2,tp=2", ranks)
+    assert layout == Layout.of([0, 2, 1, 3], dp=2, tp=2)
+    assert layout.group_of(0, "tp") == (0, 2)
+
+
+def test_flat_ranks() -> None:
+    assert flat_ranks([[[5], [6]], [[8], [7]]]) == ((2, 2, 1), (5, 6, 8, 7))
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True),
+        st.integers(1, 9),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_shown_and_parsed(axes: dict[str, int]) -> None:
+    layout = Layout.of(**axes) if "self" not in axes else Layout.of(a=2)
+    assert parse_mesh(show_mesh(layout)) == layout
+    assert parse_mesh(str(layout)) == layout
+    unnamed = Layout(layout.sizes)
+    assert parse_mesh(show_mesh(unnamed)) == unnamed
+
+
+class Refused(TestCase):
+    def test_texts(self) -> None:
+        found = []
+        for text in (
+            "",
+            "()",
+            "ddp",
+            "ddp=8,fsdp",
+            "ddp=8,,fsdp=5",
+            "ddp=0",
+            "ddp=-1,tp=2",
+            "ddp=8.5",
+            "ddp=" + "9" * 5000,
+            "ddp=" + "9" * 500,
+            "ddp=99999999999,tp=99999999999",
+            "ddp=4097,fsdp=4096",
+            "ddp=8,ddp=5",
+            "8,tp=2",
+            "8d=4",
+            "=4",
+            "1x" * 40 + "1",
+        ):
+            with pytest.raises(LayoutError) as error:
+                parse_mesh(text)
+            found.append(f"{error.value}\n")
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+MP111: an axis is missing in ''; write for example ddp=8,fsdp=5,tp=1
+MP111: an axis is missing in '()'; write for example ddp=8,fsdp=5,tp=1
+MP111: no size in 'ddp'; write for example ddp=8
+MP111: no size in 'fsdp'; write for example fsdp=8
+MP111: an axis is missing after 'ddp=8' in 'ddp=8,,fsdp=5'; write for example ddp=8,fsdp=5,tp=1
+MP111: the size of axis 'ddp' is a whole number from 1 up, found '0'; write for example ddp=8
+MP111: the size of axis 'ddp' is a whole number from 1 up, found '-1'; write for example ddp=8
+MP111: the size of axis 'ddp' is a whole number from 1 up, found '8.5'; write for example ddp=8
+MP111: a mesh is described in up to 2000 characters, found 5004; write for example ddp=8,fsdp=5,tp=1
+MP111: the size of axis 'ddp' is a whole number from 1 up, found '999999999999999999999999999999999999999999999999999999999...'; write for example ddp=8
+MP111: a mesh holds up to 16777216 ranks, found axes of 99999999999 x 99999999999; is a size wrong?
+MP111: a mesh holds up to 16777216 ranks, found axes of 4097 x 4096; is a size wrong?
+MP111: axis 'ddp' is given twice in 'ddp=8,ddp=5'; write it once
+MP111: some axes have names and '8' has none in '8,tp=2'; name all axes, or none
+MP111: '8d' in '8d=4' is no name of an axis; write letters, digits and underscores, e.g. ddp=8
+MP111: '' in '=4' is no name of an axis; write letters, digits and underscores, e.g. ddp=8
+MP111: a mesh has up to 32 axes, found 41; leave out axes of size 1
+""",
+        )
+
+    def test_ranks(self) -> None:
+        found = []
+        for ranks in (
+            [[0, 1], [2]],
+            [[0, 1, 2, 3]],
+            [0, 1, 2],
+            [[0, 1], [1, 2]],
+            [[0, "a"], [1, 2]],
+            [[0, True], [1, 2]],
+            [],
+            "0,1",
+            [[0, 1], [2, 1 << 60]],
+            [[0, 1], [2, -1]],
+        ):
+            with pytest.raises(LayoutError) as error:
+                parse_mesh("dp=2,tp=2", ranks)
+            found.append(f"{error.value}\n")
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+MP111: lists of ranks of one level are equally long, found lengths 1, 2; write for example [[0, 2], [1, 3]]
+MP111: ranks of shape 1 x 4 do not fit axes of 2 x 2; write one list for each coordinate of the outer axes
+MP111: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 3: 0, 1, 2; write the global rank at each coordinate, row-major
+MP111: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 1, 2; write the global rank at each coordinate, row-major
+MP111: ranks are whole numbers in nested lists, found [[0, 'a'], [1, 2]]; write for example [[0, 2], [1, 3]]
+MP111: ranks are whole numbers in nested lists, found [[0, True], [1, 2]]; write for example [[0, 2], [1, 3]]
+MP111: ranks are whole numbers in nested lists, found []; write for example [[0, 2], [1, 3]]
+MP111: ranks are whole numbers in nested lists, found '0,1'; write for example [[0, 2], [1, 3]]
+MP111: ranks go from 0 to 16777215, found 1152921504606846976
+MP111: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 2, -1; write the global rank at each coordinate, row-major
+""",
+        )
+
+
+@given(st.text(max_size=80) | st.text(alphabet="dpt=:,x 0189()[]-*", max_size=40))
+def test_any_text(text: str) -> None:
+    started = time.monotonic()
+    said = ""
+    try:
+        assert parse_mesh(text).world_size >= 1
+    except LayoutError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert time.monotonic() - started < 2
