@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshplan.lint._finding import SEVERITIES, Finding
@@ -17,24 +17,18 @@ from meshplan.topology import Cluster
 __all__ = ["findings_of", "in_order"]
 
 
-def findings_of(jobs: Sequence[Job], cluster_of: Callable[[int], Cluster]) -> Iterator[Finding]:
-    """What is found of each job on its cluster, and of what tells the cluster, once.
+def findings_of(jobs: Sequence[tuple[Job, Cluster]]) -> Iterator[Finding]:
+    """What is found of each job on its cluster; and of what tells the clusters, each thing once.
 
     Args:
-        jobs: meshes and their use.
-        cluster_of: where the ranks of a job of so many ranks sit.
+        jobs: meshes and their use, each with where its ranks sit.
     """
-    clusters: dict[int, Cluster] = {}
-    for job in jobs:
-        ranks = job.layout.highest_rank + 1
-        if ranks not in clusters:
-            clusters[ranks] = cluster_of(ranks)
+    for job, cluster in jobs:
         yield from flattening_findings(job)
-        cluster = clusters[ranks]
         if cluster.topology.known:
             yield from _placed(job, cluster)
     seen = set()
-    for cluster in clusters.values():
+    for _, cluster in jobs:
         for finding in input_findings(cluster):
             key = (finding.code, finding.message, finding.source)
             if key not in seen:

@@ -1,0 +1,91 @@
+"""The options that say where ranks sit, the same for all verbs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from typing import TYPE_CHECKING
+
+from meshplan.errors import TopologyError
+
+if TYPE_CHECKING:
+    from meshplan.topology import Cluster, Inputs
+
+__all__ = ["add_where", "cluster_for", "inputs_of"]
+
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `inputs_of` reads."""
+    where = parser.add_argument_group("where ranks sit")
+    where.add_argument(
+        "--topology",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file of any format that meshplan topo reads, or - for standard input; several if "
+        "hosts differ",
+    )
+    where.add_argument(
+        "--hosts", metavar="N", help="number of hosts; N,N,... if several files describe a host"
+    )
+    where.add_argument("--node-size", metavar="N", help="ranks on each host")
+    where.add_argument(
+        "--domain-size",
+        metavar="N",
+        help="GPUs that NVLink or xGMI joins; more than a host has: of a clique of hosts",
+    )
+    where.add_argument(
+        "--rank-order",
+        metavar="ORDER",
+        help="block (default), cyclic, plane=N, or a file with the host of each rank",
+    )
+
+
+def inputs_of(given: argparse.Namespace) -> Inputs:
+    """What the options say.
+
+    Raises:
+        TopologyError: a number that is none.
+    """
+    from meshplan.topology import Inputs
+
+    return Inputs(
+        files=tuple(given.topology),
+        hosts=tuple(number(n, "--hosts") for n in given.hosts.split(",")) if given.hosts else (),
+        node_size=None if given.node_size is None else number(given.node_size, "--node-size"),
+        domain_size=None
+        if given.domain_size is None
+        else number(given.domain_size, "--domain-size"),
+        rank_order=given.rank_order or "block",
+    )
+
+
+def cluster_for(inputs: Inputs, world_size: int) -> Cluster:
+    """Where the ranks of a job sit, by options and environment.
+
+    Raises:
+        TopologyError: nothing says it, or what says it cannot be.
+    """
+    from meshplan.topology import cluster_of
+
+    found = cluster_of(inputs, world_size, os.environ)
+    if found is None:
+        raise TopologyError(
+            "nothing says where the ranks sit; write --domain-size 8, --node-size 8, --hosts 5, "
+            "or --topology FILE with the output of nvidia-smi topo -m"
+        )
+    return found
+
+
+def number(text: str, option: str) -> int:
+    """The whole number an option was given.
+
+    Raises:
+        TopologyError: it is none.
+    """
+    if not _NUMBER.fullmatch(text.strip()):
+        raise TopologyError(f"{option} is {text[:40]!r}; write a whole number, such as 8")
+    return int(text)
