@@ -322,10 +322,10 @@ def test_torch_placements_and_a_trace() -> None:
 def test_the_worst_of_several_sets() -> None:
     """Along tp every rank has inputs of its own; the sets of replicas differ more or less."""
     layout = Layout.of(tp=3, ddp=3, fsdp=5)
-    nodes = [*[5] * 12, 6, 6, 6, *[4] * 15, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3]
+    nodes = [0, 0, 0, *[1] * 7, *[2] * 5, *[3] * 15, *[4] * 12, 5, 5, 5]
     steps, src = [(1,), (2,)], ["S(0)", "P", "P"]
-    found = simulate(layout, Topology.of(nodes), steps, algorithm="tree", numel=40, src=src)
-    held = Scalars(layout, nodes, "tree", True, 40).run(steps, src, torch.float32, 0)
+    found = simulate(layout, Topology.of(nodes), steps, algorithm="tree", numel=200, src=src)
+    held = Scalars(layout, nodes, "tree", True, 200).run(steps, src, torch.float32, 0)
     assert (found.replicas, found.differing, found.ulps) == judged(held, [0])
     shares = [
         judged({cell: row for cell, row in held.items() if cell[0] == tp}, [])[1] for tp in range(3)

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from meshplan.layout import Layout
     from meshplan.topology import Topology
 
-__all__ = ["add_topology", "choice_of", "dtype_of", "number_of", "placements_of", "topology_of"]
+__all__ = [
+    "add_topology",
+    "choice_of",
+    "dtype_of",
+    "number_of",
+    "placements_of",
+    "quoted",
+    "steps_of",
+    "topology_of",
+]
 
 _DTYPES = {
     "float32": ("f32", "fp32", "float"),
@@ -111,7 +120,7 @@ def number_of(text: str, option: str, *, least: int = 1) -> int:
     """
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
         return int(text)
-    raise PolicyError(f"{option} {_quoted(text)}: write a whole number from {least} to {10**9}")
+    raise PolicyError(f"{option} {quoted(text)}: write a whole number from {least} to {10**9}")
 
 
 def choice_of(text: str, option: str, known: tuple[str, ...]) -> str:
@@ -121,7 +130,7 @@ def choice_of(text: str, option: str, known: tuple[str, ...]) -> str:
         PolicyError: it is not.
     """
     if text not in known:
-        raise PolicyError(f"{option} {_quoted(text)}: write {' or '.join(known)}")
+        raise PolicyError(f"{option} {quoted(text)}: write {' or '.join(known)}")
     return text
 
 
@@ -139,7 +148,7 @@ def dtype_of(text: str) -> torch.dtype:
             found = getattr(torch, name)
             assert isinstance(found, torch.dtype)
             return found
-    raise PolicyError(f"--dtype {_quoted(text)}: write one of {', '.join(_DTYPES)}")
+    raise PolicyError(f"--dtype {quoted(text)}: write one of {', '.join(_DTYPES)}")
 
 
 def placements_of(text: str, option: str) -> list[str]:
@@ -152,11 +161,28 @@ def placements_of(text: str, option: str) -> list[str]:
     for item in items:
         if not _PLACEMENT.fullmatch(item):
             raise PolicyError(
-                f"{option} has {_quoted(item)}: write one of R, S(0), P, P(avg) for each axis, "
+                f"{option} has {quoted(item)}: write one of R, S(0), P, P(avg) for each axis, "
                 f"for example {option} P,R"
             )
     return items
 
 
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+def steps_of(text: str, option: str) -> tuple[tuple[str, ...], ...]:
+    """The axes of each reduction in ``tp,ddp+fsdp``.
+
+    Raises:
+        PolicyError: text that names no axes.
+    """
+    steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
+    for axis in (axis for step in steps for axis in step):
+        if not re.fullmatch("[A-Za-z0-9_]{1,64}", axis):
+            raise PolicyError(
+                f"{option} has {quoted(axis)}: write axes of the mesh, for example "
+                f"{option} ddp,fsdp, or {option} ddp+fsdp at once"
+            )
+    return steps
+
+
+def quoted(text: str) -> str:
+    """Text of the user in an error of one line: short, and nothing that a terminal obeys."""
+    return ascii(text if len(text) <= 40 else f"{text[:40]}...")

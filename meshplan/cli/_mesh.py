@@ -34,7 +34,7 @@ def mesh_of(text: str) -> Layout:
         match = _AXIS.fullmatch(item)
         if match is None:
             raise LayoutError(
-                f"no axis {item[:40]!r}; write names and sizes, for example --mesh ddp=8,fsdp=5"
+                f"no axis {item[:40]!a}; write names and sizes, for example --mesh ddp=8,fsdp=5"
             )
         if match["name"] is not None:
             names.append(match["name"])

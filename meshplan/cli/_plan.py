@@ -10,7 +10,14 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from meshplan.cli._arguments import add_topology, choice_of, dtype_of, placements_of, topology_of
+from meshplan.cli._arguments import (
+    add_topology,
+    choice_of,
+    dtype_of,
+    placements_of,
+    quoted,
+    topology_of,
+)
 from meshplan.cli._mesh import mesh_of
 from meshplan.errors import MeshplanError, PolicyError
 
@@ -147,10 +154,10 @@ def _problem(given: argparse.Namespace) -> Problem:
 def _shape(text: str) -> tuple[int, ...]:
     items = [item.strip() for item in re.split("[,x]", text)]
     if len(items) > _MAX_DIMS or not all(re.fullmatch("[0-9]{1,15}", item) for item in items):
-        raise PolicyError(f"--shape {text[:40]!r}: write a length for each dim, e.g. 4096,4096")
+        raise PolicyError(f"--shape {quoted(text)}: write a length for each dim, e.g. 4096,4096")
     lengths = tuple(map(int, items))
     if math.prod(lengths) > _MAX_ELEMENTS:
-        raise PolicyError(f"--shape {text[:40]!r}: more than {_MAX_ELEMENTS} elements")
+        raise PolicyError(f"--shape {quoted(text)}: more than {_MAX_ELEMENTS} elements")
     return lengths
 
 

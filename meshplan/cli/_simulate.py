@@ -15,6 +15,7 @@ from meshplan.cli._arguments import (
     dtype_of,
     number_of,
     placements_of,
+    steps_of,
     topology_of,
 )
 from meshplan.cli._mesh import mesh_of
@@ -203,10 +204,7 @@ def _sequences(given: argparse.Namespace, layout: Layout, src: list[str] | None)
         for i, axis in enumerate(layout.axes)
         if layout.sizes[i] > 1 and (src is None or (i < len(src) and src[i].startswith("P")))
     ]
-    found: list[_Steps] = [
-        tuple(tuple(axis.strip() for axis in step.split("+")) for step in order.split(","))
-        for order in given.order
-    ]
+    found: list[_Steps] = [steps_of(order, "--order") for order in given.order]
     if not given.order and not given.flat and every:
         orders = list(itertools.islice(itertools.permutations(every), _MAX_ORDERS + 1))
         if len(orders) > _MAX_ORDERS:

@@ -1,0 +1,452 @@
+"""``meshplan plan``: what it says, what torch would do instead, and its errors."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.cli import _plan
+from meshplan.layout import Layout
+from meshplan.planner import Problem
+
+
+def plan(*words: str) -> tuple[int, str, str]:
+    parser = argparse.ArgumentParser(prog="meshplan")
+    _plan.add(parser.add_subparsers(dest="verb"))
+    given = parser.parse_args(["plan", *words])
+    out, said = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(said):
+        code = given.run(given)
+    return code, out.getvalue(), said.getvalue()
+
+
+def refused(*words: str) -> str:
+    code, out, said = plan(*words)
+    assert (code, out, said.count("\n")) == (2, "", 1), (words, out, said)
+    return said
+
+
+class TestText(TestCase):
+    def show(self, text: str) -> str:
+        code, out, said = plan(*text.split())
+        assert (code, said) == (0, "")
+        return out
+
+    def test_the_issue(self) -> None:
+        found = self.show(
+            "--mesh ddp=8,fsdp=5,tp=1 --from P,P,R --to R,R,R --shape 4096,4096 --dtype bf16 "
+            "--domain-size 8"
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+(P(sum), P(sum), R) -> (R, R, R) on (ddp=8, fsdp=5, tp=1)
+  all_reduce sum over (ddp, fsdp), groups of 40, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share
+predicted: 1.29 ms, 2 collectives, 65.4 MB out (11.7 MB domain, 53.7 MB network), 100.7 MB memory
+without meshplan, axis by axis (ddp, fsdp), in the backend's order:
+  sum over (fsdp), 8 groups of 5: 8 siblings along (ddp) hold the same inputs and must agree
+    may differ under ring (5 orders), tree (4 orders); order unknown under nvls, collnet, rccl
+    ranks per node: (5); (3, 2); (1, 4); (4, 1); (2, 3)
+    tree, ranks 0, 1, 2, 3, 4: (0+(1+(2+(3+4))))
+    tree, ranks 5, 6, 7, 8, 9: ((5+(6+7))+(8+9))
+    cures: in one flattened reduction over (ddp, fsdp), no siblings are left; under the contract (policy 'deterministic'), the order is always the same
+""",
+        )
+
+    def test_explain(self) -> None:
+        found = self.show(
+            "--mesh fsdp=5,ddp=8 --from P,P --to R,S(0) --shape 4096x4096 --dtype fp32 "
+            "--domain-size 8 --explain"
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+(P(sum), P(sum)) -> (R, S(0)) on (fsdp=5, ddp=8)
+4 plans compared for 4096 x 4096 elements of float32, 5 nodes of 8, domains of 8
+chosen: 444.5 us, 3 collectives, 72.1 MB out (58.7 MB domain, 13.4 MB network), 159.4 MB memory
+  reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), exchange in blocks of 8
+lost, 141.3 us slower, 58.7 MB more inside domains, 1 more collective, 58.7 MB more memory: 585.8 us, 4 collectives, 130.9 MB out (117.4 MB domain, 13.4 MB network), 218.1 MB memory
+  all_reduce sum over (fsdp, ddp), exchange in blocks of 8
+  slice R -> S(0) over (ddp), local
+lost, 904.1 us slower, 47.0 MB more over the network: 1.35 ms, 2 collectives, 72.1 MB out (11.7 MB domain, 60.4 MB network), 142.6 MB memory
+  reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), exchange
+lost, 1.95 ms slower, 94.0 MB more over the network, 41.9 MB more memory: 2.39 ms, 2 collectives, 130.9 MB out (23.5 MB domain, 107.4 MB network), 201.3 MB memory
+  all_reduce sum over (fsdp, ddp), exchange
+  slice R -> S(0) over (ddp), local
+without meshplan, axis by axis (fsdp, ddp), in the backend's order:
+  sum over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and must agree
+    alike under ring and tree in the model; may differ under nvls, collnet, rccl, pat, order unknown
+    ranks per node: (8)
+""",
+        )
+
+    def test_torch_gathers_first(self) -> None:
+        found = self.show("--mesh ddp=8,fsdp=5 --from P(avg),S(0) --to R,R --hosts 5")
+        self.assertExpectedInline(
+            found,
+            """\
+(P(avg), S(0)) -> (R, R) on (ddp=8, fsdp=5)
+  all_reduce avg/8 over (ddp), groups of 8, exchange, contract v1/tree/wide/once: one axis, in an order that all siblings share
+  torch S(0) -> R over (fsdp): no reduction
+predicted: 454.3 us, 3 collectives, 19.3 MB out network, 20.1 MB memory; best of 2 plans, --explain shows others
+without meshplan, axis by axis (fsdp, ddp), in the backend's order:
+  avg over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and must agree
+    may differ under tree (5 orders); order unknown under nvls, collnet, rccl
+    ranks per node: (2, 2, 1, 2, 1); (2, 1, 2, 2, 1); (2, 1, 2, 1, 2); (1, 2, 2, 1, 2); (1, 2, 1, 2, 2)
+    tree, ranks 0, 5, 10, 15, 20, 25, ...: ((0+5)+(35+((20+(10+15))+(25+30))))
+    tree, ranks 1, 6, 11, 16, 21, 26, ...: ((1+6)+(36+((16+(21+11))+(26+31))))
+    cures: in the order (ddp), then gather (fsdp), siblings add alike under ring and tree; under the contract (policy 'deterministic'), the order is always the same
+""",
+        )
+
+    def test_policies(self) -> None:
+        base = "--mesh 2,8 --from P,P --to R,R --node-size 8"
+        found = [self.show(f"{base} --policy {name}") for name in ("consistent", "fast")]
+        found.append(self.show(f"{base} --path reference --dtype int64"))
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+(P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=8)
+  all_reduce sum over (axis0, axis1), groups of 16, native, no contract: 2 axes in one reduction, in the backend's own order
+without meshplan, axis by axis (axis0, axis1), in the backend's order:
+  sum over (axis1), 2 groups of 8: 2 siblings along (axis0) hold the same inputs and must agree
+    alike under ring and tree in the model; may differ under nvls, collnet, rccl, order unknown
+    ranks per node: (8)
+(P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=8)
+  all_reduce sum over (axis0, axis1), groups of 16, native, no contract: 2 axes in one reduction, in the backend's own order
+without meshplan, axis by axis (axis0, axis1), in the backend's order:
+  sum over (axis1), 2 groups of 8: 2 siblings along (axis0) hold the same inputs and must agree
+    alike under ring and tree in the model; may differ under nvls, collnet, rccl, order unknown
+    ranks per node: (8)
+(P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=8)
+  all_reduce sum over (axis0, axis1), groups of 16, reference, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share
+predicted: 9.13 ms, 1 collective, 503.3 MB out (234.9 MB node, 268.4 MB network), 570.4 MB memory
+without meshplan, axis by axis (axis0, axis1), in the backend's order:
+  no group has siblings that must agree and may not
+""",
+        )
+
+    def test_little_to_do(self) -> None:
+        found = [
+            self.show("--mesh 1 --from P --to R"),
+            self.show("--mesh a=4 --from R --to S(0) --shape 4"),
+            self.show("--mesh a=4,b=2 --from R,R --to R,R --explain"),
+            self.show("--mesh a=4,b=2 --from P(max),P(max) --to R,R --shape 0,4"),
+        ]
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+(P(sum)) -> (R) on (axis0=1)
+  torch P(sum) -> R over (axis0): an axis of size 1, nothing is sent
+(R) -> (S(0)) on (a=4)
+  torch R -> S(0) over (a): no reduction
+(R, R) -> (R, R) on (a=4, b=2)
+nothing to do
+(P(max), P(max)) -> (R, R) on (a=4, b=2)
+  all_reduce max over (a, b), groups of 8, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in an order that all siblings share
+predicted: 51.0 us, 2 collectives, 0 B out, 0 B memory
+without meshplan, axis by axis (a, b), in the backend's order:
+  no group has siblings that must agree and may not
+""",
+        )
+
+    def test_json(self) -> None:
+        found = self.show(
+            "--mesh a=2,b=3 --from R,P --to R,R --shape 7 --dtype f64 --hosts 4,2 "
+            "--output-format json --explain"
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+{
+  "mesh": {
+    "axes": [
+      "a",
+      "b"
+    ],
+    "sizes": [
+      2,
+      3
+    ],
+    "ranks": [
+      0,
+      1,
+      2,
+      3,
+      4,
+      5
+    ]
+  },
+  "src": [
+    "R",
+    "P(sum)"
+  ],
+  "dst": [
+    "R",
+    "R"
+  ],
+  "policy": "deterministic",
+  "dtype": "float64",
+  "shape": [
+    7
+  ],
+  "cost": {
+    "nanoseconds": 24002,
+    "collectives": 2,
+    "domain": 0,
+    "node": 0,
+    "network": 96,
+    "peak": 168,
+    "creates": []
+  },
+  "steps": [
+    {
+      "kind": "all_reduce",
+      "axes": [
+        "b"
+      ],
+      "sizes": [
+        3
+      ],
+      "move": "P(sum) -> R",
+      "op": "sum",
+      "divisor": null,
+      "norm": null,
+      "scatter": [],
+      "inner": 1,
+      "path": "exchange",
+      "contract": "v1/tree/wide/once",
+      "why": "one axis, in an order that all siblings share"
+    }
+  ],
+  "compared": 1,
+  "candidates": [
+    {
+      "cost": {
+        "nanoseconds": 24002,
+        "collectives": 2,
+        "domain": 0,
+        "node": 0,
+        "network": 96,
+        "peak": 168,
+        "creates": []
+      },
+      "steps": [
+        {
+          "kind": "all_reduce",
+          "axes": [
+            "b"
+          ],
+          "sizes": [
+            3
+          ],
+          "move": "P(sum) -> R",
+          "op": "sum",
+          "divisor": null,
+          "norm": null,
+          "scatter": [],
+          "inner": 1,
+          "path": "exchange",
+          "contract": "v1/tree/wide/once",
+          "why": "one axis, in an order that all siblings share"
+        }
+      ]
+    }
+  ],
+  "plain": {
+    "steps": [
+      [
+        "b"
+      ]
+    ],
+    "hazards": [
+      {
+        "verdict": "none",
+        "axes": [
+          1
+        ],
+        "labels": [
+          "b"
+        ],
+        "along": [
+          "a"
+        ],
+        "op": "sum",
+        "group_size": 3,
+        "groups": 2,
+        "siblings": 2,
+        "signatures": [
+          [
+            3
+          ],
+          [
+            1,
+            2
+          ]
+        ],
+        "classes": {
+          "ring": 1,
+          "tree": 1
+        },
+        "unknown": [
+          "nvls",
+          "collnet",
+          "rccl"
+        ],
+        "algorithm": null,
+        "chunk": null,
+        "examples": [],
+        "cures": []
+      }
+    ]
+  }
+}
+""",
+        )
+
+
+class TestErrors(TestCase):
+    def test_errors(self) -> None:
+        whole = {"mesh": "ddp=8,fsdp=5", "from": "P,P", "to": "R,R"}
+        changes = (
+            {"mesh": None},
+            {"from": None},
+            {"to": None},
+            {"mesh": "ddp=x"},
+            {"from": "P"},
+            {"from": ""},
+            {"from": "P,P(SUM)"},
+            {"from": "P(median),P"},
+            {"from": "P(max),P"},
+            {"from": "S(" + "9" * 5000 + "),P"},
+            {"to": "R,S(1)", "shape": "4096"},
+            {"to": "R,\u2028\x1b[31mR"},
+            {"shape": "4096,"},
+            {"shape": "4096,-1"},
+            {"shape": ",".join(["999999999999999"] * 9)},
+            {"dtype": "complex64"},
+            {"dtype": "int8", "from": "P(avg),P"},
+            {"policy": "determinstic"},
+            {"path": "auto"},
+            {"domain-size": "x"},
+            {"hosts": "8,8"},
+            {"output-format": "yaml"},
+        )
+        found = []
+        for change in changes:
+            words = {**whole, **change}
+            found.append(refused(*(f"--{n}={w}" for n, w in words.items() if w is not None)))
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+meshplan: MP402: no --mesh; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
+meshplan: MP402: no --from; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
+meshplan: MP402: no --to; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
+meshplan: MP111: no axis 'ddp=x'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP401: a mesh of 2 axes needs 2 placements, found 1 from and 2 to; write one placement per axis of (ddp=8, fsdp=5)
+meshplan: MP402: --from has '': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
+meshplan: MP402: --from has 'P(SUM)': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
+meshplan: MP401: no placement 'P(median)'; write R, S(0), P or P(op) with op one of sum, avg, max, min, product
+meshplan: MP401: partial values of kinds max and sum cannot be reduced together, the result would depend on which comes first; redistribute one of them before
+meshplan: MP402: --from has 'S(99999999999999999999999999999999999999...': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
+meshplan: MP401: S(1) needs a tensor of 2 or more dims, found shape [4096]; write a dim below 1
+meshplan: MP402: --to has '\\x1b[31mR': write one of R, S(0), P, P(avg) for each axis, for example --to P,R
+meshplan: MP402: --shape '4096,': write a length for each dim, e.g. 4096,4096
+meshplan: MP402: --shape '4096,-1': write a length for each dim, e.g. 4096,4096
+meshplan: MP402: --shape '999999999999999,999999999999999,99999999...': more than 4611686018427387904 elements
+meshplan: MP402: --dtype 'complex64': write one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
+meshplan: MP412: P(avg) of torch.int8 has no exact result; use P(sum) and divide, or convert to a floating dtype first
+meshplan: MP402: --policy 'determinstic': write deterministic or consistent or fast
+meshplan: MP402: --path 'auto': write exchange or reference
+meshplan: MP402: --domain-size 'x': write a whole number from 1 to 1000000000
+meshplan: MP211: --hosts has 16 ranks, the mesh 40; write the ranks of each host
+meshplan: MP402: --output-format 'yaml': write text or json
+""",
+        )
+
+
+def test_json_is_the_plan_of_the_library() -> None:
+    words = "--mesh ddp=8,fsdp=5 --from P,P --to R,R --domain-size 8 --output-format json"
+    code, out, _ = plan(*words.split())
+    found = json.loads(out)
+    assert code == 0
+    assert "candidates" not in found
+    (hazard,) = found["plain"]["hazards"]
+    assert found["plain"]["steps"] == [["ddp"], ["fsdp"]]
+    assert (hazard["verdict"], hazard["classes"]) == ("may differ", {"ring": 5, "tree": 4})
+    assert [step["kind"] for step in found["steps"]] == ["all_reduce"]
+
+
+def test_a_million_ranks() -> None:
+    words = "--mesh ddp=2048,fsdp=64,tp=8 --from P,P,R --to R,R,R --domain-size 72"
+    started = time.process_time()
+    assert plan(*words.split())[0] == 0
+    words = "--mesh a=2,b=524288 --from P,P --to R,R --domain-size 8"
+    assert "are not judged" in plan(*words.split())[1]
+    assert time.process_time() - started < 15
+
+
+@pytest.fixture
+def cube() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=12, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("a", "b", "c"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_takes_the_plain_steps(cube: DeviceMesh) -> None:
+    """Reductions and gathers in the order that torch itself plans."""
+    layout = Layout.of(a=2, b=3, c=2)
+    kinds = {"P": Partial(), "R": Replicate(), "S(0)": Shard(0), "S(1)": Shard(1)}
+    moves = [("P", "R"), ("P", "S(0)"), ("S(0)", "R"), ("S(1)", "S(1)"), ("R", "R")]
+    seen = set()
+    for chosen in itertools.product(moves, repeat=3):
+        src, dst = zip(*chosen, strict=True)
+        specs = [
+            DTensor.from_local(
+                torch.ones(12, 12), cube, [kinds[text] for text in texts], run_check=False
+            )._spec
+            for texts in (src, dst)
+        ]
+        infos = _gen_transform_infos_non_cached(*specs)
+        steps = []
+        for info in infos:
+            before, after = info.src_dst_placements
+            gathers = before.is_shard() and after.is_replicate()
+            if (before.is_partial() and not after.is_partial()) or gathers:
+                steps.append((info.mesh_dim,))
+        assert _plan.plain_steps(Problem.of(layout, src, dst)) == steps, (src, dst)
+        seen.add(tuple(steps))
+    assert {((0,), (1,), (2,)), ((2,), (1,), (0,))} <= seen
+
+
+WORDS = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["a=2,b=3", "3,3", "P,R", "S(0),P", "R,R", "R,P(avg)", "5", "1,2,3", "bf16"]),
+)
+OPTIONS = ["mesh", "from", "to", "shape", "dtype", "policy", "path", "hosts", "domain-size"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from(OPTIONS), WORDS), max_size=4))
+def test_any_words(options: list[tuple[str, str]]) -> None:
+    chosen = {"mesh": "a=2,b=3", "from": "P,P", "to": "R,R", **dict(options)}
+    code, out, said = plan(*(f"--{name}={word}" for name, word in chosen.items()))
+    assert (code, said.count("\n"), out == "") in ((0, 0, False), (2, 1, True))

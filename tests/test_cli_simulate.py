@@ -1,0 +1,453 @@
+"""``meshplan simulate``: the published table, the orders, the options and their errors."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+
+from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.cli import _simulate
+
+# Mesh (ddp, fsdp), ranks of a node; different replicas and per cent of elements that differ:
+# tree with fsdp first, tree with ddp first, ring with fsdp first, ring with ddp first.
+TABLE = [
+    ((8, 5), 8, (5, 56), (4, 46), (1, 0), (5, 35)),
+    ((4, 6), 8, (3, 37), (3, 44), (1, 0), (3, 35)),
+    ((4, 12), 8, (1, 0), (2, 55), (1, 0), (2, 65)),
+    ((3, 16), 24, (2, 29), (2, 57), (1, 0), (2, 69)),
+    ((9, 64), 72, (8, 57), (8, 80), (1, 0), (8, 86)),
+    ((5, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((8, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((2, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+    ((6, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
+]
+
+
+def simulate(*words: str) -> tuple[int, str, str]:
+    parser = argparse.ArgumentParser(prog="meshplan")
+    _simulate.add(parser.add_subparsers(dest="verb"))
+    given = parser.parse_args(["simulate", *words])
+    out, said = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(said):
+        code = given.run(given)
+    return code, out.getvalue(), said.getvalue()
+
+
+def refused(*words: str) -> str:
+    code, out, said = simulate(*words)
+    assert (code, out, said.count("\n")) == (2, "", 1), (words, out, said)
+    return said
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_the_table() -> None:
+    code, out, said = simulate("--table")
+    assert (code, said) == (0, "")
+    first, head, _, *rows, last = out.splitlines()
+    assert first.endswith("16384 elements of float32, seed 0")
+    assert cells(head)[2:] == [
+        f"{algorithm} {order}"
+        for algorithm in ("tree", "ring")
+        for order in ("fsdp, ddp", "ddp, fsdp", "ddp+fsdp")
+    ]
+    for row, (sizes, node, *expected) in zip(rows, TABLE, strict=True):
+        mesh, ranks, *found = cells(row)
+        assert (mesh, ranks) == (str(sizes), str(node))
+        expected = [*expected[:2], (1, 0), *expected[2:], (1, 0)]
+        for cell, (replicas, per_cent) in zip(found, expected, strict=True):
+            left, right = cell.split(" / ")
+            assert int(left) == replicas
+            # Some standard errors among 16384 elements, and the rounding of the table.
+            assert abs(float(right.removesuffix("%")) - per_cent) <= (1.5 if per_cent else 0)
+    assert "certifies nothing" in last
+
+
+class TestText(TestCase):
+    def show(self, *words: str) -> str:
+        code, out, said = simulate(*words)
+        assert (code, said) == (0, "")
+        return out
+
+    def test_all_orders(self) -> None:
+        self.assertExpectedInline(
+            self.show("--mesh", "ddp=8,fsdp=5", "--domain-size", "8"),
+            """\
+mesh (ddp=8, fsdp=5), 5 nodes of 8, domains of 8; 16384 elements of float32, seed 0
+order      algorithm  replicas  differ
+---------  ---------  --------  ------
+ddp, fsdp  tree       4         44.9%
+ddp, fsdp  ring       5         34.8%
+fsdp, ddp  tree       5         56.0%
+fsdp, ddp  ring       1         0.0%
+ddp+fsdp   tree       1         0.0%
+ddp+fsdp   ring       1         0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+""",
+        )
+
+    def test_three_axes_and_placements(self) -> None:
+        found = self.show(
+            *("--mesh", "pp=2,ddp=3,cp=3,tp=2", "--from", "S(0),P(avg),P,R", "--hosts", "8,8,8,12"),
+            *("--dtype", "bf16", "--numel", "1000", "--seed", "7"),
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+mesh (pp=2, ddp=3, cp=3, tp=2), 4 nodes of 8 to 12, ranks not consecutive; 1000 elements of bfloat16, seed 7
+order    algorithm  replicas  differ
+-------  ---------  --------  ------
+ddp, cp  tree       2         26.9%
+ddp, cp  ring       1         0.0%
+cp, ddp  tree       2         28.8%
+cp, ddp  ring       1         0.0%
+ddp+cp   tree       1         0.0%
+ddp+cp   ring       1         0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+""",
+        )
+
+    def test_orders_that_are_given(self) -> None:
+        found = self.show(
+            *("--mesh", "a=3,b=4,c=2", "--node-size", "5", "--numel", "500", "--algo", "tree"),
+            *("--order", "c,a+b", "--order", "b", "--flat"),
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+mesh (a=3, b=4, c=2), 5 nodes of 5, the last of 4; 500 elements of float32, seed 0
+order   algorithm  replicas  differ
+------  ---------  --------  ------
+c, a+b  tree       2         58.2%
+b       tree       4         41.0%
+a+b+c   tree       1         0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+""",
+        )
+
+    def test_meshes_without_much(self) -> None:
+        found = [
+            self.show("--mesh", "1", "--domain-size", "8"),
+            self.show("--mesh", "a=1,b=3", "--domain-size", "2", "--numel", "9"),
+            self.show("--mesh", "4,1", "--hosts", "2", "--numel", "1", "--flat"),
+            self.show("--mesh", "a=4,b=2", "--hosts", "2", "--from", "R,R", "--numel", "9"),
+        ]
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+mesh (axis0=1), 1 node of 1, domains of 1; 16384 elements of float32, seed 0
+nothing is reduced: no partial axis has 2 ranks or more
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+mesh (a=1, b=3), 2 nodes of 2, the last of 1, domains of 2; 9 elements of float32, seed 0
+order  algorithm  replicas  differ
+-----  ---------  --------  ------
+b      tree       1         0.0%
+b      ring       1         0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+mesh (axis0=4, axis1=1), 2 nodes of 2; 1 element of float32, seed 0
+order  algorithm  replicas  differ
+-----  ---------  --------  ------
+axis0  tree       1         0.0%
+axis0  ring       1         0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+mesh (a=4, b=2), 2 nodes of 4; 9 elements of float32, seed 0
+nothing is reduced: no partial axis has 2 ranks or more
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+""",
+        )
+
+    def test_table_of_one_algorithm(self) -> None:
+        found = self.show("--table", "--algo", "ring", "--numel", "512", "--dtype", "half")
+        self.assertExpectedInline(
+            found,
+            """\
+different replicas / largest share of elements that differ; 512 elements of float16, seed 0
+(ddp, fsdp)  node  ring fsdp, ddp  ring ddp, fsdp  ring ddp+fsdp
+-----------  ----  --------------  --------------  -------------
+(8, 5)       8     1 / 0.0%        5 / 33.6%       1 / 0.0%
+(4, 6)       8     1 / 0.0%        3 / 38.1%       1 / 0.0%
+(4, 12)      8     1 / 0.0%        2 / 61.9%       1 / 0.0%
+(3, 16)      24    1 / 0.0%        2 / 70.3%       1 / 0.0%
+(9, 64)      72    1 / 0.0%        8 / 88.1%       1 / 0.0%
+(5, 8)       8     1 / 0.0%        1 / 0.0%        1 / 0.0%
+(8, 4)       8     1 / 0.0%        1 / 0.0%        1 / 0.0%
+(2, 8)       8     1 / 0.0%        1 / 0.0%        1 / 0.0%
+(6, 4)       8     1 / 0.0%        1 / 0.0%        1 / 0.0%
+model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing
+""",
+        )
+
+    def test_json(self) -> None:
+        found = self.show(
+            *("--mesh", "ddp=8,fsdp=5", "--domain-size", "8", "--order", "ddp,fsdp"),
+            *("--algo", "tree", "--numel", "1000", "--output-format", "json"),
+        )
+        self.assertExpectedInline(
+            found,
+            """\
+{
+  "mesh": {
+    "ddp": 8,
+    "fsdp": 5
+  },
+  "topology": "5 nodes of 8, domains of 8",
+  "dtype": "float32",
+  "numel": 1000,
+  "seed": 0,
+  "model": "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing",
+  "rows": [
+    {
+      "order": [
+        [
+          "ddp"
+        ],
+        [
+          "fsdp"
+        ]
+      ],
+      "algorithm": "tree",
+      "replicas": 4,
+      "differing": 0.447,
+      "ulps": 128,
+      "steps": [
+        {
+          "axes": [
+            "ddp"
+          ],
+          "group_size": 8,
+          "groups": 5,
+          "orders": 5,
+          "sums": 5
+        },
+        {
+          "axes": [
+            "fsdp"
+          ],
+          "group_size": 5,
+          "groups": 8,
+          "orders": 4,
+          "sums": 4
+        }
+      ]
+    }
+  ]
+}
+""",
+        )
+
+
+class TestErrors(TestCase):
+    def test_mesh(self) -> None:
+        place = ("--domain-size", "8")
+        meshes = (
+            "",
+            "ddp",
+            "ddp=0,fsdp=5",
+            "ddp=8,5",
+            "ddp=8,ddp=5",
+            "ddp=8;fsdp=5",
+            "ddp=\u0664",
+            "ddp=99999999999999999999",
+            "ddp=9999999,fsdp=9999999",
+            ",".join(["2"] * 40),
+            "x" * 5000,
+            "a=2\nb=3",
+        )
+        found = [refused(*place), *(refused("--mesh", mesh, *place) for mesh in meshes)]
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+meshplan: MP402: no mesh; write --mesh ddp=8,fsdp=5 for example, or --table
+meshplan: MP111: no axis ''; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: no axis 'ddp'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: a mesh needs axes of size 1 or more, found sizes [0, 5]; write for example Layout.of(ddp=8, fsdp=5)
+meshplan: MP111: 2 axes and 1 names; name all axes of a mesh, or none
+meshplan: MP111: axis names must be unique and one for each of the 2 axes, found ['ddp', 'ddp']; write one name per axis, or names=None
+meshplan: MP111: no axis 'ddp=8;fsdp=5'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: no axis 'ddp=\\u0664'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: no axis 'ddp=99999999999999999999'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: a mesh of 99999980000001 ranks; write one of up to 1048576
+meshplan: MP111: a mesh of 40 axes; write up to 16
+meshplan: MP111: no axis 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: no axis 'a=2\\nb=3'; write names and sizes, for example --mesh ddp=8,fsdp=5
+""",
+        )
+
+    def test_place(self) -> None:
+        mesh = ("--mesh", "ddp=8,fsdp=5")
+        places = (
+            "",
+            "--domain-size 0",
+            "--domain-size eight",
+            "--domain-size -8",
+            "--node-size 4 --hosts 10",
+            "--hosts 7",
+            "--hosts 8,8,8,8",
+            "--hosts 8,8,8,8,x",
+            "--hosts 8,8,8,12,4 --domain-size 5",
+            "--node-size 4 --domain-size 10",
+        )
+        found = [refused(*mesh, *place.split()) for place in places]
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+meshplan: MP211: where ranks sit decides the order; write --domain-size 8 for example (consecutive ranks that NVLink joins), or --node-size or --hosts
+meshplan: MP402: --domain-size '0': write a whole number from 1 to 1000000000
+meshplan: MP402: --domain-size 'eight': write a whole number from 1 to 1000000000
+meshplan: MP402: --domain-size '-8': write a whole number from 1 to 1000000000
+meshplan: MP211: --node-size and --hosts say the same; write one of them
+meshplan: MP211: 40 ranks cannot be dealt evenly to 7 hosts; write the ranks of each host, for example --hosts 8,8,4
+meshplan: MP211: --hosts has 32 ranks, the mesh 40; write the ranks of each host
+meshplan: MP402: --hosts 'x': write a whole number from 1 to 1000000000
+meshplan: MP211: a domain of 5 ranks and a host of 4: write how many ranks are joined inside every host, or the joined hosts as one
+meshplan: MP211: a domain of 10 ranks and hosts of 4: a domain that joins hosts joins whole ones; write --domain-size 8 for example
+""",
+        )
+
+    def test_options(self) -> None:
+        base = ("--mesh", "ddp=8,fsdp=5", "--domain-size", "8")
+        options = (
+            "--order fdsp",
+            "--order ddp,ddp",
+            "--order ddp,,fsdp",
+            "--order +",
+            "--order ddp,fs\x1bdp",
+            "--order ddp --from R,P",
+            "--from P",
+            "--from P,Q",
+            "--from P,P(max)",
+            "--from P,S(\u00b2)",
+            "--algo nvls",
+            "--dtype fp8",
+            "--dtype int32",
+            "--numel 0",
+            "--numel 1e6",
+            "--numel 99999999",
+            "--seed -1",
+            "--output-format xml",
+        )
+        found = [refused(*base, *option.split()) for option in options]
+        many = "--mesh a=2,b=2,c=2,d=2,e=2 --domain-size 8"
+        found.append(refused(*many.split()))
+        found += [
+            refused("--table", *words.split())
+            for words in ("--mesh a=2", "--flat", "--hosts 2", "--dtype int8")
+        ]
+        self.assertExpectedInline(
+            "".join(found),
+            """\
+meshplan: MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+meshplan: MP401: step ['ddp'] names axis ddp (P(sum) -> R) a second time, where nothing is pending; name each axis to reduce once: ddp
+meshplan: MP402: --order has '': write axes of the mesh, for example --order ddp,fsdp, or --order ddp+fsdp at once
+meshplan: MP402: --order has '': write axes of the mesh, for example --order ddp,fsdp, or --order ddp+fsdp at once
+meshplan: MP402: --order has 'fs\\x1bdp': write axes of the mesh, for example --order ddp,fsdp, or --order ddp+fsdp at once
+meshplan: MP401: step ['ddp'] names axis ddp (R -> R), where nothing is pending; name each axis to reduce once: none
+meshplan: MP401: a mesh of 2 axes needs 2 placements, found 1 from and 1 to; write one placement per axis of (ddp=8, fsdp=5)
+meshplan: MP401: no placement 'Q'; write R, S(0), P or P(op) with op one of sum, avg, max, min, product
+meshplan: MP401: P(max) is not simulated, sums are; write P or P(avg)
+meshplan: MP402: --from has 'S(\\xb2)': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
+meshplan: MP402: --algo 'nvls': write tree or ring or both
+meshplan: MP402: --dtype 'fp8': write one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
+meshplan: MP402: sums of torch.int32 are not simulated; write one of float32, bfloat16, float16, float64
+meshplan: MP402: --numel '0': write a whole number from 1 to 1000000000
+meshplan: MP402: --numel '1e6': write a whole number from 1 to 1000000000
+meshplan: MP402: 40 inputs of 99999999 elements of float32 are more than is simulated (134217728 elements, 1024 MiB at once); write numel=3355443 or less
+meshplan: MP402: --seed '-1': write a whole number from 0 to 1000000000
+meshplan: MP402: --output-format 'xml': write text or json
+meshplan: MP402: 5 axes have more than 24 orders; write one, for example --order a,b,c,d,e, or --flat
+meshplan: MP402: --table has meshes and orders of its own; leave out --mesh
+meshplan: MP402: --table has meshes and orders of its own; leave out --flat
+meshplan: MP402: --table has meshes and orders of its own; leave out --hosts
+meshplan: MP402: sums of torch.int8 are not simulated; write one of float32, bfloat16, float16, float64
+""",
+        )
+
+
+def test_json_of_the_table() -> None:
+    code, out, _ = simulate("--table", "--numel", "64", "--output-format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert [(tuple(m["mesh"].values()), m["node_size"]) for m in found["meshes"]] == [
+        row[:2] for row in TABLE
+    ]
+    assert {len(mesh["rows"]) for mesh in found["meshes"]} == {6}
+
+
+def test_domains_that_join_hosts_are_nodes() -> None:
+    mesh = ("--mesh", "ddp=9,fsdp=64", "--order", "ddp,fsdp", "--numel", "256")
+    trays = simulate(*mesh, "--node-size", "4", "--domain-size", "72")
+    assert trays == simulate(*mesh, "--domain-size", "72")
+    assert trays != simulate(*mesh, "--node-size", "4")
+    # Domains inside hosts do not matter to the order.
+    pairs = simulate(*mesh, "--node-size", "8", "--domain-size", "2")[1].splitlines()[1:]
+    assert pairs == simulate(*mesh, "--node-size", "8")[1].splitlines()[1:]
+
+
+def test_hosts_of_equal_size_are_a_node_size() -> None:
+    mesh = ("--mesh", "ddp=8,fsdp=5", "--numel", "256")
+    assert simulate(*mesh, "--hosts", "5") == simulate(*mesh, "--node-size", "8")
+    assert simulate(*mesh, "--hosts", "8,8,8,8,8") == simulate(*mesh, "--node-size", "8")
+    uneven = simulate(*mesh, "--hosts", "8,8,8,12,4", "--domain-size", "4")[1].splitlines()[1:]
+    assert uneven == simulate(*mesh, "--hosts", "8,8,8,12,4")[1].splitlines()[1:]
+
+
+def test_fewer_elements_for_thousands_of_ranks() -> None:
+    words = ("--mesh", "ddp=64,fsdp=24,tp=2", "--domain-size", "8", "--algo", "ring")
+    started = time.process_time()
+    code, out, _ = simulate(*words, "--output-format", "json")
+    assert time.process_time() - started < 30
+    assert (code, json.loads(out)["numel"]) == (0, 2048)
+
+
+def test_the_verb_is_added_without_torch() -> None:
+    ask = "import argparse, sys; from meshplan.cli import _plan, _simulate; verbs = "
+    ask += "argparse.ArgumentParser().add_subparsers(); _simulate.add(verbs); _plan.add(verbs); "
+    ask += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+WORDS = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(
+        ["a=2,b=3", "3,3", "a,b", "b", "a\n,b", "P,R", "S(0),P", "2", "5", "1,2,3", "bf16"]
+    ),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                [
+                    "mesh",
+                    "order",
+                    "from",
+                    "domain-size",
+                    "node-size",
+                    "hosts",
+                    "algo",
+                    "dtype",
+                    "seed",
+                ]
+            ),
+            WORDS,
+        ),
+        max_size=4,
+    )
+)
+def test_any_words(options: list[tuple[str, str]]) -> None:
+    chosen = {"mesh": "a=2,b=3", "domain-size": "4", **dict(options)}
+    code, out, said = simulate(*(f"--{name}={word}" for name, word in chosen.items()), "--numel=8")
+    assert (code, said.count("\n"), out == "") in ((0, 0, False), (2, 1, True))
