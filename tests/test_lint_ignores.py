@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
-from meshplan.lint._ignores import Ignore, apply, ignores
+from meshplan.lint._ignores import Ignore, ignores, take_out
 
 TRAIN = """\
 import torch
@@ -89,7 +89,7 @@ MP402: train.py:1: this ignores nothing, as it names no rule; write for example 
         )
 
     def test_unused(self) -> None:
-        kept, count, unused = apply([finding("MP101", 4)], {"train.py": ignores(TRAIN)})
+        kept, count, unused = take_out([finding("MP101", 4)], {"train.py": ignores(TRAIN)})
         assert (kept, count) == ((), 1)
         said = [f"{one.source} {one.severity} {one.code} {one.message}\n" for one in unused]
         self.assertExpectedInline(
@@ -112,11 +112,11 @@ def test_what_is_kept() -> None:
         finding("MP101", 4, file="other.py"),
         Finding("MP301", "warning", "no effect", Source(option="NCCL_NTHREADS=1")),
     ]
-    kept, count, unused = apply(here, {"train.py": ignores(TRAIN)})
+    kept, count, unused = take_out(here, {"train.py": ignores(TRAIN)})
     assert kept == (here[1], here[2], here[5], here[6], here[7])
     assert count == 3
     assert [one.source.line for one in unused] == [8]
-    assert apply(here, {}) == (tuple(here), 0, ())
+    assert take_out(here, {}) == (tuple(here), 0, ())
 
 
 def test_long_texts() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from meshplan.cli import _lint, _plan, _rule, _simulate, _topo
 
 __all__ = ["main"]
+
+_VERBS = (_lint, _plan, _rule, _simulate, _topo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,25 +20,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: all is well. 1: something was found. 2: the command or its input cannot be understood.
     """
-    parser = argparse.ArgumentParser(prog="meshplan", description="DTensor replicas that agree.")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse would take what follows for names of files.
+    at = words.index("--") if "--" in words else len(words)
+    own, others = words[:at], words[at + 1 :]
+    parser = _Parser(prog="meshplan", description="DTensor replicas that agree.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
-    verbs.add_parser(
-        "doctor",
-        help="which paths this machine has, and what to do for those that it lacks",
-        description="Which paths this machine has, and what to do for those that it lacks.",
-    )
-    topo = verbs.add_parser(
-        "topo",
-        help="what files that describe a cluster say",
-        description="What was understood of files that describe a cluster, whatever their format.",
-    )
-    topo.add_argument("files", nargs="+", metavar="FILE", help="a file, or - for standard input")
-    topo.add_argument("--output-format", choices=("text", "json"), default="text")
-    given = parser.parse_args(arguments)
-    return _doctor() if given.verb == "doctor" else _topo(given.files, given.output_format)
+    doctor = "which paths this machine has, and what to do for those that it lacks"
+    asked = verbs.add_parser("doctor", help=doctor, description=f"{doctor.capitalize()}.")
+    asked.set_defaults(run=_run_doctor)
+    for verb in _VERBS:
+        verb.add(verbs)
+    given = parser.parse_args(own, argparse.Namespace(arguments=others))
+    run: Callable[[argparse.Namespace], int] = given.run
+    if others and given.verb != "lint":
+        parser.error(f"nothing is expected after --, found {others[0]!r}")
+    try:
+        status = run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` has. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
-def _doctor() -> int:
+def _run_doctor(_: argparse.Namespace) -> int:
     from meshplan.cli._doctor import doctor
 
     text, complete = doctor()
@@ -40,13 +53,8 @@ def _doctor() -> int:
     return 0 if complete else 1
 
 
-def _topo(files: Sequence[str], output_format: str) -> int:
-    from meshplan.cli._topo import topo
-    from meshplan.errors import TopologyInputError
+class _Parser(argparse.ArgumentParser):
+    """One line for a command that cannot be understood."""
 
-    try:
-        sys.stdout.write(topo(files, output_format) + "\n")
-    except TopologyInputError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
-    return 0
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from typing import TYPE_CHECKING
 
-from meshplan.errors import PolicyError, TopologyError
+from meshplan.errors import PolicyError
 
 if TYPE_CHECKING:
     import torch
 
-    from meshplan.layout import Layout
-    from meshplan.topology import Topology
 
 __all__ = [
-    "add_topology",
     "choice_of",
     "dtype_of",
     "number_of",
     "placements_of",
     "quoted",
     "steps_of",
-    "topology_of",
 ]
 
 _DTYPES = {
@@ -38,78 +33,6 @@ _DTYPES = {
 }
 _COMMA = re.compile(r",(?![^()]*\))")
 _PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
-
-
-def add_topology(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `topology_of` reads."""
-    place = parser.add_argument_group("where ranks sit")
-    place.add_argument(
-        "--domain-size",
-        metavar="N",
-        help="consecutive ranks that NVLink joins; also a node, unless nodes are larger",
-    )
-    place.add_argument("--node-size", metavar="N", help="consecutive ranks of one host")
-    place.add_argument(
-        "--hosts",
-        metavar="N",
-        help="number of hosts that the ranks are dealt to evenly; or the ranks of each: 8,8,4",
-    )
-
-
-def topology_of(given: argparse.Namespace, layout: Layout) -> Topology | None:
-    """Where the ranks of ``layout`` sit; ``None`` if no option says so.
-
-    A node is what NCCL counts as one: a host, or the hosts that one domain joins.
-
-    Raises:
-        TopologyError: options that contradict each other or the mesh.
-    """
-    from meshplan.topology import Topology
-
-    world = layout.world_size
-    domain = None if given.domain_size is None else number_of(given.domain_size, "--domain-size")
-    if given.node_size is not None and given.hosts is not None:
-        raise TopologyError("--node-size and --hosts say the same; write one of them")
-    sizes: list[int] = []
-    if given.node_size is not None:
-        sizes = [number_of(given.node_size, "--node-size")]
-    elif given.hosts is not None:
-        sizes = _hosts(given.hosts, world)
-    if not sizes and domain is None:
-        return None
-    if len(set(sizes)) < 2:
-        node = max(sizes[0] if sizes else 1, domain or 1)
-        if sizes and node % sizes[0]:
-            raise TopologyError(
-                f"a domain of {domain} ranks and hosts of {sizes[0]}: a domain that joins hosts "
-                f"joins whole ones; write --domain-size {node - node % sizes[0]} for example"
-            )
-        return Topology.uniform(world, node_size=node, domain_size=domain)
-    if domain is not None and domain > min(sizes):
-        raise TopologyError(
-            f"a domain of {domain} ranks and a host of {min(sizes)}: write how many ranks are "
-            "joined inside every host, or the joined hosts as one"
-        )
-    nodes = [host for host, size in enumerate(sizes) for _ in range(size)]
-    if domain is None:
-        return Topology.of(nodes)
-    return Topology.of(nodes, [rank // domain for size in sizes for rank in range(size)])
-
-
-def _hosts(text: str, world: int) -> list[int]:
-    counts = [number_of(item, "--hosts") for item in text.split(",")]
-    if len(counts) == 1:
-        if world % counts[0]:
-            raise TopologyError(
-                f"{world} ranks cannot be dealt evenly to {counts[0]} hosts; write the ranks of "
-                "each host, for example --hosts 8,8,4"
-            )
-        return [world // counts[0]]
-    if sum(counts) != world:
-        raise TopologyError(
-            f"--hosts has {sum(counts)} ranks, the mesh {world}; write the ranks of each host"
-        )
-    return counts
 
 
 def number_of(text: str, option: str, *, least: int = 1) -> int:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshplan.cli._where import add_where, cluster_for, inputs_of, number
-from meshplan.errors import MeshplanError, PolicyError
-
-if TYPE_CHECKING:
-    from meshplan.lint import Job, JobFile, Report, Settings
-    from meshplan.topology import Cluster, Inputs
+from meshplan.cli._where import add_where
+from meshplan.errors import MeshplanError
 
 __all__ = ["add", "run"]
 
 _LEVELS = ("info", "warning", "error")
 _FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
-_CONFIG = ("meshplan.toml", "pyproject.toml")
 _EPILOG = """\
 examples:
   meshplan lint --mesh ddp=8,fsdp=5,tp=1 --domain-size 8
@@ -118,44 +109,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Lint; the exit status."""
+    from meshplan.cli._lint_output import judged
+
     try:
-        return _Run(given).status()
+        return judged(given)
     except MeshplanError as error:
         sys.stderr.write(f"meshplan: {error}\n")
         return 2
-
-
-class _Run:
-    """One call: what is asked, read in order."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        from meshplan.lint import Settings, Source, read_arguments
-        from meshplan.topology import Inputs
-
-        self.given = given
-        self.texts: dict[str, str] = {}
-        size = None if given.world_size is None else number(given.world_size, "--world-size")
-        self.world_size = size
-        files = [self._read(name) for name in given.files]
-        if given.arguments:
-            files.append(read_arguments(given.arguments, world_size=size))
-        config = self._config()
-        chosen = [file.settings for file in (*files, config) if file and file.settings]
-        self.settings = chosen[0] if chosen else Settings()
-        self.inputs: Inputs = inputs_of(self._with_settings())
-        self.files = files + self._meshes(Source)
-        if not any(file.jobs or file.skipped for file in self.files) and config is not None:
-            self.files.append(config)
-        self.jobs = self._jobs()
-
-    def status(self) -> int:
-        """Judge, write, and tell whether anything fails."""
-        from meshplan.lint import SEVERITIES
-
-        report = self._report()
-        self._draw()
-        self._write(report)
-        level = self.given.fail_level or self.settings.fail_level or "error"
-        worst = report.worst()
-        fails = worst is not None and SEVERITIES.index(worst) >= SEVERITIES.index(level)
-        return 1 if fails and not self.given.exit_zero else 0

@@ -11,14 +11,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meshplan.cli._arguments import (
-    add_topology,
     choice_of,
     dtype_of,
     placements_of,
     quoted,
-    topology_of,
 )
-from meshplan.cli._mesh import mesh_of
+from meshplan.cli._where import add_where, found_cluster
 from meshplan.errors import MeshplanError, PolicyError
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def add(subparsers: Any) -> None:
         "--policy", default="deterministic", help="deterministic (default), consistent or fast"
     )
     parser.add_argument("--path", default="exchange", help="exchange (default) or reference")
-    add_topology(parser)
+    add_where(parser)
     parser.add_argument(
         "--explain", action="store_true", help="also the plans that lost, and why they lost"
     )
@@ -131,12 +129,14 @@ def _text_of(given: argparse.Namespace) -> str:
 
 
 def _problem(given: argparse.Namespace) -> Problem:
+    from meshplan.lint import parse_mesh
     from meshplan.planner import CONTRACT_PATHS, POLICIES, Problem
 
     for name, example in _NEEDED.items():
         if getattr(given, name) is None:
             raise PolicyError(f"no {example.split()[0]}; write {' '.join(_NEEDED.values())}")
-    layout = mesh_of(given.mesh)
+    layout = parse_mesh(given.mesh)
+    cluster = found_cluster(given, layout.highest_rank + 1)
     choice_of(given.policy, "--policy", POLICIES)
     choice_of(given.path, "--path", CONTRACT_PATHS)
     return Problem.of(
@@ -147,7 +147,7 @@ def _problem(given: argparse.Namespace) -> Problem:
         path=given.path,
         dtype=None if given.dtype is None else dtype_of(given.dtype),
         shape=None if given.shape is None else _shape(given.shape),
-        topology=topology_of(given, layout),
+        topology=None if cluster is None else cluster.topology,
     )
 
 

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshplan.errors import PolicyError
+from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules import ERRORS, RULES, code_of, rule_page
 
-__all__ = ["rule"]
+__all__ = ["add", "rule", "run"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "rule",
+        help="what a rule of the linter or an error code means, and what to do",
+        description="What a rule or an error code means, why, and what to do.",
+    )
+    parser.add_argument("codes", nargs="*", metavar="CODE", help="MP101, or jagged-reduction")
+    parser.add_argument("--all", action="store_true", help="a table of all of them")
+    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the pages; the exit status."""
+    try:
+        text = rule(given.codes, given.all, given.output_format)
+    except MeshplanError as error:
+        sys.stderr.write(f"meshplan: {error}\n")
+        return 2
+    sys.stdout.write(text)
+    return 0
 
 
 def rule(codes: Sequence[str], all_: bool, output_format: str) -> str:

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshplan.cli._arguments import (
-    add_topology,
     choice_of,
     dtype_of,
     number_of,
     placements_of,
     steps_of,
-    topology_of,
 )
-from meshplan.cli._mesh import mesh_of
+from meshplan.cli._where import add_where, found_cluster, needed
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def add(subparsers: Any) -> None:
         metavar="PLACEMENTS",
         help="P, P(avg), R or S(0) for each axis, before; by default P where --order names it",
     )
-    add_topology(parser)
+    add_where(parser)
     parser.add_argument("--algo", default="both", help="ring, tree or both (default)")
     parser.add_argument("--dtype", default="float32", help="e.g. bf16 (default: float32)")
     parser.add_argument(
@@ -160,12 +158,14 @@ def _one(given: argparse.Namespace) -> str:
     options = _Options(given)
     if given.mesh is None:
         raise PolicyError("no mesh; write --mesh ddp=8,fsdp=5 for example, or --table")
-    layout = mesh_of(given.mesh)
-    topology = topology_of(given, layout)
-    if topology is None:
+    from meshplan.lint import parse_mesh
+
+    layout = parse_mesh(given.mesh)
+    topology = needed(found_cluster(given, layout.highest_rank + 1)).topology
+    if not topology.known:
         raise TopologyError(
-            "where ranks sit decides the order; write --domain-size 8 for example (consecutive "
-            "ranks that NVLink joins), or --node-size or --hosts"
+            "these files do not tell where ranks sit, which decides the order; write --hosts, "
+            "--node-size or --domain-size too"
         )
     src = None if given.src is None else placements_of(given.src, "--from")
     sequences = _sequences(given, layout, src)

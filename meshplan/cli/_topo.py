@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+from meshplan.errors import TopologyInputError
 from meshplan.topology import Reading
 from meshplan.topology._files import read_file
 
-__all__ = ["topo"]
+__all__ = ["add", "run", "topo"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "topo",
+        help="what files that describe a cluster say",
+        description="What was understood of files that describe a cluster, whatever their format.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a file, or - for standard input")
+    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print what was understood; the exit status."""
+    try:
+        text = topo(given.files, given.output_format)
+    except TopologyInputError as error:
+        sys.stderr.write(f"meshplan: {error}\n")
+        return 2
+    sys.stdout.write(text + "\n")
+    return 0
 
 
 def topo(files: Sequence[str], output_format: str) -> str:

@@ -12,7 +12,7 @@ from meshplan.errors import TopologyError
 if TYPE_CHECKING:
     from meshplan.topology import Cluster, Inputs
 
-__all__ = ["add_where", "cluster_for", "inputs_of"]
+__all__ = ["add_where", "found_cluster", "inputs_of", "needed", "number"]
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
@@ -29,7 +29,9 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         "hosts differ",
     )
     where.add_argument(
-        "--hosts", metavar="N", help="number of hosts; N,N,... if several files describe a host"
+        "--hosts",
+        metavar="N",
+        help="number of hosts; 8,8,4: the ranks of each, or how many there are of each file",
     )
     where.add_argument("--node-size", metavar="N", help="ranks on each host")
     where.add_argument(
@@ -63,21 +65,29 @@ def inputs_of(given: argparse.Namespace) -> Inputs:
     )
 
 
-def cluster_for(inputs: Inputs, world_size: int) -> Cluster:
-    """Where the ranks of a job sit, by options and environment.
+def found_cluster(given: argparse.Namespace, world_size: int) -> Cluster | None:
+    """Where the ranks of a job sit, by options and environment; ``None`` if nothing says it.
 
     Raises:
-        TopologyError: nothing says it, or what says it cannot be.
+        TopologyError: what says it cannot be.
     """
     from meshplan.topology import cluster_of
 
-    found = cluster_of(inputs, world_size, os.environ)
-    if found is None:
+    return cluster_of(inputs_of(given), world_size, os.environ)
+
+
+def needed(cluster: Cluster | None) -> Cluster:
+    """The cluster, where it cannot be done without.
+
+    Raises:
+        TopologyError: there is none.
+    """
+    if cluster is None:
         raise TopologyError(
             "nothing says where the ranks sit; write --domain-size 8, --node-size 8, --hosts 5, "
             "or --topology FILE with the output of nvidia-smi topo -m"
         )
-    return found
+    return cluster
 
 
 def number(text: str, option: str) -> int:

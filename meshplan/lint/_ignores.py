@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
 
-__all__ = ["Ignore", "apply", "ignores"]
+__all__ = ["Ignore", "ignores", "take_out"]
 
 _COMMENT = re.compile(r"(?:^|(?<=\s))#[ \t]*meshplan[ \t]*:[ \t]*(?P<rest>ignore\b[^\n]*)", re.M)
 _IGNORE = re.compile(r"ignore[ \t]*\[(?P<codes>[^\]]*)\](?P<reason>.*)")
@@ -76,7 +76,7 @@ def ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
     return tuple(found)
 
 
-def apply(
+def take_out(
     findings: Sequence[Finding], given: Mapping[str, Sequence[Ignore]]
 ) -> tuple[tuple[Finding, ...], int, tuple[Finding, ...]]:
     """Takes out what is ignored.

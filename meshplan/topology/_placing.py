@@ -19,7 +19,8 @@ class Inputs:
 
     Attributes:
         files: names of files; ``-`` is standard input.
-        hosts: number of hosts; or one number for each file that describes a host.
+        hosts: number of hosts; or of several files that describe a host, how many there are of
+            each; or else the ranks of each host.
         node_size: ranks on each host.
         domain_size: GPUs that NVLink or xGMI joins; of more than a host has: a clique of hosts.
         rank_order: ``block``, ``cyclic``, ``plane=N``, or the name of a file with the host of each
@@ -103,10 +104,7 @@ def placing_of(
     if len(kinds) > 1:
         return _of_kinds(inputs, world_size, kinds)
     if len(inputs.hosts) > 1:
-        raise TopologyError(
-            f"--hosts has {len(inputs.hosts)} numbers, and {len(kinds)} files describe a host; "
-            "write one number, or one for each such file"
-        )
+        return _of_list(inputs, world_size)
     if not inputs.hosts and inputs.node_size is None:
         slurm = placement(environ)
         if slurm is not None:
@@ -154,6 +152,17 @@ def _of_kinds(inputs: Inputs, world_size: int, kinds: Sequence[Host]) -> Placing
         )
     placed = hand_out(per_host, inputs.rank_order)
     return Placing(placed, kind_of_host, f"{len(per_host)} hosts of {len(kinds)} kinds")
+
+
+def _of_list(inputs: Inputs, world_size: int) -> Placing:
+    if inputs.node_size or sum(inputs.hosts) != world_size:
+        raise TopologyError(
+            f"--hosts has {sum(inputs.hosts)} ranks on {len(inputs.hosts)} hosts, and the mesh has "
+            f"{world_size}; write the ranks of each host, without --node-size, or the number of "
+            "hosts"
+        )
+    placed = hand_out(inputs.hosts, inputs.rank_order)
+    return Placing(placed, (0,) * len(inputs.hosts), f"{len(inputs.hosts)} hosts")
 
 
 def _from_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) -> Placing | None:

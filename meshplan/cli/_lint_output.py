@@ -1,0 +1,135 @@
+"""What ``meshplan lint`` finds, and where it is written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshplan.cli._lint_input import Asked, asked_of
+from meshplan.cli._nccl import driver_version, nccl_version, variables
+from meshplan.errors import PolicyError
+from meshplan.lint import (
+    SEVERITIES,
+    Finding,
+    Job,
+    Report,
+    Selection,
+    check_environment,
+    draw_html,
+    draw_svg,
+    findings_of,
+    ignores,
+    in_order,
+    render,
+    take_out,
+    wants_color,
+)
+from meshplan.lint._jagged import Jagged
+from meshplan.topology import Cluster
+
+__all__ = ["judged"]
+
+
+def judged(given: argparse.Namespace) -> int:
+    """Lint what is asked for, write the report; the exit status.
+
+    Raises:
+        MeshplanError: the command or its input is wrong.
+    """
+    selection = Selection.of(given.select, given.extend_select, given.ignore)
+    asked = asked_of(given)
+    settings = asked.settings
+    if not (given.select or given.extend_select or given.ignore):
+        selection = Selection.of(settings.select, settings.extend_select, settings.ignore)
+    report = _report(given, asked, selection)
+    _draw(given, asked.jobs)
+    _write(given, report, given.output_format or settings.output_format or "text")
+    level = given.fail_level or settings.fail_level or "error"
+    worst = report.worst()
+    fails = worst is not None and SEVERITIES.index(worst) >= SEVERITIES.index(level)
+    return 1 if fails and not given.exit_zero else 0
+
+
+def _report(given: argparse.Namespace, asked: Asked, selection: Selection) -> Report:
+    comments = {name: ignores(text, file=name) for name, text in asked.texts.items()}
+    found = list(findings_of(asked.jobs))
+    found += check_environment(
+        variables(given.env, {} if given.no_env else os.environ),
+        nccl_version=nccl_version(given.nccl_version),
+        driver=driver_version(given.driver),
+        jobs=[job for job, _ in asked.jobs],
+    )
+    kept, ignored, unused = take_out(found, comments)
+    wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]
+    about = [f"{job.source}: {job.layout} on {cluster.topology}" for job, cluster in asked.jobs]
+    about += [str(skipped) for skipped in asked.skipped]
+    return Report(in_order(wanted), tuple(dict.fromkeys(about)), ignored)
+
+
+def _draw(given: argparse.Namespace, jobs: Sequence[tuple[Job, Cluster]]) -> None:
+    for name, draw in ((given.svg, draw_svg), (given.html, draw_html)):
+        if name is None:
+            continue
+        if not jobs:
+            raise PolicyError(f"no mesh to draw into {name[:80]}; write --mesh ddp=8,fsdp=5")
+        job, cluster = jobs[0]
+        hazards = (
+            [judged.hazard for judged in Jagged(job, cluster.topology).harmful]
+            if cluster.topology.known
+            else []
+        )
+        wide = [a for a, s in zip(job.layout.axes, job.layout.sizes, strict=True) if s > 1]
+        text = draw(
+            job.layout,
+            cluster.topology,
+            axes=wide[::-1] or job.layout.axes[-1:],
+            hazards=hazards,
+            hosts=cluster.hosts,
+        )
+        _save(name, text)
+
+
+def _write(given: argparse.Namespace, report: Report, output_format: str) -> None:
+    if given.fix:
+        if output_format not in ("text", "concise"):
+            raise PolicyError(
+                f"--fix prints a diff, and --output-format {output_format} is something else; "
+                "leave out one of them"
+            )
+        _write_fixes(report.findings)
+        return
+    if given.output_file is not None:
+        _save(given.output_file, render(report, output_format))
+        return
+    color = wants_color(sys.stdout, os.environ)
+    text = render(report, output_format, color=color)
+    # Names of files may hold what the encoding of a terminal does not.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _write_fixes(findings: Sequence[Finding]) -> None:
+    """The findings on standard error, and the diffs, one for each source, on standard output."""
+    sys.stderr.write(render(Report(tuple(findings)), "concise"))
+    seen = set()
+    for finding in findings:
+        diff = next((fix.diff for fix in finding.fixes if fix.diff), "")
+        if diff and diff not in seen:
+            seen.add(diff)
+            sys.stdout.write(diff)
+        elif finding.fixes and not diff:
+            sys.stderr.write(
+                f"meshplan: {finding.source}: no other mesh can be written here that cures "
+                f"{finding.code}; {finding.fixes[0].title}\n"
+            )
+
+
+def _save(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PolicyError(f"{name[:200]}: cannot be written: {reason}") from error

@@ -1,0 +1,72 @@
+"""Variables and versions of NCCL and its driver that a job on this machine would have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from meshplan.errors import PolicyError
+
+__all__ = ["driver_version", "nccl_version", "variables"]
+
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,6}))?(?:[-+.].{0,40})?", re.ASCII)
+
+
+def variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """``KEY=VALUE`` texts over those in force.
+
+    Raises:
+        PolicyError: a text of another form.
+    """
+    found = dict(environ)
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise PolicyError(f"--env is {text[:60]!r}; write KEY=VALUE, such as NCCL_ALGO=Ring")
+        found[key.strip()] = value
+    return found
+
+
+def nccl_version(given: str | None) -> tuple[int, int, int] | None:
+    """The version that is given, else that of the NCCL that pip has installed, if any.
+
+    Raises:
+        PolicyError: not a version.
+    """
+    if given is not None:
+        return _numbers(given, "--nccl-version", "2.30.7")
+    for name in _PACKAGES:
+        try:
+            return _numbers(metadata.version(name), name, "2.30.7")
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def driver_version(given: str | None) -> str | None:
+    """The version that is given, else that of the driver that this machine runs, if any.
+
+    Source: the kernel module writes ``NVRM version: ... Kernel Module  550.54.15  ...`` there.
+
+    Raises:
+        PolicyError: not a version.
+    """
+    if given is not None:
+        _numbers(given, "--driver", "550.54.15")
+        return given
+    try:
+        match = re.search(r"Kernel Module\D{0,80}(\d+\.\d+(?:\.\d+)?)", _DRIVER.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _numbers(text: str, what: str, example: str) -> tuple[int, int, int]:
+    match = _VERSION.fullmatch(text.strip())
+    if match is None:
+        raise PolicyError(f"{what} is {text[:40]!r}; write a version such as {example}")
+    return int(match[1]), int(match[2]), int(match[3] or 0)
