@@ -358,7 +358,7 @@ class TestErrors(TestCase):
 meshplan: MP402: no --mesh; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
 meshplan: MP402: no --from; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
 meshplan: MP402: no --to; write --mesh ddp=8,fsdp=5 --from P,P --to R,R
-meshplan: MP111: no axis 'ddp=x'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found 'x'; write for example ddp=8
 meshplan: MP401: a mesh of 2 axes needs 2 placements, found 1 from and 2 to; write one placement per axis of (ddp=8, fsdp=5)
 meshplan: MP402: --from has '': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
 meshplan: MP402: --from has 'P(SUM)': write one of R, S(0), P, P(avg) for each axis, for example --from P,R
@@ -374,8 +374,8 @@ meshplan: MP402: --dtype 'complex64': write one of float32, bfloat16, float16, f
 meshplan: MP412: P(avg) of torch.int8 has no exact result; use P(sum) and divide, or convert to a floating dtype first
 meshplan: MP402: --policy 'determinstic': write deterministic or consistent or fast
 meshplan: MP402: --path 'auto': write exchange or reference
-meshplan: MP402: --domain-size 'x': write a whole number from 1 to 1000000000
-meshplan: MP211: --hosts has 16 ranks, the mesh 40; write the ranks of each host
+meshplan: MP211: --domain-size is 'x'; write a whole number, such as 8
+meshplan: MP211: --hosts has 16 ranks on 2 hosts, and the mesh has 40; write the ranks of each host, without --node-size, or the number of hosts
 meshplan: MP402: --output-format 'yaml': write text or json
 """,
         )

@@ -32,10 +32,6 @@ error MP101: 5 groups of ddp must agree and lie on nodes in 2 ways; replicas may
       (2, 2, 1)
     tree: ((0+5)+35)
   fix 1: write ddp=5,fsdp=8 (no GPU is left out)
-    --- configs/mesh.toml
-    +++ configs/mesh.toml
-    -ddp = 8
-    +ddp = 5
   fix 2: call meshplan.install() (one line)
     mesh ddp=8,fsdp=5,tp=1
 
@@ -47,7 +43,7 @@ info MP102: groups of fsdp lie on nodes in 2 ways
   fix: leave it
 
 judged (ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8
-1 error, 1 warning, 1 info; 2 ignored by comments; meshplan rule MP101 MP102 MP203 explains
+1 error, 1 warning, 1 info; 2 ignored by comments; meshplan rule MP101 MP102 MP203 explains, --fix prints a diff
 """,
         )
 
@@ -69,14 +65,12 @@ error MP101: a\\r\\n::error::b %0A <b>&"' ]]> {0} [x](http://y) \\x1b[31m\\x00\\
     a	::stop-commands::x\\r
 
   fix: a\\nb (\\x07)
-    \\x1b
-    +\\u202e
 
 warning MP\\n1: m
   at meshplan
 
 judged \\x1b]0;title\\x07\\nnext
-1 error, 1 warning; meshplan rule MP101 MP\\n1 explains
+1 error, 1 warning; meshplan rule MP101 MP\\n1 explains, --fix prints a diff
 """,
         )
 

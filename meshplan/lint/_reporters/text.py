@@ -16,7 +16,6 @@ __all__ = ["render", "wants_color"]
 # A line is made of pieces: a text, and a style of rich's, which may be empty.
 _Line = list[tuple[str, str]]
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
-_DIFF_STYLES = {"+": "green", "-": "red"}
 
 
 def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -37,8 +36,17 @@ def render(report: Report, *, color: bool = False) -> str:
 
 
 def _lines(report: Report) -> Iterator[_Line]:
+    shown: dict[tuple[Fix, ...], str] = {}
     for finding in report.findings:
         yield from _finding(finding)
+        fixes = finding.fixes
+        if fixes in shown:
+            yield [("  fixes: ", "bold green"), (f"those of {shown[fixes]}", "")]
+        elif fixes:
+            # One mesh is often found fault with twice, and one change cures both.
+            shown[fixes] = f"the first {one_line(finding.code)} of {where(finding.source)}"
+            for rank, fix in enumerate(fixes, 1):
+                yield from _fix(fix, f"fix {rank}" if len(fixes) > 1 else "fix")
         yield []
     for judged in report.judged:
         yield [("judged ", "dim"), (one_line(judged), "")]
@@ -46,6 +54,8 @@ def _lines(report: Report) -> Iterator[_Line]:
     codes = sorted({one_line(finding.code) for finding in report.findings})
     if codes:
         summary.append((f"; meshplan rule {' '.join(codes)} explains", ""))
+    if any(fix.diff for finding in report.findings for fix in finding.fixes):
+        summary.append((", --fix prints a diff", ""))
     yield summary
 
 
@@ -57,22 +67,17 @@ def _finding(finding: Finding) -> Iterator[_Line]:
     yield [("  at ", ""), (where(finding.source), "cyan"), (subject, "")]
     for detail in finding.details:
         for line in lines_of(detail):
-            yield _indented(line, "")
-    for rank, fix in enumerate(finding.fixes, 1):
-        yield from _fix(fix, f"fix {rank}" if len(finding.fixes) > 1 else "fix")
+            yield _indented(line)
 
 
 def _fix(fix: Fix, head: str) -> Iterator[_Line]:
     yield [(f"  {head}: ", "bold green"), (fix_line(fix), "")]
     if fix.mesh and fix.mesh not in fix.title:
         yield [(f"    mesh {one_line(fix.mesh)}", "")]
-    if fix.diff:
-        for line in lines_of(fix.diff.rstrip("\n")):
-            yield _indented(line, _DIFF_STYLES.get(line[:1], ""))
 
 
-def _indented(line: str, style: str) -> _Line:
-    return [(f"    {line}", style)] if line else []
+def _indented(line: str) -> _Line:
+    return [(f"    {line}", "")] if line else []
 
 
 def _colored(lines: list[_Line]) -> str:
