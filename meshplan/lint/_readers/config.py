@@ -36,7 +36,7 @@ _MESH_KEYS = (
 )
 _ROLES: tuple[Role, ...] = get_args(Role)
 _FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
-_OURS = re.compile(r"^[ \t]*\[\[?[ \t]*(?:tool[ \t]*\.[ \t]*meshplan|mesh)\b", re.M)
+_OURS = re.compile(r"^[ \t]*(?:\[\[?[ \t]*tool[ \t]*\.[ \t]*meshplan|\[\[[ \t]*mesh)\b", re.M)
 
 
 def recognises(name: str, text: str) -> bool:
