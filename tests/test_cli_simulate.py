@@ -261,25 +261,25 @@ class TestErrors(TestCase):
             "ddp=9999999,fsdp=9999999",
             ",".join(["2"] * 40),
             "x" * 5000,
-            "a=2\nb=3",
+            "a=2;\nb",
         )
         found = [refused(*place), *(refused("--mesh", mesh, *place) for mesh in meshes)]
         self.assertExpectedInline(
             "".join(found),
             """\
 meshplan: MP402: no mesh; write --mesh ddp=8,fsdp=5 for example, or --table
-meshplan: MP111: no axis ''; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: no axis 'ddp'; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: a mesh needs axes of size 1 or more, found sizes [0, 5]; write for example Layout.of(ddp=8, fsdp=5)
-meshplan: MP111: 2 axes and 1 names; name all axes of a mesh, or none
-meshplan: MP111: axis names must be unique and one for each of the 2 axes, found ['ddp', 'ddp']; write one name per axis, or names=None
-meshplan: MP111: no axis 'ddp=8;fsdp=5'; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: no axis 'ddp=\\u0664'; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: no axis 'ddp=99999999999999999999'; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: a mesh of 99999980000001 ranks; write one of up to 1048576
-meshplan: MP111: a mesh of 40 axes; write up to 16
-meshplan: MP111: no axis 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'; write names and sizes, for example --mesh ddp=8,fsdp=5
-meshplan: MP111: no axis 'a=2\\nb=3'; write names and sizes, for example --mesh ddp=8,fsdp=5
+meshplan: MP111: an axis is missing in ''; write for example ddp=8,fsdp=5,tp=1
+meshplan: MP111: no size in 'ddp'; write for example ddp=8
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '0'; write for example ddp=8
+meshplan: MP111: some axes have names and '5' has none in 'ddp=8,5'; name all axes, or none
+meshplan: MP111: axis 'ddp' is given twice in 'ddp=8,ddp=5'; write it once
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '8;fsdp=5'; write for example ddp=8
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '\u0664'; write for example ddp=8
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '99999999999999999999'; write for example ddp=8
+meshplan: MP111: a mesh holds up to 16777216 ranks, found axes of 9999999 x 9999999; is a size wrong?
+meshplan: MP111: a mesh has up to 32 axes, found 40; leave out axes of size 1
+meshplan: MP111: a mesh is described in up to 2000 characters, found 5000; write for example ddp=8,fsdp=5,tp=1
+meshplan: MP111: the size of axis 'a' is a whole number from 1 up, found '2;'; write for example a=8
 """,
         )
 
@@ -290,27 +290,25 @@ meshplan: MP111: no axis 'a=2\\nb=3'; write names and sizes, for example --mesh 
             "--domain-size 0",
             "--domain-size eight",
             "--domain-size -8",
-            "--node-size 4 --hosts 10",
             "--hosts 7",
             "--hosts 8,8,8,8",
             "--hosts 8,8,8,8,x",
-            "--hosts 8,8,8,12,4 --domain-size 5",
-            "--node-size 4 --domain-size 10",
+            "--hosts 8,8,8,12,4 --node-size 8",
+            "--node-size 4 --hosts 9",
         )
         found = [refused(*mesh, *place.split()) for place in places]
         self.assertExpectedInline(
             "".join(found),
             """\
-meshplan: MP211: where ranks sit decides the order; write --domain-size 8 for example (consecutive ranks that NVLink joins), or --node-size or --hosts
-meshplan: MP402: --domain-size '0': write a whole number from 1 to 1000000000
-meshplan: MP402: --domain-size 'eight': write a whole number from 1 to 1000000000
-meshplan: MP402: --domain-size '-8': write a whole number from 1 to 1000000000
-meshplan: MP211: --node-size and --hosts say the same; write one of them
-meshplan: MP211: 40 ranks cannot be dealt evenly to 7 hosts; write the ranks of each host, for example --hosts 8,8,4
-meshplan: MP211: --hosts has 32 ranks, the mesh 40; write the ranks of each host
-meshplan: MP402: --hosts 'x': write a whole number from 1 to 1000000000
-meshplan: MP211: a domain of 5 ranks and a host of 4: write how many ranks are joined inside every host, or the joined hosts as one
-meshplan: MP211: a domain of 10 ranks and hosts of 4: a domain that joins hosts joins whole ones; write --domain-size 8 for example
+meshplan: MP211: nothing says where the ranks sit; write --domain-size 8, --node-size 8, --hosts 5, or --topology FILE with the output of nvidia-smi topo -m
+meshplan: MP211: --domain-size is 0; write a number from 1 on
+meshplan: MP211: --domain-size is 'eight'; write a whole number, such as 8
+meshplan: MP211: --domain-size is '-8'; write a whole number, such as 8
+meshplan: MP211: 40 ranks cannot be the same number on each of 7 hosts; write --node-size, or --rank-order FILE with the host of each rank
+meshplan: MP211: --hosts has 32 ranks on 4 hosts, and the mesh has 40; write the ranks of each host, without --node-size, or the number of hosts
+meshplan: MP211: --hosts is 'x'; write a whole number, such as 8
+meshplan: MP211: --hosts has 40 ranks on 5 hosts, and the mesh has 40; write the ranks of each host, without --node-size, or the number of hosts
+meshplan: MP211: 9 hosts of 4 GPUs take 36 ranks, and the mesh has 40; write --hosts 10, or a mesh of 36 ranks
 """,
         )
 
