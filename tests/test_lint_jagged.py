@@ -155,9 +155,12 @@ class TestFrameworks:
         assert found("dp=6,tp=3", 8, framework="ddp")[0] == ("MP101", "dp")
 
 
-def test_flattened_axes_are_one_reduction() -> None:
-    assert found("ddp=8,fsdp=5", 8, flattened=(("ddp", "fsdp"),)) == []
-    assert found("a=4,b=2,c=5", 8, flattened=(("a", "b"),))
+def test_flattening_alone_is_not_enough() -> None:
+    flattened = (("ddp", "fsdp"),)
+    # One reduction over both has no siblings, one over one of them has.
+    assert found("ddp=8,fsdp=5", 8, flattened=flattened) == [("MP101", "ddp"), ("MP101", "fsdp")]
+    assert found("ddp=8,fsdp=5", 8, flattened=flattened, reduce_order=("ddp", "fsdp")) == []
+    assert found("a=4,b=2,c=5", 8, flattened=(("a", "b"),), reduce_order=("a", "b", "c"))
 
 
 def test_data() -> None:

@@ -205,7 +205,7 @@ MP211: --hosts is 0; write a number from 1 on
 MP211: --domain-size is -8; write a number from 1 on
 MP211: 40 ranks cannot be the same number on each of 7 hosts; write --node-size, or --rank-order FILE with the host of each rank
 MP211: 4 hosts of 8 GPUs take 32 ranks, and the mesh has 40; write --hosts 5, or a mesh of 32 ranks
-MP211: --hosts has 2 numbers, and 0 files describe a host; write one number, or one for each such file
+MP211: --hosts has 5 ranks on 2 hosts, and the mesh has 40; write the ranks of each host, without --node-size, or the number of hosts
 MP211: a file with the host of each rank tells it all; leave out --hosts and --node-size
 MP211: --domain-size 20 is not a number of whole hosts of 8 GPUs; write --rank-order FILE with the rack of each rank
 MP211: LOCAL_WORLD_SIZE=3 does not divide the 16 ranks of the mesh; write --node-size, or --rank-order FILE with the host of each rank
@@ -236,7 +236,7 @@ MP211: --node-size is 9, and eight shows 8 GPUs; write a number up to that
 MP211: fours shows domains of 4 GPUs, and --domain-size says 8; leave out the wrong one
 MP211: 2 hosts take 16 ranks, and the mesh has 40; write --hosts with how many hosts there are of each file
 MP211: 2 files describe a host, and --hosts has 1 number; write one for each, as in --hosts 2,3
-MP211: host 0 has 9 or more ranks, and eight shows 8 GPUs; give what describes that host
+MP211: host 0 has 9 ranks, and eight shows 8 GPUs; give what describes that host
 MP211: ranks tell the hosts of 9 ranks, and the mesh has 8; write one line for each rank, or give the mesh of that job
 MP211: 2 files describe a host, and nothing says which hosts are of which kind; give one of them, or --hosts with block, cyclic or plane=N
 MP211: a file with the host of each rank tells it all; leave out --hosts and --node-size

@@ -39,9 +39,9 @@ def reductions_of(job: Job) -> tuple[Reductions, ...]:
     The gradient norm is summed along all axes that cut parameters, and scales the gradients of all
     replicas. Activations are summed along model axes; along all others they are of other samples.
 
-    Under ``dtensor`` every single axis is also reduced by itself, with replicas along the others:
-    that is what a gradient norm, a loss or a second redistribution does. Not so if a job says in
-    which order it reduces.
+    Under ``dtensor`` every single axis is also reduced by itself, with replicas along the others,
+    flattened or not: that is what a norm, a metric or a second redistribution does. Not so if a job
+    says in which order it reduces.
 
     Sources: torch's DTensor reduces from the outermost axis inward (torch 2.11 to 2.15,
     distributed/tensor/_redistribute.py), and merges axes only where the job flattened them; FSDP2
@@ -50,8 +50,10 @@ def reductions_of(job: Job) -> tuple[Reductions, ...]:
     found = []
     if gradient_axes(job):
         found.append(_gradients(job))
-        if job.framework == "dtensor" and not job.reduce_order and len(found[0].steps) > 1:
-            found += [_alone(job, axes) for axes in found[0].steps]
+        if job.framework == "dtensor" and not job.reduce_order:
+            found += [
+                _alone(job, axis) for axis in gradient_axes(job) if len(gradient_axes(job)) > 1
+            ]
         if job.framework == "fsdp2":
             found.append(_loss(job))
     found += _norm(job)
@@ -72,9 +74,9 @@ def _gradients(job: Job) -> Reductions:
     return Reductions(what, _problem(job, axes, cut=shards), tuple(steps))
 
 
-def _alone(job: Job, axes: tuple[int, ...]) -> Reductions:
-    problem = _problem(job, axes)
-    return Reductions(f"a reduction over {_named(job, axes)} alone", problem, (axes,))
+def _alone(job: Job, axis: int) -> Reductions:
+    what = f"a reduction over {job.layout.axes[axis]} alone"
+    return Reductions(what, _problem(job, (axis,)), ((axis,),))
 
 
 def _loss(job: Job) -> Reductions:

@@ -70,78 +70,85 @@ def _of_nodes(
             f"{world_size} ranks; give the input or the mesh of the other"
         )
     nodes = [node_of[rank] for rank in range(world_size)]
-    uneven = _uneven(nodes, shown(name))
+    counts = Counter(nodes)
+    uneven = _uneven([counts[node] for node in sorted(counts)], shown(name))
     return Cluster(Topology.of(nodes), notes + uneven, origin=f"nodes from {shown(name)}")
 
 
 def _assembled(
     inputs: Inputs, placing: Placing, kinds: Sequence[Host], notes: tuple[SourcedNote, ...]
 ) -> Cluster:
-    placed, size = placing.placed, inputs.domain_size
+    size = inputs.domain_size
     _check_room(placing, kinds)
-    notes += _different(kinds) + _uneven(placed.hosts, kinds[0].source if kinds else "")
-    hosts = tuple(placed.names[host] for host in placed.hosts) if placed.names else ()
-    ranks = max(placed.gpus) + 1
-    gpus = max((kind.gpus for kind in kinds), default=ranks)
+    notes += _different(kinds) + _uneven(placing.per_host, kinds[0].source if kinds else "")
+    gpus = max((kind.gpus for kind in kinds), default=max(placing.per_host))
+    hosts: tuple[str, ...] = ()
+    if placing.given is not None and placing.given.names:
+        hosts = tuple(placing.given.names[host] for host in placing.given.hosts)
     if size is not None and size > gpus and (kinds or (gpus <= _LARGEST_HOST < size)):
-        nodes = _cliques(size, placing, kinds, gpus)
-        # Which GPU of a host is in the domain of the clique, if not all of them are, is not told.
-        whole = all(kind.domains is None or len(kind.domains) == 1 for kind in kinds)
-        topology = Topology.of(nodes, nodes if whole else None)
         # That this is one tray of several is known now.
         notes = tuple(n for n in notes if n.note.code != "MP203")
         origin = f"{placing.origin}, {size // gpus} hosts a clique"
-        return Cluster(topology, notes, size, hosts, origin)
-    domains, domain_gpus = _domains(size, placing, kinds)
-    topology = Topology.of(placed.hosts, domains)
+        return Cluster(_cliques(size, placing, kinds, gpus), notes, size, hosts, origin)
+    topology, domain_gpus = _domains(size, placing, kinds)
     return Cluster(topology, notes, domain_gpus, hosts, placing.origin)
 
 
 def _check_room(placing: Placing, kinds: Sequence[Host]) -> None:
     if not kinds:
         return
-    for host, gpu in zip(placing.placed.hosts, placing.placed.gpus, strict=True):
+    for host, ranks in enumerate(placing.per_host):
         kind = kinds[placing.kinds[host]]
-        if gpu >= kind.gpus:
+        if ranks > kind.gpus:
             raise TopologyError(
-                f"host {host} has {gpu + 1} or more ranks, and {shown(kind.source)} shows "
-                f"{kind.gpus} GPUs; give what describes that host"
+                f"host {host} has {ranks} ranks, and {shown(kind.source)} shows {kind.gpus} GPUs; "
+                "give what describes that host"
             )
 
 
-def _cliques(size: int, placing: Placing, kinds: Sequence[Host], gpus: int) -> list[int]:
-    """Node of each rank: hosts one after the other are of one clique until it has ``size`` GPUs."""
+def _cliques(size: int, placing: Placing, kinds: Sequence[Host], gpus: int) -> Topology:
+    """Hosts one after the other are one node until it has ``size`` GPUs."""
     if size % gpus or any(kind.gpus != gpus for kind in kinds):
         raise TopologyError(
             f"--domain-size {size} is not a number of whole hosts of {gpus} GPUs; write "
             "--rank-order FILE with the rack of each rank"
         )
-    per_clique = size // gpus
-    return [host // per_clique for host in placing.placed.hosts]
+    # Which GPUs of a host are in the domain of the clique, if not all of them are, is not told.
+    whole = all(kind.domains is None or len(kind.domains) == 1 for kind in kinds)
+    nodes = [host // (size // gpus) for host in placing.placed().hosts]
+    return Topology.of(nodes, nodes if whole else None)
 
 
 def _domains(
     size: int | None, placing: Placing, kinds: Sequence[Host]
-) -> tuple[list[int] | None, int | None]:
-    """Domain of each rank, and how many GPUs a domain has; ``None`` where it is unknown."""
+) -> tuple[Topology, int | None]:
+    """Nodes and domains of hosts, and how many GPUs a domain has; ``None`` if it is unknown."""
     told = [_domains_of(kind, size) for kind in kinds]
     if not told:
-        told = [_blocks(max(placing.placed.gpus) + 1, size)]
+        told = [_blocks(max(placing.per_host), size)]
+    sizes = {len(group) for domains in told for group in domains or ()}
+    domain_gpus = size or (sizes.pop() if len(sizes) == 1 else None)
+    block = placing.block()
+    if block is not None and told[0] == _blocks(sum(map(len, told[0] or ())), domain_gpus):
+        # A million ranks are two numbers then.
+        domain = None if told[0] is None or domain_gpus is None else min(domain_gpus, block)
+        world_size = sum(placing.per_host)
+        return Topology.uniform(world_size, node_size=block, domain_size=domain), domain_gpus
+    placed = placing.placed()
+    if any(domains is None for domains in told):
+        return Topology.of(placed.hosts), domain_gpus
     number = [
         {gpu: i for i, group in enumerate(domains or ()) for gpu in group} for domains in told
     ]
-    sizes = {len(group) for domains in told for group in domains or ()}
-    domain_gpus = size or (sizes.pop() if len(sizes) == 1 else None)
-    if any(domains is None for domains in told):
-        return None, domain_gpus
     counts = [max(found.values()) + 1 for found in number]
     starts = list(accumulate((counts[kind] for kind in placing.kinds), initial=0))
     # Numbered by appearance: alike clusters are equal, whatever GPUs the job leaves out.
     seen: dict[int, int] = {}
-    return [
+    domain_of = [
         seen.setdefault(starts[host] + number[placing.kinds[host]][gpu], len(seen))
-        for host, gpu in zip(placing.placed.hosts, placing.placed.gpus, strict=True)
-    ], domain_gpus
+        for host, gpu in zip(placed.hosts, placed.gpus, strict=True)
+    ]
+    return Topology.of(placed.hosts, domain_of), domain_gpus
 
 
 def _domains_of(kind: Host, size: int | None) -> Groups | None:
@@ -170,13 +177,12 @@ def _different(kinds: Sequence[Host]) -> tuple[SourcedNote, ...]:
     return (SourcedNote(kinds[-1].source, Note(f"hosts are not alike: {text}", code="MP204")),)
 
 
-def _uneven(hosts: Sequence[int], source: str) -> tuple[SourcedNote, ...]:
-    counts = Counter(hosts)
-    low, high = min(counts.values()), max(counts.values())
+def _uneven(counts: Sequence[int], source: str) -> tuple[SourcedNote, ...]:
+    low, high = min(counts), max(counts)
     if low == high:
         return ()
-    few = sum(count == low for count in counts.values())
+    few = sum(count == low for count in counts)
     message = f"{few} of {len(counts)} nodes {'has' if few == 1 else 'have'} {low} ranks"
-    many = sum(count == high for count in counts.values())
+    many = sum(count == high for count in counts)
     message += f", {many} {'has' if many == 1 else 'have'} {high}"
     return (SourcedNote(source, Note(message, code="MP205")),)

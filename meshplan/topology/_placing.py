@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,11 +81,39 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Host and GPU of each rank, the kind of each host (by position), and how this is known."""
+    """Where ranks are, and how this is known.
 
-    placed: Placed
+    Attributes:
+        per_host: ranks of each host.
+        kinds: of each host, the position of its kind.
+        origin: one line for people.
+        order: in which ranks are handed out to the hosts.
+        given: where ranks are, if it is not by such an order.
+    """
+
+    per_host: tuple[int, ...]
     kinds: tuple[int, ...]
     origin: str
+    order: str = "block"
+    given: Placed | None = None
+
+    @classmethod
+    def at(cls, placed: Placed, origin: str) -> Placing:
+        """Ranks that have been placed already, on hosts that are alike."""
+        counts = Counter(placed.hosts)
+        per_host = tuple(counts[host] for host in range(max(counts) + 1))
+        return cls(per_host, (0,) * len(per_host), origin, given=placed)
+
+    def placed(self) -> Placed:
+        """Host and GPU of each rank."""
+        return self.given or hand_out(self.per_host, self.order)
+
+    def block(self) -> int | None:
+        """Ranks of each host but the last, which may have fewer, if ranks fill host after host."""
+        size = self.per_host[0]
+        even = all(count == size for count in self.per_host[:-1]) and self.per_host[-1] <= size
+        plain = self.given is None and self.order == "block" and not any(self.kinds)
+        return size if even and plain else None
 
 
 def placing_of(
@@ -109,7 +138,7 @@ def placing_of(
         slurm = placement(environ)
         if slurm is not None:
             _check(len(slurm), "Slurm's variables", world_size, "unset SLURM_TASKS_PER_NODE")
-            return Placing(of_hosts(slurm), (0,) * (max(slurm) + 1), "Slurm's variables")
+            return Placing.at(of_hosts(slurm), "Slurm's variables")
         if not kinds and inputs.domain_size is None:
             return _from_launcher(inputs, world_size, environ)
     return _of_numbers(inputs, world_size, kinds[0] if kinds else None)
@@ -132,7 +161,7 @@ def _from_file(inputs: Inputs, world_size: int, kinds: Sequence[Host]) -> Placin
         )
     placed = ranks_from_file(inputs.rank_order)
     _check(len(placed.hosts), shown(inputs.rank_order), world_size, "write one line for each rank")
-    return Placing(placed, (0,) * len(placed.names), f"hosts from {shown(inputs.rank_order)}")
+    return Placing.at(placed, f"hosts from {shown(inputs.rank_order)}")
 
 
 def _of_kinds(inputs: Inputs, world_size: int, kinds: Sequence[Host]) -> Placing:
@@ -150,8 +179,8 @@ def _of_kinds(inputs: Inputs, world_size: int, kinds: Sequence[Host]) -> Placing
             f"{len(per_host)} hosts take {sum(per_host)} ranks, and the mesh has {world_size}; "
             "write --hosts with how many hosts there are of each file"
         )
-    placed = hand_out(per_host, inputs.rank_order)
-    return Placing(placed, kind_of_host, f"{len(per_host)} hosts of {len(kinds)} kinds")
+    origin = f"{len(per_host)} hosts of {len(kinds)} kinds"
+    return Placing(tuple(per_host), kind_of_host, origin, inputs.rank_order)
 
 
 def _of_list(inputs: Inputs, world_size: int) -> Placing:
@@ -161,8 +190,8 @@ def _of_list(inputs: Inputs, world_size: int) -> Placing:
             f"{world_size}; write the ranks of each host, without --node-size, or the number of "
             "hosts"
         )
-    placed = hand_out(inputs.hosts, inputs.rank_order)
-    return Placing(placed, (0,) * len(inputs.hosts), f"{len(inputs.hosts)} hosts")
+    count = len(inputs.hosts)
+    return Placing(inputs.hosts, (0,) * count, f"{count} hosts", inputs.rank_order)
 
 
 def _from_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) -> Placing | None:
@@ -175,8 +204,8 @@ def _from_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) 
             f"LOCAL_WORLD_SIZE={local} does not divide the {world_size} ranks of the mesh; write "
             "--node-size, or --rank-order FILE with the host of each rank"
         )
-    placed = hand_out([int(local)] * hosts, inputs.rank_order)
-    return Placing(placed, (0,) * hosts, f"{hosts} hosts of LOCAL_WORLD_SIZE={local}")
+    origin = f"{hosts} hosts of LOCAL_WORLD_SIZE={local}"
+    return Placing((int(local),) * hosts, (0,) * hosts, origin, inputs.rank_order)
 
 
 def _of_numbers(inputs: Inputs, world_size: int, kind: Host | None) -> Placing:
@@ -204,11 +233,11 @@ def _of_numbers(inputs: Inputs, world_size: int, kind: Host | None) -> Placing:
             f"{hosts} hosts of {size} GPUs take {hosts * size} ranks, and the mesh has "
             f"{world_size}; write --hosts {needed}, or a mesh of {hosts * size} ranks"
         )
-    placed = hand_out([size] * (needed - 1) + [world_size - size * (needed - 1)], inputs.rank_order)
+    per_host = (size,) * (needed - 1) + (world_size - size * (needed - 1),)
     origin = f"{needed} host{'s' if needed > 1 else ''} of {min(size, world_size)} ranks"
     if inputs.rank_order != "block":
         origin += f", {inputs.rank_order}"
-    return Placing(placed, (0,) * needed, origin)
+    return Placing(per_host, (0,) * needed, origin, inputs.rank_order)
 
 
 def _check(found: int, what: str, world_size: int, remedy: str) -> None:
