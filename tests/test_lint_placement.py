@@ -98,6 +98,7 @@ class TestRack:
             ("dp=4,fsdp=64", 64),
             ("dp=8,fsdp=5", 8),
             ("dp=9,fsdp=4", 6),  # not a rack
+            ("dp=256,tp=8", 72),  # only the outermost axis is a power of two that does not fit
         ],
     )
     def test_even(self, mesh: str, rack: int) -> None:

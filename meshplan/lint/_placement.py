@@ -85,7 +85,11 @@ def _rack(job: Job, cluster: Cluster) -> Iterator[Finding]:
     uneven = [
         (axis, size, block)
         for axis, size, block in zip(layout.axes, layout.sizes, blocks, strict=True)
-        if size > 1 and _is_power(size) and gpus % block and block % gpus
+        if size > 1
+        and block < layout.world_size
+        and _is_power(size)
+        and gpus % block
+        and block % gpus
     ]
     if not uneven:
         return

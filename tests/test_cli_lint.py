@@ -1,0 +1,376 @@
+"""``meshplan lint`` as a user calls it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.cli import main
+from tests.test_topology_merge import matrix
+
+# Commands run in folders of their own, and the project may not be installed.
+HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+TITAN = """\
+[model]
+name = "llama3"
+
+[parallelism]
+data_parallel_replicate_degree = 8
+data_parallel_shard_degree = 5  # five
+tensor_parallel_degree = 1
+"""
+TRAIN = """\
+from torch.distributed.device_mesh import init_device_mesh
+
+DP = 8
+mesh = init_device_mesh("cuda", (DP, 5, 1), mesh_dim_names=("ddp", "fsdp", "tp"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for key in ("LOCAL_WORLD_SIZE", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "NCCL_ALGO"):
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.fixture
+def lint(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*words: str) -> tuple[int, str, str]:
+        try:
+            status = main(["lint", "--no-env", *words])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def findings(text: str) -> dict[str, list[dict[str, Any]]]:
+    """Of a JSON report, by code."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in json.loads(text)["findings"]:
+        found.setdefault(finding["code"], []).append(finding)
+    return found
+
+
+def meshplan(*words: str, given: str = "") -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshplan", *words],
+        input=given,
+        env=HERE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+class TestKnownMeshes:
+    def test_jagged_and_a_fix_that_is_clean(self, lint: Any) -> None:
+        base = ("--domain-size", "8", "--output-format", "json")
+        code, out, err = lint("--mesh", "ddp=8,fsdp=5,tp=1", *base)
+        assert (code, err) == (1, "")
+        found = findings(out)
+        assert [f["data"]["axes"] for f in found["MP101"]] == [["fsdp"], ["ddp"]]
+        meshes = [fix["mesh"] for fix in found["MP101"][0]["fixes"] if fix["mesh"]]
+        assert "ddp=5,fsdp=8,tp=1" in meshes
+        for mesh in meshes:
+            code, out, _ = lint("--mesh", mesh, *base)
+            assert code == 0
+            assert not {"MP101", "MP102"} & findings(out).keys()
+
+    def test_uniform(self, lint: Any) -> None:
+        code, out, _ = lint("--mesh", "ddp=5,fsdp=8,tp=1", "--domain-size", "8")
+        assert code == 0
+        assert "MP101" not in out
+
+    def test_rack(self, lint: Any) -> None:
+        words = ("--mesh", "ddp=9,fsdp=64", "--domain-size", "72")
+        code, out, _ = lint(*words, "--output-format", "json")
+        assert code == 1
+        assert {"MP101", "MP104"} <= findings(out).keys()
+        assert "64 of 72" in findings(out)["MP104"][0]["message"]
+
+    def test_harmless_in_one_order(self, lint: Any) -> None:
+        words = ("--mesh", "ddp=4,fsdp=12", "--domain-size", "8")
+        code, out, _ = lint(*words)
+        assert code == 1
+        assert "harmless if fsdp is reduced first" in out
+        assert "may differ if it is reduced last" in out
+        code, out, _ = lint(*words, "--reduce-order", "fsdp,ddp")
+        assert code == 0
+        assert "MP102" in out
+
+    def test_a_million_ranks(self, lint: Any) -> None:
+        mesh = "dp=2048,fsdp=64,tp=8"
+        code, out, _ = lint("--mesh", mesh, "--domain-size", "72", "--output-format", "json")
+        assert code == 1
+        assert {"MP101", "MP104"} <= findings(out).keys()
+
+
+class TestInputs:
+    def test_standard_input(self) -> None:
+        words = ("lint", "--topology", "-", "--hosts", "5", "--mesh")
+        code, out, err = meshplan(*words, "ddp=8,fsdp=5", given=matrix(8, 8))
+        assert (code, err) == (1, "")
+        assert out.startswith("error MP101: replicas may differ: 8 groups of 5 ranks over fsdp")
+        assert "on 5 nodes of 8, domains of 8\n" in out
+        assert meshplan(*words, "ddp=5,fsdp=8", given=matrix(8, 8))[0] == 0
+
+    def test_torchtitan(self, lint: Any) -> None:
+        Path("job.toml").write_text(TITAN)
+        code, out, _ = lint("job.toml", "--domain-size", "8", "--output-format", "json")
+        assert code == 1
+        (finding,) = findings(out)["MP101"]
+        assert (finding["file"], finding["line"]) == ("job.toml", 4)
+        code, out, err = lint("job.toml", "--domain-size", "8", "--fix")
+        assert code == 1
+        assert "\n-data_parallel_shard_degree = 5  # five\n" in out
+        assert "\n+data_parallel_shard_degree = 4  # five\n" in out
+        assert err.startswith("job.toml:4: error MP101")
+        # What the diff says lints clean.
+        subprocess.run(["patch", "-p0"], input=out, text=True, check=True, capture_output=True)
+        assert lint("job.toml", "--domain-size", "8")[0] == 0
+
+    def test_python(self, lint: Any) -> None:
+        Path("train.py").write_text(TRAIN)
+        code, out, _ = lint("train.py", "--domain-size", "8", "--output-format", "concise")
+        assert code == 1
+        assert out.startswith("train.py:4: error MP101")
+
+    def test_arguments(self, lint: Any) -> None:
+        words = ("--", "--tensor-model-parallel-size", "3", "--world-size", "24")
+        code, out, _ = lint("--domain-size", "8", *words)
+        assert code == 1
+        assert "(pp=1, dp=8, tp=3)" in out or "dp=8" in out
+
+    def test_configuration(self, lint: Any) -> None:
+        Path("meshplan.toml").write_text(
+            'mesh = "ddp=8,fsdp=5"\ndomain-size = 8\nignore = ["MP105"]\n'
+        )
+        code, out, _ = lint("--output-format", "json")
+        assert code == 1
+        assert findings(out).keys() == {"MP101"}
+        # Options go before it.
+        code, out, _ = lint("--mesh", "ddp=5,fsdp=8", "--output-format", "json")
+        assert (code, findings(out)) == (0, {})
+        code, out, _ = lint("--node-size", "5", "--output-format", "json")
+        assert code == 0
+        code, _, err = lint("--isolated")
+        assert (code, err) == (
+            2,
+            "meshplan: MP402: no mesh to judge; write --mesh ddp=8,fsdp=5, or the name of a job file, or put a mesh into meshplan.toml\n",
+        )
+
+    def test_files_of_a_configuration_lie_beside_it(self, lint: Any) -> None:
+        Path("sub").mkdir()
+        Path("sub/host").write_text(matrix(8, 8))
+        Path("sub/meshplan.toml").write_text('mesh = "ddp=8,fsdp=5"\ntopology = ["host"]\n')
+        assert lint("sub/meshplan.toml")[0] == 1
+
+    def test_ignores(self, lint: Any) -> None:
+        comment = "# meshplan: ignore[MP1] the loss is reduced elsewhere\n"
+        Path("train.py").write_text(TRAIN.replace("mesh =", comment + "mesh ="))
+        code, out, _ = lint("train.py", "--domain-size", "8", "--output-format", "json")
+        assert code == 0
+        assert (findings(out), json.loads(out)["ignored"]) == ({}, 3)
+        Path("train.py").write_text(TRAIN.replace("mesh =", "# meshplan: ignore[MP1]\nmesh ="))
+        code, _, err = lint("train.py", "--domain-size", "8")
+        assert code == 2
+        assert err.startswith("meshplan: MP402: train.py:4: ")
+
+    def test_started_by_a_script(self, lint: Any) -> None:
+        script = "torchrun --nnodes 5 --nproc-per-node 8 train.py --dp 8 --fsdp 5\n"
+        Path("run.sh").write_text(script)
+        code, out, _ = lint("run.sh", "--output-format", "json")
+        assert code == 1
+        assert "on 5 nodes of 8" in out
+
+    def test_slurm(self, lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-4]")
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", "8(x5)")
+        monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+        code, out, _ = lint("--mesh", "fsdp=8,ddp=5")
+        assert code == 0
+        assert "on 5 nodes of 8, ranks not consecutive" in out
+
+    def test_what_cannot_be_read_is_told(self, lint: Any) -> None:
+        Path("train.py").write_text(TRAIN.replace("DP = 8", "DP = int(input())"))
+        code, out, _ = lint("train.py", "--domain-size", "8")
+        assert code == 0
+        assert "train.py:4: not judged" in out
+
+
+class TestEnvironment:
+    def test_variables(self, lint: Any) -> None:
+        words = ("--mesh", "dp=4,tp=2", "--domain-size", "8", "--output-format", "json")
+        code, out, _ = lint(*words, "--env", "NCCL_P2P_NET_DISABLE=1")
+        assert code == 0
+        assert "MP301" in findings(out)
+        assert lint(*words, "--env", "NCCL_ALGO")[0] == 2
+
+    def test_those_in_force(self, lint: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        monkeypatch.setenv("NCCL_P2P_NET_DISABLE", "1")
+        words = ["--mesh", "dp=4,tp=2", "--domain-size", "8", "--output-format", "json"]
+        main(["lint", *words])
+        assert "MP301" in findings(capsys.readouterr().out)
+        assert "MP301" not in findings(lint(*words)[1])
+
+    def test_versions(self, lint: Any) -> None:
+        words = ("--mesh", "fsdp=8", "--framework", "fsdp2", "--domain-size", "8")
+        profile = ("--env", "NCCL_ALGO=allreduce:tree")
+        code, out, _ = lint(*words, *profile, "--nccl-version", "2.31.1", "--output-format", "json")
+        assert code == 1
+        assert {"MP303", "MP304"} <= findings(out).keys()
+        assert lint(*words, "--nccl-version", "new")[0] == 2
+        assert lint(*words, "--driver", "new")[0] == 2
+
+
+class TestOutput:
+    MESH = ("--mesh", "ddp=8,fsdp=5", "--domain-size", "8")
+
+    def test_selection(self, lint: Any) -> None:
+        for words, expected in (
+            (("--select", "MP105"), {"MP105"}),
+            (("--select", "MP1", "--ignore", "MP105"), {"MP101"}),
+            (("--ignore", "ALL"), set()),
+        ):
+            code, out, _ = lint(*self.MESH, *words, "--output-format", "json")
+            assert findings(out).keys() == expected
+            assert code == ("MP101" in expected)
+        code, _, err = lint(*self.MESH, "--select", "NOPE")
+        assert code == 2
+        assert err.count("\n") == 1
+
+    def test_levels(self, lint: Any) -> None:
+        clean = ("--mesh", "ddp=5,fsdp=8", "--domain-size", "8")
+        assert lint(*clean)[0] == 0
+        assert lint(*clean, "--fail-level", "warning")[0] == 1
+        assert lint(*self.MESH, "--exit-zero")[0] == 0
+
+    @pytest.mark.parametrize("name", ["text", "concise", "json", "sarif", "github", "junit"])
+    def test_formats_and_files(self, lint: Any, name: str) -> None:
+        code, out, _ = lint(*self.MESH, "--output-format", name)
+        assert code == 1
+        assert "MP101" in out
+        code, printed, _ = lint(*self.MESH, "--output-format", name, "--output-file", "report")
+        assert (code, printed, Path("report").read_text()) == (1, "", out)
+
+    def test_cannot_be_written(self, lint: Any) -> None:
+        for option in ("--output-file", "--svg", "--html"):
+            code, _, err = lint(*self.MESH, option, "missing/report")
+            assert (code, err) == (
+                2,
+                "meshplan: MP402: missing/report: cannot be written: No such file or directory\n",
+            )
+
+    def test_pictures(self, lint: Any) -> None:
+        lint(*self.MESH, "--svg", "a.svg", "--html", "a.html")
+        root = xml.etree.ElementTree.parse("a.svg").getroot()
+        assert root.tag.endswith("svg")
+        page = Path("a.html").read_text()
+        assert "<svg" in page
+        assert not re.search(r"(?:src|href)=\"https?:", page)
+        # Nothing known of where ranks sit is drawn as that.
+        Path("partial").write_text(
+            '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>'
+        )
+        code, _, err = lint("--mesh", "ddp=8,fsdp=5", "--topology", "partial", "--svg", "b.svg")
+        assert (code, err) == (0, "")
+        xml.etree.ElementTree.parse("b.svg")
+
+    def test_fix(self, lint: Any) -> None:
+        code, out, err = lint(*self.MESH, "--fix")
+        assert code == 1
+        assert out.startswith("--- --mesh\n+++ --mesh\n@@ -1 +1 @@\n-ddp=8,fsdp=5\n+")
+        assert "MP101" in err
+        code, out, err = lint(*self.MESH, "--fix", "--output-format", "json")
+        assert (code, out) == (2, "")
+        # No other mesh of 7 ranks is even on nodes of 3.
+        code, out, err = lint("--mesh", "dp=2,tp=7", "--node-size", "3", "--fix")
+        assert (code, out) == (1, "")
+        assert "call meshplan.install()" in err
+
+    def test_partial_topology_is_a_finding(self, lint: Any) -> None:
+        Path("partial").write_text(
+            '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>'
+        )
+        words = ("--mesh", "ddp=8,fsdp=5", "--topology", "partial", "--output-format", "json")
+        code, out, _ = lint(*words)
+        assert code == 0
+        assert [f["severity"] for f in findings(out)["MP202"]] == ["warning", "warning"]
+
+
+class TestMessages(TestCase):
+    def test_one_line_each(self) -> None:
+        commands = [
+            "lint",
+            "lint --mesh ddp=8",
+            "lint --mesh ddp=8 --hosts 3 --node-size 2",
+            "lint --mesh ddp=8 --domain-size 0",
+            "lint --mesh ddp=8 --domain-size eight",
+            "lint missing.toml",
+            "lint -",
+            "lint --mesh ddp=8 --domain-size 8 --reduce-order fsdp",
+            "lint --mesh ddp=8 --domain-size 8 --flatten ddp,x",
+            "lint --mesh ddp=8 --domain-size 8 --dim big",
+            "lint --mesh ddp=8 --domain-size 8 --framework jax",
+            "lint --mesh ddp=8 --topology missing",
+            "lint --mesh ddp=8 --nonsense",
+            "topo x -- y",
+            "nonsense",
+        ]
+        texts = []
+        for command in commands:
+            out, err = io.StringIO(), io.StringIO()
+            with redirect_stdout(out), redirect_stderr(err):
+                try:
+                    code = main(command.split())
+                except SystemExit as stop:
+                    code = stop.code  # type: ignore[assignment]
+            text = err.getvalue()
+            assert (code, out.getvalue(), text.count("\n")) == (2, "", 1), (command, text)
+            texts.append(text)
+        self.assertExpectedInline(
+            "".join(texts),
+            """\
+meshplan: MP402: no mesh to judge; write --mesh ddp=8,fsdp=5, or the name of a job file, or put a mesh into meshplan.toml
+meshplan: MP211: nothing says where the ranks sit; write --domain-size 8, --node-size 8, --hosts 5, or --topology FILE with the output of nvidia-smi topo -m
+meshplan: MP211: 3 hosts of 2 GPUs take 6 ranks, and the mesh has 8; write --hosts 4, or a mesh of 6 ranks
+meshplan: MP211: --domain-size is 0; write a number from 1 on
+meshplan: MP211: --domain-size is 'eight'; write a whole number, such as 8
+meshplan: MP212: missing.toml: cannot be read: No such file or directory
+meshplan: MP402: a job is not read from standard input; write the name of its file
+meshplan: MP112: no axis 'fsdp' in the mesh, it has ddp
+meshplan: MP112: no axis 'x' in the mesh, it has ddp
+meshplan: MP211: --dim is 'big'; write a whole number, such as 8
+meshplan lint: argument --framework: invalid choice: 'jax' (choose from 'dtensor', 'fsdp2', 'ddp'); see meshplan lint --help
+meshplan: MP212: missing: cannot be read: No such file or directory
+meshplan: unrecognized arguments: --nonsense; see meshplan --help
+meshplan: nothing is expected after --, found 'y'; see meshplan --help
+meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'lint', 'plan', 'rule', 'simulate', 'topo'); see meshplan --help
+""",
+        )
+
+
+def test_a_reader_that_leaves() -> None:
+    command = f"{sys.executable} -m meshplan rule --all | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], env=HERE, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
