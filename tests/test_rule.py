@@ -32,14 +32,12 @@ What it once excused has been mended. If it stays, the same finding may come bac
 ## Example
 
 ```toml
-[mesh] # meshplan: ignore[MP101] replicas are averaged every step
-ddp = 5
-fsdp = 8
+mesh = "ddp=5,fsdp=8" # meshplan: ignore[MP101] replicas are averaged every step
 ```
 
 ```console
-$ meshplan lint mesh.toml --domain-size 8 --output-format concise
-mesh.toml:1: warning MP190 nothing of MP101 is found here; take the comment out
+$ meshplan lint meshplan.toml --domain-size 8 --select MP190 --output-format concise
+meshplan.toml:1: warning MP190 no finding of MP101 on line 1 to ignore; take the comment out
 ```
 
 ## Fix

@@ -18,6 +18,8 @@ def input_findings(cluster: Cluster) -> Iterator[Finding]:
         if note.code:
             told |= note.code == "MP202"
             source = Source(file=sourced.source, line=note.line)
+            if not sourced.source:
+                source = Source(option=cluster.origin)
             yield Finding(note.code, "warning", note.message, source, subject=sourced.source)
     if not cluster.topology.known:
         yield Finding(
