@@ -59,7 +59,7 @@ def driver_version(given: str | None) -> str | None:
         _numbers(given, "--driver", "550.54.15")
         return given
     try:
-        match = re.search(r"Kernel Module\D{0,80}(\d+\.\d+(?:\.\d+)?)", _DRIVER.read_text())
+        match = re.search(r"Kernel Module.{0,80}?\b(\d{3,4}\.\d+(?:\.\d+)?)", _DRIVER.read_text())
     except OSError:
         return None
     return match[1] if match else None

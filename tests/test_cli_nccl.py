@@ -1,0 +1,80 @@
+"""Variables and versions of NCCL and its driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.cli import _nccl
+from meshplan.cli._nccl import driver_version, nccl_version, variables
+from meshplan.errors import PolicyError
+
+
+def test_variables() -> None:
+    assert variables(["A=1", " B=x=y", "C="], {"A": "0", "D": "2"}) == {
+        "A": "1",
+        "B": "x=y",
+        "C": "",
+        "D": "2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("2.30.7", (2, 30, 7)), ("2.31", (2, 31, 0)), ("2.30.7+cuda13.0", (2, 30, 7))],
+)
+def test_nccl_version(text: str, version: tuple[int, int, int]) -> None:
+    assert nccl_version(text) == version
+
+
+def test_nccl_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "nvidia-nccl-cu12":
+            raise _nccl.metadata.PackageNotFoundError
+        return "2.27.3"
+
+    monkeypatch.setattr(_nccl.metadata, "version", version)
+    assert nccl_version(None) == (2, 27, 3)
+    monkeypatch.setattr(_nccl, "_PACKAGES", ())
+    assert nccl_version(None) is None
+
+
+def test_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(_nccl, "_DRIVER", file)
+    assert driver_version(None) is None
+    file.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
+    assert driver_version(None) == "550.54.15"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n"
+    )
+    assert driver_version(None) == "570.86.10"
+    file.write_text("something else\n")
+    assert driver_version(None) is None
+    assert driver_version("560.28") == "560.28"
+
+
+class TestMessages(TestCase):
+    def test_messages(self) -> None:
+        found = []
+        for call in (
+            lambda: variables(["NCCL_ALGO"], {}),
+            lambda: variables(["=x"], {}),
+            lambda: nccl_version("new"),
+            lambda: driver_version("550"),
+        ):
+            with pytest.raises(PolicyError) as error:
+                call()
+            found.append(str(error.value))
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP402: --env is 'NCCL_ALGO'; write KEY=VALUE, such as NCCL_ALGO=Ring
+MP402: --env is '=x'; write KEY=VALUE, such as NCCL_ALGO=Ring
+MP402: --nccl-version is 'new'; write a version such as 2.30.7
+MP402: --driver is '550'; write a version such as 550.54.15""",
+        )

@@ -1,0 +1,103 @@
+"""All rules together, and what is odd about the inputs."""
+
+from __future__ import annotations
+
+from expecttest import TestCase
+
+from meshplan.lint._check import findings_of, in_order
+from meshplan.lint._finding import Finding, Source
+from meshplan.lint._inputs import input_findings
+from meshplan.topology import Cluster, Inputs, Note, Topology, cluster_of
+from meshplan.topology._cluster import SourcedNote
+from tests.jobs import job, layout, shown
+
+
+def placed(mesh: str, **inputs: object) -> Cluster:
+    found = cluster_of(Inputs(**inputs), layout(mesh).world_size, {})  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+class TestInputs(TestCase):
+    def test_notes(self) -> None:
+        notes = (
+            SourcedNote("host.txt", Note("a link is down", "MP201", 3)),
+            SourcedNote("host.txt", Note("no header")),
+            SourcedNote("", Note("1 of 2 nodes has 4 ranks, 1 has 8", "MP205")),
+        )
+        cluster = Cluster(Topology.uniform(12, node_size=8, domain_size=8), notes, origin="2 hosts")
+        found = list(input_findings(cluster))
+        self.assertExpectedInline(
+            shown(found),
+            """\
+warning MP201 a link is down
+warning MP205 1 of 2 nodes has 4 ranks, 1 has 8""",
+        )
+        assert [str(f.source) for f in found] == ["host.txt:3", "2 hosts"]
+
+    def test_unknown(self) -> None:
+        note = SourcedNote("p4d.xml", Note("no <gpu>", "MP202", 1))
+        unknown = Cluster(Topology.unknown(8), (note,), origin="nodes unknown")
+        self.assertExpectedInline(
+            shown(input_findings(unknown)),
+            """\
+warning MP202 no <gpu>
+warning MP202 where ranks sit is unknown, so groups were not judged; write --hosts, --node-size or --domain-size too""",
+        )
+        told = Cluster(Topology.uniform(8, node_size=8), (note,), origin="1 host of 8 ranks")
+        self.assertExpectedInline(
+            shown(input_findings(told)),
+            """warning MP202 no <gpu>""",
+        )
+        plain = Cluster(Topology.uniform(8, node_size=8), origin="1 host of 8 ranks")
+        self.assertExpectedInline(
+            shown(input_findings(plain)),
+            """info MP202 which GPUs of a node NVLink joins is unknown: MP103 and MP104 were not judged""",
+        )
+
+
+def test_jobs_on_clusters() -> None:
+    first, second = "ddp=8,fsdp=5", "ddp=5,fsdp=8"
+    jobs = [(job(mesh), placed(mesh, domain_size=8)) for mesh in (first, second)]
+    found = list(findings_of(jobs))
+    assert [(f.code, f.source.option) for f in found] == [
+        ("MP105", f"--mesh {first}"),
+        ("MP101", f"--mesh {first}"),
+        ("MP101", f"--mesh {first}"),
+        ("MP105", f"--mesh {second}"),
+    ]
+    assert all(bool(f.fixes) == (f.code == "MP101") for f in found)
+
+
+def test_inputs_are_told_once() -> None:
+    cluster = placed("dp=4,tp=3", hosts=(4, 8))
+    found = list(findings_of([(job("dp=4,tp=3"), cluster), (job("dp=3,tp=4"), cluster)]))
+    assert [f.code for f in found].count("MP205") == 1
+
+
+def test_unknown_places_are_not_judged() -> None:
+    cluster = Cluster(Topology.unknown(40), origin="nodes unknown")
+    found = list(findings_of([(job("ddp=8,fsdp=5"), cluster)]))
+    assert [f.code for f in found] == ["MP105", "MP202"]
+
+
+def test_order() -> None:
+    def one(code: str, severity: str, file: str = "", line: int | None = None) -> Finding:
+        return Finding(code, severity, "", Source(file, line))  # type: ignore[arg-type]
+
+    findings = [
+        one("MP102", "info"),
+        one("MP105", "warning", "b", 1),
+        one("MP103", "warning", "a", 9),
+        one("MP103", "warning", "a", 2),
+        one("MP107", "error"),
+        one("MP101", "error"),
+    ]
+    assert [(f.code, f.source.line) for f in in_order(findings)] == [
+        ("MP101", None),
+        ("MP107", None),
+        ("MP103", 2),
+        ("MP103", 9),
+        ("MP105", 1),
+        ("MP102", None),
+    ]

@@ -1,0 +1,131 @@
+"""Fixes: each is tried here once more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.layout import Layout
+from meshplan.lint._finding import Source
+from meshplan.lint._fixes import diff_of, fixes_of
+from meshplan.lint._jagged import Jagged
+from meshplan.lint._job import Job
+from meshplan.topology import Topology
+from tests.jobs import job, layout
+
+
+def fixes(mesh: str, node: int, domain: int | None = None, **options: object) -> list[str]:
+    one = job(mesh, **options)
+    topology = Topology.uniform(one.layout.world_size, node_size=node, domain_size=domain)
+    return [f"{fix.title} ({fix.cost})" for fix in fixes_of(one, topology)]
+
+
+class TestText(TestCase):
+    def test_known(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(fixes("ddp=8,fsdp=5,tp=1", 8, 8)),
+            """\
+call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+choose other sizes: --mesh ddp=10,fsdp=4,tp=1 (memory and traffic of each rank change, the number of GPUs does not)
+choose other sizes: --mesh ddp=5,fsdp=8,tp=1 (memory and traffic of each rank change, the number of GPUs does not)
+order the axes as --mesh fsdp=5,ddp=8,tp=1 (a group over fsdp falls on 5 domains, not 2)
+keep the mesh and permute its ranks: DeviceMesh(device, torch.arange(40).view(5, 8, 1).permute(1, 0, 2)) (never flatten such a mesh yourself: torch sorts the ranks (MP106); a group over fsdp falls on 5 domains, not 2)
+use 5 of the 8 GPUs of each node (8 nodes instead of 5, 24 of their GPUs idle)""",
+        )
+
+    def test_order_of_reductions(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(fixes("ddp=4,fsdp=12", 8, 8)),
+            """\
+reduce fsdp, then ddp (--reduce-order fsdp,ddp), one redistribution each (as many collectives as now; a reduction over ddp is safe by itself, one over the others is not)
+call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+choose other sizes: --mesh ddp=3,fsdp=16 (memory and traffic of each rank change, the number of GPUs does not)
+choose other sizes: --mesh ddp=6,fsdp=8 (memory and traffic of each rank change, the number of GPUs does not)
+order the axes as --mesh fsdp=12,ddp=4 (a group over fsdp falls on 6 domains, not 2)
+keep the mesh and permute its ranks: DeviceMesh(device, torch.arange(48).view(12, 4).permute(1, 0)) (never flatten such a mesh yourself: torch sorts the ranks (MP106); a group over fsdp falls on 6 domains, not 2)
+use 6 of the 8 GPUs of each node (8 nodes instead of 6, 16 of their GPUs idle)""",
+        )
+
+    def test_model_axes_stay_together(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(fixes("tp=4,dp=6", 8, 8)),
+            """\
+order the axes as --mesh dp=6,tp=4 (groups that talk most are no farther apart)
+call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+keep the mesh and permute its ranks: DeviceMesh(device, torch.arange(24).view(6, 4).permute(1, 0)) (never flatten such a mesh yourself: torch sorts the ranks (MP106))
+use 6 of the 8 GPUs of each node (4 nodes instead of 3, 8 of their GPUs idle)""",
+        )
+
+    def test_rack(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(fixes("dp=2,fsdp=64,tp=8", 72, 72)),
+            """\
+reduce fsdp, then dp (--reduce-order fsdp,dp), one redistribution each (as many collectives as now; a reduction over dp is safe by itself, one over the others is not)
+call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+choose other sizes: --mesh dp=1,fsdp=128,tp=8 (a group over fsdp falls on 15 domains, not 8)
+choose other sizes: --mesh dp=128,fsdp=1,tp=8 (memory and traffic of each rank change, the number of GPUs does not)
+use 64 of the 72 GPUs of each node (16 nodes instead of 15, 128 of their GPUs idle)""",
+        )
+
+    def test_nothing_but_the_contract(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(fixes("dp=2,tp=7", 3)),
+            """call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)""",
+        )
+
+    def test_diff(self) -> None:
+        one = replace(
+            job("a=2,b=3"),
+            source=Source("job.toml", 2),
+            rewrite=lambda other: (
+                "x = 1\n"
+                + "".join(f"{a} = {s}\n" for a, s in zip(other.axes, other.sizes, strict=True))
+            ),
+        )
+        self.assertExpectedInline(
+            diff_of(one, layout("a=3,b=2")),
+            """\
+--- job.toml
++++ job.toml
+@@ -1,3 +1,3 @@
+ x = 1
+-a = 2
+-b = 3
++a = 3
++b = 2
+""",
+        )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "node"),
+    [("ddp=8,fsdp=5", 8), ("a=3,b=16", 24), ("a=6,b=4,c=5", 8), ("dp=6,tp=3", 8), ("a=9,b=64", 72)],
+)
+def test_every_mesh_is_clean(mesh: str, node: int) -> None:
+    one = job(mesh)
+    topology = Topology.uniform(one.layout.world_size, node_size=node, domain_size=node)
+    assert Jagged(one, topology).harmful
+    for fix in fixes_of(one, topology):
+        if fix.mesh:
+            other = job(fix.mesh)
+            assert other.layout.world_size == one.layout.world_size
+            assert sorted(other.layout.axes) == sorted(one.layout.axes)
+            assert not Jagged(other, topology).harmful
+
+
+def test_a_file_that_cannot_express_it() -> None:
+    def sizes_alone(other: Layout) -> str | None:
+        return str(other.sizes) if other.axes == ("ddp", "fsdp") else None
+
+    one = Job(layout("ddp=8,fsdp=5"), Source("job.toml", 1), rewrite=sizes_alone)
+    topology = Topology.uniform(40, node_size=8, domain_size=8)
+    found = fixes_of(one, topology)
+    assert [fix.mesh for fix in found if fix.mesh] == ["ddp=10,fsdp=4", "ddp=5,fsdp=8"]
+    assert all(fix.diff.startswith("--- job.toml\n") for fix in found if fix.mesh)
+
+
+def test_flattened_meshes_are_not_permuted() -> None:
+    titles = fixes("ddp=8,fsdp=5", 8, 8, flattened=(("ddp", "fsdp"),))
+    assert not any("permute" in title for title in titles)
