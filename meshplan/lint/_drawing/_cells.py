@@ -48,20 +48,19 @@ def cells(panel: Panel, *, numbers: bool) -> Cells:
     )
     text = [_boxes(panel, grid), '<g class="cells">\n']
     for group, members in groups.items():
-        here = [cell for cell, _ in members]
         if group is None:
-            name, marked = "out", False
+            said = "not in the mesh"
+            fill = "out"
         else:
-            marked = bool(panel.falls.marked[group])
-            name = f"{'j' if marked else 'k'}{colours[group]}"
-        text.append(f'<g class="{name}">')
+            said = group_text(panel, group)
+            fill = f"{'j' if panel.falls.marked[group] else 'k'}{colours[group]}"
+        text.append(f'<g class="{fill}">')
         if numbers:
-            text += [_cell(panel, grid, cell, node, group) for cell, node in members]
+            text += [_cell(panel, grid, cell, node, said) for cell, node in members]
         else:
-            said = "not in the mesh" if group is None else group_text(panel, group)
-            text.append(_many(here, grid, said))
-        if marked:
-            border = outline(here, grid.cell, grid.gap)
+            text.append(_many([cell for cell, _ in members], grid, said))
+        if fill.startswith("j"):
+            border = outline((cell for cell, _ in members), grid.cell, grid.gap)
             text.append(f'<path class="edge" d="{border}"/>')
         text.append("</g>\n")
     text.append("</g>\n")
@@ -108,7 +107,8 @@ def _label(placed: PlacedNode, short: dict[str, tuple[str, ...]]) -> str:
         forms = short[node.hosts[0]] if len(node.hosts) == 1 else (f"{len(node.hosts)} hosts",)
     room = box.width - 24 - width(name, _NAME)
     if forms and room >= width("…12", _NAME):
-        full = f"<title>{escape(', '.join(node.hosts[:8]))}</title>" if node.hosts else ""
+        hosts = ", ".join(shorten(host, _NAME, 400) for host in node.hosts[:8])
+        full = f"<title>{escape(hosts)}</title>" if hosts else ""
         fits = next((form for form in forms if width(form, _NAME) <= room), forms[-1])
         shown = escape(shorten(fits, _NAME, room))
         text += (
@@ -118,15 +118,16 @@ def _label(placed: PlacedNode, short: dict[str, tuple[str, ...]]) -> str:
     return text
 
 
-def _cell(panel: Panel, grid: Grid, cell: Cell, placed: PlacedNode, group: int | None) -> str:
+def _cell(panel: Panel, grid: Grid, cell: Cell, placed: PlacedNode, said: str) -> str:
     w, h = grid.cell
-    said = rank_text(panel, cell.rank, placed.node)
-    if group is not None:
-        said.append(group_text(panel, group))
-    off = ' class="off"' if group is None else ""
+    lines = rank_text(panel, cell.rank, placed.node)
+    off = ' class="off"'
+    if cell.rank in panel.coordinates:
+        lines.append(said)
+        off = ""
     return (
         f'<rect x="{cell.x}" y="{cell.y}" width="{w}" height="{h}">'
-        f"<title>{NEWLINE.join(map(escape, said))}</title></rect>"
+        f"<title>{NEWLINE.join(map(escape, lines))}</title></rect>"
         f'<text x="{cell.x + w / 2:g}" y="{cell.y + h // 2 + 4}"{off}>{cell.rank}</text>'
     )
 

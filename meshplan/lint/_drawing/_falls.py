@@ -51,11 +51,6 @@ class Falls:
     way: Tensor
     ways: tuple[Way, ...]
 
-    @property
-    def common(self) -> Way | None:
-        """The most frequent way that is not marked; ``None`` if the nodes are unknown."""
-        return next((way for way in self.ways if not way.marked), None)
-
 
 def falls(
     layout: Layout, axes: tuple[int, ...], topology: Topology, hazards: Sequence[Hazard]
@@ -113,8 +108,10 @@ def _unlike_most(key: Tensor, sets: Tensor) -> Tensor:
     Of keys that are as frequent in the set, the one that is more frequent overall counts as the
     usual one, then the one that appears first.
     """
-    keys = key[sets]
     kinds = int(key.max()) + 1
+    if kinds == 1:
+        return torch.zeros(len(key), dtype=torch.bool, device="cpu")
+    keys = key[sets]
     owner = torch.arange(len(sets), device="cpu")[:, None]
     pair, count = torch.unique(owner * kinds + keys, return_counts=True)
     overall = torch.bincount(key, minlength=kinds)[pair % kinds]

@@ -89,9 +89,10 @@ def place(
     largest = max(len(domain) for node in nodes for domain in node.domains)
     most = max(len(node.domains) for node in nodes)
     columns = _columns(largest)
-    across = most if most * columns <= _FEW else max(1, _FEW // columns)
-    if columns > _FEW:
-        across = min(most, math.ceil(math.sqrt(most)))
+    # Domains in one row if few cells, else about as many across as down.
+    across = most
+    if most * columns > _FEW:
+        across = max(_FEW // columns, math.isqrt(most - 1) + 1)
     down = -(-most // across)
     well = _size(largest, columns, cell, gap)
     step = (well[0] + WELL_GAP, well[1] + WELL_GAP)

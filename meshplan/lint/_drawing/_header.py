@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshplan.lint._drawing._panel import Panel
-from meshplan.lint._drawing._text import clean, escape, shorten, signature_text, width, wrap
+from meshplan.lint._drawing._text import BOLD, clean, escape, shorten, signature_text, width, wrap
 from meshplan.lint._drawing._words import hazard_lines, panel_title, summary, verdict
 
 __all__ = ["PANEL_WIDTH", "header"]
@@ -20,11 +20,10 @@ def header(panel: Panel, room: int) -> tuple[str, int]:
     chip = verdict(panel)
     said = "" if chip is None else chip[1]
     taken = round(width(said, _CHIP)) + 16 if said else 0
-    # Bold is wider.
-    title = shorten(panel_title(panel), 1.1 * _TITLE, room - taken - 12)
+    title = shorten(panel_title(panel), BOLD * _TITLE, room - taken - 12)
     parts = [f'<text y="15" font-size="{_TITLE}" font-weight="bold">{escape(title)}</text>\n']
     if chip is not None:
-        x = round(width(title, 1.1 * _TITLE)) + 12
+        x = round(width(title, BOLD * _TITLE)) + 12
         parts.append(
             f'<rect class="chip-{chip[0]}" x="{x}" width="{taken}" height="20" rx="10"/>'
             f'<text class="chip" x="{x + taken / 2:g}" y="14" font-size="{_CHIP}" '

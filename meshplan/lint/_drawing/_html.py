@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshplan.layout import Layout
+from meshplan.lint._drawing._falls import Way
 from meshplan.lint._drawing._panel import Panel, picture
 from meshplan.lint._drawing._style import FONT
-from meshplan.lint._drawing._svg import write_svg
-from meshplan.lint._drawing._text import clean, escape, signature_text
+from meshplan.lint._drawing._svg import headline, write_svg
+from meshplan.lint._drawing._text import escape, signature_text
 from meshplan.lint._drawing._words import (
     group_name,
     members_text,
@@ -65,14 +66,14 @@ def draw_html(
     of `draw_svg`.
     """
     found = picture(layout, topology, axes, hazards, hosts)
-    name = escape(clean(title) or found.subject)
+    name = headline(found, title)
     texts = "".join(map(_hazard, hazards))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{name}</h1>\n"
-        + (f"<p>{escape(found.subject)}</p>\n" if clean(title) else "")
+        f"<title>{escape(name)}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(name)}</h1>\n"
+        + (f"<p>{escape(found.subject)}</p>\n" if name != found.subject else "")
         + f"<figure>\n{write_svg(found, title, heading=False)}</figure>\n"
         + (f"<h2>Hazards</h2>\n{texts}" if texts else "")
         + "<h2>How groups fall on nodes</h2>\n"
@@ -99,14 +100,7 @@ def _table(panel: Panel) -> str:
     caption = f"{panel_title(panel)}: {said}" + (f"; {judged[1]}" if judged else "")
     if not ways:
         return f"<p>{escape(caption)}</p>\n"
-    rows = "".join(
-        f"<tr{' class=bad' if way.marked else ''}><td>{escape(signature_text(way.signature))}</td>"
-        f'<td class="number">{way.groups}</td>'
-        f"<td>{'unlike most siblings' if way.marked else 'usual'}</td>"
-        f"<td>{escape(group_name(panel, way.first))}</td>"
-        f"<td>{escape(members_text(panel, way.first))}</td></tr>\n"
-        for way in ways[:_MAX_WAYS]
-    )
+    rows = "".join(_row(panel, way) for way in ways[:_MAX_WAYS])
     rest = ways[_MAX_WAYS:]
     if rest:
         groups = sum(way.groups for way in rest)
@@ -116,4 +110,15 @@ def _table(panel: Panel) -> str:
         "<thead><tr><th>ranks per node</th><th>groups</th><th>siblings</th>"
         "<th>first group</th><th>its ranks</th></tr></thead>\n"
         f"<tbody>\n{rows}</tbody>\n</table>\n"
+    )
+
+
+def _row(panel: Panel, way: Way) -> str:
+    mood = " class=bad" if way.marked and panel.harmful else ""
+    return (
+        f"<tr{mood}><td>{escape(signature_text(way.signature))}</td>"
+        f'<td class="number">{way.groups}</td>'
+        f"<td>{'unlike most siblings' if way.marked else 'usual'}</td>"
+        f"<td>{escape(group_name(panel, way.first))}</td>"
+        f"<td>{escape(members_text(panel, way.first))}</td></tr>\n"
     )

@@ -16,9 +16,7 @@ def legend(found: Picture, room: int) -> tuple[str, int]:
     """The legend as SVG, and its height; ``room``: width of the picture."""
     entries = []
     panels = found.panels
-    nodes = [node for panel in panels for node in panel.nodes]
-    known = nodes[0].number is not None
-    if known:
+    if panels[0].nodes[0].number is not None:
         entries.append(('<rect class="node" x="1" y="1" width="20" height="12" rx="3"/>', "node"))
     if panels[0].domains_known:
         entries.append(
@@ -44,7 +42,12 @@ def legend(found: Picture, room: int) -> tuple[str, int]:
             )
         if any(bool(p.falls.marked.any()) and not p.harmful for p in panels):
             entries.append((hatched + edge, "falls on nodes unlike most groups"))
-    if any(rank not in panel.coordinates for panel in panels for rank in panel.nodes[0].ranks):
+    if any(
+        rank not in panel.coordinates
+        for panel in panels
+        for node in panel.nodes
+        for rank in node.ranks
+    ):
         entries.append(
             ('<rect class="out" x="1" y="1" width="20" height="12"/>', "rank not in the mesh")
         )

@@ -105,6 +105,8 @@ class Nodes:
         if jagged:
             said += "those that hold the first jagged groups"
             said += "" if jagged > len(nodes) - 4 else ", and the first of the others"
+        elif max(chosen) >= len(chosen):
+            said += "those of the first group, and the first of the others"
         else:
             said += "the first"
         if any(node.left_out for node in nodes):
@@ -148,7 +150,7 @@ class Nodes:
     def _in_mesh(self) -> Tensor:
         return self.layout.grid.flatten().sort().values
 
-    def _ranks(self, i: int) -> range | list[int] | Tensor:
+    def _ranks(self, i: int) -> range | Tensor:
         """The ranks on node ``i``, ascending, in the mesh or not."""
         if self._names is None:
             return self._in_mesh
@@ -165,10 +167,10 @@ class Nodes:
         there = len(ranks)
         if there > room:
             # Ranks of the mesh go first.
-            found = torch.as_tensor(ranks, dtype=torch.int64, device="cpu")
-            inside = torch.isin(found, self._in_mesh)
-            found = torch.cat([found[inside], found[~inside]])[:room]
-            ranks = found.sort().values
+            found = torch.arange(ranks.start, ranks.stop) if isinstance(ranks, range) else ranks
+            place = torch.searchsorted(self._in_mesh, found).clamp(max=len(self._in_mesh) - 1)
+            inside = self._in_mesh[place] == found
+            ranks = torch.cat([found[inside], found[~inside]])[:room].sort().values
         drawn = ranks.tolist() if isinstance(ranks, Tensor) else list(ranks)
         domains: dict[int | None, list[int]] = {}
         for rank in drawn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshplan.layout import Layout
 from meshplan.lint._drawing._falls import Falls, falls
@@ -16,9 +17,12 @@ from meshplan.topology import Topology
 __all__ = ["Panel", "Picture", "axes_name", "axis_name", "picture"]
 
 _MAX_PANELS = 6
-# Ranks in all panels together. What is more is a sample.
-_MAX_CELLS = 15000
+# Ranks that are drawn in a panel, in all panels, and in all where a panel has many groups: a group
+# takes about ten times the text of a rank. What is more is a sample.
 _MAX_CELLS_OF_PANEL = 5000
+_MAX_CELLS = 20000
+_MAX_CELLS_OF_SMALL_GROUPS = 8000
+_MANY_GROUPS = 2500
 # Up to here every rank has its number and a text of its own.
 _MAX_NUMBERS = 4096
 _NAME_WIDTH = 130
@@ -105,8 +109,7 @@ def picture(
     sets = _axis_sets(layout, axes, hazards)
     drawn = sets[:_MAX_PANELS]
     nodes = Nodes(layout, topology, hosts)
-    budget = min(_MAX_CELLS_OF_PANEL, _MAX_CELLS // len(drawn))
-    panels = tuple(_panel(nodes, axes, of_axes, budget) for axes, of_axes in drawn)
+    panels = tuple(_panel(nodes, axes, of_axes, len(drawn)) for axes, of_axes in drawn)
     cells = sum(len(node.ranks) for panel in panels for node in panel.nodes)
     return Picture(
         panels=panels,
@@ -124,7 +127,7 @@ def _axis_sets(
     Axes of size 1 change no group: they are left out unless there is nothing else.
     """
     found: dict[tuple[int, ...], list[Hazard]] = {}
-    asked = [layout.axis_indices(one) for one in axes]
+    asked = [layout.axis_indices(one) for one in axes or (() if hazards else layout.axes)]
     for indices in asked:
         found.setdefault(tuple(i for i in indices if layout.sizes[i] > 1), [])
     for hazard in hazards:
@@ -139,10 +142,12 @@ def _axis_sets(
     return sets
 
 
-def _panel(nodes: Nodes, axes: tuple[int, ...], hazards: tuple[Hazard, ...], budget: int) -> Panel:
+def _panel(nodes: Nodes, axes: tuple[int, ...], hazards: tuple[Hazard, ...], panels: int) -> Panel:
     layout = nodes.layout
     found = falls(layout, axes, nodes.topology, hazards)
-    drawn, left_out = nodes.draw(found, budget)
+    many = len(found.members) > _MANY_GROUPS
+    most = _MAX_CELLS_OF_SMALL_GROUPS if many else _MAX_CELLS
+    drawn, left_out = nodes.draw(found, min(_MAX_CELLS_OF_PANEL, most // panels))
     ranks = {rank for node in drawn for rank in node.ranks}
     if isinstance(layout.ranks, range):
         start = layout.ranks[0]
@@ -165,7 +170,12 @@ def _coordinate(layout: Layout, position: int) -> tuple[int, ...]:
 
 def axis_name(layout: Layout, axis: int) -> str:
     """The label of the axis at this position, shortened to fit into any line."""
-    return shorten(clean(layout.axes[axis]), 12, _NAME_WIDTH)
+    return _short_name(layout.axes[axis])
+
+
+@lru_cache(maxsize=64)
+def _short_name(name: str) -> str:
+    return shorten(clean(name), 12, _NAME_WIDTH)
 
 
 def axes_name(layout: Layout, axes: Sequence[int]) -> str:

@@ -11,11 +11,11 @@ from meshplan.lint._drawing._header import PANEL_WIDTH, header
 from meshplan.lint._drawing._legend import legend
 from meshplan.lint._drawing._panel import Picture, picture
 from meshplan.lint._drawing._style import FONT, css, patterns
-from meshplan.lint._drawing._text import attribute, clean, escape, wrap
+from meshplan.lint._drawing._text import BOLD, attribute, clean, escape, shorten, wrap
 from meshplan.planner import Hazard
 from meshplan.topology import Topology
 
-__all__ = ["draw_svg", "write_svg"]
+__all__ = ["draw_svg", "headline", "write_svg"]
 
 _MARGIN = 20
 _PANEL_GAP = 36
@@ -43,7 +43,7 @@ def draw_svg(
         layout: the mesh.
         topology: where ranks sit.
         axes: the reduced axes of each panel: a label, or several labels of one flattened
-            reduction. Axes of size 1 are left out.
+            reduction. Axes of size 1 are left out. Without ``axes`` and ``hazards``: each axis.
         hazards: what `meshplan.planner.hazards` has found for this mesh and topology.
         title: headline; the mesh if empty.
         hosts: name of the host of each rank, or empty.
@@ -92,15 +92,20 @@ def write_svg(found: Picture, title: str, *, heading: bool = True) -> str:
     key, height = legend(found, width)
     parts.append(f'<g transform="translate({_MARGIN},{y - _PANEL_GAP // 2})">\n{key}</g>\n')
     y += height - _PANEL_GAP // 2 + _MARGIN
+    name = attribute(headline(found, title))
     colours = sorted({number for one in drawn for number in one.cells.colours})
-    name = clean(title) or found.subject
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mp" width="{width + 2 * _MARGIN}" '
         f'height="{y}" viewBox="0 0 {width + 2 * _MARGIN} {y}" '
-        f"font-family='{FONT}' font-size=\"{_TEXT}\" aria-label={attribute(name)}>\n"
+        f"font-family='{FONT}' font-size=\"{_TEXT}\" aria-label={name}>\n"
         f"<style>\n{css(colours)}</style>\n<defs>\n{patterns(colours)}</defs>\n"
         f'<rect class="page" width="100%" height="100%"/>\n{"".join(parts)}</svg>\n'
     )
+
+
+def headline(found: Picture, title: str) -> str:
+    """The title, or the mesh; of a very long one the beginning and the end."""
+    return shorten(clean(title).strip() or found.subject, _TEXT, 5000)
 
 
 def _rows(drawn: Sequence[_Drawn]) -> list[list[_Drawn]]:
@@ -118,12 +123,11 @@ def _rows(drawn: Sequence[_Drawn]) -> list[list[_Drawn]]:
 
 def _heading(found: Picture, title: str, width: int, shown: bool) -> tuple[str, int]:
     """The title if it is to be shown, what is not drawn, and where the panels begin."""
-    name = clean(title) or found.subject
+    name = headline(found, title)
     said = [found.subject] if shown and name != found.subject else []
     if found.left_out:
         said.append(f"not drawn, to keep the picture small: groups of {', '.join(found.left_out)}")
-    # Bold is wider.
-    lines = [(line, _TITLE) for line in wrap(name, 1.1 * _TITLE, width, 3)] if shown else []
+    lines = [(line, _TITLE) for line in wrap(name, BOLD * _TITLE, width, 3)] if shown else []
     lines += [(line, _TEXT) for text in said for line in wrap(text, _TEXT, width, 3)]
     y = _MARGIN
     text = ""

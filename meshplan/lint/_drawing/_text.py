@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape as _escape
 from xml.sax.saxutils import quoteattr
 
 __all__ = [
+    "BOLD",
     "attribute",
     "clean",
     "escape",
@@ -22,13 +23,16 @@ __all__ = [
 
 ELLIPSIS = "…"
 
+# How much wider bold text is.
+BOLD = 1.15
+
 # Advance widths in em of DejaVu Sans, rounded up: the widest of the fonts that are asked for.
 _WIDTHS = {
-    **dict.fromkeys(" .,:;'|!ijlI", 0.35),
-    **dict.fromkeys("()[]ftr-/", 0.42),
+    **dict.fromkeys(" .,:;'|ijlI", 0.35),
+    **dict.fromkeys("()[]!ftr-/", 0.42),
     **dict.fromkeys('`"*', 0.5),
     **dict.fromkeys("mMWw@%…—&", 1.0),
-    **dict.fromkeys("+=<>~", 0.84),
+    **dict.fromkeys("+=<>~#^", 0.84),
 }
 
 
@@ -37,7 +41,7 @@ def clean(text: str) -> str:
 
     Those that turn the direction of writing are replaced as well: a name cannot pose as another.
     """
-    if text.isascii() and text.isprintable():
+    if text.isprintable():
         return text
     return "".join(
         " " if one.isspace() else "\ufffd" if unicodedata.category(one)[0] == "C" else one
@@ -67,7 +71,7 @@ def shorten(text: str, size: float, room: float) -> str:
     if len(text) <= most and width(text, size) <= room:
         return text
     head, tail = text[: most // 2], text[-(most // 2) :]
-    while head and width(head + ELLIPSIS + tail, size) > room:
+    while head + tail and width(head + ELLIPSIS + tail, size) > room:
         if len(head) >= len(tail):
             head = head[:-1]
         else:
@@ -120,7 +124,7 @@ def short_forms(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 def _without_end(names: list[str]) -> list[str]:
     """The names without the network domain that all of them share."""
-    shared = len({name.partition(".")[2] for name in names}) == 1
+    shared = len({name.partition(".")[1:] for name in names}) == 1
     return [name.partition(".")[0] for name in names] if shared else names
 
 
@@ -139,5 +143,5 @@ def _em(one: str) -> float:
     if known is not None:
         return known
     if one.isascii():
-        return 0.78 if one.isupper() else 0.65
+        return 0.8 if one.isupper() else 0.65
     return 1.05 if unicodedata.east_asian_width(one) in "WF" else 0.85

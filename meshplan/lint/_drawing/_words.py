@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from meshplan.lint._drawing._nodes import Node
 from meshplan.lint._drawing._panel import Panel, axes_name, axis_name
-from meshplan.lint._drawing._text import ranks_text, signature_text
+from meshplan.lint._drawing._text import ranks_text, shorten, signature_text
 from meshplan.planner import Hazard
 
 __all__ = [
@@ -26,6 +27,7 @@ Mood = Literal["bad", "odd", "good"]
 
 # Members of larger groups are not all looked at for a line of text.
 _MANY = 5000
+_MAX_AXES = 8
 
 
 def panel_title(panel: Panel) -> str:
@@ -82,9 +84,8 @@ def group_name(panel: Panel, group: int) -> str:
     where = []
     for i in reversed(panel.outer):
         group, index = divmod(group, panel.layout.sizes[i])
-        if panel.layout.sizes[i] > 1:
-            where.append(f"{axis_name(panel.layout, i)}={index}")
-    return ", ".join(reversed(where)) or "all"
+        where.append((i, index))
+    return _coordinate(panel, where[::-1]) or "all"
 
 
 def members_text(panel: Panel, group: int) -> str:
@@ -108,21 +109,26 @@ def group_text(panel: Panel, group: int) -> str:
 def rank_text(panel: Panel, rank: int, node: Node) -> list[str]:
     """A rank, its coordinate and its node, line by line."""
     coordinate = panel.coordinates.get(rank)
-    where = "not in the mesh"
-    if coordinate is not None:
-        where = ", ".join(
-            f"{axis_name(panel.layout, i)}={index}" for i, index in enumerate(coordinate)
-        )
+    where = "not in the mesh" if coordinate is None else _coordinate(panel, enumerate(coordinate))
     place = node_name(node)
     if panel.domains_known:
         place += f", domain {next(k for k, d in enumerate(node.domains) if rank in d)}"
     host = panel.hosts[rank] if rank < len(panel.hosts) else ""
-    return [f"rank {rank}: {where}", f"{place}, host {host}" if host else place]
+    if host:
+        place += f", host {shorten(host, 11, 600)}"
+    return [f"rank {rank}: {where or 'the only one'}", place]
 
 
 def node_name(node: Node) -> str:
     """``node 3``, or that it is not known."""
     return "nodes unknown" if node.number is None else f"node {node.number}"
+
+
+def _coordinate(panel: Panel, indices: Iterable[tuple[int, int]]) -> str:
+    """``ddp=1, fsdp=2``: of axes of size 1 nothing, of very many axes the first."""
+    sized = [(i, index) for i, index in indices if panel.layout.sizes[i] > 1]
+    text = ", ".join(f"{axis_name(panel.layout, i)}={index}" for i, index in sized[:_MAX_AXES])
+    return f"{text}, …" if len(sized) > _MAX_AXES else text
 
 
 def _count(number: int, what: str) -> str:

@@ -1,0 +1,159 @@
+"""How groups fall on nodes, and which of them count as unlike their siblings."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.layout import Layout, signature
+from meshplan.lint._drawing._falls import Falls, Way, falls
+from meshplan.planner import Hazard, Problem, hazards
+from meshplan.planner._siblings import Siblings
+from meshplan.topology import Topology
+
+ISSUE, HOSTS = Layout.of(ddp=8, fsdp=5), Topology.uniform(40, node_size=8)
+
+
+def judged(layout: Layout, topology: Topology, src: str, *steps: str) -> tuple[Hazard, ...]:
+    job = Problem.of(layout, src.split(), ["R"] * len(layout.sizes))
+    return hazards(job, topology, steps=[step.split() for step in steps] or None)
+
+
+def marked(found: Falls) -> list[int]:
+    return found.marked.nonzero().flatten().tolist()
+
+
+def test_the_issue_mesh() -> None:
+    (hazard,) = judged(ISSUE, HOSTS, "P P", "ddp", "fsdp")
+    for reported in ((), (hazard,)):
+        found = falls(ISSUE, (1,), HOSTS, reported)
+        assert found.ways == (
+            Way((5,), False, 4, 0),
+            Way((3, 2), True, 1, 1),
+            Way((1, 4), True, 1, 3),
+            Way((4, 1), True, 1, 4),
+            Way((2, 3), True, 1, 6),
+        )
+        assert marked(found) == [1, 3, 4, 6]
+        assert found.way.tolist() == [0, 1, 0, 2, 3, 0, 4, 0]
+        assert found.members.tolist() == ISSUE.siblings("fsdp").tolist()
+
+
+def test_the_odd_one_among_siblings_that_must_agree() -> None:
+    layout = Layout.of(a=3, b=2, c=3)
+    topology = Topology.of([*[0, 0, 0, 0, 0, 0], *[1, 1, 1, 2, 2, 2], *[3, 3, 4, 4, 4, 4]])
+    job = Problem.of(layout, ["R", "S(0)", "P"], ["R", "S(0)", "R"])
+    (hazard,) = hazards(job, topology)
+    assert hazard.along == ("a",)
+    found = falls(layout, (2,), topology, [hazard])
+    # Groups by (a, b): only (2, 0), ranks 12 to 14, is on two nodes.
+    assert marked(found) == [4]
+
+
+def test_each_set_has_its_own_usual_way() -> None:
+    # Groups of 3 along c. With b=0 they are (1, 2) on nodes, with b=1 (2, 1), but for two of them.
+    layout = Layout.of(a=4, b=2, c=3)
+    node_of_rank: list[int] = []
+    for a in range(4):
+        for b in range(2):
+            low = 100 * a + 10 * b
+            first = 1 if (b == 0) != (a == 3) else 2
+            node_of_rank += [low] * first + [low + 1] * (3 - first)
+    topology = Topology.of(node_of_rank)
+    assert len(marked(falls(layout, (2,), topology, ()))) == 4
+    job = Problem.of(layout, ["R", "S(0)", "P"], ["R", "S(0)", "R"])
+    (hazard,) = hazards(job, topology)
+    assert hazard.verdict == "may differ"
+    found = falls(layout, (2,), topology, [hazard])
+    assert marked(found) == [6, 7]
+    assert [(way.signature, way.marked, way.groups) for way in found.ways] == [
+        ((1, 2), False, 3),
+        ((2, 1), False, 3),
+        ((2, 1), True, 1),
+        ((1, 2), True, 1),
+    ]
+
+
+def test_nothing_is_marked_where_the_model_finds_siblings_alike() -> None:
+    # (3) and (1, 2): all additions are made in the same order.
+    layout, topology = Layout.of(a=2, b=3), Topology.uniform(6, node_size=4)
+    (hazard,) = judged(layout, topology, "R P")
+    assert hazard.verdict == "none"
+    found = falls(layout, (1,), topology, [hazard])
+    assert marked(found) == []
+    assert {way.signature for way in found.ways} == {(3,), (1, 2)}
+    assert marked(falls(layout, (1,), topology, ())) == [1]
+
+
+def test_members_that_share_nodes_in_another_way() -> None:
+    # Both groups are (2, 2), but AABB and ABAB: the ranks per node do not tell.
+    layout, topology = Layout.of(a=2, b=4), Topology.of([0, 0, 1, 1, 2, 3, 2, 3])
+    assert marked(falls(layout, (1,), topology, ())) == []
+    (hazard,) = judged(layout, topology, "R P")
+    assert hazard.verdict == "may differ"
+    found = falls(layout, (1,), topology, [hazard])
+    assert marked(found) == [1]
+    assert found.ways == (Way((2, 2), False, 1, 0), Way((2, 2), True, 1, 1))
+
+
+def test_unknown_nodes() -> None:
+    topology = Topology.unknown(40)
+    found = falls(ISSUE, (0,), topology, judged(ISSUE, topology, "P P", "fsdp", "ddp"))
+    assert found.ways == ()
+    assert marked(found) == []
+    assert found.members.tolist() == ISSUE.siblings("ddp").tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9))
+def test_by_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 5) for _ in range(draw.randint(1, 3))]
+    names = [f"a{i}" for i in range(len(sizes))]
+    layout = Layout.of(**dict(zip(names, sizes, strict=True)))
+    count = layout.world_size
+    order = list(range(count))
+    if draw.random() < 0.5:
+        draw.shuffle(order)
+    layout = Layout.of(order, **dict(zip(names, sizes, strict=True)))
+    topology = Topology.of([draw.randint(0, 3) for _ in range(count)])
+    axis = draw.randrange(len(sizes))
+    src = ["R"] * len(sizes)
+    src[axis] = "P"
+    node_of_rank = [topology.node_of(rank) for rank in range(count)]
+    groups = layout.siblings(axis).sort(dim=1).values.tolist()
+    signatures = [signature(group, node_of_rank) for group in groups]
+
+    found = falls(layout, (axis,), topology, ())
+    usual = Counter(signatures).most_common()[0][1]
+    assert not found.ways[0].marked
+    assert found.ways[0].groups == usual
+    assert found.marked.tolist() == [s != found.ways[0].signature for s in signatures]
+
+    reported = judged(layout, topology, " ".join(src))
+    found = falls(layout, (axis,), topology, reported)
+    assert [found.ways[way].signature for way in found.way.tolist()] == signatures
+    assert [found.ways[way].marked for way in found.way.tolist()] == found.marked.tolist()
+    assert Counter(found.way.tolist()) == {i: way.groups for i, way in enumerate(found.ways)}
+    for hazard in reported:
+        # Groups that are not marked add as all others of their set that are not marked.
+        siblings = Siblings(layout, (axis,), topology, sort_ranks=True)
+        sets = siblings.sets(layout.axis_indices(hazard.along))
+        for algorithm in hazard.may_differ:
+            for row, orders in zip(sets, siblings.associations(algorithm, sets), strict=True):
+                assert len(torch.unique(orders[~found.marked[row]])) == 1
+        assert bool(found.marked.any()) == (hazard.verdict == "may differ")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_million_ranks(axis: int) -> None:
+    count = 2**20
+    layout, topology = Layout.of(a=count // 64, b=64), Topology.uniform(count, node_size=72)
+    found = falls(layout, (axis,), topology, ())
+    assert len(found.ways) == 8
+    assert sum(way.groups for way in found.ways) == len(found.members)

@@ -1,0 +1,53 @@
+"""Draw the mesh of pytorch#171916 for the documents: ddp=8, fsdp=5 on hosts of eight GPUs.
+
+Run it where ``meshplan`` can be imported (installed, or with ``PYTHONPATH=.``):
+
+    python tools/draw_jagged_mesh.py            write docs/images/jagged-mesh.svg
+    python tools/draw_jagged_mesh.py --check    exit with 1 if the file is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from meshplan.layout import Layout
+from meshplan.lint._drawing import draw_svg
+from meshplan.planner import Problem, hazards
+from meshplan.topology import Topology
+
+DEFAULT_OUTPUT = Path(__file__).parent.parent / "docs" / "images" / "jagged-mesh.svg"
+
+
+def picture() -> str:
+    """The mesh with the hazards of both orders of reduction."""
+    layout = Layout.of(ddp=8, fsdp=5)
+    topology = Topology.uniform(40, node_size=8, domain_size=8)
+    job = Problem.of(layout, ["P", "P"], ["R", "R"])
+    found = [
+        hazard
+        for steps in ((["ddp"], ["fsdp"]), (["fsdp"], ["ddp"]))
+        for hazard in hazards(job, topology, steps=steps)
+    ]
+    return draw_svg(layout, topology, axes=("fsdp", "ddp"), hazards=found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The picture of a jagged mesh, for the documents.")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    given = parser.parse_args()
+    text = picture()
+    if not given.check:
+        given.output.write_text(text, encoding="utf-8")
+        print(f"{given.output}: {len(text)} characters")
+        return 0
+    if given.output.exists() and given.output.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{given.output} is not what {Path(__file__).name} writes; run it without --check")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
