@@ -367,3 +367,16 @@ def test_findings_are_a_few() -> None:
     assert sum(note.code == "MP201" for note in notes) == 65
     assert "... 36 more channel counts that differ" in {note.message for note in notes}
     assert "... 96 more communicators" in {note.message for note in notes}
+
+
+class TestTooMany(TestCase):
+    def test_message(self) -> None:
+        text = "".join(
+            line("n", 0, start(0, 2, f"0x{i:x}", f"0xb{i:x}") + "\n") for i in range(40_002)
+        )
+        with pytest.raises(TopologyInputError) as error:
+            read(text)
+        self.assertExpectedInline(
+            str(error.value),
+            """MP212: line 80003: more than 40,000 ranks of communicators; give the lines of one of them, as grep 'commId 0x...' finds them""",
+        )

@@ -7,10 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from meshplan.errors import TopologyInputError
+
 __all__ = ["MARK", "Key", "Member", "communicators", "scan"]
 
 MARK = "NCCL INFO "
 _PREFIX = 500  # characters before the mark that are looked at
+# Ranks of communicators, all together. As many take a second or two.
+_MOST = 40_000
 
 # One scan finds the lines that matter: a log is mostly lines of transports and collectives.
 _LINE = re.compile(
@@ -83,7 +87,11 @@ def _process(prefix: str) -> tuple[str, str, str]:
 
 
 def scan(text: str) -> tuple[list[Member], list[int]]:
-    """Members in order of their first line, and the lines where a graph begins."""
+    """Members in order of their first line, and the lines where a graph begins.
+
+    Raises:
+        TopologyInputError: more ranks of communicators than a log of one job has.
+    """
     threads: dict[str, tuple[str, str, str]] = {}
     current: dict[str, Member] = {}
     known: dict[tuple[str, str], Member] = {}
@@ -102,6 +110,12 @@ def scan(text: str) -> tuple[list[Member], list[int]]:
         if prefix not in threads:
             threads[prefix] = _process(prefix)
         thread, process, host = threads[prefix]
+        if len(members) > _MOST:
+            raise TopologyInputError(
+                f"more than {_MOST:,} ranks of communicators; give the lines of one of them, as "
+                "grep 'commId 0x...' finds them",
+                line=line,
+            )
         end = text.find("\n", counted)
         body = text[counted + len(MARK) : len(text) if end < 0 else end].rstrip()[:100_000]
         if kind == "comm":
