@@ -113,7 +113,7 @@ def install(
     )
     _check_torch(torch.__version__, allow_untested_torch)
     if topology == "live" and dist.is_initialized():
-        gathered(config, 'meshplan.install(topology="live")')
+        gathered(config, None, 'meshplan.install(topology="live")')
     with _lock:
         if _active is not None:
             _active = (config, _active[1])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._install import current_config
-from meshplan.dtensor._live import gathered, resolved
+from meshplan.dtensor._live import gathered
 from meshplan.dtensor._meshes import known
 from meshplan.flatten import Block, Group, registry
 from meshplan.planner import near_blocks
@@ -42,7 +41,7 @@ def prepare(
         AxisNameError: an axis that the mesh does not have.
         GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
     """
-    config = resolved(current_config() or Config())
+    config = current_config() or Config()
     layout = known(mesh).layout
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]
     sets = [layout.axis_indices(names) for names in axes] or [
@@ -50,8 +49,7 @@ def prepare(
     ]
     if mesh.get_coordinate() is None:
         return ()
-    if layout.world_size == dist.get_world_size():
-        config = gathered(config, "meshplan.prepare", timeout)
+    config = gathered(config, layout, "meshplan.prepare", timeout)
     wait = config.timeout if timeout is None else timeout
     groups = []
     for chosen in sets:

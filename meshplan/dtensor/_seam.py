@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
-from meshplan.dtensor._live import gathered, reduces_over_all, resolved
+from meshplan.dtensor._live import for_redistribution
 from meshplan.dtensor._meshes import Known, known
 from meshplan.dtensor._order import TransformInfo, already_cut, in_default_order, move
 from meshplan.dtensor._partial import PlannedPartial
@@ -82,9 +82,7 @@ def planned_steps(
         transform_infos, device_mesh, src_placements, dst_placements: as torch gives them.
     """
     mesh = known(device_mesh)
-    config = resolved(config)
-    if config.topology is None and reduces_over_all(mesh.layout, src_placements, dst_placements):
-        config = gathered(config)
+    config = for_redistribution(config, mesh.layout, src_placements, dst_placements)
     by_placement = (src_placements, dst_placements, config.key)
     route: _Route | None = mesh.by_placement.get(by_placement)
     if route is None:

@@ -41,7 +41,7 @@ def amd_gpu(environ: Mapping[str, str], index: int, root: Path = KFD_ROOT) -> Gp
 
     Args:
         environ: ``ROCR_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES``, ``CUDA_VISIBLE_DEVICES``.
-        index: as HIP counts.
+        index: as HIP counts; of no meaning where one GPU is visible.
         root: the directory that holds ``nodes``.
     """
     try:
@@ -58,6 +58,8 @@ def amd_gpu(environ: Mapping[str, str], index: int, root: Path = KFD_ROOT) -> Gp
     ):
         picked = visible(text, [node.id for node in chosen])
         chosen = [chosen[one] for one in picked if isinstance(one, int)]
+    # Launchers that give each process one GPU count their processes all the same.
+    index = 0 if len(chosen) == 1 else index
     if not 0 <= index < len(chosen):
         count = f"{len(chosen)} GPU{'' if len(chosen) == 1 else 's'}"
         return f"no GPU {index} among {count} that are visible here"

@@ -96,7 +96,7 @@ def _unequal_links(places: Sequence[Place]) -> list[Note]:
                 "MP201",
             )
         )
-    return notes
+    return notes[:_SHOWN]
 
 
 def _silent_links(places: Sequence[Place]) -> list[Note]:

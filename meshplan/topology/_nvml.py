@@ -43,7 +43,7 @@ def nvidia_gpu(environ: Mapping[str, str], index: int, uuid: str = "") -> Gpu | 
 
     Args:
         environ: ``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``, ``NCCL_MNNVL_*``.
-        index: as CUDA counts.
+        index: as CUDA counts; of no meaning where one GPU is visible.
         uuid: of that GPU without ``GPU-``, if CUDA has been asked already.
     """
     try:
@@ -109,6 +109,8 @@ def _device(
     ids = [str(nvml.nvmlDeviceGetUUID(handle)) if handle else "" for handle in all_of_host]
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = visible(text, ids)
+    # Launchers that give each process one GPU count their processes all the same.
+    index = 0 if len(chosen) == 1 else index
     if not 0 <= index < len(chosen):
         shown = "" if text is None else f", with CUDA_VISIBLE_DEVICES={text[:60]}"
         count = f"{len(chosen)} GPU{'' if len(chosen) == 1 else 's'}"
@@ -239,7 +241,7 @@ def _rack(nvml: Any, handle: Any, otherwise: int) -> int:
         nvml.nvmlDeviceGetPlatformInfo(handle, ctypes.byref(info))
     except (nvml.NVMLError, AttributeError):
         return otherwise
-    digest = hashlib.sha1(bytes(info.chassisSerialNumber)).digest()
+    digest = hashlib.sha1(str(info.chassisSerialNumber).encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
