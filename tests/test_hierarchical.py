@@ -169,7 +169,7 @@ class TestErrors(TestCase):
             meshplan.install(topology=8)  # type: ignore[arg-type]
         self.assertExpectedInline(
             str(caught.value),
-            """MP211: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8)""",
+            """MP211: topology=8 is not a topology; write topology=Topology.uniform(world_size, node_size=8), or "live\"""",
         )
 
     def test_ranks_with_different_topologies(self) -> None:

@@ -2,57 +2,88 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from meshplan import kernel
+from meshplan.cli._doctor_finding import Finding
+from meshplan.cli._doctor_host import cache, host, links, shared_folder
+from meshplan.dtensor._install import TESTED_TORCH
+from meshplan.kernel._compilers import Program, RuntimeLibrary, compilers
+from meshplan.kernel._device_code import prebuilt
+from meshplan.topology._live import place_here
 
 __all__ = ["doctor"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """One line. ``remedy`` is empty where nothing is missing."""
-
-    what: str
-    found: str
-    remedy: str = ""
-
-
 def doctor() -> tuple[str, bool]:
     """The text, and whether nothing is missing that this machine could have."""
-    findings = [_versions(), _library(), _memory(), _device()]
-    lines = []
-    for finding in findings:
-        lines.append(f"{'missing' if finding.remedy else 'ok':<8}{finding.what}: {finding.found}")
-        if finding.remedy:
-            lines.append(f"{'':<8}{finding.remedy}")
-    return "\n".join(lines), not any(finding.remedy for finding in findings)
+    gpus = torch.cuda.is_available()
+    place = place_here(os.environ)
+    findings = [
+        _versions(),
+        _backends(gpus),
+        _library(),
+        _memory(),
+        host(place, os.environ),
+        shared_folder(gpus),
+        links(place),
+        *_device(gpus),
+        _compilers(gpus),
+        cache(),
+    ]
+    return "\n".join(map(str, findings)), not any(finding.remedy for finding in findings)
 
 
-def _versions() -> _Finding:
-    return _Finding("torch", f"{torch.__version__} on Python {platform.python_version()}")
+def _versions() -> Finding:
+    (low_major, low), (high_major, high) = TESTED_TORCH
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    remedy = f"tested with {low_major}.{low} to {high_major}.{high}; install one of these, or "
+    remedy += "write meshplan.install(allow_untested_torch=True)"
+    tested = TESTED_TORCH[0] <= found <= TESTED_TORCH[1]
+    text = f"{torch.__version__} on Python {platform.python_version()}"
+    return Finding("torch", text, "" if tested else remedy)
 
 
-def _library() -> _Finding:
+def _backends(gpus: bool) -> Finding:
+    what = "backends of torch.distributed"
+    found = ["gloo"] if dist.is_gloo_available() else []
+    if dist.is_nccl_available():
+        found.append(f"nccl {_nccl_version()}".rstrip())
+    text = ", ".join(found) or "none"
+    if gpus and not dist.is_nccl_available():
+        return Finding(what, text, "none for GPUs: install a torch with NCCL or RCCL")
+    return Finding(what, text, "" if found else "install another build of torch")
+
+
+def _nccl_version() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def _library() -> Finding:
     what = "compiled reductions on CPUs"
     reason = kernel.why_not()
     if reason is None:
-        return _Finding(what, "as fast as memory")
+        return Finding(what, "as fast as memory")
     if shutil.which("g++") or shutil.which("clang++"):
         remedy = "a compiler is here: pip install --force-reinstall --no-deps meshplan"
     else:
         remedy = "apt-get install g++, and then: pip install --force-reinstall --no-deps meshplan"
-    return _Finding(what, reason, remedy)
+    return Finding(what, reason, remedy)
 
 
-def _memory() -> _Finding:
+def _memory() -> Finding:
     what = "memory that the processes of this host share"
     if kernel.why_not() is not None:
-        return _Finding(what, "needs the compiled reductions", "see above")
+        return Finding(what, "needs the compiled reductions", "see above")
     try:
         where = kernel.host()
         memory = kernel.SharedMemory.create(1 << 20)
@@ -62,20 +93,52 @@ def _memory() -> _Finding:
             memory.close()
     except OSError as error:
         remedy = "reductions take the path exchange; mount /proc, and allow memfd_create"
-        return _Finding(what, str(error), remedy)
-    return _Finding(what, f"host {where.split('-')[0]}, up to {kernel.MAX_PEERS} ranks")
+        return Finding(what, str(error), remedy)
+    return Finding(what, f"host {where.split('-')[0]}, up to {kernel.MAX_PEERS} ranks")
 
 
-def _device() -> _Finding:
+def _device(gpus: bool) -> list[Finding]:
     what = "GPUs"
-    if not torch.cuda.is_available():
-        return _Finding(what, "none that this torch can use")
+    if not gpus:
+        return [Finding(what, "none that this torch can use")]
     count = torch.cuda.device_count()
     try:
         device = kernel.device_of(0)
     except (kernel.DriverError, kernel.CompileError) as error:
         remedy = "reductions take the path exchange, over the backend; pip install "
         remedy += "nvidia-cuda-nvrtc, or install nvcc or hipcc"
-        return _Finding(what, f"{count}, without kernels: {error}", remedy)
+        return [Finding(what, f"{count}, without kernels: {error}", remedy)]
     blocks = min(device.processors, kernel.MAX_BLOCKS)
-    return _Finding(what, f"{count}, with kernels of {blocks} blocks; path exchange unless asked")
+    found = f"{count}, with kernels of {blocks} blocks; path exchange unless asked"
+    return [Finding(what, found), _sharing(device)]
+
+
+def _sharing(device: kernel.Device) -> Finding:
+    what = "GPU memory that processes share"
+    driver = device.driver
+    try:
+        with driver.current():
+            memory = driver.malloc(1 << 20)
+            try:
+                driver.share(memory)
+            finally:
+                driver.free(memory)
+    except kernel.DriverError as error:
+        remedy = "one_shot and two_shot fall back to exchange on GPUs; run the container with "
+        return Finding(what, str(error), f"{remedy}--ipc=host, and outside of MIG")
+    return Finding(what, f"by {'HIP' if driver.kind == 'hip' else 'CUDA'} IPC")
+
+
+def _compilers(gpus: bool) -> Finding:
+    what = "compilers of kernels for GPUs"
+    kind: kernel.DriverKind = "hip" if torch.version.hip else "cuda"
+    found = [
+        one.path if isinstance(one, Program) else Path(one.name).name
+        for one in compilers(kind)
+        if isinstance(one, Program | RuntimeLibrary)
+    ]
+    if prebuilt() is not None:
+        found.insert(0, "compiled when meshplan was installed")
+    text = ", ".join(dict.fromkeys(found)) or "none"
+    remedy = "pip install nvidia-cuda-nvrtc, or install nvcc or hipcc"
+    return Finding(what, text, remedy if gpus and not found else "")

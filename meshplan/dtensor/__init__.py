@@ -8,12 +8,14 @@ from meshplan.dtensor._install import install as install
 from meshplan.dtensor._install import installed as installed
 from meshplan.dtensor._install import policy as policy
 from meshplan.dtensor._install import uninstall as uninstall
+from meshplan.dtensor._live import discovered as discovered
 from meshplan.dtensor._prepare import prepare as prepare
 from meshplan.dtensor._prepare import shutdown as shutdown
 
 __all__ = [
     "Config",
     "current_config",
+    "discovered",
     "install",
     "installed",
     "policy",

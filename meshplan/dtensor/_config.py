@@ -29,7 +29,8 @@ class Config:
         contract: what fixes the bits of every reduction under ``deterministic``.
         path: how contract reductions move their data, one of ``PATHS``.
         strict: raise instead of running a reduction outside the contract.
-        topology: where the ranks of the job sit, or ``None``; plans are compared by it.
+        topology: where the ranks of the job sit, or ``None`` until they have told each other;
+            plans are compared by it.
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
         debug: compare what the members bring before every reduction.
@@ -66,7 +67,7 @@ class Config:
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise TopologyError(
                 f"topology={self.topology!r} is not a topology; "
-                "write topology=Topology.uniform(world_size, node_size=8)"
+                'write topology=Topology.uniform(world_size, node_size=8), or "live"'
             )
         # Part of a look-up in every redistribution: a string remembers its hash.
         object.__setattr__(self, "key", f"{self.token}, strict {self.strict}, {self.timeout}")

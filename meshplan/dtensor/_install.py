@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from meshplan.collectives import PathChoice, count_untouched
 from meshplan.contract import Contract
 from meshplan.dtensor._config import Config, PolicyChoice
+from meshplan.dtensor._live import gathered
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._seam import Optimize, planned_steps
 from meshplan.dtensor._shard_order import any_by_coordinate, watched
@@ -53,7 +55,7 @@ def install(
     path: PathChoice = "auto",
     strict: bool = False,
     timeout: float | None = None,
-    topology: Topology | None = None,
+    topology: Topology | Literal["live"] | None = None,
     debug: bool = False,
     allow_untested_torch: bool = False,
 ) -> None:
@@ -83,6 +85,11 @@ def install(
         topology: where the ranks of the job sit and what links cost, the same on every rank.
             Reductions whose groups span nodes are then done inside nodes first where that costs
             less; same bits. Not for a policy: what siblings may do is not known for sure from it.
+            If it is not given, ranks find out where they sit, and tell each other the first time
+            that all of them meet: in ``prepare`` of a mesh that holds all ranks, or in a first
+            redistribution that reduces over all; until then it is unknown. ``"live"``: they
+            meet here and now if the default group exists, and then every rank must call this.
+            ``Topology.unknown(world_size)``: nobody asks.
         debug: before every reduction its members meet over the store and compare what they bring.
             Ranks that differ are an error on all of them, where without it they would wait for
             each other or mix up data. Slow; reductions through shared memory compare always.
@@ -91,6 +98,7 @@ def install(
     Raises:
         PolicyError, ContractError, TopologyError: an argument that does not exist. (A topology of
             another number of ranks than the job has is found in the first redistribution.)
+        GroupAgreementError: with ``topology="live"``, ranks that did not come.
         UnsupportedTorchError: an untested torch version, or one whose seam has moved.
     """
     global _active
@@ -100,10 +108,12 @@ def install(
         path=os.environ.get("MESHPLAN_PATH") or path,  # type: ignore[arg-type]
         strict=strict,
         timeout=timeout,
-        topology=topology,
+        topology=None if topology == "live" else topology,
         debug=debug,
     )
     _check_torch(torch.__version__, allow_untested_torch)
+    if topology == "live" and dist.is_initialized():
+        gathered(config, None, 'meshplan.install(topology="live")')
     with _lock:
         if _active is not None:
             _active = (config, _active[1])

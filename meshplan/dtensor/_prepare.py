@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._install import current_config
+from meshplan.dtensor._live import gathered
 from meshplan.dtensor._meshes import known
 from meshplan.flatten import Block, Group, registry
 from meshplan.planner import near_blocks
@@ -22,13 +23,15 @@ def prepare(
     """Find or create the groups for reductions over ``mesh``, now rather than in the first step.
 
     Every rank of the mesh calls it with the same arguments, after ``init_process_group``; ranks
-    outside the mesh may call it too and do nothing. Needed before a CUDA graph is captured.
+    outside the mesh may call it too and do nothing. Needed before a CUDA graph is captured. If the
+    mesh holds all ranks of the job and ``install`` was given no topology, they tell each other
+    where they sit.
 
     Args:
         mesh: a device mesh or sub-mesh.
         *axes: each a set of axes, e.g. ``prepare(mesh, ("ddp", "fsdp"))``; if none is given, all
-            sets of axes (2 ** n - 1 for n axes larger than 1). Where the topology that was
-            installed lets near ranks reduce first, the groups for that are made too.
+            sets of axes (2 ** n - 1 for n axes larger than 1). Where the topology lets near
+            ranks reduce first, the groups for that are made too.
         timeout: seconds to wait for the other members; as installed if not given.
 
     Returns:
@@ -46,6 +49,7 @@ def prepare(
     ]
     if mesh.get_coordinate() is None:
         return ()
+    config = gathered(config, layout, "meshplan.prepare", timeout)
     wait = config.timeout if timeout is None else timeout
     groups = []
     for chosen in sets:

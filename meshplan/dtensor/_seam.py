@@ -16,10 +16,12 @@ from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
+from meshplan.dtensor._live import for_redistribution
 from meshplan.dtensor._meshes import Known, known
 from meshplan.dtensor._order import TransformInfo, already_cut, in_default_order, move
 from meshplan.dtensor._partial import PlannedPartial
@@ -80,6 +82,7 @@ def planned_steps(
         transform_infos, device_mesh, src_placements, dst_placements: as torch gives them.
     """
     mesh = known(device_mesh)
+    config = for_redistribution(config, mesh.layout, src_placements, dst_placements)
     by_placement = (src_placements, dst_placements, config.key)
     route: _Route | None = mesh.by_placement.get(by_placement)
     if route is None:
@@ -174,7 +177,9 @@ def _route(
     key = (problem.src, problem.dst, config.key, scatter)
     route: _Route | None = mesh.routes.get(key)
     if route is None:
-        route = _new_route(plan(problem), config)
+        # Torch may be tracing with fake tensors; a topology keeps what it computes.
+        with _disable_current_modes():
+            route = _new_route(plan(problem), config)
         if len(mesh.routes) >= MAX_ROUTES_PER_MESH:
             mesh.routes.clear()
             mesh.by_placement.clear()

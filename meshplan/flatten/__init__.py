@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from meshplan.flatten._create import default_timeout as default_timeout
 from meshplan.flatten._create import this_rank as this_rank
+from meshplan.flatten._discover import discover as discover
 from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
 from meshplan.flatten._groups import Block as Block
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
@@ -10,4 +12,14 @@ from meshplan.flatten._groups import Handle as Handle
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import Group as Group
 
-__all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry", "this_rank"]
+__all__ = [
+    "MAX_GROUPS",
+    "Block",
+    "Group",
+    "GroupRegistry",
+    "Handle",
+    "default_timeout",
+    "discover",
+    "registry",
+    "this_rank",
+]

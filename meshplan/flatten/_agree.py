@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
@@ -28,6 +28,8 @@ __all__ = ["Verdict", "open_round", "vote"]
 
 _FIRST_POLL_SECONDS = 0.0005
 _LAST_POLL_SECONDS = 0.1
+# Ranks that ask at most so often: a store serves some ten thousand questions a second.
+_POLLS_PER_SECOND = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,13 @@ class Verdict:
         missing: global ranks that had not arrived when the first member ran out of time.
         tokens: the token of each global rank, where the tokens differ; else empty.
         veto: global rank and reason of a member that refused; else ``None``.
+        answer: what a unanimous vote brought about, where it was held for an answer.
     """
 
     missing: tuple[int, ...] = ()
     tokens: dict[int, str] = field(default_factory=dict)
     veto: tuple[int, str] | None = None
+    answer: str = ""
 
     @property
     def unanimous(self) -> bool:
@@ -51,7 +55,12 @@ class Verdict:
 
     def dumps(self) -> str:
         return json.dumps(
-            {"missing": self.missing, "tokens": list(self.tokens.items()), "veto": self.veto}
+            {
+                "missing": self.missing,
+                "tokens": list(self.tokens.items()),
+                "veto": self.veto,
+                "answer": self.answer,
+            }
         )
 
     @classmethod
@@ -61,6 +70,7 @@ class Verdict:
             missing=tuple(found["missing"]),
             tokens=dict(found["tokens"]),
             veto=tuple(found["veto"]) if found["veto"] else None,
+            answer=found["answer"],
         )
 
 
@@ -102,6 +112,7 @@ def vote(
     token: str,
     timeout: float,
     veto: str | None = None,
+    answer: Callable[[], str] | None = None,
 ) -> Verdict:
     """Arrive with ``token`` and return what all members decide, within ``timeout`` seconds.
 
@@ -113,6 +124,8 @@ def vote(
         token: must be the same on all members for a yes.
         timeout: seconds to wait for the others, counted from this rank's arrival.
         veto: a reason to refuse for everybody, at once.
+        answer: called on the member that decides, once all have arrived with one token; all
+            members read what it returns. It must be the same whoever that is.
     """
     deadline = time.monotonic() + timeout
     store.set(f"{prefix}/token/{rank}", token)
@@ -121,27 +134,36 @@ def vote(
     # The token's own count goes first: who sees the total complete sees every token counted.
     store.add(f"{prefix}/count/{token}", 1)
     if store.add(f"{prefix}/total", 1) == len(ranks):
-        return _decide(store, prefix, _judge(store, prefix, ranks, token))
+        return _decide(store, prefix, _judge(store, prefix, ranks, token, answer))
     verdict = f"{prefix}/verdict"
     pause = _FIRST_POLL_SECONDS
+    longest = max(_LAST_POLL_SECONDS, len(ranks) / _POLLS_PER_SECOND)
     while not store.check([verdict]):
         left = deadline - time.monotonic()
         if left <= 0:
-            return _decide(store, prefix, _judge(store, prefix, ranks, token))
+            return _decide(store, prefix, _judge(store, prefix, ranks, token, answer))
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LAST_POLL_SECONDS)
+        pause = min(2 * pause, longest)
     return Verdict.loads(store.get(verdict).decode())
 
 
-def _judge(store: Store, prefix: str, ranks: Sequence[int], token: str) -> Verdict:
+def _judge(
+    store: Store,
+    prefix: str,
+    ranks: Sequence[int],
+    token: str,
+    answer: Callable[[], str] | None,
+) -> Verdict:
     if store.add(f"{prefix}/count/{token}", 0) == len(ranks):
-        return Verdict()
+        return Verdict(answer=answer() if answer else "")
     missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
     if missing:
         return Verdict(missing=missing)
     tokens = {r: store.get(f"{prefix}/token/{r}").decode() for r in ranks}
     # All have arrived with one token, and the last of them has not written its verdict yet.
-    return Verdict() if len(set(tokens.values())) == 1 else Verdict(tokens=tokens)
+    if len(set(tokens.values())) == 1:
+        return Verdict(answer=answer() if answer else "")
+    return Verdict(tokens=tokens)
 
 
 def _decide(store: Store, prefix: str, verdict: Verdict) -> Verdict:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meshplan.errors import TopologyError
 from meshplan.topology._hosts import Placed, hand_out, is_rank_order, of_hosts, ranks_from_file
 from meshplan.topology._reading import Groups, Reading
+from meshplan.topology.formats._hostlist import hostlist
 from meshplan.topology.formats.slurm_env import placement
 
 __all__ = ["Host", "Inputs", "Placing", "placing_of", "shown"]
@@ -138,7 +139,8 @@ def placing_of(
         slurm = placement(environ)
         if slurm is not None:
             _check(len(slurm), "Slurm's variables", world_size, "unset SLURM_TASKS_PER_NODE")
-            return Placing.at(of_hosts(slurm), "Slurm's variables")
+            names = hostlist(environ.get("SLURM_JOB_NODELIST") or environ["SLURM_NODELIST"])
+            return Placing.at(of_hosts(slurm, tuple(names)), "Slurm's variables")
         if not kinds and inputs.domain_size is None:
             return _from_launcher(inputs, world_size, environ)
     return _of_numbers(inputs, world_size, kinds[0] if kinds else None)

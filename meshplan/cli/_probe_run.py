@@ -1,0 +1,123 @@
+"""What ``meshplan probe`` does on every rank: reduce with the backend's own all-reduce, compare."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshplan.cli._probe import DTYPES, NUMELS, ProbeRow, ProbeUsageError
+from meshplan.errors import GroupStateError
+from meshplan.flatten import discover
+from meshplan.layout import Layout
+from meshplan.lint import parse_mesh
+from meshplan.testing import bits, nccl_model, order_sensitive, replica_fingerprints
+
+__all__ = ["run_probe"]
+
+
+def run_probe(given: argparse.Namespace) -> tuple[dict[str, Any], list[ProbeRow]]:
+    """What was run, and what was seen; the same on all ranks.
+
+    Raises:
+        ProbeUsageError, LayoutError: options that do not fit the job.
+        GroupAgreementError: ranks that did not come.
+        GroupStateError: no GPU for this rank.
+        RuntimeError, ValueError: from torch, where the ranks cannot be connected.
+    """
+    layout = parse_mesh(given.mesh)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if layout.world_size != world_size:
+        raise ProbeUsageError(
+            f"the mesh {layout} has {layout.world_size} ranks and the job {world_size}; give the "
+            "job's own mesh"
+        )
+    wide = [i for i, size in enumerate(layout.sizes) if size > 1]
+    if not wide:
+        raise ProbeUsageError(f"the mesh {layout} has no axis larger than 1: nothing is reduced")
+    backend = given.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    with _default_group(backend, given) as device:
+        store = c10d._get_default_store()
+        cluster = discover(store, dist.get_rank(), world_size, given.timeout)
+        dtypes = [getattr(torch, name) for name in given.dtype or DTYPES[:2]]
+        numels = given.numel or NUMELS
+        rows = []
+        for axes in [*((i,) for i in wide), *combinations(wide, 2)]:
+            rows += _over(layout, axes, [(d, n) for d in dtypes for n in numels], device)
+    about = f"{backend} ({nccl_model.ABOUT})" if backend == "nccl_model" else backend
+    return {"mesh": str(layout), "backend": about, "origin": cluster.origin}, rows
+
+
+@contextmanager
+def _default_group(backend: str, given: argparse.Namespace) -> Iterator[torch.device]:
+    """The default group while it is needed, and the device that its tensors are on."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if not dist.is_nccl_available() or local_rank >= torch.cuda.device_count():
+            raise GroupStateError(
+                f"backend nccl needs a GPU for each rank, and local rank {local_rank} has none "
+                "here; write --backend gloo"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if backend == "nccl_model":
+        nccl_model.register()
+        nccl_model.configure(domain_size=given.domain_size, algorithm=given.algorithm or "ring")
+    dist.init_process_group(backend, timeout=timedelta(seconds=given.timeout))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _over(
+    layout: Layout,
+    axes: tuple[int, ...],
+    cases: Sequence[tuple[torch.dtype, int]],
+    device: torch.device,
+) -> list[ProbeRow]:
+    groups = layout.siblings(axes).tolist()
+    # As DeviceMesh makes them: every rank takes part in the creation of every group.
+    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    place = next(ranks for ranks in groups if dist.get_rank() in ranks).index(dist.get_rank())
+    rows = []
+    for dtype, numel in cases:
+        # The same inputs in every group.
+        mine = order_sensitive(numel, rank=place, world_size=len(groups[0]), dtype=dtype)
+        result = mine.to(device)
+        dist.all_reduce(result, group=group)
+        seen = replica_fingerprints(result)
+        digests = [[seen[rank] for rank in ranks] for ranks in groups]
+        rows.append(
+            ProbeRow(
+                axes=tuple(layout.axes[i] for i in axes),
+                groups=len(groups),
+                size=len(groups[0]),
+                dtype=str(dtype).removeprefix("torch."),
+                numel=numel,
+                results=len({found[0] for found in digests}),
+                share=_most_unlike_first(result) / numel,
+                alike=all(len(set(found)) == 1 for found in digests),
+            )
+        )
+    dist.destroy_process_group(group)
+    return rows
+
+
+def _most_unlike_first(result: Tensor) -> int:
+    """In how many elements the rank that is most unlike the first rank differs from it."""
+    first = result.clone()
+    dist.broadcast(first, 0)
+    count = (bits(result) != bits(first)).sum().reshape(1)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return int(count)

@@ -1,0 +1,145 @@
+"""The topology of the job where none was given: gathered once for each default group.
+
+It is gathered only where all ranks meet anyway (docs/adr/0007): in ``prepare`` of a mesh that holds
+all ranks, or in the first redistribution that reduces over all of them. Until then it is unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshplan.dtensor._config import Config
+from meshplan.flatten import default_timeout, discover, this_rank
+from meshplan.layout import Layout
+from meshplan.topology._cluster import Cluster
+
+__all__ = ["discovered", "for_redistribution", "gathered"]
+
+_LOG = logging.getLogger("meshplan")
+
+
+@dataclass(slots=True)
+class _Settled:
+    """What was gathered; ``None`` if the ranks are simulated and there is nothing to gather.
+
+    With it configurations that have it, by the key of those that have none.
+    """
+
+    cluster: Cluster | None
+    configs: dict[str, Config] = field(default_factory=dict)
+
+    def complete(self, config: Config) -> Config:
+        """``config`` with the topology."""
+        if self.cluster is None:
+            return config
+        known = self.configs.get(config.key)
+        if known is None:
+            known = self.configs[config.key] = replace(config, topology=self.cluster.topology)
+        return known
+
+
+# Owned by this module; an entry goes with its default group.
+_SETTLED: weakref.WeakKeyDictionary[ProcessGroup, _Settled] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def discovered() -> Cluster | None:
+    """Where the ranks of the default group sit, if that was gathered."""
+    world = dist.group.WORLD
+    settled = None if world is None else _SETTLED.get(world)
+    return None if settled is None else settled.cluster
+
+
+def for_redistribution(
+    config: Config, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
+) -> Config:
+    """``config`` with the topology that was gathered, if it has none of its own.
+
+    If none was gathered yet and this redistribution makes every rank of the job wait for every
+    other, they gather it now.
+
+    Raises:
+        GroupAgreementError, TopologyInputError: as ``gathered``.
+    """
+    world = dist.group.WORLD
+    if config.topology is not None or world is None:
+        return config
+    settled = _SETTLED.get(world)
+    if settled is None:
+        if layout.world_size != world.size() or not _reduces_over_all(layout, src, dst):
+            return config
+        settled = _settle(world, config.timeout, "the first reduction")
+    return settled.complete(config)
+
+
+def gathered(
+    config: Config, layout: Layout | None, what: str, timeout: float | None = None
+) -> Config:
+    """``config`` with a topology, if it has none of its own; the ranks gather it if need be.
+
+    Every rank of the default group calls it, or none where ``layout`` does not hold all of them.
+
+    Args:
+        config: as installed.
+        layout: of the mesh whose ranks have come; ``None``: all ranks have.
+        what: what they meet for, in the words of an error.
+        timeout: seconds to wait for the others; as installed if not given.
+
+    Raises:
+        GroupAgreementError: ranks that did not come.
+        TopologyInputError: what some rank published cannot be understood.
+    """
+    world = dist.group.WORLD
+    if config.topology is not None or world is None:
+        return config
+    settled = _SETTLED.get(world)
+    if settled is None:
+        if layout is not None and layout.world_size != world.size():
+            return config
+        settled = _settle(world, config.timeout if timeout is None else timeout, what)
+    return settled.complete(config)
+
+
+def _settle(world: ProcessGroup, timeout: float | None, what: str) -> _Settled:
+    # Where one process plays all ranks there is nobody to ask.
+    if local_tensor_mode() is not None:
+        return _Settled(None)
+    with _LOCK:
+        settled = _SETTLED.get(world)
+        if settled is None:
+            simulated = dist.get_backend() == "fake"
+            settled = _Settled(None if simulated else _gather(world, timeout, what))
+            _SETTLED[world] = settled
+    return settled
+
+
+def _gather(world: ProcessGroup, timeout: float | None, what: str) -> Cluster:
+    wait = default_timeout(world._device_types[0].type) if timeout is None else timeout
+    store = c10d._get_default_store()
+    # Torch may be tracing, and this must be computed for real.
+    with _disable_current_modes():
+        cluster = discover(store, this_rank(), world.size(), wait, what=what)
+    if this_rank() == 0:
+        _LOG.info("%s; %s", cluster.origin, cluster.topology)
+        for one in cluster.notes:
+            _LOG.log(logging.WARNING if one.note.code else logging.INFO, "%s", one.note)
+    return cluster
+
+
+def _reduces_over_all(layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]) -> bool:
+    """Whether no axis is left out along which ranks differ."""
+    return all(
+        size == 1 or (before.is_partial() and not after.is_partial())
+        for size, before, after in zip(layout.sizes, src, dst, strict=True)
+    )

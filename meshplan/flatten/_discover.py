@@ -1,0 +1,87 @@
+"""Where all ranks of the job sit, gathered once over the store.
+
+A vote of all ranks that is held for an answer (see ``_agree``): each rank writes its own place, the
+one that decides reads all of them, merges them and publishes one compressed answer in the verdict,
+which every rank reads. So a job of ten thousand ranks costs each rank a handful of store
+operations, and all have the same answer or none has one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+
+from torch._C._distributed_c10d import Store
+
+from meshplan.errors import TopologyError, TopologyInputError
+from meshplan.flatten._agree import open_round, vote
+from meshplan.flatten._join import refusal
+from meshplan.topology._cluster import Cluster
+from meshplan.topology._live import place_here
+from meshplan.topology._merge_places import cluster_of
+from meshplan.topology._packed import packed, unpacked
+from meshplan.topology._place import Place
+
+__all__ = ["discover"]
+
+# No compressed answer begins with it.
+_FAILED = "failed: "
+
+
+def discover(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    *,
+    what: str = "the gathering of where ranks sit",
+    place: Callable[[], Place] | None = None,
+) -> Cluster:
+    """Gather the places of all ranks. Every rank calls it, as often as each other.
+
+    Args:
+        store: that all ranks have, e.g. the default group's.
+        rank: this process's global rank.
+        world_size: of the job.
+        timeout: seconds to wait for the other ranks, counted from this rank's arrival.
+        what: what ranks are waited for, in the words of an error.
+        place: finds this rank's place; from its environment if not given.
+
+    Returns:
+        The cluster, the same on all ranks.
+
+    Raises:
+        GroupAgreementError: ranks that did not come, named on all that came.
+        TopologyInputError: what some rank published cannot be understood.
+    """
+    prefix, _ = open_round(store, f"places/{world_size}", rank)
+    mine = place() if place is not None else place_here(os.environ)
+    # Before the vote: who sees all ranks there sees all places.
+    store.set(f"{prefix}/place/{rank}", json.dumps(mine.to_json(), separators=(",", ":")))
+    ranks = tuple(range(world_size))
+    verdict = vote(
+        store,
+        prefix,
+        ranks=ranks,
+        rank=rank,
+        token="place",
+        timeout=timeout,
+        answer=partial(_gathered, store, prefix, world_size),
+    )
+    if not verdict.unanimous:
+        raise refusal(verdict, ranks, rank, timeout, what)
+    if verdict.answer.startswith(_FAILED):
+        raise TopologyInputError(verdict.answer.removeprefix(_FAILED))
+    return unpacked(verdict.answer)
+
+
+def _gathered(store: Store, prefix: str, world_size: int) -> str:
+    keys = [f"{prefix}/place/{rank}" for rank in range(world_size)]
+    try:
+        places = [Place.from_json(json.loads(text)) for text in store.multi_get(keys)]
+        return packed(cluster_of(places))
+    except (TopologyError, ValueError) as error:
+        # Told to all, rather than raised on one rank while the others wait.
+        return f"{_FAILED}{error.args[0]}"

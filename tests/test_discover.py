@@ -1,0 +1,339 @@
+"""Ranks tell each other where they sit, and what is made of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshplan
+from meshplan.dtensor import _live, discovered
+from meshplan.errors import GroupAgreementError, TopologyError, TopologyInputError
+from meshplan.flatten import discover
+from meshplan.testing import assert_replicas_equal, bits, order_sensitive
+from meshplan.topology import Topology
+from meshplan.topology._cluster import Cluster
+from meshplan.topology._place import Place
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+
+P, R = Partial(), Replicate()
+
+
+def on_hosts(rank: int, each: int) -> None:
+    os.environ["MESHPLAN_HOST"] = f"host{rank // each}"
+
+
+def gather(rank: int, world_size: int, timeout: float = 20.0, **how: Any) -> Cluster:
+    return discover(c10d._get_default_store(), rank, world_size, timeout, **how)
+
+
+def reduce(mesh: DeviceMesh, numel: int = 1001) -> torch.Tensor:
+    """Over all axes of the mesh."""
+    mine = order_sensitive(numel, rank=dist.get_rank(), world_size=dist.get_world_size())
+    d = DTensor.from_local(mine, mesh, (P,) * mesh.ndim, run_check=False)
+    return d.redistribute(mesh, (R,) * mesh.ndim).to_local()
+
+
+def groups_of_last() -> str:
+    """Of the last reduction of another kind than those before it."""
+    return str(meshplan.report().entries[-1]["group"])
+
+
+class TestErrors(TestCase):
+    def test_a_rank_that_never_comes(self) -> None:
+        def ranks(rank: int) -> tuple[str, tuple[int, ...], float]:
+            if rank == 2:
+                time.sleep(4)
+                return "", (2,), 0.0
+            started = time.monotonic()
+            with pytest.raises(GroupAgreementError) as caught:
+                gather(rank, 4, 2.0)
+            return str(caught.value), caught.value.missing, time.monotonic() - started
+
+        found = run_ranks(ranks, 4)
+        assert {missing for _, missing, _ in found} == {(2,)}
+        assert max(seconds for _, _, seconds in found) < 4
+        assert found[0][0] == found[1][0] == found[3][0]
+        self.assertExpectedInline(
+            found[0][0],
+            """MP501: rank 2 did not come within 2 s to the gathering of where ranks sit over ranks 0, 1, 2, 3, so nobody started it; every rank of the group must run the same redistribution: look for a rank that died or took another branch""",
+        )
+
+    def test_a_rank_of_another_version(self) -> None:
+        def ranks(rank: int) -> str:
+            other = mock.Mock(to_json=lambda: {"site": "moon"})
+            with pytest.raises(TopologyInputError) as caught:
+                gather(rank, 2, place=(lambda: other) if rank else None)
+            return str(caught.value)
+
+        found = run_ranks(ranks, 2)
+        assert found[0] == found[1]
+        self.assertExpectedInline(
+            found[0],
+            """MP212: no Place of a rank: "{'site': 'moon'}"; do all ranks run one version of meshplan?""",
+        )
+
+    def test_a_topology_that_is_a_word(self) -> None:
+        with pytest.raises(TopologyError) as caught:
+            meshplan.install(topology="auto")  # type: ignore[arg-type]
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP211: topology='auto' is not a topology; write topology=Topology.uniform(world_size, node_size=8), or "live\"""",
+        )
+
+
+def test_all_ranks_have_one_answer() -> None:
+    def ranks(rank: int) -> Cluster:
+        on_hosts(rank, 2)
+        return gather(rank, 5)
+
+    found = run_ranks(ranks, 5)
+    assert found == [found[0]] * 5
+    assert found[0].topology == Topology.uniform(5, node_size=2)
+    assert found[0].hosts == ("host0", "host0", "host1", "host1", "host2")
+
+
+def test_as_often_as_one_likes_and_after_a_failure() -> None:
+    def ranks(rank: int) -> list[str]:
+        found = []
+        for number in range(3):
+            os.environ["MESHPLAN_HOST"] = f"try{number}"
+            found.append(gather(rank, 3).hosts[0])
+        if rank == 1:
+            time.sleep(3)
+        else:
+            with pytest.raises(GroupAgreementError):
+                gather(rank, 3, 1.0)
+        os.environ["MESHPLAN_HOST"] = "again"
+        # Rank 1 comes to the vote that failed without it, and goes on to the next.
+        found.append(gather(rank, 3).hosts[0])
+        return found
+
+    assert run_ranks(ranks, 3) == [["try0", "try1", "try2", "again"]] * 3
+
+
+def test_where_the_default_group_is_made_anew() -> None:
+    """With other hosts: what was gathered before is not taken for the new."""
+
+    def ranks(rank: int) -> list[str]:
+        folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
+        found = []
+        for hosts in (1, 2, 4):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/{hosts}",
+                rank=rank,
+                world_size=4,
+                timeout=timedelta(seconds=30),
+            )
+            on_hosts(rank, 4 // hosts)
+            mesh = init_device_mesh("cpu", (2, 2))
+            with meshplan.installed():
+                assert discovered() is None
+                reduce(mesh)
+                cluster = discovered()
+            assert cluster is not None
+            found.append(str(cluster.topology))
+            dist.barrier()
+            meshplan.shutdown()
+            dist.destroy_process_group()
+        return found
+
+    expected = ["1 node of 4", "2 nodes of 2", "4 nodes of 1"]
+    assert run_ranks(ranks, 4, init=False) == [expected] * 4
+
+
+def test_a_reduction_over_all_ranks_gathers_and_is_done_inside_hosts_first() -> None:
+    """The bits are those without a topology."""
+
+    def ranks(rank: int) -> None:
+        on_hosts(rank, 4)
+        mesh = init_device_mesh("cpu", (2, 4))
+        with meshplan.installed(topology=Topology.unknown(8)):
+            flat = reduce(mesh)
+            assert discovered() is None
+        assert groups_of_last().startswith("default group")
+        with meshplan.installed():
+            near_first = reduce(mesh)
+        cluster = discovered()
+        assert cluster is not None
+        assert cluster.topology == Topology.uniform(8, node_size=4)
+        assert groups_of_last().startswith("inner ")
+        assert torch.equal(bits(flat), bits(near_first))
+        assert_replicas_equal(near_first)
+
+    run_ranks(ranks, 8, timeout=100)
+
+
+def test_prepare_of_all_ranks_gathers() -> None:
+    def ranks(rank: int) -> None:
+        on_hosts(rank, 2)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        with meshplan.installed():
+            meshplan.prepare(mesh)
+            cluster = discovered()
+            assert cluster is not None
+            assert cluster.topology == Topology.uniform(4, node_size=2)
+            # What was prepared is what is used: nobody is asked again.
+            with mock.patch.object(_live, "discover", side_effect=AssertionError):
+                before = len(c10d._world.pg_map)
+                reduce(mesh)
+                assert len(c10d._world.pg_map) == before
+
+    run_ranks(ranks, 4)
+
+
+def test_a_part_of_the_ranks_never_waits_for_the_others() -> None:
+    """Rank 0 is in no mesh and never comes; then everybody does."""
+
+    def ranks(rank: int) -> None:
+        on_hosts(rank, 2)
+        mesh = DeviceMesh("cpu", [[1, 2], [3, 4]], mesh_dim_names=("a", "b"))
+        with meshplan.installed():
+            if rank:
+                meshplan.prepare(mesh)
+                started = time.monotonic()
+                mine = torch.full((3,), float(rank))
+                d = DTensor.from_local(mine, mesh, (P, P), run_check=False)
+                assert d.redistribute(mesh, (R, R)).to_local().tolist() == [10.0] * 3
+                d = DTensor.from_local(mine, mesh["a"], (P,), run_check=False)
+                expected = [4.0] * 3 if rank in (1, 3) else [6.0] * 3
+                assert d.redistribute(mesh["a"], (R,)).to_local().tolist() == expected
+                assert time.monotonic() - started < 10
+            assert discovered() is None
+            dist.barrier()
+            whole = init_device_mesh("cpu", (5,))
+            reduce(whole)
+            cluster = discovered()
+            assert cluster is not None
+            assert cluster.topology == Topology.uniform(5, node_size=2)
+            if rank:
+                # The same mesh as before, planned anew.
+                d = DTensor.from_local(torch.ones(3), mesh, (P, P), run_check=False)
+                assert d.redistribute(mesh, (R, R)).to_local().tolist() == [4.0] * 3
+
+    run_ranks(ranks, 5)
+
+
+def test_axes_of_a_mesh_of_all_ranks_do_not_gather() -> None:
+    """A group along one axis waits for its own members and for nobody else."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        with meshplan.installed():
+            if rank in (0, 1):
+                d = DTensor.from_local(torch.ones(3), mesh, (R, P), run_check=False)
+                assert d.redistribute(mesh, (R, R)).to_local().tolist() == [2.0] * 3
+        assert discovered() is None
+
+    run_ranks(ranks, 4)
+
+
+def test_install_live() -> None:
+    def ranks(rank: int) -> list[str]:
+        on_hosts(rank, 1)
+        meshplan.install(topology="live")
+        first = discovered()
+        assert first is not None
+        # Once for each default group.
+        on_hosts(rank, 3)
+        meshplan.install(topology="live", policy="consistent")
+        assert discovered() is first
+        return list(first.hosts)
+
+    assert run_ranks(ranks, 3) == [["host0", "host1", "host2"]] * 3
+
+
+def test_install_live_without_a_group_and_with_a_rank_that_does_not_come() -> None:
+    def ranks(rank: int) -> str:
+        meshplan.install(topology="live")  # nobody to ask yet
+        meshplan.uninstall()
+        init_method = f"file://{os.environ['MESHPLAN_TEST_STORE']}"
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+        message = ""
+        if rank == 0:
+            with pytest.raises(GroupAgreementError) as caught:
+                meshplan.install(topology="live", timeout=1.0)
+            message = str(caught.value)
+            assert meshplan.dtensor.current_config() is None
+        dist.barrier()
+        dist.destroy_process_group()
+        return message
+
+    found = run_ranks(ranks, 2, init=False)
+    assert 'rank 1 did not come within 1 s to meshplan.install(topology="live")' in found[0]
+
+
+def test_a_given_topology_asks_nobody() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        with (
+            mock.patch.object(_live, "discover", side_effect=AssertionError),
+            meshplan.installed(topology=Topology.uniform(2, node_size=1)),
+        ):
+            meshplan.prepare(mesh)
+            reduce(mesh)
+
+    run_ranks(ranks, 2)
+
+
+def test_one_rank_with_a_topology_and_the_others_without_is_an_error_on_all() -> None:
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,))
+        mine = Topology.uniform(3, node_size=1) if rank == 1 else None
+        with meshplan.installed(topology=mine, timeout=2.0):
+            with pytest.raises(GroupAgreementError) as caught:
+                reduce(mesh)
+            return str(caught.value)
+
+    found = run_ranks(ranks, 3)
+    assert all("rank 1" in found[rank] for rank in (0, 2))
+
+
+def test_what_is_odd_is_logged_once() -> None:
+    def ranks(rank: int) -> list[str]:
+        os.environ["MESHPLAN_HOST"] = "small" if rank == 0 else "large"
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(  # type: ignore[method-assign]
+            f"{record.levelname}: {record.getMessage()}"
+        )
+        logging.getLogger("meshplan").addHandler(handler)
+        meshplan.install(topology="live")
+        return lines
+
+    found = run_ranks(ranks, 3)
+    assert found == [
+        ["WARNING: MP205: ranks per node differ: 2 on 1 node; 1 on small"],
+        [],
+        [],
+    ]
+
+
+def test_simulated_ranks_are_not_asked() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with meshplan.installed(topology="live"):
+            reduce(init_device_mesh("cpu", (2, 2)))
+        assert discovered() is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_place_of_a_process_with_no_group() -> None:
+    assert discovered() is None
+    assert isinstance(Place("h", "n"), Place)

@@ -1,0 +1,122 @@
+"""A rank's place as a value and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyInputError
+from meshplan.topology._place import Fabric, Gpu, Place
+
+WHOLE = Place(
+    host="node7 0123",
+    name="node7",
+    machine="0123",
+    local_rank=0,
+    local_size=8,
+    agent=7,
+    gpu=Gpu(
+        id="GPU-1",
+        bus="0000:1b:00.0",
+        vendor="nvidia",
+        model="NVIDIA H100",
+        links=17,
+        unread=(3, 4),
+        peers=("0000:2b:00.0",),
+        switch=True,
+        fabric=Fabric("ab" * 16, 3, 3, 0, 0xAA),
+        on_host=8,
+        domain=8,
+    ),
+    multi_node=False,
+    imex=True,
+)
+
+
+class TestPlace(TestCase):
+    def test_json(self) -> None:
+        self.assertExpectedInline(
+            json.dumps(WHOLE.to_json()),
+            """{"host": "node7 0123", "name": "node7", "machine": "0123", "local_rank": 0, "local_size": 8, "agent": 7, "gpu": {"id": "GPU-1", "bus": "0000:1b:00.0", "vendor": "nvidia", "model": "NVIDIA H100", "links": 17, "unread": [3, 4], "peers": ["0000:2b:00.0"], "switch": true, "fabric": {"cluster": "abababababababababababababababab", "clique": 3, "state": 3, "health": 170}, "on_host": 8, "domain": 8}, "multi_node": false, "imex": true}""",
+        )
+        assert json.dumps(Place("h", "n").to_json()) == '{"host": "h", "name": "n"}'
+
+    def test_what_another_version_says(self) -> None:
+        with pytest.raises(TopologyInputError) as caught:
+            Place.from_json({"host": "h", "name": "n", "rack": 3})
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP212: no Place of a rank: "{'host': 'h', 'name': 'n', 'rack': 3}"; do all ranks run one version of meshplan?""",
+        )
+
+
+@pytest.mark.parametrize("place", [WHOLE, Place("h", "n"), Place("h", "n", reason="no GPU")])
+def test_there_and_back(place: Place) -> None:
+    assert Place.from_json(json.loads(json.dumps(place.to_json()))) == place
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [],
+        {},
+        {"host": "h"},
+        {"host": 3, "name": "n"},
+        {"host": "h", "name": "n", "gpu": "GPU-1"},
+        {"host": "h", "name": "n", "gpu": {"id": "1"}},
+        {"host": "h", "name": "n", "gpu": {"id": "1", "bus": "2", "vendor": "amd", "peers": [3]}},
+        {"host": "h", "name": "n", "gpu": {"id": "1", "bus": "2", "vendor": "amd", "fabric": {}}},
+        {"host": ["h"], "name": "n"},
+    ],
+)
+def test_what_is_no_place(found: Any) -> None:
+    with pytest.raises(TopologyInputError):
+        Place.from_json(found)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["host", "name", "gpu", "id", "bus", "vendor", "fabric", "peers"]),
+            inner,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(_JSON)
+def test_any_json(found: Any) -> None:
+    refused = ""
+    try:
+        Place.from_json(found)
+    except TopologyInputError as error:
+        refused = str(error)
+    assert "\n" not in refused
+
+
+def test_health() -> None:
+    def faults(health: int | None, status: int = 0, state: int = 3) -> tuple[str, ...]:
+        return Fabric("ab" * 16, 0, state, status, health).faults
+
+    assert faults(None) == faults(0) == faults(0xAA) == faults(0x1AA) == ()
+    assert faults(0x01) == ("bandwidth is degraded",)
+    assert faults(0x04) == ("routes are recovering",)
+    assert faults(0x55 | 0x500) == (
+        "bandwidth is degraded",
+        "routes are recovering",
+        "routes are unhealthy",
+        "recovery from access timeouts",
+        "misconfigured (5)",
+    )
+    assert faults(0xAA, status=999) == ("registered with status 999",)
+    # While it is not completed its status says nothing.
+    assert faults(0xAA, status=999, state=2) == ()

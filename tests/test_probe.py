@@ -1,0 +1,205 @@
+"""``meshplan probe``: what the backend's own all-reduces do on this machine, and on a model."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.cli import _probe
+from meshplan.cli._probe import ProbeRow, add, probe
+from tests.processes import run_ranks
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    return parser.parse_args(["probe", *words])
+
+
+def free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("localhost", 0))
+        return int(probing.getsockname()[1])
+
+
+def launched(world_size: int, *words: str) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each rank."""
+    port = free_port()
+
+    def ranks(rank: int) -> tuple[int, str, str]:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+        out, said = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(said):
+            code = probe(options(*words))
+        return code, out.getvalue(), said.getvalue()
+
+    return run_ranks(ranks, world_size, init=False)
+
+
+def refused(*words: str, **environ: str) -> str:
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, {**LAUNCHED, **environ}), redirect_stderr(said):
+        assert probe(options(*words)) == 2
+    return said.getvalue()
+
+
+class TestProbe(TestCase):
+    @pytest.mark.processes
+    def test_gloo(self) -> None:
+        found = launched(4, "--mesh", "ddp=2,one=1,fsdp=2", "--backend", "gloo", "--numel", "1021")
+        assert [(code, said) for code, _, said in found] == [(0, "")] * 4
+        assert [out for _, out, _ in found[1:]] == [""] * 3
+        lines = found[0][1].splitlines()
+        assert lines[1].startswith("live: 4 ranks on 1 host, ")
+        self.assertExpectedInline(
+            "\n".join([lines[0], *lines[2:]]),
+            """\
+mesh (ddp=2, one=1, fsdp=2), backend gloo
+axes        groups  dtype     elements  results  differ  in a group
+ddp         2 of 2  float32   1021      1        0.0%    equal
+ddp         2 of 2  bfloat16  1021      1        0.0%    equal
+fsdp        2 of 2  float32   1021      1        0.0%    equal
+fsdp        2 of 2  bfloat16  1021      1        0.0%    equal
+ddp x fsdp  1 of 4  float32   1021      1        0.0%    equal
+ddp x fsdp  1 of 4  bfloat16  1021      1        0.0%    equal
+all groups with the same inputs had the same bits (seen in this run; equal bits are no proof for other sizes, placements or versions)""",
+        )
+
+    @pytest.mark.processes
+    def test_the_model_on_a_jagged_mesh(self) -> None:
+        """Groups of five on nodes of eight: (5) and (3,2)."""
+        words = "--mesh ddp=2,fsdp=5 --backend nccl_model --domain-size 8 --algorithm tree"
+        found = launched(10, *words.split(), "--numel", "1021", "--dtype", "float32")
+        assert {code for code, _, _ in found} == {1}
+        lines = found[0][1].splitlines()
+        self.assertExpectedInline(
+            "\n".join([lines[0], *lines[2:]]),
+            """\
+mesh (ddp=2, fsdp=5), backend nccl_model (model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL)
+axes        groups   dtype    elements  results  differ  in a group
+ddp         5 of 2   float32  1021      1        0.0%    equal
+fsdp        2 of 5   float32  1021      2        73.2%   equal
+ddp x fsdp  1 of 10  float32  1021      1        0.0%    equal
+groups with the same inputs had different bits over: fsdp (seen in this run; equal bits are no proof for other sizes, placements or versions)""",
+        )
+
+    @pytest.mark.processes
+    def test_json(self) -> None:
+        words = "--mesh a=3 --backend gloo --numel 7 --dtype float64 --output-format json"
+        code, out, _ = launched(3, *words.split())[0]
+        assert code == 0
+        answer = json.loads(out)
+        assert answer.pop("origin").startswith("live: 3 ranks on 1 host")
+        self.assertExpectedInline(
+            json.dumps(answer),
+            """{"mesh": "(a=3)", "backend": "gloo", "differs": false, "reductions": [{"axes": ["a"], "groups": 1, "size": 3, "dtype": "float64", "numel": 7, "results": 1, "share": 0.0, "alike": true, "differs": false}], "about": "seen in this run; equal bits are no proof for other sizes, placements or versions"}""",
+        )
+
+    def test_how_it_is_to_be_run(self) -> None:
+        said = [
+            refused("--mesh", "ddp=2,fsdp=4", RANK="", WORLD_SIZE=""),
+            refused("--mesh", "ddp=2,fsdp=4"),
+            refused("--mesh", "ddp"),
+            refused("--mesh", "ddp=2,ddp=2"),
+            refused("--mesh", "ddp=0"),
+            refused("--mesh", "a=1,b=1", WORLD_SIZE="1"),
+            refused("--mesh", "a=4", "--backend", "nccl_model"),
+            refused("--mesh", "a=4", "--domain-size", "8"),
+            refused("--mesh", "a=4", "--numel", "0"),
+            refused("--mesh", "a=4", "--timeout", "-1"),
+        ]
+        self.assertExpectedInline(
+            "".join(said),
+            """\
+meshplan: MP402: probe runs on all ranks of a job at once, and RANK, WORLD_SIZE is not set; write: torchrun --nproc-per-node 8 -m meshplan probe --mesh ddp=2,fsdp=4
+meshplan: MP402: the mesh (ddp=2, fsdp=4) has 8 ranks and the job 4; give the job's own mesh
+meshplan: MP111: --mesh has 'ddp', which is no axis; write for example --mesh ddp=2,fsdp=4
+meshplan: MP111: axis names must be unique and one for each of the 2 axes, found ['ddp', 'ddp']; write one name per axis, or names=None
+meshplan: MP111: a mesh needs axes of size 1 or more, found sizes [0]; write for example Layout.of(ddp=8, fsdp=5)
+meshplan: MP402: the mesh (a=1, b=1) has no axis larger than 1: nothing is reduced
+meshplan: MP402: nccl_model has to know how many consecutive ranks are on a node; write for example --domain-size 8
+meshplan: MP402: --domain-size and --algorithm are of the model; write --backend nccl_model, or leave them out
+meshplan: MP402: --numel 0 is not from 1 to 2147483648
+meshplan: MP402: --timeout -1 is not a positive number of seconds
+""",
+        )
+
+    def test_a_group_whose_ranks_differ(self) -> None:
+        row = ProbeRow(("a", "b"), 1, 4, "float32", 10, 1, 0.1, False)
+        text = _probe._text({"mesh": "m", "backend": "b", "origin": "o"}, [row])
+        assert row.differs
+        self.assertExpectedInline(
+            text,
+            """\
+mesh m, backend b
+o
+axes   groups  dtype    elements  results  differ  in a group
+a x b  1 of 4  float32  10        1        10.0%   DIFFERENT
+groups with the same inputs had different bits over: a x b (seen in this run; equal bits are no proof for other sizes, placements or versions)""",
+        )
+
+
+def test_no_gpu_for_this_rank() -> None:
+    said = refused("--mesh", "a=4", "--backend", "nccl", RANK="3", LOCAL_RANK="99")
+    assert said.startswith("meshplan: rank 3: MP503: backend nccl needs a GPU for each rank")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_come_is_one_line() -> None:
+    said = refused(
+        "--mesh", "a=4", "--backend", "gloo", "--timeout", "2", MASTER_PORT=str(free_port())
+    )
+    assert said.startswith("meshplan: rank 0: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "mesh", ["", ",", "=", "a=", "=3", "a=²", "a=99999999999", "a=3,,b=2", "\n"]
+)
+def test_any_mesh(mesh: str) -> None:
+    said = refused("--mesh", mesh)
+    assert said.startswith("meshplan: MP1")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "meshplan", "probe"]
+    done = subprocess.run(
+        [*command, "--mesh", "a=2", "--numel", "5", "--backend", "gloo"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mesh (a=2), backend gloo\nlive: 2 ranks on 1 host")
+
+
+def test_the_options_do_not_import_torch() -> None:
+    ask = "import sys; import meshplan.cli._probe; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
