@@ -25,7 +25,6 @@ from meshplan.flatten import discover
 from meshplan.testing import assert_replicas_equal, bits, order_sensitive
 from meshplan.topology import Topology
 from meshplan.topology._cluster import Cluster
-from meshplan.topology._place import Place
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -334,6 +333,5 @@ def test_simulated_ranks_are_not_asked() -> None:
         dist.destroy_process_group()
 
 
-def test_place_of_a_process_with_no_group() -> None:
+def test_without_a_default_group() -> None:
     assert discovered() is None
-    assert isinstance(Place("h", "n"), Place)

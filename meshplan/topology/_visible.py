@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["visible"]
+__all__ = ["choice", "visible"]
 
 _NUMBER = re.compile(r"\s*\+?(\d{1,6})", re.ASCII)
 
