@@ -132,9 +132,9 @@ groups with the same inputs had different bits over: fsdp (seen in this run; equ
             """\
 meshplan: MP402: probe runs on all ranks of a job at once, and RANK, WORLD_SIZE is not set; write: torchrun --nproc-per-node 8 -m meshplan probe --mesh ddp=2,fsdp=4
 meshplan: MP402: the mesh (ddp=2, fsdp=4) has 8 ranks and the job 4; give the job's own mesh
-meshplan: MP111: --mesh has 'ddp', which is no axis; write for example --mesh ddp=2,fsdp=4
-meshplan: MP111: axis names must be unique and one for each of the 2 axes, found ['ddp', 'ddp']; write one name per axis, or names=None
-meshplan: MP111: a mesh needs axes of size 1 or more, found sizes [0]; write for example Layout.of(ddp=8, fsdp=5)
+meshplan: MP111: no size in 'ddp'; write for example ddp=8
+meshplan: MP111: axis 'ddp' is given twice in 'ddp=2,ddp=2'; write it once
+meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '0'; write for example ddp=8
 meshplan: MP402: the mesh (a=1, b=1) has no axis larger than 1: nothing is reduced
 meshplan: MP402: nccl_model has to know how many consecutive ranks are on a node; write for example --domain-size 8
 meshplan: MP402: --domain-size and --algorithm are of the model; write --backend nccl_model, or leave them out
