@@ -211,9 +211,26 @@ class TestInputs:
 
     def test_what_cannot_be_read_is_told(self, lint: Any) -> None:
         Path("train.py").write_text(TRAIN.replace("DP = 8", "DP = int(input())"))
-        code, out, _ = lint("train.py", "--domain-size", "8")
+        code, out, err = lint("train.py", "--domain-size", "8")
+        # Nothing was judged: that is no clean bill.
+        assert (code, out) == (2, "")
+        assert "train.py:4: not judged" in err
+        code, out, _ = lint("train.py", "--mesh", "dp=8", "--domain-size", "8")
         assert code == 0
         assert "train.py:4: not judged" in out
+
+    def test_sizes_that_are_left_open(self, lint: Any) -> None:
+        Path("job.toml").write_text(TITAN.replace("degree = 5", "degree = -1"))
+        for words in (
+            ("--world-size", "40", "--domain-size", "8"),
+            ("--hosts", "5", "--node-size", "8"),
+            ("--hosts", "5", "--domain-size", "8"),
+            ("--hosts", "8,8,8,8,8"),
+        ):
+            code, out, _ = lint("job.toml", *words)
+            assert code == 1
+            assert "(dp_replicate=8, dp_shard=5, tp=1) on 5 nodes of 8" in out
+        assert lint("job.toml", "--domain-size", "8")[0] == 2
 
 
 class TestEnvironment:

@@ -80,6 +80,26 @@ def test_options_of_lint_exist() -> None:
     assert shown <= set(re.findall(r"--[a-z][a-z-]*", help_of("lint")))
 
 
+def test_examples_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/lint.md").read_text(encoding="utf-8")
+    first = COMMAND.search(text)
+    assert first is not None
+    assert printed("", first) == first["printed"]
+    documents = text + (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = "\n".join(re.findall(r"`[^`\n]+`|^\$ .*", documents, re.M))
+    verbs = set(re.findall(r"\bmeshplan ([a-z]+)\b", shown))
+    assert verbs == {"lint", "rule", "topo", "simulate", "plan", "probe", "doctor"}
+    lint = "\n".join(re.findall(r"meshplan lint [^\n`|]*", shown))
+    options = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", lint))
+    assert options - {"--tensor-model-parallel-size"} <= set(
+        re.findall(r"--[a-z][a-z-]*", help_of("lint"))
+    )
+    for command in re.findall(r"meshplan ((?:simulate|plan) --[^`\n]*)", shown):
+        code, _, err = run(*shlex.split(command))
+        assert (code, err) == (0, "")
+
+
 # What other verbs print is shown by the tests of the formats.
 @pytest.mark.parametrize(
     "code", [code for code in RULES if code[:3] != "MP2" or code in ("MP204", "MP205")]

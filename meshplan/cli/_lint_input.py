@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshplan.cli._where import found_cluster, needed, number
+from meshplan.cli._where import found_cluster, inputs_of, needed, number
 from meshplan.errors import PolicyError
 from meshplan.layout import Layout
 from meshplan.lint import (
@@ -57,7 +57,7 @@ def asked_of(given: argparse.Namespace) -> Asked:
         MeshplanError: something cannot be read or cannot be, or there is no mesh in it.
     """
     asked = Asked()
-    size = None if given.world_size is None else number(given.world_size, "--world-size")
+    size = _world_size(given)
     named = [(name, _read(name, size, asked)) for name in given.files]
     config = _config(given, named, size, asked)
     if config is not None:
@@ -75,12 +75,25 @@ def asked_of(given: argparse.Namespace) -> Asked:
         asked.skipped += file.skipped
         jobs = [_with_options(job, given) for job in file.jobs]
         asked.jobs += [(job, _placed(job, file, given)) for job in jobs]
-    if not asked.jobs and not asked.skipped:
+    if not asked.jobs:
         raise PolicyError(
-            "no mesh to judge; write --mesh ddp=8,fsdp=5, or the name of a job file, or put a mesh "
-            "into meshplan.toml"
+            str(asked.skipped[0])
+            if asked.skipped
+            else "no mesh to judge; write --mesh ddp=8,fsdp=5, or the name of a job file, or put a "
+            "mesh into meshplan.toml"
         )
     return asked
+
+
+def _world_size(given: argparse.Namespace) -> int | None:
+    """Ranks of the job, for files that leave it open: as said, or as hosts and their ranks tell."""
+    if given.world_size is not None:
+        return number(given.world_size, "--world-size")
+    inputs = inputs_of(given)
+    if len(inputs.hosts) == 1:
+        size = inputs.node_size or inputs.domain_size
+        return None if size is None else inputs.hosts[0] * size
+    return sum(inputs.hosts) if inputs.hosts and len(inputs.files) < 2 else None
 
 
 def _read(name: str, size: int | None, asked: Asked) -> JobFile:
