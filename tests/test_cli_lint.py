@@ -232,6 +232,17 @@ class TestInputs:
             assert "(dp_replicate=8, dp_shard=5, tp=1) on 5 nodes of 8" in out
         assert lint("job.toml", "--domain-size", "8")[0] == 2
 
+    def test_ranks(self, lint: Any) -> None:
+        base = ("--mesh", "a=2,b=2", "--domain-size", "4", "--flatten", "a,b")
+        for ranks in ("0,2,1,3", "[[0,2],[1,3]]", "[0, 2, 1, 3]"):
+            code, out, _ = lint(*base, "--ranks", ranks, "--output-format", "json")
+            assert code == 1
+            assert findings(out)["MP106"][0]["data"]["ranks"] == [0, 2, 1, 3]
+        assert lint(*base, "--ranks", "0,1,2,3")[0] == 0
+        for ranks in ("", "0,1", "0,0,1,2", "x", "[", "[" * 100_000, "1e9,0,1,2", "null"):
+            code, out, err = lint(*base, "--ranks", ranks)
+            assert (code, out, err.count("\n")) == (2, "", 1), ranks
+
 
 class TestEnvironment:
     def test_variables(self, lint: Any) -> None:
@@ -349,6 +360,10 @@ class TestMessages(TestCase):
             "lint --mesh ddp=8 --domain-size 8 --framework jax",
             "lint --mesh ddp=8 --topology missing",
             "lint --mesh ddp=8 --nonsense",
+            "lint --mesh ddp=8 --live",
+            "lint --mesh ddp=8 --live --hosts 2",
+            "lint --mesh ddp=8 --domain-size 8 --timeout 3",
+            "lint --mesh ddp=8 --mesh ddp=4 --ranks 0,1,2,3 --domain-size 8",
             "topo x -- y",
             "nonsense",
         ]
@@ -379,8 +394,12 @@ meshplan: MP211: --dim is 'big'; write a whole number, such as 8
 meshplan lint: argument --framework: invalid choice: 'jax' (choose from 'dtensor', 'fsdp2', 'ddp'); see meshplan lint --help
 meshplan: MP212: missing: cannot be read: No such file or directory
 meshplan: unrecognized arguments: --nonsense; see meshplan --help
+meshplan: MP211: --live asks all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; write torchrun --nproc-per-node 8 -m meshplan lint --live and so on
+meshplan: MP402: --live asks the ranks where they sit; leave out the options that say it, and those of the configuration with --isolated
+meshplan: MP402: --timeout is for --live; leave it out
+meshplan: MP402: --ranks are those of one --mesh, found 2
 meshplan: nothing is expected after --, found 'y'; see meshplan --help
-meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'lint', 'plan', 'rule', 'simulate', 'topo'); see meshplan --help
+meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo'); see meshplan --help
 """,
         )
 

@@ -44,6 +44,11 @@ def add(verbs: Any) -> None:
     jobs.add_argument(
         "--mesh", action="append", default=[], metavar="AXES", help="ddp=8,fsdp=5,tp=1"
     )
+    jobs.add_argument(
+        "--ranks",
+        metavar="RANKS",
+        help="global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]",
+    )
     jobs.add_argument("--world-size", metavar="N", help="ranks, where a file leaves them open")
     jobs.add_argument(
         "--framework",
@@ -65,6 +70,12 @@ def add(verbs: Any) -> None:
         "--sequence-parallel", action="store_true", help="activations are reduce-scattered"
     )
     add_where(parser)
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="ask all ranks of a job where they sit: torchrun ... -m meshplan lint --live ...",
+    )
+    parser.add_argument("--timeout", metavar="S", help="seconds to wait for them (default: 300)")
     _add_environment(parser)
     _add_output(parser)
     parser.set_defaults(run=run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,15 +68,16 @@ def asked_of(given: argparse.Namespace) -> Asked:
         if not any(getattr(given, option) for option in _WHERE):
             _fill(given, asked.settings, Path(name).parent)
     files = [file for _, file in named]
-    files += [_of_mesh(text) for text in given.mesh]
+    files += _of_meshes(given)
     if given.arguments:
         files.append(read_arguments(given.arguments, world_size=size))
     if config is not None and not files:
         files = [config[1]]
+    live = _live(given)
     for file in files:
         asked.skipped += file.skipped
         jobs = [_with_options(job, given) for job in file.jobs]
-        asked.jobs += [(job, _placed(job, file, given)) for job in jobs]
+        asked.jobs += [(job, live or _placed(job, file, given)) for job in jobs]
     if not asked.jobs:
         raise PolicyError(
             str(asked.skipped[0])
@@ -134,8 +137,37 @@ def _fill(given: argparse.Namespace, settings: Settings, folder: Path) -> None:
         given.rank_order = str(folder / settings.rank_order)
 
 
-def _of_mesh(text: str) -> JobFile:
-    return JobFile((Job(parse_mesh(text), Source(option=f"--mesh {text}")),))
+def _of_meshes(given: argparse.Namespace) -> list[JobFile]:
+    ranks = None
+    if given.ranks is not None:
+        if len(given.mesh) != 1:
+            raise PolicyError(f"--ranks are those of one --mesh, found {len(given.mesh)}")
+        try:
+            ranks = json.loads(f"[{given.ranks}]")
+        except (ValueError, RecursionError):
+            raise PolicyError(
+                f"--ranks is {given.ranks[:60]!r}; write numbers, such as 0,2,1,3 or [[0,2],[1,3]]"
+            ) from None
+        ranks = ranks[0] if len(ranks) == 1 and isinstance(ranks[0], list) else ranks
+    return [
+        JobFile((Job(parse_mesh(text, ranks), Source(option=f"--mesh {text}")),))
+        for text in given.mesh
+    ]
+
+
+def _live(given: argparse.Namespace) -> Cluster | None:
+    if not given.live:
+        if given.timeout is not None:
+            raise PolicyError("--timeout is for --live; leave it out")
+        return None
+    if any(getattr(given, option) for option in _WHERE):
+        raise PolicyError(
+            "--live asks the ranks where they sit; leave out the options that say it, and those "
+            "of the configuration with --isolated"
+        )
+    from meshplan.cli._live import live_cluster
+
+    return live_cluster(os.environ, number(given.timeout or "300", "--timeout"))
 
 
 def _with_options(job: Job, given: argparse.Namespace) -> Job:

@@ -45,8 +45,10 @@ def judged(given: argparse.Namespace) -> int:
     if not (given.select or given.extend_select or given.ignore):
         selection = Selection.of(settings.select, settings.extend_select, settings.ignore)
     report = _report(given, asked, selection)
-    _draw(given, asked.jobs)
-    _write(given, report, given.output_format or settings.output_format or "text")
+    if not given.live or os.environ.get("RANK") == "0":
+        # All ranks of a live job find the same, and one of them says it.
+        _draw(given, asked.jobs)
+        _write(given, report, given.output_format or settings.output_format or "text")
     level = given.fail_level or settings.fail_level or "error"
     worst = report.worst()
     fails = worst is not None and SEVERITIES.index(worst) >= SEVERITIES.index(level)

@@ -1,0 +1,84 @@
+"""``meshplan lint --live``: where the ranks of a running job sit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from expecttest import TestCase
+
+from meshplan.cli._live import live_cluster
+from meshplan.errors import GroupAgreementError, TopologyError
+from tests.test_probe import free_port
+
+
+def live(*words: str, ranks: int, per_host: int) -> subprocess.CompletedProcess[str]:
+    script = (
+        "import os, sys; from meshplan.cli import main; "
+        f"os.environ['MESHPLAN_HOST'] = 'host%d' % (int(os.environ['RANK']) // {per_host}); "
+        "sys.exit(main(['lint', '--live', '--no-env', '--exit-zero', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "--no-python", sys.executable, "-c", script]
+    return subprocess.run(
+        [*command, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.processes
+def test_all_ranks_are_asked_and_one_answers() -> None:
+    # Groups of three ranks one after the other fall on the hosts as (3) and (1, 2).
+    words = ("--isolated", "--mesh", "ddp=2,fsdp=3", "--output-format", "json")
+    done = live(*words, ranks=6, per_host=4)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "MP101" in {finding["code"] for finding in report["findings"]}
+    assert report["judged"] == [
+        "--mesh ddp=2,fsdp=3: (ddp=2, fsdp=3) on 2 nodes of 4, the last of 2"
+    ]
+
+
+@pytest.mark.processes
+def test_a_mesh_of_more_ranks_than_the_job_has() -> None:
+    done = live("--isolated", "--mesh", "ddp=2,fsdp=3", ranks=2, per_host=2)
+    assert done.returncode != 0
+    assert (
+        "MP211: the topology describes 2 ranks, the mesh (ddp=2, fsdp=3) has rank 5" in done.stderr
+    )
+
+
+def test_a_rank_that_never_comes() -> None:
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in environ.items():
+            patch.setenv(key, value)
+        with pytest.raises((GroupAgreementError, TopologyError)):
+            live_cluster(environ, 2.0)
+    assert time.monotonic() - began < 60
+
+
+class TestMessages(TestCase):
+    def test_no_launcher(self) -> None:
+        with pytest.raises(TopologyError) as error:
+            live_cluster({"RANK": "0"}, 1.0)
+        self.assertExpectedInline(
+            str(error.value),
+            """MP211: --live asks all ranks of a job at once, and WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; write torchrun --nproc-per-node 8 -m meshplan lint --live and so on""",
+        )
