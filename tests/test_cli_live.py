@@ -38,14 +38,14 @@ def live(*words: str, ranks: int, per_host: int) -> subprocess.CompletedProcess[
 
 @pytest.mark.processes
 def test_all_ranks_are_asked_and_one_answers() -> None:
-    # Groups of three ranks one after the other fall on the hosts as (3) and (1, 2).
+    # Groups of three ranks one after the other fall on the hosts as (3) and (2, 1).
     words = ("--isolated", "--mesh", "ddp=2,fsdp=3", "--output-format", "json")
-    done = live(*words, ranks=6, per_host=4)
+    done = live(*words, ranks=6, per_host=5)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert "MP101" in {finding["code"] for finding in report["findings"]}
     assert report["judged"] == [
-        "--mesh ddp=2,fsdp=3: (ddp=2, fsdp=3) on 2 nodes of 4, the last of 2"
+        "--mesh ddp=2,fsdp=3: (ddp=2, fsdp=3) on 2 nodes of 5, the last of 1"
     ]
 
 
