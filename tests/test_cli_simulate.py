@@ -276,7 +276,7 @@ meshplan: MP111: axis 'ddp' is given twice in 'ddp=8,ddp=5'; write it once
 meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '8;fsdp=5'; write for example ddp=8
 meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '\u0664'; write for example ddp=8
 meshplan: MP111: the size of axis 'ddp' is a whole number from 1 up, found '99999999999999999999'; write for example ddp=8
-meshplan: MP111: a mesh holds up to 16777216 ranks, found axes of 9999999 x 9999999; is a size wrong?
+meshplan: MP111: a mesh holds up to 4194304 ranks, found axes of 9999999 x 9999999; is a size wrong?
 meshplan: MP111: a mesh has up to 32 axes, found 40; leave out axes of size 1
 meshplan: MP111: a mesh is described in up to 2000 characters, found 5000; write for example ddp=8,fsdp=5,tp=1
 meshplan: MP111: the size of axis 'a' is a whole number from 1 up, found '2;'; write for example a=8

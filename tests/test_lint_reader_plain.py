@@ -83,7 +83,7 @@ MP111: no size of an axis in the arguments ''; write for example --tensor-model-
 MP111: no size of an axis in the arguments '--lr 3'; write for example --tensor-model-parallel-size 8, --tp 8 or --dp 4
 MP111: arguments:1: --tp is a whole number from 1 up, found 0
 MP111: arguments:1: 40 ranks are no multiple of the other sizes, 3, so that --fsdp -1 has no size; write sizes that divide the ranks
-MP111: arguments:1: a mesh holds up to 16777216 ranks, found axes of 99999999; is a size wrong?
+MP111: arguments:1: a mesh holds up to 4194304 ranks, found axes of 99999999; is a size wrong?
 MP111: arguments:1: 40 ranks are no multiple of the other sizes, 0, so that --tp -1 has no size; write sizes that divide the ranks
 """,
         )

@@ -150,7 +150,7 @@ MP111: job.toml:1: 40 ranks are no multiple of the other degrees, 3, so that dat
 MP111: job.toml:3: tensor_parallel_degree is a whole number, found '8'; write it plain
 MP111: job.toml:2: tensor_parallel_degree is a whole number, found True; write it plain
 MP111: job.toml:1: expert_parallel_degree 4 does not divide dp_shard x cp x tp = 16 over etp 3; write one that does
-MP111: job.toml:1: a mesh holds up to 16777216 ranks, found axes of 1 x 99999999; is a size wrong?
+MP111: job.toml:1: a mesh holds up to 4194304 ranks, found axes of 1 x 99999999; is a size wrong?
 MP402: job.toml:2: not well-formed TOML (Invalid value); is it whole?
 MP402: job.toml:2: a key of more than 32 parts; write tables
 MP402: job.toml: not TOML that can be read: nested too deeply

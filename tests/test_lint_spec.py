@@ -40,7 +40,7 @@ def test_without_names(text: str) -> None:
 def test_small_and_large() -> None:
     assert parse_mesh("1") == Layout((1,))
     assert parse_mesh("dp=1") == Layout.of(dp=1)
-    assert parse_mesh("dp=4096,tp=4096").world_size == 1 << 24
+    assert parse_mesh("dp=2048,tp=2048").world_size == 1 << 22
 
 
 @pytest.mark.parametrize("ranks", [[[0, 2], [1, 3]], ((0, 2), (1, 3)), [0, 2, 1, 3]])
@@ -108,8 +108,8 @@ MP111: the size of axis 'ddp' is a whole number from 1 up, found '-1'; write for
 MP111: the size of axis 'ddp' is a whole number from 1 up, found '8.5'; write for example ddp=8
 MP111: a mesh is described in up to 2000 characters, found 5004; write for example ddp=8,fsdp=5,tp=1
 MP111: the size of axis 'ddp' is a whole number from 1 up, found '999999999999999999999999999999999999999999999999999999999...'; write for example ddp=8
-MP111: a mesh holds up to 16777216 ranks, found axes of 99999999999 x 99999999999; is a size wrong?
-MP111: a mesh holds up to 16777216 ranks, found axes of 4097 x 4096; is a size wrong?
+MP111: a mesh holds up to 4194304 ranks, found axes of 99999999999 x 99999999999; is a size wrong?
+MP111: a mesh holds up to 4194304 ranks, found axes of 4097 x 4096; is a size wrong?
 MP111: axis 'ddp' is given twice in 'ddp=8,ddp=5'; write it once
 MP111: some axes have names and '8' has none in '8,tp=2'; name all axes, or none
 MP111: '8d' in '8d=4' is no name of an axis; write letters, digits and underscores, e.g. ddp=8
@@ -146,7 +146,7 @@ MP111: ranks are whole numbers in nested lists, found [[0, 'a'], [1, 2]]; write 
 MP111: ranks are whole numbers in nested lists, found [[0, True], [1, 2]]; write for example [[0, 2], [1, 3]]
 MP111: ranks are whole numbers in nested lists, found []; write for example [[0, 2], [1, 3]]
 MP111: ranks are whole numbers in nested lists, found '0,1'; write for example [[0, 2], [1, 3]]
-MP111: ranks go from 0 to 16777215, found 1152921504606846976
+MP111: ranks go from 0 to 4194303, found 1152921504606846976
 MP111: a mesh of 4 coordinates needs 4 different ranks from 0 up, found 4: 0, 1, 2, -1; write the global rank at each coordinate, row-major
 """,
         )

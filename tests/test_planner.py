@@ -387,3 +387,9 @@ def test_cache_is_bounded() -> None:
     info = plan.cache_info()
     assert info.maxsize is not None
     assert info.maxsize <= 10_000
+
+
+@pytest.mark.parametrize("text", ["S(\u00b2)", "S(\u0664)", "S(1234567890)", "S(-1)", "S()", "S"])
+def test_dims_that_are_none(text: str) -> None:
+    with pytest.raises(PlacementError, match="no placement"):
+        Spec.of(text)

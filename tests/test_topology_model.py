@@ -190,3 +190,9 @@ def test_uniform_and_its_own_maps_are_equal(world: int, node: int, domain: int |
     assert again == even
     assert listed(again.nodes) == [rank // node for rank in range(world)]
     assert [even.node_of(rank) for rank in range(world)] == listed(even.nodes)
+
+
+def test_the_text_of_any_number_of_ranks() -> None:
+    assert str(Topology.uniform(10**12, node_size=8)) == "125000000000 nodes of 8"
+    assert str(Topology.uniform(10, node_size=8)) == "2 nodes of 8, the last of 2"
+    assert str(Topology.uniform(3, node_size=8)) == "1 node of 3"

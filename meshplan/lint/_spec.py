@@ -19,7 +19,7 @@ __all__ = [
     "show_mesh",
 ]
 
-MAX_RANKS = 1 << 24
+MAX_RANKS = 1 << 22
 # Torch's tensors end at 64 dims; nobody has named more than a handful of axes.
 MAX_AXES = 32
 _MAX_CHARACTERS = 2000

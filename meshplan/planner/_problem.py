@@ -36,6 +36,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 ContractPath = Literal["exchange", "reference"]
 CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
 
+_DIM = re.compile(r"\d{1,9}", re.ASCII)
 _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
 
 
@@ -86,7 +87,7 @@ class Spec:
         letter, argument = match.group("letter", "argument") if match else ("", None)
         if letter == "R" and argument is None:
             return cls("replicate", "R")
-        if letter == "S" and argument is not None and argument.isdigit():
+        if letter == "S" and argument is not None and _DIM.fullmatch(argument):
             return cls("shard", text.strip(), dim=int(argument))
         if letter == "P" and (argument or "sum") in OPS:
             return cls("partial", f"P({argument or 'sum'})", op=argument or "sum")

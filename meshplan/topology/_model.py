@@ -226,11 +226,15 @@ class Topology:
         return found
 
     def __str__(self) -> str:
-        if self.nodes is None:
+        if self.node_map is None:
             return "nodes unknown"
-        sizes = torch.unique(self.nodes, return_counts=True)[1]
-        low, high = int(sizes.min()), int(sizes.max())
-        count = f"{len(sizes)} node{'s' if len(sizes) > 1 else ''} of "
+        if isinstance(self.node_map, int):
+            nodes, high = -(-self.world_size // self.node_map), self.node_map
+            low = self.world_size - (nodes - 1) * high
+        else:
+            sizes = torch.unique(_known(self.nodes), return_counts=True)[1]
+            nodes, low, high = len(sizes), int(sizes.min()), int(sizes.max())
+        count = f"{nodes} node{'s' if nodes > 1 else ''} of "
         if isinstance(self.node_map, int):
             # Consecutive, and only the last node can be smaller.
             last = f", the last of {low}" if low < high else ""
