@@ -195,3 +195,12 @@ def test_uneven_domains_in_nodes_that_are_not_consecutive() -> None:
     topology = Topology.of([0] * 6 + [1] * 6, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4])
     codes = [f.code for f in Jagged(job("ddp=4,fsdp=3"), topology).findings()]
     assert codes[0] == "MP101"
+
+
+def test_the_same_numbers_on_other_places() -> None:
+    # Both groups have two ranks on each of two nodes: by turns, and one after the other.
+    topology = Topology.of([0, 1, 0, 1, 0, 0, 1, 1])
+    finding, *_ = Jagged(job("ddp=2,fsdp=4"), topology).findings()
+    assert finding.code == "MP101"
+    assert "fall on nodes in 2 ways" in finding.message
+    assert [s["ranks_per_node"] for s in finding.data["signatures"]] == [[2, 2]]

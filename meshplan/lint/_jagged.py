@@ -77,13 +77,18 @@ class Jagged:
             if order:
                 yield self._harmless_if(judged, order)
         for axes in dict.fromkeys(step for r in self.reductions for step in r.steps):
-            if axes not in harmful and len(self._siblings(axes).signatures) > 1:
+            if axes not in harmful and _ways(self._siblings(axes)) > 1:
                 yield self._harmless(axes)
 
     def _siblings(self, axes: tuple[int, ...]) -> Siblings:
         if axes not in self._groups:
             self._groups[axes] = Siblings(self.layout, axes, self.topology, sort_ranks=True)
         return self._groups[axes]
+
+    def _fine(self, axes: tuple[int, ...]) -> Siblings:
+        """Groups on the domains inside of nodes."""
+        assert self._islands is not None
+        return Siblings(self.layout, axes, self._islands, sort_ranks=True)
 
     @cached_property
     def _islands(self) -> Topology | None:
@@ -92,7 +97,7 @@ class Jagged:
     def _islands_differ(self, hazard: Hazard) -> bool:
         if self._islands is None:
             return False
-        fine = Siblings(self.layout, hazard.axes, self._islands, sort_ranks=True)
+        fine = self._fine(hazard.axes)
         along = [self.layout.axis_index(axis) for axis in hazard.along]
         patterns = fine.pattern[fine.sets(along)]
         return bool((patterns != patterns[:, :1]).any())
@@ -101,10 +106,11 @@ class Jagged:
         hazard = judged.hazard
         where = "domains" if judged.islands else "nodes"
         labels = _joined(hazard.labels)
-        signatures = self._signatures(hazard.axes, islands=judged.islands)
+        groups = self._fine(hazard.axes) if judged.islands else self._siblings(hazard.axes)
+        signatures = _signatures(groups)
         message = (
             f"replicas may differ: {hazard.groups} groups of {hazard.group_size} ranks over "
-            f"{labels} fall on {where} in {len(signatures)} ways, and those along "
+            f"{labels} fall on {where} in {_ways(groups)} ways, and those along "
             f"{_joined(hazard.along)} must agree"
         )
         details = [f"in {judged.reductions.what}", _counted(signatures, where)]
@@ -194,7 +200,8 @@ class Jagged:
         )
 
     def _harmless(self, axes: tuple[int, ...]) -> Finding:
-        signatures = self._signatures(axes)
+        groups = self._siblings(axes)
+        signatures = _signatures(groups)
         size = math.prod(self.layout.sizes[i] for i in axes)
         names = self._names(axes)
         if size == 2:
@@ -208,8 +215,8 @@ class Jagged:
         return Finding(
             code="MP102",
             severity="info",
-            message=f"groups over {_joined(names)} fall on nodes in {len(signatures)} ways, which "
-            f"is harmless now: {why}",
+            message=f"groups over {_joined(names)} fall on nodes in {_ways(groups)} ways, which is "
+            f"harmless now: {why}",
             source=self.job.source,
             subject=str(self.layout),
             details=(_counted(signatures, "nodes"),),
@@ -228,19 +235,19 @@ class Jagged:
     def _names(self, axes: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.layout.axes[i] for i in axes)
 
-    def _signatures(
-        self, axes: tuple[int, ...], islands: bool = False
-    ) -> list[tuple[tuple[int, ...], int]]:
-        """Signatures and how many groups have each, by first appearance."""
-        groups = self._siblings(axes)
-        if islands:
-            assert self._islands is not None
-            groups = Siblings(self.layout, axes, self._islands, sort_ranks=True)
-        counts: dict[tuple[int, ...], int] = {}
-        numbers = torch.bincount(groups.pattern, minlength=len(groups.signatures)).tolist()
-        for signature, count in zip(groups.signatures, numbers, strict=True):
-            counts[signature] = counts.get(signature, 0) + count
-        return list(counts.items())
+
+def _ways(groups: Siblings) -> int:
+    """In how many ways groups fall: which members share a node, and not only how many."""
+    return int(groups.pattern.max()) + 1
+
+
+def _signatures(groups: Siblings) -> list[tuple[tuple[int, ...], int]]:
+    """Signatures and how many groups have each, by first appearance."""
+    counts: dict[tuple[int, ...], int] = {}
+    numbers = torch.bincount(groups.pattern, minlength=len(groups.signatures)).tolist()
+    for signature, count in zip(groups.signatures, numbers, strict=True):
+        counts[signature] = counts.get(signature, 0) + count
+    return list(counts.items())
 
 
 def _counted(signatures: Sequence[tuple[tuple[int, ...], int]], where: str) -> str:
