@@ -330,3 +330,12 @@ def test_packed(places: list[Place]) -> None:
 def test_what_is_not_packed(text: str) -> None:
     with pytest.raises(TopologyInputError, match="one version"):
         unpacked(text)
+
+
+def test_the_gpu_of_each_rank() -> None:
+    found = cluster_of([place(0, 1, gpu={"links": 17}), place(0, 0), place(1)])
+    first, second = place(0, 1).gpu, place(0, 0).gpu
+    assert first is not None
+    assert second is not None
+    assert found.gpus == (first.bus, second.bus, "")
+    assert found.links == (17, second.links, None)

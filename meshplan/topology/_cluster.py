@@ -28,6 +28,10 @@ class Cluster:
         domain_gpus: GPUs that one domain of the machine has, used by the job or not; ``None`` if
             domains differ or are unknown.
         hosts: name of the host of each rank, or empty where hosts have no names.
+        gpus: PCI bus id of the GPU of each rank, empty where it is unknown; or empty altogether:
+            the n-th rank of a host has its GPU n, or nothing is known.
+        links: active NVLink or xGMI links of the GPU of each rank, ``None`` where that is unknown;
+            or empty altogether.
         origin: one line: how this is known.
     """
 
@@ -35,4 +39,6 @@ class Cluster:
     notes: tuple[SourcedNote, ...] = ()
     domain_gpus: int | None = None
     hosts: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    links: tuple[int | None, ...] = ()
     origin: str = ""

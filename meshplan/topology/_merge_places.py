@@ -42,6 +42,8 @@ def cluster_of(places: Sequence[Place]) -> Cluster:
         notes=tuple(SourcedNote(LIVE, one) for one in ([note] if note else []) + notes),
         domain_gpus=_domain_gpus(places, hosts, domains) if cliques is None else None,
         hosts=tuple(names[host] for host in hosts),
+        gpus=tuple(place.gpu.bus if place.gpu else "" for place in places),
+        links=tuple(place.gpu.links if place.gpu else None for place in places),
         origin=_origin(places, len(names), cliques is not None, domains is not None),
     )
 

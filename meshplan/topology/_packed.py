@@ -28,6 +28,8 @@ def packed(cluster: Cluster) -> str:
         "domain_gpus": cluster.domain_gpus,
         "names": names,
         "hosts": [place[name] for name in cluster.hosts],
+        "gpus": cluster.gpus,
+        "links": cluster.links,
         "origin": cluster.origin,
     }
     return base64.b85encode(zlib.compress(json.dumps(fields).encode(), 6)).decode()
@@ -49,6 +51,8 @@ def unpacked(text: str) -> Cluster:
             ),
             domain_gpus=fields["domain_gpus"],
             hosts=tuple(fields["names"][place] for place in fields["hosts"]),
+            gpus=tuple(fields["gpus"]),
+            links=tuple(fields["links"]),
             origin=fields["origin"],
         )
     except (ValueError, TypeError, KeyError, IndexError, zlib.error) as error:
