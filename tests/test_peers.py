@@ -450,7 +450,9 @@ MP402: no mode 'three_shot'; write one of 'auto', 'one_shot', 'two_shot'""",
 
             class Keep(logging.Handler):
                 def emit(self, record: logging.LogRecord) -> None:
-                    lines.append(record.getMessage())
+                    # Where the ranks sit is told once too, by one rank.
+                    if record.getMessage().startswith("[AR] "):
+                        lines.append(record.getMessage())
 
             logger = logging.getLogger("meshplan")
             logger.setLevel(logging.INFO)

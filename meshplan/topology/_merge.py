@@ -89,9 +89,9 @@ def _assembled(
         # That this is one tray of several is known now.
         notes = tuple(n for n in notes if n.note.code != "MP203")
         origin = f"{placing.origin}, {size // gpus} hosts a clique"
-        return Cluster(_cliques(size, placing, kinds, gpus), notes, size, hosts, origin)
+        return Cluster(_cliques(size, placing, kinds, gpus), notes, size, hosts, origin=origin)
     topology, domain_gpus = _domains(size, placing, kinds)
-    return Cluster(topology, notes, domain_gpus, hosts, placing.origin)
+    return Cluster(topology, notes, domain_gpus, hosts, origin=placing.origin)
 
 
 def _check_room(placing: Placing, kinds: Sequence[Host]) -> None:
