@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from expecttest import TestCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshplan.cli import main
 from tests.test_topology_merge import matrix
@@ -410,3 +412,41 @@ def test_a_reader_that_leaves() -> None:
         ["bash", "-c", command], env=HERE, capture_output=True, text=True, timeout=60, check=True
     )
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+AXES = st.sampled_from(["ddp", "fsdp", "tp", "pp", "dp", "cp", "ep", "x", "dp_shard"])
+OPTIONS = {
+    "--domain-size": st.sampled_from(["1", "2", "3", "4", "8", "72", "0"]),
+    "--hosts": st.sampled_from(["1", "2", "3", "5", "8,8", "4,4,4", "x"]),
+    "--node-size": st.sampled_from(["1", "3", "4", "8", "16"]),
+    "--rank-order": st.sampled_from(["block", "cyclic", "plane=2", "plane=0", "missing"]),
+    "--framework": st.sampled_from(["fsdp2", "ddp", "dtensor"]),
+    "--flatten": st.sampled_from(["ddp,fsdp", "tp", "x,dp"]),
+    "--reduce-order": st.sampled_from(["fsdp,ddp", "tp", "dp"]),
+    "--dim": st.sampled_from(["0", "1", "5", "4096"]),
+    "--env": st.sampled_from(["NCCL_ALGO=tree", "NCCL_ALGO=allreduce:tree", "NCCL_PROTO=LL", "A"]),
+    "--output-format": st.sampled_from(["text", "concise", "json", "sarif", "github", "junit"]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(AXES, st.sampled_from([1, 2, 3, 4, 5, 6, 8]), min_size=1, max_size=3),
+    st.fixed_dictionaries({}, optional=OPTIONS),
+)
+def test_any_command(mesh: dict[str, int], options: dict[str, str]) -> None:
+    words = [
+        "lint",
+        "--isolated",
+        "--no-env",
+        "--mesh",
+        ",".join(f"{a}={s}" for a, s in mesh.items()),
+    ]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main([*words, *(word for pair in options.items() for word in pair)])
+    if status == 2:
+        assert (out.getvalue(), err.getvalue().count("\n")) == ("", 1)
+    else:
+        assert status in (0, 1)
+        assert err.getvalue() == ""

@@ -204,3 +204,13 @@ def test_the_same_numbers_on_other_places() -> None:
     assert finding.code == "MP101"
     assert "fall on nodes in 2 ways" in finding.message
     assert [s["ranks_per_node"] for s in finding.data["signatures"]] == [[2, 2]]
+
+
+def test_large_groups_are_told_in_short() -> None:
+    one = job("dp=20000,tp=3")
+    finding, *_ = Jagged(one, Topology.uniform(60000, node_size=7)).findings()
+    assert finding.code == "MP101"
+    assert len(json.dumps(dict(finding.data))) < 200_000
+    # Too large to be simulated in a moment: nothing is said, and not that nothing differs.
+    assert finding.data["simulated_share"] == {}
+    assert not any(line.startswith("simulated") for line in finding.details)

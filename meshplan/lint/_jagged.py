@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ __all__ = ["Jagged", "Judged"]
 _MOST_SIGNATURES = 6
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 100
+_MOST_LISTED = 1000  # ranks or signatures, for programs
+_ISLANDS = "the same on nodes; the order inside a node of several domains is not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,35 +116,15 @@ class Jagged:
             f"{labels} fall on {where} in {_ways(groups)} ways, and those along "
             f"{_joined(hazard.along)} must agree"
         )
-        details = [f"in {judged.reductions.what}", _counted(signatures, where)]
-        shown: list[dict[str, object]] = []
-        if judged.islands:
-            details.append("the same on nodes; the order inside a node of several domains is not")
-            details[-1] += " known"
-            simulated: dict[Algorithm, float] = {}
-        else:
-            for example in hazard.examples:
-                details.append(
-                    f"{hazard.algorithm}, ranks {_short_ranks(example.ranks)} "
-                    f"{_text(example.signature)}: {_short(example.expression)}"
-                )
-                shown.append(
-                    {
-                        "ranks": list(example.ranks),
-                        "signature": list(example.signature),
-                        "algorithm": hazard.algorithm,
-                        "order": example.expression,
-                    }
-                )
-            along = tuple(self.layout.axis_index(axis) for axis in hazard.along)
-            simulated = share_of(self.layout, hazard.axes, along, self.topology)
-            details.append(
-                "simulated, 1 channel, float32: "
-                + ", ".join(
-                    f"{name} {share:.0%} of elements differ" if share else f"{name} none differ"
-                    for name, share in simulated.items()
-                )
-            )
+        orders = [_ISLANDS] if judged.islands else _drawn(hazard)
+        simulated = {} if judged.islands else self._simulated(hazard)
+        shares = ", ".join(
+            f"{name} {share:.0%} of elements differ" if share else f"{name} none differ"
+            for name, share in simulated.items()
+        )
+        details = [f"in {judged.reductions.what}", _counted(signatures, where), *orders]
+        if shares:
+            details.append(f"simulated, 1 channel, float32: {shares}")
         details.append(f"order unknown under {', '.join(hazard.unknown)}")
         return Finding(
             code="MP101",
@@ -156,18 +139,16 @@ class Jagged:
                 "groups": hazard.groups,
                 "group_size": hazard.group_size,
                 "siblings": hazard.siblings,
-                "signatures": [
-                    {
-                        "ranks_per_node" if not judged.islands else "ranks_per_domain": list(s),
-                        "groups": count,
-                    }
-                    for s, count in signatures[:1000]
-                ],
+                "signatures": _listed(signatures, "domain" if judged.islands else "node"),
                 "orders": dict(hazard.classes),
-                "examples": shown,
+                "examples": [] if judged.islands else _examples(hazard),
                 "simulated_share": dict(simulated),
             },
         )
+
+    def _simulated(self, hazard: Hazard) -> dict[Algorithm, float]:
+        """Empty for groups that are too large for it."""
+        return share_of(self.layout, hazard.axes, hazard.along, self.topology)
 
     def _safe_order(self, judged: Judged) -> tuple[str, ...]:
         """An order of the gradients' axes, this one first, in which nothing may differ."""
@@ -222,9 +203,7 @@ class Jagged:
             details=(_counted(signatures, "nodes"),),
             data={
                 "axes": list(names),
-                "signatures": [
-                    {"ranks_per_node": list(s), "groups": n} for s, n in signatures[:1000]
-                ],
+                "signatures": _listed(signatures, "node"),
             },
         )
 
@@ -248,6 +227,38 @@ def _signatures(groups: Siblings) -> list[tuple[tuple[int, ...], int]]:
     for signature, count in zip(groups.signatures, numbers, strict=True):
         counts[signature] = counts.get(signature, 0) + count
     return list(counts.items())
+
+
+def _drawn(hazard: Hazard) -> list[str]:
+    return [
+        f"{hazard.algorithm}, ranks {_short_ranks(example.ranks)} {_text(example.signature)}: "
+        f"{_short(example.expression)}"
+        for example in hazard.examples
+    ]
+
+
+def _examples(hazard: Hazard) -> list[dict[str, Any]]:
+    """For programs: whole, unless that is megabytes."""
+    return [
+        {
+            "ranks": list(example.ranks[:_MOST_LISTED]),
+            "signature": list(example.signature[:_MOST_LISTED]),
+            "algorithm": hazard.algorithm,
+            "order": example.expression
+            if len(example.ranks) <= _MOST_LISTED
+            else _short(example.expression),
+        }
+        for example in hazard.examples
+    ]
+
+
+def _listed(
+    signatures: Sequence[tuple[tuple[int, ...], int]], unit: str
+) -> list[dict[str, list[int] | int]]:
+    return [
+        {f"ranks_per_{unit}": list(signature[:_MOST_LISTED]), "groups": count}
+        for signature, count in signatures[:_MOST_LISTED]
+    ]
 
 
 def _counted(signatures: Sequence[tuple[tuple[int, ...], int]], where: str) -> str:
