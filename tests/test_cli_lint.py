@@ -173,6 +173,12 @@ class TestInputs:
         assert (code, findings(out)) == (0, {})
         code, out, _ = lint("--node-size", "5", "--output-format", "json")
         assert code == 0
+        code, out, _ = lint("--ignore", "MP101", "--output-format", "json")
+        assert (code, findings(out)) == (0, {})
+        code, out, _ = lint("--select", "MP105", "--output-format", "json")
+        assert (code, findings(out).keys()) == (0, {"MP105"})
+        Path("meshplan.toml").write_text('mesh = "ddp=8,fsdp=5"\nnode-size = 5\n')
+        assert lint()[0] == 0
         code, _, err = lint("--isolated")
         assert (code, err) == (
             2,

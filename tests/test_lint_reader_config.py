@@ -158,7 +158,7 @@ cannot be written
         self.assertExpectedInline(
             "".join(lines),
             """\
-MP402: meshplan.toml:1: 'slect' is not a key here (did you mean 'select'?); write one of domain-size, extend-select, fail-level, hosts, ignore, mesh, output-format, rank-order, select, topology
+MP402: meshplan.toml:1: 'slect' is not a key here (did you mean 'select'?); write one of domain-size, extend-select, fail-level, hosts, ignore, mesh, node-size, output-format, rank-order, select, topology
 MP402: meshplan.toml:1: select holds codes and prefixes of codes such as "MP101" and "MP3", found 'MP1x'
 MP402: meshplan.toml:2: select is a list of strings, found [1]
 MP402: meshplan.toml:1: fail-level is one of info, warning, error, found 'warn'

@@ -131,6 +131,7 @@ def _config(
 def _fill(given: argparse.Namespace, settings: Settings, folder: Path) -> None:
     given.topology = [str(folder / name) for name in settings.topology]
     given.hosts = settings.hosts or None
+    given.node_size = None if settings.node_size is None else str(settings.node_size)
     given.domain_size = None if settings.domain_size is None else str(settings.domain_size)
     given.rank_order = settings.rank_order or None
     if settings.rank_order and not is_rank_order(settings.rank_order):

@@ -17,6 +17,7 @@ from meshplan.lint import (
     Job,
     Report,
     Selection,
+    Settings,
     check_environment,
     draw_html,
     draw_svg,
@@ -39,11 +40,15 @@ def judged(given: argparse.Namespace) -> int:
     Raises:
         MeshplanError: the command or its input is wrong.
     """
-    selection = Selection.of(given.select, given.extend_select, given.ignore)
     asked = asked_of(given)
     settings = asked.settings
-    if not (given.select or given.extend_select or given.ignore):
-        selection = Selection.of(settings.select, settings.extend_select, settings.ignore)
+    # Options go before the settings: another --select starts anew, the others add to them.
+    kept = Settings() if given.select else settings
+    selection = Selection.of(
+        given.select or settings.select,
+        (*kept.extend_select, *given.extend_select),
+        (*kept.ignore, *given.ignore),
+    )
     report = _report(given, asked, selection)
     if not given.live or os.environ.get("RANK") == "0":
         # All ranks of a live job find the same, and one of them says it.

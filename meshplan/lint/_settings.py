@@ -30,6 +30,7 @@ class Settings:
         fail_level: the lowest severity that makes the linter fail.
         topology: names of files that describe the cluster, as written: relative to this file.
         hosts: hosts of the job.
+        node_size: ranks on each host.
         domain_size: GPUs that NVLink or xGMI joins.
         rank_order: how ranks go over hosts.
         output_format: how findings are written.
@@ -41,6 +42,7 @@ class Settings:
     fail_level: Severity | None = None
     topology: tuple[str, ...] = ()
     hosts: str = ""
+    node_size: int | None = None
     domain_size: int | None = None
     rank_order: str = ""
     output_format: str = ""
@@ -59,9 +61,6 @@ def settings_of(table: Mapping[str, Any]) -> Settings:
     level = table.get("fail-level")
     if level is not None and level not in SEVERITIES:
         raise PolicyError(f"fail-level is one of {', '.join(SEVERITIES)}, found {_short(level)}")
-    size = table.get("domain-size")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise PolicyError(f"domain-size is a whole number from 1 up, found {_short(size)}")
     return Settings(
         select=_selectors("select", table),
         ignore=_selectors("ignore", table),
@@ -69,7 +68,8 @@ def settings_of(table: Mapping[str, Any]) -> Settings:
         fail_level=level,
         topology=strings("topology", table.get("topology", [])),
         hosts=_option("hosts", table.get("hosts", "")),
-        domain_size=size,
+        node_size=_size("node-size", table),
+        domain_size=_size("domain-size", table),
         rank_order=_option("rank-order", table.get("rank-order", "")),
         output_format=_option("output-format", table.get("output-format", "")),
     )
@@ -110,6 +110,13 @@ def _selectors(key: str, table: Mapping[str, Any]) -> tuple[str, ...]:
                 f"found {_short(selector)}"
             )
     return found
+
+
+def _size(key: str, table: Mapping[str, Any]) -> int | None:
+    size = table.get(key)
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
+        return size
+    raise PolicyError(f"{key} is a whole number from 1 up, found {_short(size)}")
 
 
 def _option(key: str, value: object) -> str:
