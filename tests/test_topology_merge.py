@@ -160,6 +160,7 @@ class TestEnvironment:
     def test_slurm(self) -> None:
         assert told(20, SLURM).topology == uniform(20, 8)
         assert codes(told(20, SLURM)) == ["MP205"]
+        assert told(20, SLURM).hosts == ("n0",) * 8 + ("n1",) * 8 + ("n2",) * 4
         assert told(20, SLURM, files=("fours",)).topology == uniform(20, 8, 4)
         # A user's own numbers go before it.
         assert told(20, SLURM, hosts=(2,)).topology == uniform(20, 10)
