@@ -40,6 +40,7 @@ MP105 warning sequential-reductions
 MP106 error   permuted-flatten
 MP107 error   uneven-flatten
 MP190 warning unused-ignore
+MP191 warning not-judged
 MP201 warning asymmetric-links
 MP202 warning partial-topology
 MP203 warning tray-only

@@ -49,7 +49,7 @@ select=mp2: MP201 MP202 MP203 MP204 MP205 MP206
 select=MP10: MP101 MP102 MP103 MP104 MP105 MP106 MP107
 select=MP101,MP2, MP305 : MP101 MP201 MP202 MP203 MP204 MP205 MP206 MP305
 ignore=MP1,MP3: MP201 MP202 MP203 MP204 MP205 MP206
-select=MP1 ignore=MP10: MP190
+select=MP1 ignore=MP10: MP190 MP191
 select=MP101 ignore=MP1: MP101
 select=MP1 ignore=MP1: none
 ignore=ALL: none
@@ -88,7 +88,7 @@ def test_unknown_selectors() -> None:
         "\n".join(said),
         """\
 MP402: no rule has the selector 'MP12'; write a code (MP101), a prefix (MP1) or ALL; near it are MP102
-MP402: no rule has the selector 'MP9'; write a code (MP101), a prefix (MP1) or ALL; near it are MP190
+MP402: no rule has the selector 'MP9'; write a code (MP101), a prefix (MP1) or ALL; near it are MP191, MP190
 MP402: no rule has the selector 'JAGGED'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101, MP102
 MP402: no rule has the selector 'MP1O1'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101
 MP402: no rule has the selector 'jagged-reduction'; write a code (MP101), a prefix (MP1) or ALL; near it are MP101

@@ -69,10 +69,13 @@ def _report(given: argparse.Namespace, asked: Asked, selection: Selection) -> Re
         driver=driver_version(given.driver),
         jobs=[job for job, _ in asked.jobs],
     )
+    found += [
+        Finding("MP191", "warning", f"not judged: {skipped.why}", skipped.source)
+        for skipped in asked.skipped
+    ]
     kept, ignored, unused = take_out(found, comments)
     wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]
     about = [f"{job.source}: {job.layout} on {cluster.topology}" for job, cluster in asked.jobs]
-    about += [str(skipped) for skipped in asked.skipped]
     return Report(in_order(wanted), tuple(dict.fromkeys(about)), ignored)
 
 
@@ -123,11 +126,13 @@ def _write_fixes(findings: Sequence[Finding]) -> None:
     sys.stderr.write(render(Report(tuple(findings)), "concise"))
     seen = set()
     for finding in findings:
+        # One mesh is often found fault with twice, and one change cures both.
+        if not finding.fixes or (finding.source, finding.fixes) in seen:
+            continue
+        seen.add((finding.source, finding.fixes))
         diff = next((fix.diff for fix in finding.fixes if fix.diff), "")
-        if diff and diff not in seen:
-            seen.add(diff)
-            sys.stdout.write(diff)
-        elif finding.fixes and not diff:
+        sys.stdout.write(diff)
+        if not diff:
             sys.stderr.write(
                 f"meshplan: {finding.source}: no other mesh can be written here that cures "
                 f"{finding.code}; {finding.fixes[0].title}\n"

@@ -88,6 +88,12 @@ _TABLE: tuple[Rule, ...] = (
         "A comment takes out a finding that is not there.",
     ),
     Rule(
+        "MP191",
+        "not-judged",
+        "warning",
+        "A mesh is made of what only the running program knows; it was not judged.",
+    ),
+    Rule(
         "MP201",
         "asymmetric-links",
         "warning",
