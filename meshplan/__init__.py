@@ -10,7 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshplan.collectives import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
     from meshplan.collectives import clear_report as clear_report
+    from meshplan.collectives import (
+        configure_deterministic_nccl_env as configure_deterministic_nccl_env,
+    )
+    from meshplan.collectives import nccl_profile as nccl_profile
     from meshplan.collectives import report as report
     from meshplan.contract import Contract as Contract
     from meshplan.contract import reduce_leaves as reduce_leaves
@@ -29,13 +34,16 @@ __version__ = "0.1.0"
 # Found when they are asked for: most of them need torch, which the command line often does not.
 _WHERE = {
     "Contract": "contract",
+    "DETERMINISTIC_NCCL_ENV": "collectives",
     "Layout": "layout",
     "MeshplanError": "errors",
     "check": "kernel",
     "clear_report": "collectives",
+    "configure_deterministic_nccl_env": "collectives",
     "install": "dtensor",
     "installed": "dtensor",
     "policy": "dtensor",
+    "nccl_profile": "collectives",
     "prepare": "dtensor",
     "reduce_leaves": "contract",
     "report": "collectives",

@@ -5,6 +5,14 @@ from __future__ import annotations
 from meshplan.collectives._choose import PATHS as PATHS
 from meshplan.collectives._choose import PathChoice as PathChoice
 from meshplan.collectives._groups import StepGroups as StepGroups
+from meshplan.collectives._nccl_profiles import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
+from meshplan.collectives._nccl_profiles import NCCL_PROFILES as NCCL_PROFILES
+from meshplan.collectives._nccl_profiles import NcclProfile as NcclProfile
+from meshplan.collectives._nccl_profiles import NcclSetting as NcclSetting
+from meshplan.collectives._nccl_profiles import (
+    configure_deterministic_nccl_env as configure_deterministic_nccl_env,
+)
+from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
 from meshplan.collectives._provenance import Report as Report
@@ -16,15 +24,21 @@ from meshplan.collectives._provenance import report as report
 from meshplan.collectives._run import run_reduction as run_reduction
 
 __all__ = [
+    "DETERMINISTIC_NCCL_ENV",
     "MAX_RECORDS",
+    "NCCL_PROFILES",
     "PATHS",
     "Event",
+    "NcclProfile",
+    "NcclSetting",
     "PathChoice",
     "Report",
     "Source",
     "StepGroups",
     "clear_report",
+    "configure_deterministic_nccl_env",
     "count_untouched",
+    "nccl_profile",
     "record",
     "report",
     "run_reduction",
