@@ -272,7 +272,7 @@ def test_hierarchical_equals_flat(sizes: tuple[int, ...], inner: int) -> None:
     def ranks(rank: int) -> None:
         groups = groups_of(step("exchange", sizes=sizes, inner=inner))
         assert groups.position == rank
-        for numel in (0, 1, 2, 5, 7, 31, 1000):
+        for numel in (0, 1, 5, 31, 1000):
             for dtype in DTYPES:
                 leaves = [
                     order_sensitive(
