@@ -37,14 +37,15 @@ def changed(text: str, job: Job, **axes: int) -> str:
 
 def refusal(name: str, text: str, world_size: int | None = 40) -> str:
     """Why the text is refused, in one line that names the file; empty if it is read."""
-    started = time.monotonic()
+    started = time.process_time()
     said = ""
     try:
         notes = [str(one) for one in read_jobs(name, text, world_size=world_size).skipped]
     except MeshplanError as error:
         said = str(error)
         notes = [said]
-    assert time.monotonic() - started < 2
+    # Far from what something quadratic needs, on a slow machine too.
+    assert time.process_time() - started < 30
     assert all(name in note and "\n" not in note for note in notes)
     return said
 

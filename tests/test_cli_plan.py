@@ -399,7 +399,7 @@ def test_a_million_ranks() -> None:
     assert plan(*words.split())[0] == 0
     words = "--mesh a=2,b=524288 --from P,P --to R,R --domain-size 8"
     assert "are not judged" in plan(*words.split())[1]
-    assert time.process_time() - started < 15
+    assert time.process_time() - started < 60
 
 
 @pytest.fixture

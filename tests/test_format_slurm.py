@@ -136,7 +136,7 @@ def test_hostlist_refuses(text: str) -> None:
     with pytest.raises(TopologyInputError) as error:
         hostlist(text)
     assert len(str(error.value).splitlines()) == 1
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30
 
 
 NAMES = st.tuples(st.sampled_from(["a", "gpu-", "r1n"]), st.integers(0, 2000), st.integers(1, 6))

@@ -300,10 +300,10 @@ MANY: dict[str, tuple[Layout, Topology, str]] = {
 @pytest.mark.parametrize("name", MANY)
 def test_a_million_ranks(name: str) -> None:
     layout, topology, said = MANY[name]
-    start = time.perf_counter()
+    start = time.process_time()
     svg = draw_svg(layout, topology, axes=layout.axes)
     # One or two seconds; several times that where other tests run beside this one.
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 60
     assert len(svg) < 2_000_000
     drawn = shown(svg)
     assert said in drawn.said

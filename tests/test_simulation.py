@@ -412,7 +412,7 @@ def test_share_of_a_large_mesh(
     started = time.process_time()
     shares = share_of(layout, axes, along, topology)
     # On an idle machine a second; tests share theirs.
-    assert time.process_time() - started < 8
+    assert time.process_time() - started < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     assert min(shares.values()) > least
 

@@ -156,9 +156,9 @@ def test_any_damage(data: st.DataObject) -> None:
     pool = (PAIRS + PARTIAL).splitlines()
     drawn = data.draw(st.lists(st.sampled_from(pool), max_size=20))
     text = "\n".join(line[: data.draw(st.integers(0, len(line)))] for line in drawn)
-    started = time.monotonic()
+    started = time.process_time()
     assert "\n" not in refusal(text)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 30
 
 
 def test_components() -> None:
