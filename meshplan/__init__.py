@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshplan.collectives import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
+    from meshplan.collectives import DeterministicAllReduceConfig as DeterministicAllReduceConfig
     from meshplan.collectives import clear_report as clear_report
     from meshplan.collectives import (
         configure_deterministic_nccl_env as configure_deterministic_nccl_env,
     )
+    from meshplan.collectives import deterministic_all_gather as deterministic_all_gather
+    from meshplan.collectives import deterministic_all_reduce as deterministic_all_reduce
+    from meshplan.collectives import (
+        deterministic_all_reduce_coalesced as deterministic_all_reduce_coalesced,
+    )
+    from meshplan.collectives import deterministic_reduce_scatter as deterministic_reduce_scatter
     from meshplan.collectives import nccl_profile as nccl_profile
     from meshplan.collectives import report as report
     from meshplan.contract import Contract as Contract
@@ -35,11 +42,16 @@ __version__ = "0.1.0"
 _WHERE = {
     "Contract": "contract",
     "DETERMINISTIC_NCCL_ENV": "collectives",
+    "DeterministicAllReduceConfig": "collectives",
     "Layout": "layout",
     "MeshplanError": "errors",
     "check": "kernel",
     "clear_report": "collectives",
     "configure_deterministic_nccl_env": "collectives",
+    "deterministic_all_gather": "collectives",
+    "deterministic_all_reduce": "collectives",
+    "deterministic_all_reduce_coalesced": "collectives",
+    "deterministic_reduce_scatter": "collectives",
     "install": "dtensor",
     "installed": "dtensor",
     "policy": "dtensor",

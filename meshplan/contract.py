@@ -100,6 +100,20 @@ class Contract:
         """The stable name, e.g. ``v1/tree/wide/once``: same id and inputs, same bits."""
         return f"{CONTRACT_VERSION}/{self.order}/{self.accumulate}/{self.rounding}"
 
+    @classmethod
+    def of_id(cls, name: str) -> Contract:
+        """The contract whose ``id`` is ``name``.
+
+        Raises:
+            ContractError: there is none, or it is of another version.
+        """
+        version, *words = name.split("/")
+        if version != CONTRACT_VERSION or len(words) != 3:
+            raise ContractError(
+                f"no contract {name!r}; write an id of this version, e.g. '{cls().id}'"
+            )
+        return cls(*words)  # type: ignore[arg-type]
+
     def accumulator(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which leaves of ``dtype`` are combined."""
         if dtype in (torch.float16, torch.bfloat16):

@@ -103,11 +103,11 @@ class TestMessages(TestCase):
         missing, differing, full = found[0]
         self.assertExpectedInline(
             missing,
-            """MP501: rank 1 did not come within 3 s to the first reduction over ranks 2, 0, 1, so nobody started it; every rank of the group must run the same redistribution: look for a rank that died or took another branch""",
+            """MP501: rank 1 did not come within 3 s to the first reduction over ranks 2, 0, 1, so nobody started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
         self.assertExpectedInline(
             differing,
-            """MP501: rank 2 came to the first reduction over ranks 2, 0, 1 with 'contract rank, on a new group', the others with 'contract tree, on a new group', so nobody started it; give meshplan.install the same arguments, and call meshplan.shutdown, on every rank""",
+            """MP501: rank 2 came to the first reduction over ranks 2, 0, 1 with 'contract rank, on a new group', the others with 'contract tree, on a new group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
         self.assertExpectedInline(
             full,

@@ -1,10 +1,10 @@
 """Reduce-scatter under the contract: each rank reduces the shard that it is to hold.
 
 The shard of a rank is what DTensor's placements make of its mesh coordinate: one cut per sharded
-axis, outermost first, parts as ``torch.chunk`` makes them, empty ones at the end. Ranks that differ
-only along axes that are not sharded hold the same shard; each of them reduces a part of it, and
-they gather the finished parts. An element is always one fold over the same leaves, so that its bits
-are those of the all-reduce.
+axis, outermost first, parts as ``torch.chunk`` makes them, empty ones at the end; or, on one axis,
+what the step says. Ranks that differ only along axes that are not sharded hold the same shard; each
+of them reduces a part of it, and they gather the finished parts. An element is always one fold over
+the same leaves, so that its bits are those of the all-reduce.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ def shard_of(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
     where = dict(zip(step.axes, _unravel(group_rank, step.sizes), strict=True))
     sizes = dict(zip(step.axes, step.sizes, strict=True))
     for axis, dim in step.scatter:
+        at = where[axis]
+        if step.lengths:
+            tensor = tensor.narrow(dim, sum(step.lengths[:at]), step.lengths[at])
+            continue
         length = tensor.shape[dim]
         width = -(-length // sizes[axis])
-        start = min(where[axis] * width, length)
+        start = min(at * width, length)
         tensor = tensor.narrow(dim, start, min(width, length - start))
     return tensor
 

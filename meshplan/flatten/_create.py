@@ -31,14 +31,16 @@ __all__ = [
 _BOUND_DEVICE_LOCK = threading.Lock()
 
 
-def group_name(ranks: Sequence[int], backend: str, device_type: str) -> str:
+def group_name(ranks: Sequence[int], backend: str, device_type: str, use: str = "") -> str:
     """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group.
 
     The same on every member and in every run, so that compiled graphs, which hold group names,
-    are found again in a cache.
+    are found again in a cache. ``use`` tells groups apart that are alike in all that.
     """
     default = c10d._get_default_group()
     identity = f"{list(ranks)} {backend} {device_type} {default.group_name} {default.size()}"
+    if use:
+        identity += f" {use}"
     return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
 
 
@@ -47,11 +49,11 @@ def this_rank() -> int:
     return int(c10d._get_default_group().rank())
 
 
-def default_timeout(device_type: str) -> float:
-    """Seconds that the default group allows its own collectives; torch's default if unknown."""
+def default_timeout(device_type: str, group: ProcessGroup | None = None) -> float:
+    """Seconds that ``group`` (the default group) allows its own collectives; torch's if unknown."""
     options = None
     try:
-        backend = c10d._get_default_group()._get_backend(torch.device(device_type))
+        backend = (group or c10d._get_default_group())._get_backend(torch.device(device_type))
         options = getattr(backend, "options", None)
     except RuntimeError:
         # A default group without a backend for this device, or one written in Python.

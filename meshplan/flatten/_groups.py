@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,14 @@ from meshplan.errors import GroupStateError
 from meshplan.flatten._create import default_timeout, this_rank
 from meshplan.flatten._join import (
     Group,
-    Origin,
     agree_on,
     existing_group,
     join_group,
     refusal,
     with_peers,
 )
+from meshplan.flatten._known import Block, Handle, Key, Known
 from meshplan.flatten._signatures import Signatures
-from meshplan.kernel import Communicator
 from meshplan.layout import Layout
 
 __all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
@@ -41,73 +39,6 @@ MAX_GROUPS = 64
 MAX_LAYOUTS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A ``Group`` without a hold on the process group. It does hold the shared memory."""
-
-    pg: weakref.ref[ProcessGroup]
-    ranks: tuple[int, ...]
-    origin: Origin
-    name: str
-    peers: Communicator[Any] | None
-    no_peers: str
-
-    @classmethod
-    def of(cls, group: Group) -> _Known:
-        pg = weakref.ref(group.pg)
-        return cls(pg, group.ranks, group.origin, group.name, group.peers, group.no_peers)
-
-    def bare(self) -> Group | None:
-        """The group without shared memory, or ``None`` if somebody has destroyed it."""
-        pg = self.pg()
-        if pg is None or pg not in c10d._world.pg_map:
-            return None
-        return Group(pg, self.ranks, self.origin, self.name)
-
-    def group(self) -> Group | None:
-        """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
-        group = self.bare()
-        if group is None or (self.peers is not None and not self.peers.alive):
-            return None
-        return replace(group, peers=self.peers, no_peers=self.no_peers)
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A found group, to be had again without a look-up while its default group lives."""
-
-    known: _Known
-    default: weakref.ref[ProcessGroup]
-
-    def group(self) -> Group | None:
-        """The group; ``None`` if it or its default group is gone."""
-        return self.known.group() if self.default() is dist.group.WORLD else None
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One of the two groups of a hierarchical step, out of the ordered group over its axes.
-
-    That group is cut in blocks of ``size`` consecutive ranks; ``size`` divides it.
-
-    Attributes:
-        kind: ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place
-            in each of the blocks.
-        size: ranks in a block.
-    """
-
-    kind: Literal["inner", "outer"]
-    size: int
-
-    def of(self, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The ranks out of ``ranks`` that go with ``rank``, in the same order."""
-        block, place = divmod(ranks.index(rank), self.size)
-        if self.kind == "outer":
-            return ranks[place :: self.size]
-        return ranks[block * self.size : (block + 1) * self.size]
-
-
-_Key = tuple[tuple[int, ...], str, str, str, bool]
 _LayoutKey = tuple[Layout, tuple[int, ...], Block | None, str, str, str, bool]
 
 
@@ -118,9 +49,10 @@ class GroupRegistry:
         self.max_groups = max_groups
         self._lock = threading.RLock()
         self._default: weakref.ref[ProcessGroup] | None = None
-        self._groups: dict[_Key, _Known] = {}
+        self._groups: dict[Key, Known] = {}
         # The same groups by layout, which is hashed faster than long groups are listed.
-        self._by_layout: dict[_LayoutKey, _Known] = {}
+        self._by_layout: dict[_LayoutKey, Known] = {}
+        self._by_name: dict[tuple[str, str, str, bool, bool], Known] = {}
         # Layouts, axes and tokens on which all ranks of a group agreed before its blocks are used.
         self._met: set[tuple[Layout, tuple[int, ...], str]] = set()
         # By ranks, in debug mode only.
@@ -179,21 +111,57 @@ class GroupRegistry:
             rank = this_rank()
             ranks = layout.group_of(rank, axes) or ()
             ranks = ranks if block is None else block.of(ranks, rank)
-            key = (ranks, backend, mesh.device_type, token, peers)
-            known = self._groups.get(key)
-            if known is None and not peers:
-                # With shared memory it serves as well.
-                known = self._groups.get((*key[:4], True))
-            group = None if known is None else known.group()
+            key = Key(ranks, backend, mesh.device_type, token, peers)
+            group = self._alive(key)
             if group is None:
-                if known is not None and known.peers is not None:
-                    known.peers.close()
                 wait = default_timeout(mesh.device_type) if timeout is None else timeout
-                group = self._join(mesh, axes, key, rank, wait)
-                self._groups[key] = _Known.of(group)
+                found = existing_group(mesh, axes, ranks, backend)
+                group = self._join(found, key, rank, wait)
             if len(self._by_layout) >= MAX_LAYOUTS:
                 self._by_layout.clear()
-            self._by_layout[by_layout] = _Known.of(group)
+            self._by_layout[by_layout] = Known.of(group)
+            return group
+
+    def of(
+        self,
+        pg: ProcessGroup,
+        device_type: str,
+        *,
+        token: str,
+        peers: bool = False,
+        apart: bool = False,
+    ) -> Group:
+        """A group that the user made, ordered by its own ranks. The first call is a vote, as above.
+
+        Args:
+            pg: this rank is a member. How long it allows its collectives is how long members wait.
+            device_type: of the tensors.
+            token, peers: as for ``get``.
+            apart: another process group of the same ranks, created for work that runs beside what
+                ``pg`` does.
+
+        Raises:
+            GroupAgreementError, GroupCreationError, GroupStateError: as for ``get``.
+        """
+        given = (pg.group_name, device_type, token, peers, apart)
+        known = self._by_name.get(given) if self._is_of_default_group() else None
+        group = None if known is None else known.group()
+        if group is not None and (apart or group.pg is pg):
+            return group
+        with self._lock:
+            self._follow_default_group()
+            ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
+            backend = str(c10d._world.pg_map[pg][0])
+            usable = peers and device_type in ("cpu", "cuda") and backend != "fake"
+            use = f"{'apart from' if apart else 'given'} {pg.group_name}"
+            key = Key(ranks, backend, device_type, token, usable, use)
+            group = self._alive(key)
+            if group is None:
+                found = None if apart else Group(pg, ranks, "given", pg.group_name)
+                group = self._join(found, key, this_rank(), default_timeout(device_type, pg))
+            if len(self._by_name) >= MAX_LAYOUTS:
+                self._by_name.clear()
+            self._by_name[given] = Known.of(group)
             return group
 
     def meet(
@@ -263,7 +231,7 @@ class GroupRegistry:
         """A handle for a group that ``get`` has just returned."""
         world = dist.group.WORLD
         assert world is not None
-        return Handle(_Known.of(group), weakref.ref(world))
+        return Handle(Known.of(group), weakref.ref(world))
 
     def shutdown(self) -> int:
         """Destroy the created groups, in name order, and forget all. Returns how many.
@@ -303,46 +271,53 @@ class GroupRegistry:
                 known.peers.close()
         self._groups.clear()
         self._by_layout.clear()
+        self._by_name.clear()
         self._met.clear()
         self._signatures.clear()
 
-    def _join(
-        self,
-        mesh: DeviceMesh,
-        axes: Sequence[int],
-        key: _Key,
-        rank: int,
-        timeout: float,
-    ) -> Group:
-        ranks, backend, device_type, token, peers = key
-        found = existing_group(mesh, axes, ranks, backend) or self._kept(key)
+    def _alive(self, key: Key) -> Group | None:
+        known = self._groups.get(key)
+        if known is None and not key.peers:
+            # With shared memory it serves as well.
+            known = self._groups.get(key._replace(peers=True))
+        group = None if known is None else known.group()
+        if group is None and known is not None and known.peers is not None:
+            known.peers.close()
+        return group
+
+    def _join(self, found: Group | None, key: Key, rank: int, timeout: float) -> Group:
+        found = found or self._kept(key)
         group = join_group(
             found,
-            ranks,
-            backend,
-            device_type,
+            key.ranks,
+            key.backend,
+            key.device_type,
             rank=rank,
-            token=token,
-            objection=None if found else self._objection(device_type),
+            token=key.token,
+            objection=None if found else self._objection(key.device_type),
             timeout=timeout,
+            use=key.use,
         )
-        if not peers:
-            return group
-        return with_peers(
-            group,
-            device_type,
-            rank=rank,
-            token=token,
-            objection=self._peers_objection(device_type),
-            wait=timeout,
-            # In use it waits as long as the collectives do that it stands for.
-            timeout=default_timeout(device_type),
-        )
+        if key.peers:
+            group = with_peers(
+                group,
+                key.device_type,
+                rank=rank,
+                token=key.token,
+                objection=self._peers_objection(key.device_type),
+                wait=timeout,
+                # In use it waits as long as the collectives do that it stands for.
+                timeout=default_timeout(key.device_type, group.pg),
+                use=key.use,
+            )
+        self._groups[key] = Known.of(group)
+        return group
 
-    def _kept(self, key: _Key) -> Group | None:
+    def _kept(self, key: Key) -> Group | None:
         """The same group, made under another contract: one process group serves both."""
         for found, known in self._groups.items():
-            group = known.bare() if found[:3] == key[:3] else None
+            alike = found._replace(token=key.token, peers=key.peers) == key
+            group = known.bare() if alike else None
             if group is not None:
                 return replace(group, origin="kept")
         return None

@@ -30,7 +30,7 @@ __all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "refus
 
 _LOG = logging.getLogger("meshplan")
 
-Origin = Literal["created", "kept", "default", "axis", "flattened"]
+Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Group:
         ranks: global ranks in group order.
         origin: ``created`` by meshplan, or ``kept`` from another contract that created it; or
             found: the ``default`` group, an ``axis`` group of the mesh, a mesh that the user
-            ``flattened``.
+            ``flattened``, one that was ``given``.
         name: torch's name for it.
         peers: memory that its ranks share, where that was asked for and is possible.
         no_peers: why there is none, where it was asked for.
@@ -70,6 +70,7 @@ def join_group(
     token: str,
     objection: str | None,
     timeout: float,
+    use: str = "",
 ) -> Group:
     """Agree with the other members on the group of ``ranks``, and create it if none was found.
 
@@ -81,16 +82,18 @@ def join_group(
         token: what the members must have in common.
         objection: why this rank cannot join, for all to read.
         timeout: seconds to wait for the other members.
+        use: what the group is for, where another of the same ranks is for something else.
 
     Raises:
         GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.get`` says.
     """
+    name = group_name(ranks, backend, device_type, use)
     if backend == "fake":
         # One process plays one rank of a job that does not exist: there is nobody to ask.
-        return found or _create(ranks, backend, device_type, "meshplan/fake")
+        return found or _create(ranks, backend, device_type, "meshplan/fake", name)
     how = f"on the {found.origin} group" if found else "on a new group"
     prefix = _agreed(
-        group_name(ranks, backend, device_type),
+        name,
         ranks,
         rank=rank,
         token=f"{token}, {how}",
@@ -99,7 +102,7 @@ def join_group(
     )
     if found is not None:
         return found
-    return _connect(ranks, backend, device_type, prefix, rank, timeout)
+    return _connect(ranks, backend, device_type, prefix, name, rank, timeout)
 
 
 def agree_on(
@@ -151,6 +154,7 @@ def with_peers(
     objection: str | None,
     wait: float,
     timeout: float,
+    use: str = "",
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none.
 
@@ -162,11 +166,12 @@ def with_peers(
         objection: why this rank shares no more memory, for all to read.
         wait: seconds to wait for the other members now.
         timeout: seconds that a reduction will wait for each of them.
+        use: as for ``join_group``.
 
     Raises:
         GroupAgreementError: a member did not come.
     """
-    name = f"{group_name(group.ranks, 'peers', device_type)}/{token}"
+    name = f"{group_name(group.ranks, 'peers', device_type, use)}/{token}"
     store = c10d._get_default_store()
     meet = connect if device_type == "cpu" else partial(connect_devices, group.pg.group_name)
     found = meet(
@@ -207,12 +212,18 @@ def existing_group(
 
 
 def _connect(
-    ranks: tuple[int, ...], backend: str, device_type: str, prefix: str, rank: int, timeout: float
+    ranks: tuple[int, ...],
+    backend: str,
+    device_type: str,
+    prefix: str,
+    name: str,
+    rank: int,
+    timeout: float,
 ) -> Group:
     failure: Exception | None = None
     group: Group | None = None
     try:
-        group = _create(ranks, backend, device_type, prefix)
+        group = _create(ranks, backend, device_type, prefix, name)
         warm_up(group.pg, device_type, timeout)
     except (RuntimeError, ValueError) as error:
         failure = error
@@ -240,8 +251,9 @@ def _connect(
     ) from failure
 
 
-def _create(ranks: tuple[int, ...], backend: str, device_type: str, prefix: str) -> Group:
-    name = group_name(ranks, backend, device_type)
+def _create(
+    ranks: tuple[int, ...], backend: str, device_type: str, prefix: str, name: str
+) -> Group:
     pg = create_members_only(
         ranks,
         name=name,
@@ -282,7 +294,8 @@ def refusal(
     return GroupAgreementError(
         f"{_ranks(differing)} came to {what} over ranks {_shown(ranks)} with "
         f"'{verdict.tokens[differing[0]]}', the others with '{common}', so nobody started it; "
-        "give meshplan.install the same arguments, and call meshplan.shutdown, on every rank",
+        "give the same arguments (to meshplan.install, or to the call) on every rank; after "
+        "meshplan.install call meshplan.shutdown there",
         differing=differing,
     )
 

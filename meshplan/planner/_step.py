@@ -35,6 +35,8 @@ class Step:
         norm: reduce ``x ** norm`` and return the ``1 / norm``-th power.
         scatter: for ``reduce_scatter``: (mesh axis, tensor dim) in the order of the cuts, outermost
             first. The shard is gathered over the other ``axes`` once it is finished.
+        lengths: of the shards, by position on the one axis of ``scatter``; empty: as
+            ``torch.chunk`` cuts.
         src, dst: for ``slice`` and ``torch``: the placements before and after.
         inner: for a hierarchical ``exchange``: how many consecutive ranks of the group first
             combine their summands among themselves; 1 for a flat one. A divisor of the group size
@@ -52,6 +54,7 @@ class Step:
     contract: Contract | None = None
     norm: float | None = None
     scatter: tuple[tuple[int, int], ...] = ()
+    lengths: tuple[int, ...] = ()
     inner: int = 1
     src: Spec | None = None
     dst: Spec | None = None

@@ -1,0 +1,179 @@
+"""Collectives that run beside the caller: one lane for each process group, in order of submission.
+
+On a CPU a lane is a thread that has a process group to itself, so that what it sends can never
+change places with what the caller sends. On a GPU it is a stream: the caller's thread sends, in its
+own order, and the device runs it beside the caller's stream.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LaneTimeoutError
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.errors import GroupStateError
+
+__all__ = ["Lane", "Work", "finished", "in_lane"]
+
+
+class Work(dist.Work):
+    """A collective under way, as torch's own asynchronous collectives return it.
+
+    A failure is raised by ``wait``. How long it can take is bounded by the process group's timeout.
+    """
+
+    def __init__(self, future: Future[Any], event: Any = None, held: Any = None) -> None:
+        super().__init__()
+        self._future = future
+        self._event = event
+        # What the device still reads: its memory may be given away once the host lets go of it.
+        self._held = held
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the result is there; on a GPU the current stream waits for it, not the host.
+
+        Args:
+            timeout: give up earlier than the process group does; the collective goes on.
+
+        Returns:
+            True.
+
+        Raises:
+            GroupStateError: not finished within ``timeout``.
+            Exception: what the collective failed with.
+        """
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except LaneTimeoutError as error:
+            if self._future.done():
+                # The collective's own.
+                raise
+            assert timeout is not None
+            raise GroupStateError(
+                f"the collective did not finish within {timeout.total_seconds():g} s and goes on; "
+                "wait again, or leave the timeout to the process group"
+            ) from error
+        if self._event is not None:
+            self._event.wait()
+            self._held = None
+            result = self._future.result()
+            if isinstance(result, Tensor):
+                result.record_stream(torch.accelerator.current_stream(result.device))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        done = self._future.done()
+        return done and (self._event is None or bool(self._event.query()))
+
+    def is_success(self) -> bool:
+        """Whether it has finished and not failed."""
+        return self.is_completed() and self._future.exception() is None
+
+    def exception(self) -> Any:
+        """What it has failed with, or ``None``; waits for it."""
+        return self._future.exception()
+
+    def result(self) -> Any:
+        """What the collective returns without ``async_op``; waits for it."""
+        self.wait()
+        return self._future.result()
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A process group that nothing else sends on, and the device of its tensors."""
+
+    group: ProcessGroup
+    device: torch.device
+
+
+def finished(result: Any) -> Work:
+    """A ``Work`` of which there was nothing to do."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return Work(future)
+
+
+def in_lane(lane: Lane, run: Callable[[], Any], result: Any = None) -> Work:
+    """Run a collective beside the caller, after those submitted to the lane before it.
+
+    Args:
+        lane: all that ``run`` sends is sent on its group.
+        run: every rank submits it in the same order.
+        result: of the ``Work``; what ``run`` returns if ``None``.
+    """
+    if lane.device.type == "cpu":
+        inference = torch.is_inference_mode_enabled()
+        return Work(_threads.of(lane.group).submit(_done, run, result, inference))
+    # Nothing of this was run on a GPU yet; streams and events are torch's own.
+    stream = _streams.of(lane.device)
+    stream.wait_stream(torch.accelerator.current_stream(lane.device))
+    with stream:
+        found = run()
+        event = torch.Event(lane.device)
+        event.record(stream)
+    future: Future[Any] = Future()
+    future.set_result(found if result is None else result)
+    return Work(future, event, held=run)
+
+
+def _done(run: Callable[[], Any], result: Any, inference: bool) -> Any:
+    # Of each thread: tensors made in inference mode can be written to in inference mode only.
+    with torch.inference_mode(inference), torch.no_grad():
+        found = run()
+    return found if result is None else result
+
+
+class _Threads:
+    """One thread for each process group, as long as that lives."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._known: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
+
+    def of(self, group: ProcessGroup) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._process != os.getpid():
+                # Threads do not come along into a forked process.
+                self._process = os.getpid()
+                self._known.clear()
+            found = self._known.get(group)
+            if found is None:
+                name = f"meshplan {group.group_name}"
+                found = self._known[group] = ThreadPoolExecutor(1, thread_name_prefix=name)
+            return found
+
+
+class _Streams:
+    """One stream for each device."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[torch.device, torch.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.Stream:
+        with self._lock:
+            if device not in self._known:
+                self._known[device] = torch.Stream(device)
+            return self._known[device]
+
+
+_threads = _Threads()
+_streams = _Streams()

@@ -1,0 +1,99 @@
+"""Over whom a collective runs, and what it runs on; found once for a group, by a vote."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.collectives._groups import StepGroups
+from meshplan.contract import Contract
+from meshplan.errors import GroupStateError
+from meshplan.flatten import registry
+from meshplan.kernel import PEER_MODES
+from meshplan.planner import Step
+
+__all__ = ["beside", "compare", "groups_of", "members", "step_over", "where"]
+
+
+def members(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The process group to run over; ``None`` if this rank is the only one.
+
+    Raises:
+        GroupStateError: torch has no distributed package, a job of several ranks has no process
+            group yet, or this rank is not in ``group``.
+    """
+    if not dist.is_available():
+        raise GroupStateError(
+            "torch.distributed is unavailable; install a torch that was built with it"
+        )
+    if not dist.is_initialized():
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size.strip() in ("", "0", "1"):
+            return None
+        raise GroupStateError(
+            f"WORLD_SIZE is {size} and there is no process group; call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is not None and not isinstance(group, ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise GroupStateError(
+                f"rank {dist.get_rank()} is not in the group; call this on its members only"
+            )
+        raise GroupStateError(
+            f"group={group!r} is not a process group; write group=mesh.get_group('axis'), or leave "
+            "it out for all ranks"
+        )
+    found = group or dist.group.WORLD
+    assert found is not None
+    return found if found.size() > 1 else None
+
+
+def groups_of(
+    tensor: Tensor, group: ProcessGroup, contract: Contract, path: str, *, apart: bool = False
+) -> StepGroups:
+    """What a contract step over ``group`` runs on. The first call for a path is a vote.
+
+    Args:
+        tensor: on the device that is meant.
+        group: of several ranks, this one among them.
+        contract, path: what the members must have in common.
+        apart: for what runs beside ``group``; see ``beside``.
+
+    Raises:
+        GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.of``.
+    """
+    # As for redistributions: on GPUs only where it is asked for by name.
+    kind = tensor.device.type
+    peers = path in PEER_MODES or (path == "auto" and kind == "cpu")
+    token = f"contract {contract.id}, path {path}"
+    found = registry().of(group, kind, token=token, peers=peers, apart=apart)
+    return StepGroups(found.pg, peers=found.peers, no_peers=found.no_peers)
+
+
+def beside(group: ProcessGroup, tensor: Tensor) -> ProcessGroup:
+    """A second process group of the same ranks: two threads may not order one group's sends."""
+    return registry().of(group, tensor.device.type, token="async_op", apart=True).pg
+
+
+def compare(group: ProcessGroup, tensor: Tensor, what: str) -> None:
+    """Meet the other members and compare what all bring.
+
+    Raises:
+        SignatureMismatchError, GroupAgreementError: as ``GroupRegistry.compare``.
+    """
+    found = registry().of(group, tensor.device.type, token="debug")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    registry().compare(found, tensor.device.type, f"{dtype}{list(tensor.shape)} for {what}")
+
+
+def where(group: ProcessGroup) -> str:
+    """The group, for the report."""
+    return f"group {group.group_name} of {group.size()} ranks"
+
+
+def step_over(group: ProcessGroup, **fields: object) -> Step:
+    """A step over the one axis that a group is."""
+    return Step(axes=(0,), sizes=(group.size(),), move="", **fields)  # type: ignore[arg-type]

@@ -1,0 +1,251 @@
+"""Reduce-scatter and all-gather of tensors that are no DTensors, over any process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from meshplan.collectives._lanes import Lane, Work, finished, in_lane
+from meshplan.collectives._members import beside, compare, groups_of, members, step_over, where
+from meshplan.collectives._provenance import Source
+from meshplan.collectives._request import (
+    CONTRACT_MODES,
+    DeterministicAllReduceConfig,
+    Reduction,
+    check_mode,
+    check_tensor,
+    op_named,
+)
+from meshplan.collectives._run import run_reduction
+from meshplan.contract import Contract
+from meshplan.errors import ContractError
+
+__all__ = [
+    "checked_gather",
+    "checked_scatter",
+    "deterministic_all_gather",
+    "deterministic_reduce_scatter",
+    "gathered",
+    "reduced_shard",
+]
+
+_ops = torch.ops._c10d_functional
+_MODES = (*CONTRACT_MODES, "ordered_rank_reference")
+
+
+def deterministic_reduce_scatter(
+    tensor: Tensor,
+    *,
+    op: Reduction = "sum",
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    mode: str = "auto",
+    contract: Contract | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    strict: bool = False,
+    debug: bool = False,
+) -> Tensor | Work:
+    """Reduce ``tensor`` over the ranks of a group; each rank gets its shard of the result.
+
+    The bits are those of ``deterministic_all_reduce`` under the same contract, cut.
+
+    Args:
+        tensor: this rank's summand, at least 1-D, any strides; the same shape and dtype on every
+            rank; dtypes of the contract, and complex for ``sum`` and ``mean``. It is left as it is.
+        op: ``sum``, ``mean``, ``max``, ``min`` or ``product``.
+        dim: the dimension that is cut.
+        sizes: how long each rank's shard is along ``dim``, in the order of the group's ranks, the
+            same list on every rank. ``None``: as ``torch.chunk`` cuts, with shorter and empty
+            shards at the end.
+        mode: ``auto``, ``one_shot``, ``two_shot``, ``exchange`` or ``ordered_rank_reference``.
+        contract, group, async_op, strict, debug: as in ``DeterministicAllReduceConfig``.
+
+    Returns:
+        A new contiguous tensor; with ``async_op`` a ``Work`` whose ``result()`` it is.
+
+    Raises:
+        ContractError: ``sizes`` that do not cut ``dim``, or a ``dim`` that is not there; and all
+            that ``deterministic_all_reduce`` raises.
+    """
+    config = DeterministicAllReduceConfig(
+        mode=mode,  # type: ignore[arg-type]
+        op=op,
+        group=group,
+        contract=contract,
+        strict=strict,
+        debug=debug,
+    )
+    found, dim, lengths = checked_scatter(tensor, config, dim, sizes)
+    if found is None:
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return finished(whole) if async_op else whole
+    if debug:
+        what = f"deterministic_reduce_scatter of dim {dim} to {lengths} by {mode}, {op}"
+        compare(found, tensor, f"{what}, {config.ordered.id}")
+    if not async_op:
+        return reduced_shard(tensor, config, found, dim, lengths)
+    groups_of(tensor, found, config.ordered, mode, apart=True)
+    run = partial(reduced_shard, tensor, config, found, dim, lengths, apart=True)
+    return in_lane(Lane(beside(found, tensor), tensor.device), run)
+
+
+def deterministic_all_gather(
+    tensor: Tensor,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    debug: bool = False,
+) -> Tensor | Work:
+    """Concatenate the tensors of a group's ranks along ``dim``: bytes are moved, none is computed.
+
+    Args:
+        tensor: this rank's shard, at least 1-D, any strides and any dtype; the same dtype and,
+            ``dim`` aside, shape on every rank.
+        dim: the dimension to concatenate along.
+        sizes: how long each rank's shard is along ``dim``, in the order of the group's ranks, the
+            same list on every rank; ``None``: all are as long as this one.
+        group, async_op, debug: as in ``DeterministicAllReduceConfig``.
+
+    Returns:
+        A new contiguous tensor; with ``async_op`` a ``Work`` whose ``result()`` it is.
+
+    Raises:
+        ContractTypeError: not a dense tensor.
+        ContractError: ``sizes`` that do not say how long this shard is.
+        GroupStateError, GroupAgreementError, SignatureMismatchError: as
+            ``deterministic_all_reduce``.
+    """
+    found, dim, lengths = checked_gather(tensor, dim, sizes, group)
+    if found is None:
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return finished(whole) if async_op else whole
+    if debug:
+        shape = [*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :]]
+        compare(found, tensor.new_empty(0), f"deterministic_all_gather to {shape} of {lengths}")
+    if not async_op:
+        return gathered(tensor, found, dim, lengths)
+    group = beside(found, tensor)
+    return in_lane(Lane(group, tensor.device), partial(gathered, tensor, group, dim, lengths))
+
+
+def checked_scatter(
+    tensor: Tensor,
+    config: DeterministicAllReduceConfig,
+    dim: int,
+    sizes: Sequence[int] | None,
+) -> tuple[ProcessGroup | None, int, tuple[int, ...]]:
+    """The group (``None``: alone), the dim and the lengths of a reduce-scatter that can be done."""
+    check_mode(config.mode, _MODES)
+    config.check(tensor, in_place=False)
+    dim = _dim(tensor, dim)
+    found = members(config.group)
+    ranks = 1 if found is None else found.size()
+    length = tensor.shape[dim]
+    if sizes is None:
+        return found, dim, _chunk_lengths(length, ranks)
+    if len(sizes) != ranks or sum(sizes) != length or min(sizes) < 0:
+        raise ContractError(
+            f"sizes={list(sizes)} do not cut dim {dim} of {length} elements for a group of "
+            f"{ranks}; write one size for each rank, whose sum is the length"
+        )
+    return found, dim, tuple(sizes)
+
+
+def checked_gather(
+    tensor: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup | None
+) -> tuple[ProcessGroup | None, int, tuple[int, ...]]:
+    """The group (``None``: alone), the dim and the lengths of an all-gather that can be done."""
+    check_tensor(tensor)
+    dim = _dim(tensor, dim)
+    found = members(group)
+    ranks, rank = (1, 0) if found is None else (found.size(), found.rank())
+    lengths = tuple(sizes) if sizes is not None else (tensor.shape[dim],) * ranks
+    if len(lengths) != ranks or lengths[rank] != tensor.shape[dim] or min(lengths) < 0:
+        raise ContractError(
+            f"sizes={list(lengths)} for a group of {ranks}, of which this is rank {rank}, and its "
+            f"tensor has {tensor.shape[dim]} elements along dim {dim}; write one size for each rank"
+        )
+    return found, dim, lengths
+
+
+def reduced_shard(
+    tensor: Tensor,
+    config: DeterministicAllReduceConfig,
+    group: ProcessGroup,
+    dim: int,
+    lengths: Sequence[int],
+    apart: bool = False,
+) -> Tensor:
+    """This rank's shard of the reduction, waited for; all arguments are checked."""
+    contract, op = config.ordered, op_named(config.op)
+    groups = groups_of(tensor, group, contract, config.mode, apart=apart)
+    path = "reference" if config.mode == "ordered_rank_reference" else "exchange"
+    step = step_over(
+        group,
+        kind="reduce_scatter",
+        op=op,
+        divisor=group.size() if op == "avg" else None,
+        contract=contract,
+        path=path,
+        scatter=((0, dim),),
+        lengths=tuple(lengths),
+        why=f"mode {config.mode}",
+    )
+    planned = f"reduce_scatter {op} over {group.size()} ranks, {path}, contract {contract.id}"
+    result = run_reduction(
+        tensor.detach(),
+        step,
+        groups,
+        source=Source(
+            f"deterministic_reduce_scatter {config.op} of dim {dim}", planned, where(groups.flat)
+        ),
+        path=config.mode if path == "exchange" else path,
+        strict=config.strict,
+    )
+    waited: Tensor = _ops.wait_tensor(result)
+    return waited
+
+
+def gathered(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
+    """The shards of all ranks, joined; all arguments are checked."""
+    rows = tensor.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
+    shape = rows.shape[1:]
+    # Backends do not know all dtypes; bytes they do.
+    mine = rows.view(-1).view(torch.uint8)
+    width = max(lengths)
+    row = shape.numel() * tensor.element_size()
+    if mine.numel() < width * row:
+        padded = mine.new_zeros(width * row)
+        padded[: mine.numel()] = mine
+        mine = padded
+    whole = mine
+    if mine.numel():
+        ranks, name = len(lengths), group.group_name
+        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, name))
+    shards = whole.view(len(lengths), width * row)
+    if any(length < width for length in lengths):
+        parts = zip(shards, lengths, strict=True)
+        whole = torch.cat([shard[: length * row] for shard, length in parts])
+    joined = whole.view(tensor.dtype).view(sum(lengths), *shape)
+    return joined.movedim(0, dim).contiguous()
+
+
+def _chunk_lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """How long the parts are that ``torch.chunk`` cuts, with empty ones at the end."""
+    width = -(-length // ranks)
+    return tuple(max(0, min(width, length - rank * width)) for rank in range(ranks))
+
+
+def _dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ContractError(
+            f"dim={dim} of a tensor with {tensor.ndim} dimensions; write one of its dimensions"
+        )
+    return dim % tensor.ndim

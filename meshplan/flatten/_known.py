@@ -1,0 +1,93 @@
+"""How the registry keeps groups: without a hold on them, and by what tells them apart."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from meshplan.flatten._join import Group, Origin
+from meshplan.kernel import Communicator
+
+__all__ = ["Block", "Handle", "Key", "Known"]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A ``Group`` without a hold on the process group. It does hold the shared memory."""
+
+    pg: weakref.ref[ProcessGroup]
+    ranks: tuple[int, ...]
+    origin: Origin
+    name: str
+    peers: Communicator[Any] | None
+    no_peers: str
+
+    @classmethod
+    def of(cls, group: Group) -> Known:
+        pg = weakref.ref(group.pg)
+        return cls(pg, group.ranks, group.origin, group.name, group.peers, group.no_peers)
+
+    def bare(self) -> Group | None:
+        """The group without shared memory, or ``None`` if somebody has destroyed it."""
+        pg = self.pg()
+        if pg is None or pg not in c10d._world.pg_map:
+            return None
+        return Group(pg, self.ranks, self.origin, self.name)
+
+    def group(self) -> Group | None:
+        """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
+        group = self.bare()
+        if group is None or (self.peers is not None and not self.peers.alive):
+            return None
+        return replace(group, peers=self.peers, no_peers=self.no_peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A found group, to be had again without a look-up while its default group lives."""
+
+    known: Known
+    default: weakref.ref[ProcessGroup]
+
+    def group(self) -> Group | None:
+        """The group; ``None`` if it or its default group is gone."""
+        return self.known.group() if self.default() is dist.group.WORLD else None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of the two groups of a hierarchical step, out of the ordered group over its axes.
+
+    That group is cut in blocks of ``size`` consecutive ranks; ``size`` divides it.
+
+    Attributes:
+        kind: ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place
+            in each of the blocks.
+        size: ranks in a block.
+    """
+
+    kind: Literal["inner", "outer"]
+    size: int
+
+    def of(self, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The ranks out of ``ranks`` that go with ``rank``, in the same order."""
+        block, place = divmod(ranks.index(rank), self.size)
+        if self.kind == "outer":
+            return ranks[place :: self.size]
+        return ranks[block * self.size : (block + 1) * self.size]
+
+
+class Key(NamedTuple):
+    """What a group is known by. ``use`` tells groups apart that are alike in all else."""
+
+    ranks: tuple[int, ...]
+    backend: str
+    device_type: str
+    token: str
+    peers: bool
+    use: str = ""

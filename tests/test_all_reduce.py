@@ -1,0 +1,573 @@
+"""``deterministic_all_reduce`` over real processes: bits, orders, groups, no-ops, failures."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor
+
+import meshplan
+from meshplan import (
+    Contract,
+    DeterministicAllReduceConfig,
+    deterministic_all_reduce,
+    deterministic_all_reduce_coalesced,
+    kernel,
+)
+from meshplan.collectives import Work, _all_reduce, _members
+from meshplan.errors import (
+    FallbackRefusedError,
+    GroupAgreementError,
+    GroupStateError,
+    MeshplanError,
+    SignatureMismatchError,
+)
+from meshplan.flatten import _connect
+from meshplan.flatten._create import attempt_store, create_members_only
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+Config = DeterministicAllReduceConfig
+RANKS = 5
+CONTRACT_MODES = ("auto", "one_shot", "two_shot", "exchange")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)
+OPS = {"sum": "sum", "mean": "avg", "max": "max", "min": "min", "product": "product"}
+
+
+def leaf(rank: int, dtype: torch.dtype = torch.float32, numel: int = 101, n: int = RANKS) -> Tensor:
+    return order_sensitive(numel, rank=rank, world_size=n, dtype=dtype, specials=True)
+
+
+def expected(
+    op: str,
+    contract: Contract,
+    dtype: torch.dtype = torch.float32,
+    numel: int = 101,
+    n: int = RANKS,
+) -> Tensor:
+    """By the oracle, which shares no arithmetic with what is tested."""
+    leaves = [leaf(rank, dtype, numel, n) for rank in range(n)]
+    return reference_reduce_tensors(leaves, OPS[op], (n,), contract)  # type: ignore[arg-type]
+
+
+def test_every_mode_op_and_dtype() -> None:
+    """Every contract mode gives the contract's bits, whatever op and dtype."""
+
+    def ranks(rank: int) -> int:
+        count = 0
+        for dtype in DTYPES:
+            for op in OPS:
+                if op == "mean" and not dtype.is_floating_point:
+                    continue
+                for force in (True, False):
+                    contract = Contract(rounding="once" if force else "node")
+                    wanted = expected(op, contract, dtype)
+                    for mode in CONTRACT_MODES:
+                        tensor = leaf(rank, dtype)
+                        config = Config(mode=mode, op=op, force_fp32_accumulation=force)  # type: ignore[arg-type]
+                        assert deterministic_all_reduce(tensor, config) is tensor
+                        assert_bitwise_equal(tensor, wanted, f"{mode} {op} {dtype} {force}")
+                        count += 1
+        return count
+
+    assert run_ranks(ranks, RANKS, timeout=120) == [224] * RANKS
+
+
+def test_ra_06_ordered_rank_reference() -> None:
+    """A left fold in group order; the division of a mean comes before the last rounding (RA-08).
+
+    RA-09, RA-12: 16-bit floats in float32, or rounded at each addition. RA-10: float64 stays.
+    """
+
+    def ranks(rank: int) -> bool:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32):
+            for op in ("sum", "mean") if dtype.is_floating_point else ("sum",):
+                for force in (True, False):
+                    tensor = leaf(rank, dtype)
+                    config = Config("ordered_rank_reference", op, force)  # type: ignore[arg-type]
+                    assert deterministic_all_reduce(tensor, config) is tensor
+                    contract = Contract("rank", rounding="once" if force else "node")
+                    assert_bitwise_equal(tensor, expected(op, contract, dtype), f"{op} {dtype}")
+        one = torch.tensor([(1e20, 1.0, -1e20, 1.0, 0.0)[rank]])
+        deterministic_all_reduce(one, Config("ordered_rank_reference"))
+        assert one.item() == 1.0
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_ra_09_fp32_accumulation_is_plain_torch() -> None:
+    """Against additions written out, so that no oracle of the project is in between."""
+
+    def ranks(rank: int) -> bool:
+        for dtype in (torch.float16, torch.bfloat16):
+            leaves = [torch.linspace(-1, 1, 64).mul(3**r).to(dtype) for r in range(3)]
+            wide = (leaves[0].float() + leaves[1].float()) + leaves[2].float()
+            narrow = (leaves[0] + leaves[1]) + leaves[2]
+            for force, wanted in ((True, wide.to(dtype)), (False, narrow)):
+                tensor = leaves[rank].clone()
+                deterministic_all_reduce(tensor, Config("ordered_rank_reference", "sum", force))
+                assert_bitwise_equal(tensor, wanted)
+            mean = leaves[rank].clone()
+            deterministic_all_reduce(mean, Config("ordered_rank_reference", "mean"))
+            assert_bitwise_equal(mean, (wide / 3).to(dtype))
+        return True
+
+    assert all(run_ranks(ranks, 3))
+
+
+def test_ra_11_complex_native() -> None:
+    def ranks(rank: int) -> bool:
+        leaves = [torch.complex(leaf(r, n=3), leaf(2 - r, n=3)) for r in range(3)]
+        for mode in ("ordered_rank_reference", *CONTRACT_MODES):
+            for op in ("sum", "mean"):
+                tensor = leaves[rank].clone()
+                config = Config(mode=mode, op=op)  # type: ignore[arg-type]
+                deterministic_all_reduce(tensor, config)
+                real = [torch.view_as_real(x) for x in leaves]
+                wanted = reference_reduce_tensors(real, OPS[op], (3,), config.ordered)  # type: ignore[arg-type]
+                assert_bitwise_equal(torch.view_as_real(tensor), wanted)
+        return True
+
+    assert all(run_ranks(ranks, 3))
+
+
+def test_ra_05_torch_all_reduce() -> None:
+    """Torch's own, but the flag is honoured and strides are right."""
+
+    def ranks(rank: int) -> bool:
+        plain = leaf(rank)
+        dist.all_reduce(plain)
+        tensor = leaf(rank)
+        assert deterministic_all_reduce(tensor) is tensor
+        assert_bitwise_equal(tensor, plain)
+
+        half = leaf(rank, torch.bfloat16)
+        wide = half.float()
+        dist.all_reduce(wide)
+        kept = half.clone()
+        deterministic_all_reduce(half, Config())
+        assert_bitwise_equal(half, wide.bfloat16())
+        dist.all_reduce(kept)
+        narrow = leaf(rank, torch.bfloat16)
+        deterministic_all_reduce(narrow, Config(force_fp32_accumulation=False))
+        assert_bitwise_equal(narrow, kept)
+
+        mean = leaf(rank, torch.bfloat16)
+        deterministic_all_reduce(mean, Config(op="mean"))
+        assert_bitwise_equal(mean, (wide / RANKS).bfloat16())
+        for op, torch_op in (("max", dist.ReduceOp.MAX), ("product", dist.ReduceOp.PRODUCT)):
+            one = torch.full((3,), rank + 1.0)
+            two = one.clone()
+            deterministic_all_reduce(one, Config(op=op))  # type: ignore[arg-type]
+            dist.all_reduce(two, torch_op)
+            assert_bitwise_equal(one, two)
+        numbers = torch.full((3,), rank + 1, dtype=torch.int64)
+        deterministic_all_reduce(numbers)
+        assert numbers.tolist() == [15] * 3
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_not_contiguous() -> None:
+    """Columns of a larger tensor: right in every mode, and what lies between them is untouched."""
+
+    def ranks(rank: int) -> bool:
+        for mode in ("torch_all_reduce", "ordered_rank_reference", *CONTRACT_MODES):
+            config = Config(mode=mode)  # type: ignore[arg-type]
+            base = leaf(rank, numel=240).view(12, 20).clone()
+            before = base.clone()
+            view = base[:, ::2]
+            assert not view.is_contiguous()
+            assert deterministic_all_reduce(view, config) is view
+            packed = before[:, ::2].contiguous()
+            deterministic_all_reduce(packed, config)
+            assert_bitwise_equal(view.contiguous(), packed, mode)
+            assert_bitwise_equal(base[:, 1::2].contiguous(), before[:, 1::2].contiguous(), mode)
+            if mode == "torch_all_reduce":
+                # Whose order is another one at another place of the message.
+                continue
+            turned = before.clone().t()
+            deterministic_all_reduce(turned, config)
+            assert_bitwise_equal(turned[::2].t().contiguous(), packed, mode)
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_flags_of_views() -> None:
+    """Conjugated and negated views are written as what they show."""
+
+    def ranks(rank: int) -> bool:
+        for mode in ("torch_all_reduce", "ordered_rank_reference", "exchange"):
+            config = Config(mode=mode)  # type: ignore[arg-type]
+            base = torch.complex(leaf(rank, n=3), leaf(2 - rank, n=3))
+            plain = base.conj().resolve_conj()
+            deterministic_all_reduce(base.conj(), config)
+            deterministic_all_reduce(plain, config)
+            assert_bitwise_equal(
+                torch.view_as_real(base.conj().resolve_conj()), torch.view_as_real(plain), mode
+            )
+        return True
+
+    assert all(run_ranks(ranks, 3))
+
+
+def test_ra_14_group_without_rank_0() -> None:
+    """Group ranks are not global ranks, and who is outside of the group is told so."""
+
+    def ranks(rank: int) -> bool:
+        part = dist.new_group([4, 2, 1])
+        order = [dist.get_global_rank(part, i) for i in range(3)] if rank in (1, 2, 4) else []
+        outsider = rank not in (1, 2, 4)
+        values = {1: 1e20, 2: 1.0, 4: -1e20}
+        if outsider:
+            with pytest.raises(GroupStateError, match=f"rank {rank} is not in the group"):
+                deterministic_all_reduce(torch.ones(1), Config(group=part))
+            return True
+        for mode in ("ordered_rank_reference", *CONTRACT_MODES):
+            tensor = torch.tensor([values[rank]])
+            deterministic_all_reduce(tensor, Config(mode=mode, group=part))  # type: ignore[arg-type]
+            total = torch.tensor([values[order[0]]])
+            for r in order[1:]:
+                total = total + torch.tensor([values[r]])
+            assert_bitwise_equal(tensor, total, mode)
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_ra_13_group_order_is_pg_order() -> None:
+    """A group whose ranks are not in the order of global ranks; ``new_group`` sorts them."""
+
+    def ranks(rank: int) -> list[int]:
+        order = [2, 0, 1]
+        store = attempt_store("permuted")
+        group = create_members_only(order, name="permuted", backend="gloo", store=store, timeout=30)
+        value = torch.tensor([(1e20, -1e20, 1.0)[rank]])
+        found = []
+        for mode in ("ordered_rank_reference", *CONTRACT_MODES):
+            tensor = value.clone()
+            deterministic_all_reduce(tensor, Config(mode=mode, group=group))  # type: ignore[arg-type]
+            found.append(int(tensor.item()))
+        return found
+
+    # (1 + 1e20) - 1e20; in the order of global ranks it would be 1.
+    assert run_ranks(ranks, 3) == [[0] * 5] * 3
+
+
+def test_ra_16_alone_unchanged() -> None:
+    def ranks(rank: int) -> bool:
+        for op in OPS:
+            for mode in ("torch_all_reduce", "ordered_rank_reference", *CONTRACT_MODES):
+                tensor = torch.tensor([1.0, -0.0, torch.nan])
+                before = bits(tensor).clone()
+                assert deterministic_all_reduce(tensor, Config(mode=mode, op=op)) is tensor  # type: ignore[arg-type]
+                assert torch.equal(bits(tensor), before)
+        work = deterministic_all_reduce(tensor, Config(async_op=True))
+        assert isinstance(work, Work)
+        assert work.result() is tensor
+        return True
+
+    assert run_ranks(ranks, 1) == [True]
+
+
+@pytest.mark.parametrize("size", [None, "1", "0", ""])
+def test_ra_17_not_initialised_single(monkeypatch: pytest.MonkeyPatch, size: str | None) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    tensor = torch.arange(4.0)
+    # RA-41: the same object, the values as they were, for a mean too.
+    assert deterministic_all_reduce(tensor, Config(op="mean")) is tensor
+    assert tensor.tolist() == [0, 1, 2, 3]
+    listed = deterministic_all_reduce_coalesced([tensor], Config(mode="auto"))
+    assert isinstance(listed, list)
+    assert listed[0] is tensor
+
+
+class TestNoGroup(TestCase):
+    def test_ra_18_not_initialised_multi(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "4")
+            with pytest.raises(RuntimeError) as error:
+                deterministic_all_reduce(torch.ones(1))
+        assert isinstance(error.value, GroupStateError)
+        self.assertExpectedInline(
+            str(error.value),
+            """MP503: WORLD_SIZE is 4 and there is no process group; call torch.distributed.init_process_group first""",
+        )
+
+    def test_ra_19_dist_unavailable(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_members.dist, "is_available", lambda: False)
+            with pytest.raises(RuntimeError) as error:
+                deterministic_all_reduce(torch.ones(1))
+        self.assertExpectedInline(
+            str(error.value),
+            """MP503: torch.distributed is unavailable; install a torch that was built with it""",
+        )
+
+    def test_not_a_group(self) -> None:
+        def ranks(rank: int) -> str:
+            with pytest.raises(GroupStateError) as error:
+                deterministic_all_reduce(torch.ones(1), Config(group="world"))  # type: ignore[arg-type]
+            return str(error.value)
+
+        self.assertExpectedInline(
+            run_ranks(ranks, 1)[0],
+            """MP503: group='world' is not a process group; write group=mesh.get_group('axis'), or leave it out for all ranks""",
+        )
+
+
+def test_ra_20_async_work() -> None:
+    """Not refused, as the seed does: many works under way at once, waited for in any order."""
+
+    def ranks(rank: int) -> bool:
+        for mode in ("torch_all_reduce", "ordered_rank_reference", *CONTRACT_MODES):
+            config = Config(mode=mode, async_op=True)  # type: ignore[arg-type]
+            tensors = [leaf(rank, numel=100 * n + 1) for n in range(8)]
+            works = [deterministic_all_reduce(tensor, config) for tensor in tensors]
+            # Beside them the caller sends on the same group, in a place of its own on each rank.
+            mine = torch.full((3,), float(rank))
+            dist.all_reduce(mine)
+            assert mine.tolist() == [10.0] * 3
+            for work in reversed(works) if rank % 2 else works:
+                assert isinstance(work, Work)
+                assert isinstance(work, dist.Work)
+                assert work.wait(timedelta(seconds=60)) is True
+                assert work.is_completed()
+                assert work.is_success()
+                assert work.exception() is None
+            for n, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+                assert work.result() is tensor  # type: ignore[union-attr]
+                plain = leaf(rank, numel=100 * n + 1)
+                deterministic_all_reduce(plain, Config(mode=mode))  # type: ignore[arg-type]
+                assert_bitwise_equal(tensor, plain, mode)
+        return True
+
+    assert all(run_ranks(ranks, RANKS, timeout=120))
+
+
+def test_async_returns_before_the_others_come() -> None:
+    def ranks(rank: int) -> bool:
+        store = dist.distributed_c10d._get_default_store()
+        config = Config(mode="exchange", async_op=True)
+        deterministic_all_reduce(torch.ones(4), config).wait()  # type: ignore[union-attr]
+        tensor = torch.full((4,), float(rank))
+        if rank == 1:
+            # Only now does this rank know that the other has returned.
+            store.wait(["returned"], timedelta(seconds=30))
+        work = deterministic_all_reduce(tensor, config)
+        assert isinstance(work, Work)
+        if rank == 0:
+            assert not work.is_completed()
+            with pytest.raises(GroupStateError, match=r"did not finish within 0\.05 s"):
+                work.wait(timedelta(seconds=0.05))
+            store.set("returned", "yes")
+        work.wait()
+        return tensor.tolist() == [1.0] * 4
+
+    assert run_ranks(ranks, 2) == [True, True]
+
+
+def test_async_in_inference_mode() -> None:
+    def ranks(rank: int) -> bool:
+        with torch.inference_mode():
+            tensor = torch.full((4,), float(rank))
+            deterministic_all_reduce(tensor, Config(mode="auto", async_op=True)).wait()  # type: ignore[union-attr]
+        return tensor.tolist() == [1.0] * 4
+
+    assert run_ranks(ranks, 2) == [True, True]
+
+
+def test_a_failed_work_raises_where_it_is_waited_for() -> None:
+    def ranks(rank: int) -> str:
+        config = Config(mode="exchange", async_op=True)
+        deterministic_all_reduce(torch.ones(4), config).wait()  # type: ignore[union-attr]
+        if rank == 1:
+            return ""
+        tensor = torch.ones(4)
+        work = deterministic_all_reduce(tensor, config)
+        assert isinstance(work, Work)
+        with pytest.raises(RuntimeError) as error:
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), RuntimeError)
+        # Nothing was written.
+        assert tensor.tolist() == [1.0] * 4
+        return type(error.value).__name__
+
+    assert run_ranks(ranks, 2, collective_timeout=3)[0]
+
+
+def test_coalesced_is_one_at_a_time() -> None:
+    """Mixed dtypes and shapes, empty and strided tensors, more than one bucket."""
+
+    def ranks(rank: int) -> bool:
+        _all_reduce._BUCKET_BYTES = 1 << 10
+
+        def tensors() -> list[Tensor]:
+            some = [
+                leaf(rank, dtype, numel)
+                for numel in (1, 7, 0, 130, 400)
+                for dtype in (torch.float32, torch.bfloat16, torch.int32)
+            ]
+            return [*some, leaf(rank, numel=60).view(6, 10)[:, ::2], torch.tensor(float(rank))]
+
+        for mode in ("torch_all_reduce", "ordered_rank_reference", *CONTRACT_MODES):
+            for async_op in (False, True):
+                given = tensors()
+                config = Config(mode=mode, async_op=async_op)  # type: ignore[arg-type]
+                found = deterministic_all_reduce_coalesced(given, config)
+                listed = found.result() if isinstance(found, Work) else found
+                assert all(one is other for one, other in zip(listed, given, strict=True))
+                for together, alone in zip(given, tensors(), strict=True):
+                    deterministic_all_reduce(alone, Config(mode=mode))  # type: ignore[arg-type]
+                    assert_bitwise_equal(together.contiguous(), alone.contiguous(), mode)
+        assert deterministic_all_reduce_coalesced([], Config(mode="auto")) == []
+        return True
+
+    assert all(run_ranks(ranks, RANKS, timeout=120))
+
+
+def test_sizes_and_places_change_nothing() -> None:
+    """G3: an element's bits are the same alone, at another place and in a message of any size."""
+
+    def ranks(rank: int) -> bool:
+        whole = leaf(rank, numel=5000)
+        for mode in ("ordered_rank_reference", *CONTRACT_MODES):
+            config = Config(mode=mode)  # type: ignore[arg-type]
+            reduced = deterministic_all_reduce(whole.clone(), config)
+            assert isinstance(reduced, Tensor)
+            for start, stop in ((0, 1), (1, 18), (4096, 5000), (17, 3000)):
+                part = deterministic_all_reduce(whole[start:stop].clone(), config)
+                assert isinstance(part, Tensor)
+                assert_bitwise_equal(part, reduced[start:stop], mode)
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
+def test_strict() -> None:
+    def ranks(rank: int) -> bool:
+        _connect.host = lambda: f"host-{dist.get_rank()}"
+        kept = torch.ones(4)
+        with pytest.raises(FallbackRefusedError, match="several hosts"):
+            deterministic_all_reduce(kept, Config(mode="two_shot", strict=True))
+        assert kept.tolist() == [1.0] * 4
+        deterministic_all_reduce(kept, Config(mode="two_shot"))
+        assert kept.tolist() == [3.0] * 4
+        (fallback,) = meshplan.report().fallbacks
+        assert fallback["ran"] == "exchange"
+        deterministic_all_reduce(kept, Config(mode="exchange", strict=True))
+        return True
+
+    assert all(run_ranks(ranks, 3))
+
+
+class TestRanksThatDiffer(TestCase):
+    def test_debug(self) -> None:
+        def ranks(rank: int) -> str:
+            config = Config(mode="exchange", debug=True)
+            with pytest.raises(SignatureMismatchError) as error:
+                deterministic_all_reduce(torch.ones(4 + rank), config)
+            # The call after it.
+            tensor = torch.ones(4)
+            deterministic_all_reduce(tensor, config)
+            assert tensor.tolist() == [2.0] * 4
+            return str(error.value)
+
+        self.assertExpectedInline(
+            run_ranks(ranks, 2)[0],
+            """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[5] for deterministic_all_reduce by exchange, sum, v1/tree/wide/once, this rank 0 with float32[4] for deterministic_all_reduce by exchange, sum, v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+        )
+
+    def test_another_contract(self) -> None:
+        def ranks(rank: int) -> str:
+            config = Config(mode="exchange", contract=Contract("tree" if rank else "rank"))
+            with pytest.raises(GroupAgreementError) as error:
+                deterministic_all_reduce(torch.ones(4), config)
+            deterministic_all_reduce(torch.ones(4), Config(mode="exchange"))
+            return str(error.value)
+
+        found = run_ranks(ranks, 3)
+        assert len(set(found)) == 1
+        self.assertExpectedInline(
+            found[0],
+            """MP501: rank 0 came to the first reduction over ranks 0, 1, 2 with 'contract v1/rank/wide/once, path exchange, on the given group', the others with 'contract v1/tree/wide/once, path exchange, on the given group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+        )
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        def ranks(rank: int) -> str:
+            if rank == 2:
+                return ""
+            with pytest.raises(GroupAgreementError) as error:
+                deterministic_all_reduce(torch.ones(4), Config(mode="auto"))
+            assert error.value.missing == (2,)
+            return str(error.value)
+
+        found = run_ranks(ranks, 3, collective_timeout=2)
+        self.assertExpectedInline(
+            found[0],
+            """MP501: rank 2 did not come within 2 s to the first reduction over ranks 0, 1, 2, so nobody started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+        )
+
+
+def test_groups_apart() -> None:
+    """Two groups of the same ranks do not share what they wait on, and threads do not mix them."""
+
+    def ranks(rank: int) -> bool:
+        groups = [dist.new_group([0, 1, 2]) for _ in range(2)]
+        failures: list[BaseException] = []
+
+        def run(group: Any, value: float) -> None:
+            try:
+                for _ in range(20):
+                    tensor = torch.full((50,), value)
+                    deterministic_all_reduce(tensor, Config(mode="auto", group=group))
+                    assert tensor.tolist() == [3 * value] * 50
+            except (AssertionError, MeshplanError) as error:
+                failures.append(error)
+
+        for group in groups:
+            deterministic_all_reduce(torch.ones(1), Config(mode="auto", group=group))
+        threads = [
+            threading.Thread(target=run, args=(group, float(i)))
+            for i, group in enumerate(groups, start=1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures, failures
+        return not any(thread.is_alive() for thread in threads)
+
+    assert all(run_ranks(ranks, 3))
+
+
+def test_after_the_default_group_is_made_anew() -> None:
+    def ranks(rank: int) -> bool:
+        for _ in range(2):
+            tensor = torch.full((4,), float(rank))
+            deterministic_all_reduce(tensor, Config(mode="auto"))
+            work = deterministic_all_reduce(tensor, Config(mode="auto", async_op=True))
+            assert isinstance(work, Work)
+            work.wait()
+            assert tensor.tolist() == [9.0] * 4
+            meshplan.shutdown()
+            dist.barrier()
+        return True
+
+    assert all(run_ranks(ranks, 3))

@@ -1,0 +1,183 @@
+"""Collectives that can be differentiated through, and the operators that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from meshplan import DeterministicAllReduceConfig, deterministic_all_reduce
+from meshplan.collectives import functional
+from meshplan.contract import reduce_leaves
+from meshplan.errors import ContractStateError
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+
+# What is imported here need not be imported by every rank.
+torch._dynamo.lookup_backend("aot_eager")
+
+Config = DeterministicAllReduceConfig
+RANKS = 3
+MODES = ("torch_all_reduce", "ordered_rank_reference", "auto", "exchange")
+SIZES = [0, 3, 2]
+
+
+def leaf(rank: int, seed: int = 0) -> Tensor:
+    return order_sensitive(35, rank=rank, world_size=RANKS, seed=seed).view(7, 5)
+
+
+def reduced(seed: int, op: str = "sum") -> Tensor:
+    return reduce_leaves([leaf(r, seed) for r in range(RANKS)], op, (RANKS,))  # type: ignore[arg-type]
+
+
+def test_values_are_those_of_the_functions_in_place() -> None:
+    def ranks(rank: int) -> bool:
+        for mode in MODES:
+            for op in ("sum", "mean", "max"):
+                config = Config(mode=mode, op=op)  # type: ignore[arg-type]
+                given = leaf(rank)
+                found = functional.all_reduce(given, config)
+                assert_bitwise_equal(given, leaf(rank), "the summand")
+                assert_bitwise_equal(found, deterministic_all_reduce(leaf(rank), config))  # type: ignore[arg-type]
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_gradients() -> None:
+    """Reduced under the contract themselves: every bit is that of its definition."""
+
+    def ranks(rank: int) -> bool:
+        for op in ("sum", "mean"):
+            given = leaf(rank).requires_grad_()
+            found = functional.all_reduce(given, Config(mode="auto", op=op))  # type: ignore[arg-type]
+            found.backward(leaf(rank, 1))
+            assert_bitwise_equal(given.grad, reduced(1, {"sum": "sum", "mean": "avg"}[op]))
+
+            given = leaf(rank).requires_grad_()
+            shard = functional.reduce_scatter(given, op=op, dim=1, sizes=SIZES)  # type: ignore[arg-type]
+            start = sum(SIZES[:rank])
+            back = [leaf(r, 1)[:, sum(SIZES[:r]) :][:, : SIZES[r]] for r in range(RANKS)]
+            assert_bitwise_equal(
+                shard.detach(),
+                reduced(0, {"sum": "sum", "mean": "avg"}[op])[:, start:][
+                    :, : SIZES[rank]
+                ].contiguous(),
+            )
+            shard.backward(back[rank])
+            whole = torch.cat(back, 1)
+            assert_bitwise_equal(given.grad, whole / RANKS if op == "mean" else whole)
+
+        shard = leaf(0)[:, : SIZES[rank]].clone().requires_grad_()
+        whole = functional.all_gather(shard, dim=1, sizes=SIZES)
+        whole.backward(leaf(rank, 2))
+        start = sum(SIZES[:rank])
+        assert_bitwise_equal(shard.grad, reduced(2)[:, start:][:, : SIZES[rank]].contiguous())
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_second_derivative() -> None:
+    """A gradient of the gradient reduces once more."""
+
+    def ranks(rank: int) -> float:
+        given = torch.tensor([float(rank + 1)], requires_grad=True)
+        total = functional.all_reduce(given, Config(mode="exchange"))
+        (first,) = torch.autograd.grad((total**3).sum(), given, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), given)
+        return float(second)
+
+    # Every rank's loss is s ** 3 with s = 6: the first is 3 * 3 s**2, its sum's derivative again
+    # 3 * (3 * 6 s).
+    assert run_ranks(ranks, RANKS) == [3 * 3 * 6 * 6.0] * RANKS
+
+
+def test_no_derivative_is_an_error() -> None:
+    def ranks(rank: int) -> bool:
+        for op in ("max", "min", "product"):
+            leaves = torch.ones(3, requires_grad=True)
+            with pytest.raises(ContractStateError, match="has no derivative here"):
+                functional.all_reduce(leaves, Config(mode="auto", op=op))  # type: ignore[arg-type]
+            with pytest.raises(ContractStateError, match="has no derivative here"):
+                functional.reduce_scatter(leaves, op=op)  # type: ignore[arg-type]
+            operator = torch.ops.meshplan.all_reduce
+            found = operator(leaves, "exchange", op, "v1/tree/wide/once", False, "0")
+            with pytest.raises(ContractStateError, match="has no derivative here"):
+                found.sum().backward()
+            with torch.no_grad():
+                functional.all_reduce(leaves, Config(mode="auto", op=op))  # type: ignore[arg-type]
+        return True
+
+    assert all(run_ranks(ranks, 2))
+
+
+def test_alone() -> None:
+    given = torch.ones(3, requires_grad=True)
+    assert functional.all_reduce(given, Config(mode="auto")) is given
+    assert functional.reduce_scatter(given) is given
+    assert functional.all_gather(given) is given
+
+
+def test_operators_are_well_formed() -> None:
+    """Schemas, fakes and derivatives, as torch itself checks them."""
+
+    def ranks(rank: int) -> bool:
+        how = ("exchange", "sum", "v1/tree/wide/once", False, "0")
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        ops = torch.ops.meshplan
+        some = leaf(rank).requires_grad_()
+        for operator, arguments in (
+            (ops.all_reduce, (some, *how)),
+            (ops.all_reduce, (some, "torch_all_reduce", *how[1:])),
+            (ops.reduce_scatter, (some, 1, SIZES, *how)),
+            (ops.all_gather, (some[:, : SIZES[rank]], 1, SIZES, "0")),
+            (ops.all_reduce_, (leaf(rank), *how)),
+        ):
+            torch.library.opcheck(operator.default, arguments, test_utils=tests)
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_compiled() -> None:
+    """One operator in the graph, no break, the same bits; forward and backward."""
+
+    def ranks(rank: int) -> list[int]:
+        seen: list[str] = []
+
+        def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+            seen.extend(str(node.target) for node in graph.graph.nodes)
+            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
+
+        def in_place(x: Tensor) -> Tensor:
+            y = x * 2
+            deterministic_all_reduce(y, Config(mode="exchange", op="mean"))
+            return y + 1
+
+        def new(x: Tensor) -> Tensor:
+            y = functional.all_reduce(x * 2, Config(mode="auto"))
+            shard = functional.reduce_scatter(y, dim=1, sizes=SIZES)
+            return functional.all_gather(shard * 3, dim=1, sizes=SIZES) + 1
+
+        counts = []
+        for function in (in_place, new):
+            seen.clear()
+            found = torch.compile(function, fullgraph=True, backend=backend)(leaf(rank))
+            assert_bitwise_equal(found, function(leaf(rank)))
+            counts.append(sum("meshplan" in name for name in seen))
+        gradients = []
+        for function in (new, torch.compile(new, fullgraph=True, backend="aot_eager")):
+            given = leaf(rank).requires_grad_()
+            function(given).backward(leaf(rank, 1))
+            gradients.append(given.grad)
+        assert_bitwise_equal(gradients[0], gradients[1])
+        return counts
+
+    assert run_ranks(ranks, RANKS, timeout=200) == [[1, 3]] * RANKS

@@ -1,0 +1,221 @@
+"""``deterministic_reduce_scatter`` and ``deterministic_all_gather`` over real processes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor
+
+import meshplan
+from meshplan import (
+    Contract,
+    DeterministicAllReduceConfig,
+    deterministic_all_gather,
+    deterministic_all_reduce,
+    deterministic_reduce_scatter,
+)
+from meshplan.collectives import Work
+from meshplan.errors import GroupStateError, SignatureMismatchError
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+RANKS = 3
+MODES = ("auto", "one_shot", "two_shot", "exchange", "ordered_rank_reference")
+
+
+def leaf(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    numel = torch.Size(shape).numel()
+    drawn = order_sensitive(numel, rank=rank, world_size=RANKS, dtype=dtype, specials=True)
+    return drawn.view(shape)
+
+
+def done(found: Tensor | Work) -> Tensor:
+    if isinstance(found, Work):
+        value = found.result()
+        assert isinstance(value, Tensor)
+        return value
+    return found
+
+
+def lengths(length: int, sizes: list[int] | None) -> list[int]:
+    if sizes is not None:
+        return sizes
+    chunks = [len(part) for part in torch.arange(length).chunk(RANKS)] if length else []
+    return chunks + [0] * (RANKS - len(chunks))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "product"])
+def test_a_shard_has_the_bits_of_the_all_reduce(op: Any) -> None:
+    """Even, as ``torch.chunk`` cuts, by explicit sizes, empty ones among them; and back again."""
+
+    def ranks(rank: int) -> int:
+        count = 0
+        for mode, dtype, shape in itertools.product(
+            MODES, (torch.float32, torch.bfloat16), ((7, 5), (1, 4, 2), (1,))
+        ):
+            summand = leaf(rank, shape, dtype)
+            kept = summand.clone()
+            config = DeterministicAllReduceConfig(mode=mode, op=op)
+            whole = deterministic_all_reduce(summand.clone(), config)
+            assert isinstance(whole, Tensor)
+            for dim in range(-len(shape), len(shape)):
+                n = shape[dim]
+                for sizes in (None, [0, n, 0], [n - n // 2, 0, n // 2]):
+                    cut = lengths(n, sizes)
+                    for async_op in (False, True) if dim == 0 else (False,):
+                        shard = done(
+                            deterministic_reduce_scatter(
+                                summand, op=op, dim=dim, sizes=sizes, mode=mode, async_op=async_op
+                            )
+                        )
+                        assert_bitwise_equal(summand, kept, "the summand")
+                        wanted = whole.narrow(dim, sum(cut[:rank]), cut[rank]).contiguous()
+                        assert shard.is_contiguous()
+                        assert_bitwise_equal(shard, wanted, f"{mode} {shape} {dim} {sizes}")
+                        back = done(
+                            deterministic_all_gather(shard, dim=dim, sizes=cut, async_op=async_op)
+                        )
+                        assert back.is_contiguous()
+                        assert_bitwise_equal(back, whole, f"{mode} {shape} {dim} {sizes}")
+                        count += 1
+        return count
+
+    found = run_ranks(ranks, RANKS, timeout=120)
+    assert found == [found[0]] * RANKS
+    assert found[0] > 200
+
+
+def test_contracts_and_strides() -> None:
+    def ranks(rank: int) -> bool:
+        for contract in (
+            Contract("rank"),
+            Contract(rounding="node"),
+            Contract(accumulate="float64"),
+        ):
+            base = leaf(
+                rank, (8, 12), torch.bfloat16 if contract.rounding == "node" else torch.float32
+            )
+            for summand in (base[:, ::2], base.t(), base.view(2, 4, 12).permute(2, 0, 1)):
+                config = DeterministicAllReduceConfig(mode="exchange", contract=contract)
+                whole = deterministic_all_reduce(summand.contiguous(), config)
+                assert isinstance(whole, Tensor)
+                shard = deterministic_reduce_scatter(summand, mode="exchange", contract=contract)
+                assert isinstance(shard, Tensor)
+                cut = lengths(summand.shape[0], None)
+                wanted = whole.narrow(0, sum(cut[:rank]), cut[rank]).contiguous()
+                assert_bitwise_equal(shard, wanted, contract.id)
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_a_gather_moves_any_dtype() -> None:
+    def ranks(rank: int) -> bool:
+        for dtype in (
+            torch.bool,
+            torch.uint8,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.bfloat16,
+            torch.int64,
+            torch.complex64,
+            torch.complex128,
+        ):
+            shards = [torch.arange(6 * r, 6 * r + 6).view(2, 3).to(dtype) for r in range(RANKS)]
+            found = deterministic_all_gather(shards[rank], dim=1)
+            assert isinstance(found, Tensor)
+            assert found.dtype is dtype
+            wanted = torch.cat([shard.view(torch.uint8) for shard in shards], 1)
+            assert torch.equal(found.view(torch.uint8), wanted)
+        # Signs of zeros and payloads of NaNs are bits like others.
+        odd = torch.tensor([-0.0, 0.0], dtype=torch.float32)
+        odd.view(torch.int32)[1] = 0x7FC00000 + rank + 1
+        found = deterministic_all_gather(odd)
+        assert isinstance(found, Tensor)
+        assert found.view(torch.int32)[1::2].tolist() == [0x7FC00001, 0x7FC00002, 0x7FC00003]
+        assert found.view(torch.int32)[::2].tolist() == [-(2**31)] * 3
+        # A conjugated view is gathered as what it shows.
+        turned = torch.full((1,), complex(rank, 1)).conj()
+        found = deterministic_all_gather(turned)
+        assert isinstance(found, Tensor)
+        assert found.tolist() == [complex(r, -1) for r in range(RANKS)]
+        for shape in ((0, 3), (2, 0)):
+            found = deterministic_all_gather(torch.empty(shape), dim=0)
+            assert isinstance(found, Tensor)
+            assert found.shape == (3 * shape[0], shape[1])
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_alone() -> None:
+    def ranks(rank: int) -> bool:
+        summand = torch.tensor([[1.0, -0.0, torch.nan]]).expand(2, 3)
+        for found in (
+            deterministic_reduce_scatter(summand, op="mean"),
+            deterministic_reduce_scatter(summand, dim=1, sizes=[3]),
+            deterministic_all_gather(summand),
+            done(deterministic_reduce_scatter(summand, async_op=True)),
+            done(deterministic_all_gather(summand, async_op=True)),
+        ):
+            assert isinstance(found, Tensor)
+            assert found.data_ptr() != summand.data_ptr()
+            assert_bitwise_equal(found, summand.contiguous())
+        return True
+
+    assert run_ranks(ranks, 1) == [True]
+    assert ranks(0)
+
+
+def test_ranks_outside_of_the_group() -> None:
+    def ranks(rank: int) -> bool:
+        part = dist.new_group([2, 1])
+        if rank == 0:
+            for run in (deterministic_reduce_scatter, deterministic_all_gather):
+                with pytest.raises(GroupStateError, match="rank 0 is not in the group"):
+                    run(torch.ones(2), group=part)
+            return True
+        shard = deterministic_reduce_scatter(torch.tensor([1.0, 2.0, 3.0]) * rank, group=part)
+        assert isinstance(shard, Tensor)
+        assert shard.tolist() == ([3.0, 6.0] if rank == 1 else [9.0])
+        whole = deterministic_all_gather(shard, sizes=[2, 1], group=part)
+        assert isinstance(whole, Tensor)
+        assert whole.tolist() == [3.0, 6.0, 9.0]
+        return True
+
+    assert all(run_ranks(ranks, RANKS))
+
+
+def test_the_report() -> None:
+    def ranks(rank: int) -> list[str]:
+        deterministic_reduce_scatter(torch.ones(4, 4), op="mean", dim=1, mode="exchange")
+        return [str(entry["asked"]) for entry in meshplan.report().entries]
+
+    assert run_ranks(ranks, 2) == [["deterministic_reduce_scatter mean of dim 1"]] * 2
+
+
+class TestRanksThatDiffer(TestCase):
+    def test_debug(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            said = []
+            for run in (
+                lambda: deterministic_reduce_scatter(
+                    torch.ones(4), sizes=[4 - rank, rank], debug=True
+                ),
+                lambda: deterministic_all_gather(torch.ones(2 + rank), debug=True),
+            ):
+                with pytest.raises(SignatureMismatchError) as error:
+                    run()
+                said.append(str(error.value))
+            return said
+
+        first, second = run_ranks(ranks, 2)[0]
+        self.assertExpectedInline(first, """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[4] for deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once, this rank 0 with float32[4] for deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""")
+        self.assertExpectedInline(second, """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[0] for deterministic_all_gather to [6] of (3, 3), this rank 0 with float32[0] for deterministic_all_gather to [4] of (2, 2); nothing was sent: every rank must bring the same shape, dtype, operation and contract""")
