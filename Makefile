@@ -36,7 +36,7 @@ demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshp
 
 # One thread for each process: two workers and the processes that they start share the cores.
 test: setup ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: ## what only a GPU can show, with the torch, pytest and compilers of this machine
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +19,13 @@ import torch.distributed as dist
 import meshplan
 
 _FORK = multiprocessing.get_context("fork")
+
+
+@cache
+def warm_compiler() -> None:
+    """Import and initialise what compiles, so that not every rank has to: ranks are forked."""
+    function = torch.compile(lambda x: x * 2 + 1, fullgraph=True, backend="aot_eager")
+    function(torch.ones(2, requires_grad=True)).sum().backward()
 
 
 def run_ranks(

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tools.kernel_figures import SOURCE, Figures, clang, cuda, hip
+from tools.kernel_figures import SOURCE, Figures, clang, cuda, hip, ptx
 
 KERNELS = 44
 CLANG = clang()
 
 pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def assembly() -> str:
+    return ptx()
 
 
 def check(figures: Sequence[Figures]) -> None:
@@ -30,19 +35,15 @@ def check(figures: Sequence[Figures]) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: CUDA is not compiled")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_cuda(architecture: str) -> None:
-    check(cuda(architecture))
+def test_cuda(architecture: str, assembly: str) -> None:
+    check(cuda(architecture, assembly))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: CUDA is not compiled")
-def test_cuda_flags_have_system_scope_and_nothing_is_contracted(tmp_path: Path) -> None:
-    target = tmp_path / "device.ptx"
-    flags = ["-std=c++17", "-O3", "-fmad=false", "-arch=sm_90", "-ptx"]
-    subprocess.run(["nvcc", *flags, str(SOURCE), "-o", str(target)], check=True, timeout=500)
-    text = target.read_text()
-    assert "st.release.sys.u32" in text
-    assert "ld.acquire.sys.u32" in text
-    assert "fma." not in text
+def test_cuda_flags_have_system_scope_and_nothing_is_contracted(assembly: str) -> None:
+    assert "st.release.sys.u32" in assembly
+    assert "ld.acquire.sys.u32" in assembly
+    assert "fma." not in assembly
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: CUDA is not compiled")

@@ -52,7 +52,7 @@ from meshplan.testing import (
     order_sensitive,
     replica_fingerprints,
 )
-from tests.processes import run_ranks
+from tests.processes import run_ranks, warm_compiler
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
@@ -544,6 +544,7 @@ def test_compiled_and_eager_have_the_same_bits(policy: str) -> None:
                         assert_bitwise_equal(first, step(summand))
                     assert_bitwise_equal(compiled(summand), first)
 
+    warm_compiler()
     run_ranks(ranks, 4, timeout=100)
 
 

@@ -15,12 +15,9 @@ from meshplan.collectives import functional
 from meshplan.contract import reduce_leaves
 from meshplan.errors import ContractStateError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
-from tests.processes import run_ranks
+from tests.processes import run_ranks, warm_compiler
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
-
-# What is imported here need not be imported by every rank.
-torch._dynamo.lookup_backend("aot_eager")
 
 Config = DeterministicAllReduceConfig
 RANKS = 3
@@ -143,6 +140,7 @@ def test_operators_are_well_formed() -> None:
             torch.library.opcheck(operator.default, arguments, test_utils=tests)
         return True
 
+    warm_compiler()
     assert all(run_ranks(ranks, RANKS))
 
 
@@ -180,4 +178,5 @@ def test_compiled() -> None:
         assert_bitwise_equal(gradients[0], gradients[1])
         return counts
 
+    warm_compiler()
     assert run_ranks(ranks, RANKS, timeout=200) == [[1, 3]] * RANKS

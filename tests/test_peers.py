@@ -38,7 +38,7 @@ from meshplan.flatten._connect import connect
 from meshplan.kernel import Communicator
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.inputs import at_byte
-from tests.processes import run_ranks
+from tests.processes import run_ranks, warm_compiler
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -264,6 +264,7 @@ def test_compiled_and_eager_ranks_meet() -> None:
             assert_bitwise_equal(found, expected[:count])
         return graphs
 
+    warm_compiler()
     graphs = run_ranks(ranks, 3, timeout=150)
     assert all("meshplan.peer_reduce" in text for text in graphs[1] + graphs[2])
     assert graphs[0] == []

@@ -217,5 +217,11 @@ class TestRanksThatDiffer(TestCase):
             return said
 
         first, second = run_ranks(ranks, 2)[0]
-        self.assertExpectedInline(first, """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[4] for deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once, this rank 0 with float32[4] for deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""")
-        self.assertExpectedInline(second, """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[0] for deterministic_all_gather to [6] of (3, 3), this rank 0 with float32[0] for deterministic_all_gather to [4] of (2, 2); nothing was sent: every rank must bring the same shape, dtype, operation and contract""")
+        self.assertExpectedInline(
+            first,
+            """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[4] for deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once, this rank 0 with float32[4] for deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+        )
+        self.assertExpectedInline(
+            second,
+            """MP703: rank 1 came to a reduction over ranks 0, 1 with float32[0] for deterministic_all_gather to [6] of (3, 3), this rank 0 with float32[0] for deterministic_all_gather to [4] of (2, 2); nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+        )

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Figures", "clang", "cuda", "hip"]
+__all__ = ["Figures", "clang", "cuda", "hip", "ptx"]
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "device.cu"
 CUDA = ("sm_80", "sm_90", "sm_100")
@@ -49,16 +49,31 @@ def clang() -> str | None:
     return next((path for path in map(shutil.which, names) if path), None)
 
 
-def cuda(architecture: str) -> list[Figures]:
-    """All kernels for ``sm_90`` or the like.
+def ptx() -> str:
+    """All kernels in the assembly that every architecture of ``CUDA`` takes.
 
     Raises:
         RuntimeError: what nvcc said: an error, or a warning.
     """
-    command = ["nvcc", "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v"]
+    least = CUDA[0].replace("sm", "compute")
+    command = ["nvcc", "-std=c++17", "-O3", "-fmad=false", f"-arch={least}", "-ptx", str(SOURCE)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"-arch={architecture}", "-cubin", str(SOURCE), "-o", f"{folder}/image"]
-        text = _said([*command, *arguments])
+        target = Path(folder) / "image.ptx"
+        _said([*command, "-o", str(target)])
+        return target.read_text()
+
+
+def cuda(architecture: str, assembly: str) -> list[Figures]:
+    """All kernels of ``assembly`` for ``sm_90`` or the like.
+
+    Raises:
+        RuntimeError: what ptxas said: an error, or a warning.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "image.ptx"
+        source.write_text(assembly)
+        flags = ["-O3", "-v", f"-arch={architecture}", "-o", f"{folder}/image"]
+        text = _said(["ptxas", *flags, str(source)])
     pattern = r"entry function '(\w+)' for .*\n(?:.*\n)*?" + (
         r" *(\d+) bytes stack frame, (\d+) bytes spill stores.*\n.*Used (\d+) registers"
     )
@@ -105,7 +120,8 @@ def main() -> None:
     arguments = parser.parse_args()
     program = clang()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(cuda, CUDA if shutil.which("nvcc") else ()))
+        assembly = ptx() if shutil.which("nvcc") else ""
+        found = list(pool.map(lambda a: cuda(a, assembly), CUDA if assembly else ()))
         if program is not None:
             found += [figures for figures, _ in pool.map(lambda a: hip(a, program), HIP)]
     print(f"{'':<8}{'kernels':>8}{'registers':>10}{'spilled':>8}{'stack':>6}")
