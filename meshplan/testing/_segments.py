@@ -134,7 +134,7 @@ def joined(
             positions that no block holds (unless ``skip_gaps``, and then: no blocks at all).
     """
     items = blocks.items() if isinstance(blocks, Mapping) else blocks
-    ordered = sorted(items, key=lambda item: item[0])
+    ordered: list[tuple[Block, _T]] = sorted(items, key=lambda item: item[0])
     _check_blocks([block for block, _ in ordered], n, skip_gaps)
     starts = [start for (start, _), _ in ordered]
 
@@ -145,8 +145,7 @@ def joined(
             middle = bisect_left(starts, start + size, low, high)
             if low < middle < high:
                 left = node(low, middle, start, size)
-                both: _T = combine(left, node(middle, high, start + size, size))
-                return both
+                return combine(left, node(middle, high, start + size, size))
             if middle == low:
                 start += size
         return ordered[low][1]
