@@ -71,7 +71,7 @@ class Reduction:
 
     def combine(self, left: Tensor, right: Tensor) -> Tensor:
         """A node of the tree."""
-        # Partials of one rounding are in the accumulator's dtype already, which is not raised again.
+        # Rounded once, partials have the accumulator's dtype already, which is not raised again.
         contract = self.contract if self.contract.rounding == "node" else Contract()
         return combine_leaves([left, right], "sum", (2,), contract)
 
@@ -186,8 +186,8 @@ def _rank_ranges(world: int | Sequence[int], samples: int, samples_per_leaf: int
         counts = list(world)
         if sum(counts) != samples or min(counts, default=0) < 0:
             raise ContractError(
-                f"world={counts} does not place the {samples} samples of the batch; give the number "
-                f"of samples of each rank, 0 or more, {samples} together"
+                f"world={counts} does not place the {samples} samples of the batch; give the "
+                f"number of samples of each rank, 0 or more, {samples} together"
             )
     ranges, first = [], 0
     for size in counts:
