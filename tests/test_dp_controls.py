@@ -16,7 +16,7 @@ from torch.backends import cudnn
 
 from meshplan.errors import ContractError
 from meshplan.testing import bits
-from meshplan.testing.dp import deterministic_controls
+from meshplan.testing.dp import compare_gradients, deterministic_controls, dp_gradients
 from meshplan.testing.dp._controls import _BACKENDS, _GENERIC, _OPERATIONS
 
 PLACES = (_GENERIC, *_BACKENDS, *_OPERATIONS)
@@ -183,6 +183,21 @@ def test_ra_51_runs_twice_with_the_same_bits() -> None:
             return bits(torch.nn.functional.dropout(layer(torch.rand(4, 9)))).flatten().tolist()
 
     assert run() == run()
+
+
+def test_ra_51_threads_of_the_process_do_not_reach_the_bits() -> None:
+    # Over so many rows, the gradient of the weight is a sum that is split by threads.
+    x = torch.cos(torch.arange(4096 * 64.0)).view(1, 4096, 64)
+    model = torch.nn.LayerNorm(64)
+    found = []
+    for threads in (1, 2, 3):
+        with settings_put_back():
+            torch.set_num_threads(threads)
+            with deterministic_controls():
+                found.append(dp_gradients(model, lambda out, _: (out * x).sum(), x, None))
+            assert torch.get_num_threads() == threads
+    compare_gradients(found[1], found[0])
+    compare_gradients(found[2], found[0])
 
 
 def test_arguments() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -66,20 +67,50 @@ def test_where_a_sample_lies_does_not_matter() -> None:
             compare_gradients(one, two)
 
 
-def test_where_a_parameter_lies_does_not_matter() -> None:
-    model, other, (x, y) = mlp(), mlp(), mlp_batch(2)
+class Recurrent(nn.Module):
+    """Holds its parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(7, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.unsqueeze(0))[0][-1])
+
+
+def spectral() -> nn.Module:
+    """Each forward in training writes new singular vectors into its buffers."""
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(7, 3)))
+
+
+@pytest.mark.parametrize("build", [mlp, Recurrent, spectral])
+def test_where_a_parameter_lies_does_not_matter(build: Callable[[], nn.Module]) -> None:
+    model, (x, y) = build(), mlp_batch(4)
+    other = copy.deepcopy(model)
     flat = torch.zeros(sum(p.numel() for p in other.parameters()) + 1)
     offset = 1
     for parameter in other.parameters():
         place = flat[offset : offset + parameter.numel()].view_as(parameter)
         parameter.data = place.copy_(parameter.data)
         offset += parameter.numel()
-    assert any(p.data_ptr() % 64 for p in other.parameters())
-    found = list(sample_gradients(other, squared_error, x, y, samples_per_leaf=2))
-    compare_gradients(
-        found[0], next(sample_gradients(model, squared_error, x, y, samples_per_leaf=2))
-    )
-    assert other[2].bias.data_ptr() == flat[-3:].data_ptr()
+    addresses = [parameter.data_ptr() for parameter in other.parameters()]
+    assert any(address % 64 for address in addresses)
+    inside: list[int] = []
+
+    def looks(output: Tensor, target: Tensor) -> Tensor:
+        inside.extend(parameter.data_ptr() % 64 for parameter in other.parameters())
+        return squared_error(output, target)
+
+    found = list(sample_gradients(other, looks, x, y, samples_per_leaf=2))
+    assert set(inside) == {0}
+    wanted = list(sample_gradients(model, squared_error, x, y, samples_per_leaf=2))
+    for one, two in zip(found, wanted, strict=True):
+        compare_gradients(one, two)
+        assert None not in one.values()
+    assert [parameter.data_ptr() for parameter in other.parameters()] == addresses
+    if isinstance(other, Recurrent):
+        assert other.lstm._flat_weights[0] is other.lstm.weight_ih_l0
 
 
 class Counting(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +123,7 @@ class LeafGradients:
     inputs: Any
     targets: Any
     parameters: dict[str, nn.Parameter]
-    values: dict[str, Tensor]
+    displaced: list[tuple[nn.Parameter, Tensor]]
     indices: range
     samples_per_leaf: int
     seed: int
@@ -156,7 +157,7 @@ class LeafGradients:
             inputs,
             targets,
             parameters,
-            {name: _aligned(parameter) for name, parameter in model.named_parameters()},
+            [(p, p.detach().clone()) for p in model.parameters() if p.data_ptr() % _LINE],
             range(first, first + count),
             samples_per_leaf,
             seed,
@@ -171,6 +172,7 @@ class LeafGradients:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.random.fork_rng(self.gpus),
+            _moved(self.displaced),
         ):
             inputs, targets = fresh_range(
                 (self.inputs, self.targets), first, first + self.samples_per_leaf
@@ -178,8 +180,7 @@ class LeafGradients:
             self._seed(index)
             loss = self.loss_fn(self._outputs(inputs), targets)
             self._check_loss(loss)
-            wanted = [self.values[name] for name in self.parameters]
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            found = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
         gradients: dict[str, Tensor | None] = dict(zip(self.parameters, found, strict=True))
         for name, gradient in gradients.items():
             if gradient is not None and gradient.layout is not torch.strided:
@@ -194,9 +195,9 @@ class LeafGradients:
         # dropped: else a leaf would depend on those that ran before it on the same rank.
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if isinstance(inputs, dict):
-            return functional_call(self.model, self.values | buffers, (), inputs)
+            return functional_call(self.model, buffers, (), inputs)
         arguments = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        return functional_call(self.model, self.values | buffers, arguments)
+        return functional_call(self.model, buffers, arguments)
 
     def _seed(self, index: int) -> None:
         digest = hashlib.sha256(f"leaf {self.seed} {index}".encode()).digest()
@@ -220,16 +221,21 @@ class LeafGradients:
             )
 
 
-def _aligned(parameter: nn.Parameter) -> Tensor:
-    """The parameter, or a copy where it begins within a line of memory.
+@contextmanager
+def _moved(displaced: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """Inside, parameters that begin within a line of memory are at the start of one.
 
-    One process may have it from an allocation, another from the middle of a file or of a flat
-    buffer, and kernels take another way through that.
+    One process may have a parameter from an allocation, another from the middle of a file or of a
+    flat buffer, and kernels take another way through that.
     """
-    if parameter.data_ptr() % _LINE == 0:
-        return parameter
-    with torch.inference_mode(False):
-        return parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    kept = [parameter.data for parameter, _ in displaced]
+    try:
+        for parameter, copy in displaced:
+            parameter.data = copy
+        yield
+    finally:
+        for (parameter, _), data in zip(displaced, kept, strict=True):
+            parameter.data = data
 
 
 def _gpus(tensors: list[Tensor]) -> list[int]:

@@ -129,8 +129,10 @@ def dp_gradients(
     of torch, the same settings and the same number of threads (``deterministic_controls``), and
     kernels that give the same bits when they run twice. The model must give the same result for a
     sample whatever ran before: state in plain Python attributes and random numbers that are not
-    torch's are not put back. On torch's own full-batch gradient, which sums over samples inside
-    its kernels, this one is equal in exact arithmetic only.
+    torch's are not put back. To torch's own full-batch gradient, which sums over samples inside
+    its kernels, this one is equal in exact arithmetic only. It is slow, one forward and backward
+    for each leaf: ``samples_per_leaf`` makes fewer and larger leaves, with other bits, and again
+    the same for any number of ranks.
 
     Args:
         model, loss_fn, inputs, targets, samples_per_leaf, seed: as for ``sample_gradients``; here
