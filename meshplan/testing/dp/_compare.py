@@ -1,0 +1,236 @@
+"""Two sets of gradients beside each other: by bits, and how far apart they are in numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan.errors import ContractError
+from meshplan.testing._bitwise import bits, first_difference
+
+__all__ = ["GradientSummary", "ParameterDifference", "compare_gradients", "gradient_summary"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDifference:
+    """One parameter's gradient beside its reference.
+
+    Attributes:
+        numel: number of elements; 0 where neither has a gradient.
+        bitwise_equal: dtype, shape and all bits agree, or neither has a gradient.
+        mismatch_count: elements outside the tolerance; without one, elements whose bits differ.
+        max_abs_diff: the largest ``|candidate - reference|``, in float64.
+        max_rel_diff: the largest ``|candidate - reference| / |reference|``.
+        max_ulps: the most numbers of the dtype that lie between, the last one counted; 0 between
+            -0.0 and 0.0. ``None`` where one of the two is NaN or has no gradient.
+
+    Numbers that cannot be subtracted (one NaN, infinities that differ), and a gradient beside none,
+    are infinitely far apart; NaNs of different bits are not.
+    """
+
+    numel: int
+    bitwise_equal: bool
+    mismatch_count: int
+    max_abs_diff: float
+    max_rel_diff: float
+    max_ulps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSummary:
+    """All parameters, by name in sorted order; the totals have the meaning of the fields there."""
+
+    parameters: dict[str, ParameterDifference]
+
+    @property
+    def numel(self) -> int:
+        return sum(one.numel for one in self.parameters.values())
+
+    @property
+    def bitwise_equal(self) -> bool:
+        return all(one.bitwise_equal for one in self.parameters.values())
+
+    @property
+    def mismatch_count(self) -> int:
+        return sum(one.mismatch_count for one in self.parameters.values())
+
+    @property
+    def max_abs_diff(self) -> float:
+        return max((one.max_abs_diff for one in self.parameters.values()), default=0.0)
+
+    @property
+    def max_rel_diff(self) -> float:
+        return max((one.max_rel_diff for one in self.parameters.values()), default=0.0)
+
+    @property
+    def max_ulps(self) -> int | None:
+        found = [one.max_ulps for one in self.parameters.values()]
+        known = [ulps for ulps in found if ulps is not None]
+        return max(known, default=0) if len(known) == len(found) else None
+
+    def as_record(self) -> dict[str, Any]:
+        """For ``json.dumps(..., sort_keys=True)``: the totals, and ``parameters`` with the same of
+        each. An infinite number is the word "inf", since JSON has none."""
+        totals = ParameterDifference(
+            self.numel,
+            self.bitwise_equal,
+            self.mismatch_count,
+            self.max_abs_diff,
+            self.max_rel_diff,
+            self.max_ulps,
+        )
+        parts = {name: _written(one) for name, one in self.parameters.items()}
+        return {**_written(totals), "parameters": parts}
+
+
+def gradient_summary(
+    candidate: Mapping[str, Tensor | None],
+    reference: Mapping[str, Tensor | None],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> GradientSummary:
+    """How two sets of gradients differ, without an opinion.
+
+    Args:
+        candidate, reference: floating-point tensors on any device (or ``None``: no gradient) by
+            parameter name.
+        rtol, atol: an element matches if its bits agree or ``|candidate - reference| <= atol +
+            rtol * |reference|``. With both 0 its bits must agree: -0.0 is not 0.0.
+
+    Raises:
+        ContractError: (a ValueError) other names, shapes or dtypes, dtypes that are not floats, or
+            a tolerance that is negative or not finite.
+    """
+    if not all(0 <= tolerance < math.inf for tolerance in (rtol, atol)):
+        raise ContractError(f"rtol={rtol}, atol={atol}; write finite tolerances, 0 or more")
+    _check_names(candidate, reference)
+    return GradientSummary(
+        {
+            name: _difference(name, candidate[name], reference[name], rtol, atol)
+            for name in sorted(reference)
+        }
+    )
+
+
+def compare_gradients(
+    candidate: Mapping[str, Tensor | None],
+    reference: Mapping[str, Tensor | None],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> GradientSummary:
+    """Assert that two sets of gradients agree: in every bit, unless a tolerance is given.
+
+    Arguments and result are those of ``gradient_summary``.
+
+    Raises:
+        AssertionError: elements that do not match, with the numbers of each parameter.
+        ContractError: as ``gradient_summary``.
+    """
+    summary = gradient_summary(candidate, reference, rtol=rtol, atol=atol)
+    wrong = {name: one for name, one in summary.parameters.items() if one.mismatch_count}
+    if not wrong:
+        return summary
+    limits = f" (rtol={rtol:g}, atol={atol:g})" if rtol or atol else " in their bits"
+    lines = [f"gradients of {len(wrong)} of {len(summary.parameters)} parameters differ{limits}:"]
+    for name, one in list(wrong.items())[:_SHOWN]:
+        found, wanted = candidate[name], reference[name]
+        lines.append(
+            f"  {name}: {one.mismatch_count} of {one.numel} elements, max_abs_diff "
+            f"{one.max_abs_diff:.6g}, max_rel_diff {one.max_rel_diff:.6g}, max_ulps {one.max_ulps}"
+        )
+        if found is None or wanted is None:
+            lines[-1] += f"; no gradient in the {'candidate' if found is None else 'reference'}"
+        elif not (rtol or atol):
+            lines.append(f"    {first_difference(found, wanted)}")
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    raise AssertionError("\n".join(lines))
+
+
+def _check_names(
+    candidate: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
+) -> None:
+    lacks = sorted(reference.keys() - candidate.keys())
+    extra = sorted(candidate.keys() - reference.keys())
+    if lacks or extra:
+        words = [
+            f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+            for names, what in ((lacks, "missing in the candidate"), (extra, "only there"))
+            if names
+        ]
+        raise ContractError(
+            f"gradients of different parameters: of {len(reference)} in the reference, "
+            f"{' and '.join(words)}; compare gradients of one model"
+        )
+
+
+def _difference(
+    name: str, candidate: Tensor | None, reference: Tensor | None, rtol: float, atol: float
+) -> ParameterDifference:
+    if candidate is None or reference is None:
+        if candidate is reference:
+            return ParameterDifference(0, True, 0, 0.0, 0.0, 0)
+        numel = sum(one.numel() for one in (candidate, reference) if one is not None)
+        # A gradient of no elements beside none is a difference too.
+        return ParameterDifference(numel, False, max(numel, 1), math.inf, math.inf, None)
+    if (candidate.shape, candidate.dtype) != (reference.shape, reference.dtype):
+        raise ContractError(
+            f"gradient of '{name}' is {candidate.dtype} {tuple(candidate.shape)}, in the reference "
+            f"{reference.dtype} {tuple(reference.shape)}; compare gradients of one model"
+        )
+    if reference.dtype not in _FLOATS:
+        raise ContractError(
+            f"gradient of '{name}' is {reference.dtype}; compare float16, bfloat16, float32 or "
+            "float64"
+        )
+    found, wanted = candidate.detach().cpu().flatten(), reference.detach().cpu().flatten()
+    found_bits, wanted_bits = bits(found), bits(wanted)
+    where = (found_bits != wanted_bits).nonzero().flatten()
+    if where.numel() == 0:
+        return ParameterDifference(found.numel(), True, 0, 0.0, 0.0, 0)
+    x, y = found[where].double(), wanted[where].double()
+    distance = (x - y).abs()
+    both_nan = x.isnan() & y.isnan()
+    distance = torch.where(both_nan, 0.0, distance).nan_to_num(nan=math.inf, posinf=math.inf)
+    # 0 / 0: zeros of different signs, or two NaNs. inf / inf: an infinity and another number.
+    relative = distance / torch.where(both_nan, 0.0, y).abs()
+    relative = torch.where(distance == 0, 0.0, relative.nan_to_num(nan=math.inf, posinf=math.inf))
+    matches = torch.zeros_like(both_nan)
+    if rtol or atol:
+        matches = (distance <= atol + rtol * y.abs()) & distance.isfinite() | both_nan
+    one_nan = bool((x.isnan() | y.isnan()).any())
+    return ParameterDifference(
+        numel=found.numel(),
+        bitwise_equal=False,
+        mismatch_count=int((~matches).sum()),
+        max_abs_diff=float(distance.max()),
+        max_rel_diff=float(relative.max()),
+        max_ulps=None if one_nan else _max_ulps(found_bits[where], wanted_bits[where]),
+    )
+
+
+def _max_ulps(found: Tensor, wanted: Tensor) -> int:
+    """The largest distance of float patterns on the line of all floats; exact for 64 bits too."""
+    least = torch.iinfo(found.dtype).min
+    # Sign and magnitude as one number that counts the floats from zero.
+    a, b = (torch.where(one < 0, least - one.long(), one.long()) for one in (found, wanted))
+    # The distance of two 64-bit patterns may need 65 bits: halves, and what the halving dropped.
+    high, low = (a >> 1) - (b >> 1), (a & 1) - (b & 1)
+    most = int(high.abs().max())
+    farthest = high.abs() == most
+    rest = low[farthest] * torch.where(high[farthest] < 0, -1, 1)
+    return 2 * most + int((rest.abs() if most == 0 else rest).max())
+
+
+def _written(one: ParameterDifference) -> dict[str, Any]:
+    return {k: "inf" if v == math.inf else v for k, v in asdict(one).items()}

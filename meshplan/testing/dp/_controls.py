@@ -1,0 +1,129 @@
+"""Settings of the process that reach the bits of a model's gradients."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.backends import cudnn
+
+from meshplan.errors import ContractError
+
+__all__ = ["deterministic_controls"]
+
+# What torch's newer interface to reduced float32 precision calls (backend, operation).
+_GENERIC = ("generic", "all")
+_BACKENDS = (("cuda", "all"), ("mkldnn", "all"))
+_OPERATIONS = tuple(
+    (backend, name) for backend in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")
+)
+
+
+@contextmanager
+def deterministic_controls(seed: int = 0, *, threads: int = 1) -> Iterator[None]:
+    """Inside, what runs twice gives the same bits as far as torch can promise it.
+
+    * seeds: Python's ``random``, torch on the CPU and on all GPUs, numpy where it is imported.
+    * float32 stays float32: no TF32, no bfloat16 in its place, in matmul, convolution and RNN.
+    * ``torch.use_deterministic_algorithms(True, warn_only=True)``; cuDNN deterministic and without
+      benchmarking, which picks kernels by time.
+    * ``threads`` threads within an operation on the CPU. Some kernels split a sum by them: the
+      gradient of a layer norm's weight has other bits with two threads than with one, and torchrun
+      gives one thread to several ranks per node but all cores to one rank.
+
+    On exit every setting and every state of random numbers is what it was on entry, exception or
+    not. Where a GPU can be used, CUDA is initialised, in order to read its states. No environment
+    variable is touched: on GPUs set ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` before the process starts
+    (torch warns where it is missing). Not for several Python threads at once.
+
+    Args:
+        seed: from 0 to 2**32 - 1, numpy's range.
+        threads: at least 1.
+
+    Raises:
+        ContractError: a number outside these ranges.
+    """
+    if not 0 <= seed < 1 << 32 or threads < 1:
+        raise ContractError(
+            f"seed={seed}, threads={threads}; write a seed from 0 to 2**32 - 1 and 1 thread or more"
+        )
+    with ExitStack() as back:
+        _keep_random_states(back)
+        _full_precision(back)
+        _keep_algorithms(back)
+        back.callback(torch.set_num_threads, torch.get_num_threads())
+
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if (numpy := _numpy()) is not None:
+            numpy.random.seed(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        cudnn.benchmark, cudnn.deterministic = False, True
+        torch.set_num_threads(threads)
+        yield
+
+
+def _keep_random_states(back: ExitStack) -> None:
+    back.callback(random.setstate, random.getstate())
+    back.callback(torch.set_rng_state, torch.get_rng_state())
+    if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        back.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+    if (numpy := _numpy()) is not None:
+        back.callback(numpy.random.set_state, numpy.random.get_state())
+
+
+def _keep_algorithms(back: ExitStack) -> None:
+    back.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    back.callback(_set_cudnn, cudnn.benchmark, cudnn.deterministic)
+
+
+def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
+    cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+
+
+def _full_precision(back: ExitStack) -> None:
+    """Turn off reduced float32 precision, in both of torch's interfaces to it.
+
+    An operation set to "none" shows what its backend is set to, and that what is set for all. So
+    the wider ones are set to "none" before the narrower ones are read.
+    """
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    kept = []
+    for level in ((_GENERIC,), _BACKENDS, _OPERATIONS):
+        own = [(place, read(*place)) for place in level]
+        kept += own
+        for place, _ in own:
+            write(*place, "none")
+    matmul = torch.get_float32_matmul_precision()
+    # The older flag for cuDNN can be read only while both interfaces say the same.
+    for operation in ("conv", "rnn"):
+        write("cuda", operation, "tf32")
+    try:
+        convolution = cudnn.allow_tf32
+    except RuntimeError:
+        convolution = False
+
+    def put_back() -> None:
+        torch.set_float32_matmul_precision(matmul)
+        cudnn.allow_tf32 = convolution
+        for place, value in kept:
+            write(*place, value)
+
+    back.callback(put_back)
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = False
+    for place in _OPERATIONS:
+        write(*place, "ieee")
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")

@@ -1,0 +1,231 @@
+"""Two sets of gradients, by bits and in numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshplan.errors import ContractError
+from meshplan.testing.dp import compare_gradients, gradient_summary
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INF, NAN = math.inf, math.nan
+
+
+def numbers(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def one(found: Tensor | None, wanted: Tensor | None, **limits: float) -> Any:
+    return gradient_summary({"w": found}, {"w": wanted}, **limits).parameters["w"]
+
+
+def test_ra_48_ra_49_record() -> None:
+    reference = {"b": numbers(1.0, 2.0, 4.0), "a": numbers(3.0), "c": None, "d": numbers(0.0)}
+    candidate = {"a": numbers(3.0), "b": numbers(1.0, 2.25, 3.0), "c": None, "d": numbers(INF)}
+    record = gradient_summary(candidate, reference).as_record()
+    text = json.dumps(record, sort_keys=True, allow_nan=False, indent=1)
+    assert_expected_inline(
+        text,
+        """\
+{
+ "bitwise_equal": false,
+ "max_abs_diff": "inf",
+ "max_rel_diff": "inf",
+ "max_ulps": 2139095040,
+ "mismatch_count": 3,
+ "numel": 5,
+ "parameters": {
+  "a": {
+   "bitwise_equal": true,
+   "max_abs_diff": 0.0,
+   "max_rel_diff": 0.0,
+   "max_ulps": 0,
+   "mismatch_count": 0,
+   "numel": 1
+  },
+  "b": {
+   "bitwise_equal": false,
+   "max_abs_diff": 1.0,
+   "max_rel_diff": 0.25,
+   "max_ulps": 4194304,
+   "mismatch_count": 2,
+   "numel": 3
+  },
+  "c": {
+   "bitwise_equal": true,
+   "max_abs_diff": 0.0,
+   "max_rel_diff": 0.0,
+   "max_ulps": 0,
+   "mismatch_count": 0,
+   "numel": 0
+  },
+  "d": {
+   "bitwise_equal": false,
+   "max_abs_diff": "inf",
+   "max_rel_diff": "inf",
+   "max_ulps": 2139095040,
+   "mismatch_count": 1,
+   "numel": 1
+  }
+ }
+}""",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_equal_bits(dtype: torch.dtype) -> None:
+    values = numbers(0.0, -0.0, 1.5, NAN, INF, -INF, dtype=dtype)
+    found = compare_gradients({"w": values}, {"w": values.clone()})
+    assert (found.bitwise_equal, found.mismatch_count, found.max_ulps) == (True, 0, 0)
+    assert (found.max_abs_diff, found.max_rel_diff, found.numel) == (0.0, 0.0, 6)
+
+
+def test_numbers_that_are_near_or_far() -> None:
+    zeros = one(numbers(0.0), numbers(-0.0))
+    assert (zeros.bitwise_equal, zeros.mismatch_count) == (False, 1)
+    assert (zeros.max_abs_diff, zeros.max_rel_diff, zeros.max_ulps) == (0.0, 0.0, 0)
+    next_up = one(numbers(1.0 + 2**-23), numbers(1.0))
+    assert (next_up.max_abs_diff, next_up.max_rel_diff, next_up.max_ulps) == (2**-23, 2**-23, 1)
+    from_zero = one(numbers(2.0), numbers(0.0))
+    assert (from_zero.max_abs_diff, from_zero.max_rel_diff) == (2.0, INF)
+    infinite = one(numbers(INF), numbers(-INF))
+    assert (infinite.max_abs_diff, infinite.max_rel_diff) == (INF, INF)
+    beside_infinite = one(numbers(1.0), numbers(INF))
+    assert (beside_infinite.max_abs_diff, beside_infinite.max_rel_diff) == (INF, INF)
+    nan = one(numbers(NAN, 1.0), numbers(1.0, 1.0))
+    assert (nan.mismatch_count, nan.max_abs_diff, nan.max_ulps) == (1, INF, None)
+    payloads = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    nans = one(payloads[:1], payloads[1:])
+    assert (nans.mismatch_count, nans.max_abs_diff, nans.max_rel_diff) == (1, 0.0, 0.0)
+    none = one(None, numbers(1.0, 2.0))
+    assert (none.bitwise_equal, none.mismatch_count, none.max_abs_diff) == (False, 2, INF)
+    assert one(torch.ones(0), None).mismatch_count == 1
+    assert one(torch.ones(0), torch.ones(0)).bitwise_equal
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_ulps_are_exact(data: st.DataObject) -> None:
+    dtype = data.draw(
+        st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    )
+    integer = INTEGERS[dtype.itemsize]
+    infinity = int(numbers(INF, dtype=dtype).view(integer))
+    patterns = st.tuples(st.booleans(), st.integers(0, infinity))
+    pairs = data.draw(st.lists(st.tuples(patterns, patterns), min_size=1, max_size=5))
+
+    def tensor(side: int) -> Tensor:
+        least = torch.iinfo(integer).min
+        values = [size + least if minus else size for minus, size in (p[side] for p in pairs)]
+        return torch.tensor(values, dtype=integer).view(dtype)
+
+    places = [[-size if minus else size for minus, size in pair] for pair in pairs]
+    assert one(tensor(0), tensor(1)).max_ulps == max(abs(a - b) for a, b in places)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "rtol", "atol", "count"),
+    [
+        ([1.01, 2.0], [1.0, 2.0], 0.02, 0.0, 0),
+        ([1.01, 2.1], [1.0, 2.0], 0.02, 0.0, 1),
+        ([0.01, -0.0], [0.0, 0.0], 0.0, 0.02, 0),
+        ([NAN, INF], [NAN, INF], 0.1, 0.0, 0),
+        ([NAN, INF], [1.0, 1.0], 10.0, 10.0, 2),
+        ([1.0, INF], [INF, -INF], 10.0, 10.0, 2),
+    ],
+)
+def test_tolerances(
+    found: list[float], wanted: list[float], rtol: float, atol: float, count: int
+) -> None:
+    assert one(numbers(*found), numbers(*wanted), rtol=rtol, atol=atol).mismatch_count == count
+
+
+def test_ra_50_messages_of_gradients_that_differ() -> None:
+    wanted = {"a": numbers(1.0, 2.0), "b": numbers(0.5), "c": numbers(1.0), "d": None}
+    found = {"a": numbers(1.0, 2.5), "b": numbers(-0.5), "c": None, "d": numbers(1.0)}
+    many = {f"layer.{i}": numbers(float(i)) for i in range(11)}
+    messages = []
+    calls: list[tuple[Any, Any, dict[str, float]]] = [
+        (found, wanted, {}),
+        (found, wanted, {"rtol": 0.3}),
+        ({name: value + 1 for name, value in many.items()}, many, {}),
+    ]
+    for candidate, reference, limits in calls:
+        with pytest.raises(AssertionError) as caught:
+            compare_gradients(candidate, reference, **limits)
+        messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+gradients of 4 of 4 parameters differ in their bits:
+  a: 1 of 2 elements, max_abs_diff 0.5, max_rel_diff 0.25, max_ulps 2097152
+    1 of 2 elements differ; first at flat index 1, index (1,): 2.5 (0x40200000), expected 2.0 (0x40000000), 2097152 ulps apart
+  b: 1 of 1 elements, max_abs_diff 1, max_rel_diff 2, max_ulps 2113929216
+    1 of 1 elements differ; first at flat index 0, index (0,): -0.5 (0xbf000000), expected 0.5 (0x3f000000), 2113929216 ulps apart
+  c: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the candidate
+  d: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the reference
+gradients of 3 of 4 parameters differ (rtol=0.3, atol=0):
+  b: 1 of 1 elements, max_abs_diff 1, max_rel_diff 2, max_ulps 2113929216
+  c: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the candidate
+  d: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the reference
+gradients of 11 of 11 parameters differ in their bits:
+  layer.0: 1 of 1 elements, max_abs_diff 1, max_rel_diff inf, max_ulps 1065353216
+    1 of 1 elements differ; first at flat index 0, index (0,): 1.0 (0x3f800000), expected 0.0 (0x00000000), 1065353216 ulps apart
+  layer.1: 1 of 1 elements, max_abs_diff 1, max_rel_diff 1, max_ulps 8388608
+    1 of 1 elements differ; first at flat index 0, index (0,): 2.0 (0x40000000), expected 1.0 (0x3f800000), 8388608 ulps apart
+  layer.10: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.1, max_ulps 1048576
+    1 of 1 elements differ; first at flat index 0, index (0,): 11.0 (0x41300000), expected 10.0 (0x41200000), 1048576 ulps apart
+  layer.2: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.5, max_ulps 4194304
+    1 of 1 elements differ; first at flat index 0, index (0,): 3.0 (0x40400000), expected 2.0 (0x40000000), 4194304 ulps apart
+  layer.3: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.333333, max_ulps 4194304
+    1 of 1 elements differ; first at flat index 0, index (0,): 4.0 (0x40800000), expected 3.0 (0x40400000), 4194304 ulps apart
+  layer.4: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.25, max_ulps 2097152
+    1 of 1 elements differ; first at flat index 0, index (0,): 5.0 (0x40a00000), expected 4.0 (0x40800000), 2097152 ulps apart
+  layer.5: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.2, max_ulps 2097152
+    1 of 1 elements differ; first at flat index 0, index (0,): 6.0 (0x40c00000), expected 5.0 (0x40a00000), 2097152 ulps apart
+  layer.6: 1 of 1 elements, max_abs_diff 1, max_rel_diff 0.166667, max_ulps 2097152
+    1 of 1 elements differ; first at flat index 0, index (0,): 7.0 (0x40e00000), expected 6.0 (0x40c00000), 2097152 ulps apart
+  and 3 more""",
+    )
+
+
+def test_ra_50_messages_of_what_cannot_be_compared() -> None:
+    w = {"w": numbers(1.0)}
+    many = {f"layer.{i}": numbers(1.0) for i in range(11)}
+    calls: list[tuple[Any, Any, dict[str, float]]] = [
+        ({"w": w["w"], "v": None}, w, {}),
+        ({"v": None}, w, {}),
+        ({}, many, {}),
+        ({"w": numbers(1.0, 2.0)}, w, {}),
+        ({"w": numbers(1.0, dtype=torch.float64)}, w, {}),
+        ({"w": torch.ones(1, dtype=torch.int32)}, {"w": torch.ones(1, dtype=torch.int32)}, {}),
+        (w, w, {"rtol": -1.0}),
+        (w, w, {"atol": NAN}),
+    ]
+    messages = []
+    for candidate, reference, limits in calls:
+        with pytest.raises(ValueError, match="MP411") as caught:
+            compare_gradients(candidate, reference, **limits)
+        assert type(caught.value) is ContractError
+        messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+MP411: gradients of different parameters: of 1 in the reference, 1 only there (v); compare gradients of one model
+MP411: gradients of different parameters: of 1 in the reference, 1 missing in the candidate (w) and 1 only there (v); compare gradients of one model
+MP411: gradients of different parameters: of 11 in the reference, 11 missing in the candidate (layer.0, layer.1, layer.10, layer.2, layer.3, layer.4, layer.5, layer.6, ...); compare gradients of one model
+MP411: gradient of 'w' is torch.float32 (2,), in the reference torch.float32 (1,); compare gradients of one model
+MP411: gradient of 'w' is torch.float64 (1,), in the reference torch.float32 (1,); compare gradients of one model
+MP411: gradient of 'w' is torch.int32; compare float16, bfloat16, float32 or float64
+MP411: rtol=-1.0, atol=0.0; write finite tolerances, 0 or more
+MP411: rtol=0.0, atol=nan; write finite tolerances, 0 or more""",
+    )

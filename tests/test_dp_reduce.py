@@ -1,0 +1,249 @@
+"""Gradients by any number of ranks have one and the same bits: those of the contract."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import ContractStateError, MeshplanError
+from meshplan.testing import assert_bitwise_equal, bits, reference_reduce_tensors
+from meshplan.testing.dp import (
+    compare_gradients,
+    deterministic_controls,
+    dp_gradients,
+    gradient_summary,
+    sample_gradients,
+)
+from meshplan.testing.dp._reduce import Reduction, range_partials
+from tests.gradients import Dot, batch_of, dot_loss, mlp, mlp_batch, squared_error
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WORLDS = (1, 2, 3, 4, 5, 7, 8)
+ROUNDINGS = [
+    Contract(accumulate=wide, rounding=when)  # type: ignore[arg-type]
+    for wide in ("wide", "float64")
+    for when in ("once", "node")
+]
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[int, list[int]]:
+    counts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any))
+    return sum(counts), counts
+
+
+@settings(max_examples=80)
+@given(
+    partition=partitions(),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(["sum", "mean"]),
+    contract=st.sampled_from(ROUNDINGS),
+    seed=st.integers(0, 99),
+    specials=st.booleans(),
+)
+def test_d_08_any_partition_gives_the_bits_of_the_contract(
+    partition: tuple[int, list[int]],
+    dtype: torch.dtype,
+    op: Any,
+    contract: Contract,
+    seed: int,
+    specials: bool,
+) -> None:
+    samples, counts = partition
+    x, uses = batch_of(samples, 3, dtype, seed=seed, specials=specials)
+    found = dp_gradients(
+        Dot(3, dtype), dot_loss, (x, uses), None, world=counts, op=op, contract=contract
+    )
+    absent = torch.full_like(x[0], -0.0)
+    extra = [row if used else absent for row, used in zip(x, uses, strict=True)]
+    name = "avg" if op == "mean" else "sum"
+    assert_bitwise_equal(
+        found["weight"], reference_reduce_tensors(list(x), name, (samples,), contract)
+    )
+    if samples > 1:
+        assert_bitwise_equal(
+            found["extra"], reference_reduce_tensors(extra, name, (samples,), contract)
+        )
+    else:
+        assert found["extra"] is None
+    assert found["never"] is None
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_d_08_one_rank_or_many(dtype: torch.dtype, op: Any) -> None:
+    model, (x, y) = mlp(dtype), mlp_batch(23, dtype)
+    with deterministic_controls():
+        one = dp_gradients(model, squared_error, x, y, op=op)
+        leaves = list(sample_gradients(model, squared_error, x, y))
+        for world in (*WORLDS, 31):
+            many = dp_gradients(model, squared_error, x, y, world=world, op=op)
+            assert compare_gradients(many, one).bitwise_equal
+    for name, gradient in one.items():
+        assert gradient is not None
+        rows = [leaf[name] for leaf in leaves]
+        wanted = reduce_leaves(rows, "avg" if op == "mean" else "sum", (23,))  # type: ignore[arg-type]
+        assert_bitwise_equal(gradient, wanted)
+        assert gradient.dtype is dtype
+
+
+def test_the_mean_is_the_gradient_of_the_mean() -> None:
+    model, (x, y) = mlp(torch.float64), mlp_batch(24, torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    full = torch.autograd.grad(squared_error(model(x), y), list(model.parameters()))
+    wanted = dict(zip(names, full, strict=True))
+    for leaf in (1, 4, 24):
+        found = dp_gradients(model, squared_error, x, y, world=3, samples_per_leaf=leaf)
+        compare_gradients(found, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_leaves_of_several_samples_do_not_depend_on_ranks() -> None:
+    model, (x, y) = mlp(), mlp_batch(24)
+    one = dp_gradients(model, squared_error, x, y, samples_per_leaf=3)
+    for world in (2, 3, 5, [3, 0, 15, 6]):
+        many = dp_gradients(model, squared_error, x, y, samples_per_leaf=3, world=world)
+        compare_gradients(many, one)
+
+
+def test_dropout_does_not_depend_on_ranks() -> None:
+    model = nn.Sequential(nn.Linear(7, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    x, y = mlp_batch(9)
+    before = torch.get_rng_state()
+    one = dp_gradients(model, squared_error, x, y)
+    compare_gradients(dp_gradients(model, squared_error, x, y, world=4), one)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = dp_gradients(model, squared_error, x, y, seed=1)
+    assert gradient_summary(other, one).mismatch_count > 0
+
+
+def test_divisor() -> None:
+    x, uses = batch_of(7, 5, torch.float32)
+    found = dp_gradients(Dot(5), dot_loss, (x, uses), None, world=3, divisor=1000)
+    assert_bitwise_equal(found["weight"], reduce_leaves(list(x), "avg", (7,), divisor=1000))
+
+
+def test_gradients_are_new_memory() -> None:
+    x, uses = batch_of(1, 4, torch.float32)
+    kept = x.clone()
+    found = dp_gradients(Dot(4), dot_loss, (x, uses), None, op="sum")
+    assert found["weight"] is not None
+    found["weight"].fill_(3.0)
+    assert_bitwise_equal(x, kept)
+
+
+class Counted(Reduction):
+    """Counts the values that live at once."""
+
+    alive = most = 0
+
+    def leaf(self, gradient: Tensor) -> Tensor:
+        return self.counted(super().leaf(gradient))
+
+    def combine(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.counted(super().combine(left, right))
+
+    def counted(self, value: Tensor) -> Tensor:
+        def gone() -> None:
+            Counted.alive -= 1
+
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+        weakref.finalize(value, gone)
+        return value
+
+
+def test_few_gradients_live_at_once() -> None:
+    blocks = range_partials(
+        lambda i: {"w": torch.tensor([float(i)])}, range(256), Counted("sum", None, Contract())
+    )
+    assert [(block, float(partial["w"])) for block, partial in blocks] == [((0, 256), 32640.0)]
+    # One value on each of the 8 levels, the leaf, and the sum that is just being made.
+    assert 8 <= Counted.most <= 10
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor, world: int) -> dict[str, Tensor | None]:
+    """What data parallelism does without a contract: a mean over each part, then over ranks."""
+    names = [name for name, _ in model.named_parameters()]
+    parts = [
+        torch.autograd.grad(squared_error(model(a), b), list(model.parameters()))
+        for a, b in zip(x.chunk(world), y.chunk(world), strict=True)
+    ]
+    total = list(parts[0])
+    for part in parts[1:]:
+        total = [a + b for a, b in zip(total, part, strict=True)]
+    return {name: value / world for name, value in zip(names, total, strict=True)}
+
+
+def test_d_08_full_batch_gradients_differ_between_numbers_of_ranks() -> None:
+    model, (x, y) = mlp(), mlp_batch(24)
+    with deterministic_controls():
+        by_world = {n: plain(model, x, y, n) for n in (1, 2, 4, 8)}
+        contract = {n: dp_gradients(model, squared_error, x, y, world=n) for n in (1, 2, 4, 8)}
+    for world in (2, 4, 8):
+        summary = gradient_summary(by_world[world], by_world[1])
+        assert summary.numel == 7 * 16 + 16 + 16 * 3 + 3
+        assert summary.mismatch_count > summary.numel // 10
+        assert gradient_summary(contract[world], contract[1]).mismatch_count == 0
+
+
+def test_what_is_refused() -> None:
+    model, (x, y) = mlp(), mlp_batch(6)
+    calls: list[dict[str, Any]] = [
+        {"op": "max"},
+        {"op": "sum", "divisor": 3},
+        {"divisor": 0},
+        {"world": 0},
+        {"world": [2, 3]},
+        {"world": [-1, 7]},
+        {"world": []},
+        {"world": [3, 3], "samples_per_leaf": 2},
+        {"contract": Contract(order="rank")},
+    ]
+    messages = []
+    for options in calls:
+        with pytest.raises(MeshplanError) as caught:
+            dp_gradients(model, squared_error, x, y, **options)
+        messages.append(str(caught.value))
+    with pytest.raises(MeshplanError) as caught:
+        dp_gradients(model, squared_error, x[:0], y[:0], world=2)
+    messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+MP411: no reduction 'max' of gradients; write 'sum' or 'mean'
+MP411: divisor=3 with op='sum'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='mean'
+MP411: divisor=0 with op='mean'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='mean'
+MP411: world=0; write the number of ranks, at least 1
+MP411: world=[2, 3] does not place the 6 samples of the batch; give the number of samples of each rank, 0 or more, 6 together
+MP411: world=[-1, 7] does not place the 6 samples of the batch; give the number of samples of each rank, 0 or more, 6 together
+MP411: world=[] does not place the 6 samples of the batch; give the number of samples of each rank, 0 or more, 6 together
+MP411: 3 samples are no whole number of leaves of 2, and a leaf of another size has other bits; give every rank a multiple of samples_per_leaf
+MP411: sum of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; write order='tree', or give all leaves to reduce_leaves
+MP411: the global batch has no samples, and no gradient; give at least one""",
+    )
+
+
+def test_flushed_subnormals_are_refused() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        with pytest.raises(ContractStateError):
+            dp_gradients(mlp(), squared_error, *mlp_batch(2))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_nan_is_the_canonical_one() -> None:
+    x, uses = batch_of(3, 1, torch.float32)
+    x.view(torch.int32)[1, 0] = 0x7FC12345
+    found = dp_gradients(Dot(1), dot_loss, (x, uses), None, world=2)
+    assert found["weight"] is not None
+    assert bits(found["weight"]).tolist() == [0x7FC00000]

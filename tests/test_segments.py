@@ -1,0 +1,220 @@
+"""Trees over absolute positions: any cuts, the bits of the contract's tree."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshplan.contract import reduce_leaves
+from meshplan.errors import ContractError
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.testing._segments import (
+    Block,
+    covering,
+    joined,
+    range_blocks,
+    tensor_blocks,
+    tree_value,
+)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, max_n: int = 48) -> list[int]:
+    """Ends of consecutive ranges that fill 0 to n: 0, ..., n; empty ranges among them."""
+    n = draw(st.integers(1, max_n))
+    cuts = draw(st.lists(st.integers(0, n), max_size=9))
+    return [0, *sorted(cuts), n]
+
+
+def leaves_of(n: int, seed: int = 0, numel: int = 7) -> list[Tensor]:
+    return [order_sensitive(numel, rank=i, world_size=n, seed=seed) for i in range(n)]
+
+
+def spelled(left: str, right: str) -> str:
+    return f"({left} {right})"
+
+
+def test_covering() -> None:
+    rows = [
+        f"{start}..{stop}: {covering(start, stop)}"
+        for start, stop in ((0, 8), (0, 7), (3, 3), (1, 8), (5, 6), (3, 17), (6, 14))
+    ]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+0..8: [(0, 8)]
+0..7: [(0, 4), (4, 6), (6, 7)]
+3..3: []
+1..8: [(1, 2), (2, 4), (4, 8)]
+5..6: [(5, 6)]
+3..17: [(3, 4), (4, 8), (8, 16), (16, 17)]
+6..14: [(6, 8), (8, 12), (12, 14)]""",
+    )
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_covering_is_aligned_and_of_the_largest_blocks(start: int, length: int) -> None:
+    stop = start + length
+    blocks = covering(start, stop)
+    assert [i for a, b in blocks for i in range(a, b)] == list(range(start, stop))
+    assert len(blocks) <= max(1, 2 * stop.bit_length())
+    for a, b in blocks:
+        size = b - a
+        assert size & (size - 1) == 0
+        assert a % size == 0
+        parent = a // (2 * size) * 2 * size
+        assert parent < start or parent + 2 * size > stop
+
+
+def test_shapes_of_small_trees() -> None:
+    rows = [tree_value([str(i) for i in range(n)], spelled) for n in (1, 2, 3, 5, 6, 7)]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+0
+(0 1)
+((0 1) 2)
+(((0 1) (2 3)) 4)
+(((0 1) (2 3)) (4 5))
+(((0 1) (2 3)) ((4 5) 6))""",
+    )
+
+
+@given(partitions(200))
+def test_any_partition_has_the_shape_of_the_whole_tree(ends: list[int]) -> None:
+    names = [str(i) for i in range(ends[-1])]
+    blocks = [
+        item
+        for start, stop in itertools.pairwise(ends)
+        for item in range_blocks(names[start:stop], start, spelled)
+    ]
+    whole = tree_value(names, spelled)
+    assert joined(blocks, len(names), spelled) == whole
+    assert joined(dict(reversed(blocks)), len(names), spelled) == whole
+
+
+@settings(max_examples=30)
+@given(partitions(), st.integers(0, 3))
+def test_any_partition_has_the_bits_of_the_contract(ends: list[int], seed: int) -> None:
+    leaves = leaves_of(ends[-1], seed)
+    whole = reduce_leaves(leaves, "sum", (len(leaves),))
+    stacked = torch.stack(leaves, dim=-1)
+    ranges = list(itertools.pairwise(ends))
+    one_by_one = [item for a, b in ranges for item in range_blocks(leaves[a:b], a, operator.add)]
+    at_once = [item for a, b in ranges for item in tensor_blocks(stacked[..., a:b], a)]
+    assert [block for block, _ in at_once] == [block for block, _ in one_by_one]
+    for blocks in (one_by_one, at_once):
+        assert_bitwise_equal(joined(blocks, len(leaves)), whole)
+
+
+def test_the_data_would_show_another_order() -> None:
+    leaves = leaves_of(23)
+    ranks = [tree_value(leaves[a:b], operator.add) for a, b in ((0, 5), (5, 12), (12, 23))]
+    of_shards = tree_value(ranks, operator.add)
+    differs = of_shards.view(torch.int32) != reduce_leaves(leaves, "sum", (23,)).view(torch.int32)
+    assert differs.any()
+
+
+def test_a_vocabulary() -> None:
+    n = 128257
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(3, n, generator=generator) * 10.0 ** torch.arange(-3, 6, 3)[:, None]
+    whole = joined(tensor_blocks(values, 0), n)
+    # The same tree from the leaves up, by padding with what does not change a sum.
+    padded = torch.nn.functional.pad(values, (0, (1 << 17) - n), value=-0.0)
+    while padded.shape[-1] > 1:
+        padded = padded[..., 0::2] + padded[..., 1::2]
+    assert_bitwise_equal(whole, padded[..., 0])
+    for cuts in ((1, 64128), (32065, 96193), (65536, 128256)):
+        ends = [0, *cuts, n]
+        blocks = [
+            item
+            for start, stop in itertools.pairwise(ends)
+            for item in tensor_blocks(values[..., start:stop], start)
+        ]
+        assert len(blocks) <= 3 * 2 * 17
+        assert_bitwise_equal(joined(blocks, n), whole)
+
+
+def test_dtypes_and_shapes_of_tensors() -> None:
+    values = torch.arange(12).reshape(2, 2, 3)
+    (block, pair), (_, single) = tensor_blocks(values, 4)
+    assert block == (4, 6)
+    assert (pair.dtype, pair.tolist(), single.shape) == (torch.int64, [[1, 7], [13, 19]], (2, 2))
+    assert tensor_blocks(torch.zeros(2, 0), 5) == []
+    assert tensor_blocks(torch.zeros(0, 2), 2)[0][1].shape == (0,)
+    negative_zero = torch.full((3,), -0.0)
+    assert joined(tensor_blocks(negative_zero, 0), 3).signbit()
+
+
+def test_gaps_are_left_out() -> None:
+    def of(*ranges: Block, n: int = 16) -> str:
+        names = [str(i) for i in range(n)]
+        blocks = [item for a, b in ranges for item in range_blocks(names[a:b], a, spelled)]
+        return joined(blocks, n, spelled, skip_gaps=True)
+
+    rows = [of((0, 3), (9, 12)), of((5, 6)), of((1, 2), (15, 16)), of((12, 16)), of((0, 9), n=9)]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+(((0 1) 2) (9 (10 11)))
+5
+(1 15)
+((12 13) (14 15))
+((((0 1) (2 3)) ((4 5) (6 7))) 8)""",
+    )
+
+
+def test_messages() -> None:
+    calls = [
+        lambda: covering(-1, 4),
+        lambda: covering(5, 4),
+        lambda: tree_value([], operator.add),
+        lambda: tensor_blocks(torch.tensor(1.0), 0),
+        lambda: tensor_blocks(torch.ones(2), -1),
+        lambda: joined([], 4),
+        lambda: joined([], 0, skip_gaps=True),
+        lambda: joined([((0, 3), 1)], 3),
+        lambda: joined([((1, 3), 1)], 3),
+        lambda: joined([((2, 2), 1)], 3),
+        lambda: joined([((-2, 0), 1), ((0, 2), 1)], 2),
+        lambda: joined([((0, 4), 1)], 3),
+        lambda: joined([((0, 4), 1), ((2, 4), 1)], 4),
+        lambda: joined([((0, 2), 1), ((0, 2), 1)], 2),
+        lambda: joined([((0, 2), 1), ((4, 8), 1)], 8),
+        lambda: joined([((0, 2), 1)], 4),
+        lambda: joined([((1, 2), 1)], 2),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ContractError) as caught:
+            call()
+        messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+MP411: positions -1 to 4 are no range; write 0 <= start <= stop, stop excluded
+MP411: positions 5 to 4 are no range; write 0 <= start <= stop, stop excluded
+MP411: a tree needs leaves, found none; give at least one leaf
+MP411: a tensor of shape () has no last dim to sum over; give it one
+MP411: positions -1 to 1 are no range; write 0 <= start <= stop, stop excluded
+MP411: no blocks for 4 positions; give the blocks of at least one range
+MP411: no blocks for 0 positions; give the blocks of at least one range
+MP411: [0, 3) is no subtree: its size must be a power of two and divide its start; give the blocks of covering()
+MP411: [1, 3) is no subtree: its size must be a power of two and divide its start; give the blocks of covering()
+MP411: [2, 2) is no subtree: its size must be a power of two and divide its start; give the blocks of covering()
+MP411: [-2, 0) is no subtree: its size must be a power of two and divide its start; give the blocks of covering()
+MP411: block [0, 4) ends after the last of 3 positions
+MP411: block [2, 4) overlaps one that ends at 4; give each position once
+MP411: block [0, 2) overlaps one that ends at 2; give each position once
+MP411: no block holds the positions 2 to 3 of 8
+MP411: no block holds the positions 2 to 3 of 4
+MP411: no block holds the positions 0 to 0 of 2""",
+    )
