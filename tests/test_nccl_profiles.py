@@ -170,6 +170,53 @@ def test_the_linter_agrees(name: str, version: tuple[int, int, int]) -> None:
     assert {f.code for f in found} <= {"MP301", "MP304"}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "works"),
+    [
+        pytest.param("NCCL_LAUNCH_MODE", "GROUP", False, id="tt_04"),
+        pytest.param("NCCL_COLLNET_ENABLE", "0", True, id="tt_05"),
+        pytest.param("NCCL_NVLS_ENABLE", "0", True, id="tt_06"),
+        pytest.param("NCCL_P2P_NET_DISABLE", "1", False, id="tt_07"),
+        pytest.param("NCCL_MIN_NCHANNELS", "1", True, id="tt_08_min"),
+        pytest.param("NCCL_MAX_NCHANNELS", "1", True, id="tt_08_max"),
+        pytest.param("NCCL_PROTO", "Simple", True, id="tt_09"),
+        pytest.param("NCCL_ALGO", "ring,tree;allreduce:tree", True, id="tt_10"),
+        pytest.param("NCCL_NTHREADS", "1", False, id="tt_11"),
+        pytest.param("NCCL_SOCKET_NTHREADS", "1", False, id="tt_11_socket"),
+    ],
+)
+def test_tt_04_to_tt_11_batch_invariant_profile(key: str, value: str, works: bool) -> None:
+    """TT-04, TT-05, TT-06, TT-07, TT-08, TT-09, TT-10, TT-11: each variable, and if it works."""
+    for name in ("torchtitan", "vllm"):
+        with nccl_profile(name) as profile:
+            assert os.environ[key] == value
+        assert (key not in profile.without_effect) is works
+        assert key not in os.environ
+
+
+def test_sg_17_tree_with_pinned_channels() -> None:
+    """SG-17, SG-30, SG-31: NCCL's tree, and as many channels for every size."""
+    env = NCCL_PROFILES["sglang"].env
+    assert "allreduce:tree" in env["NCCL_ALGO"]
+    assert env["NCCL_MIN_NCHANNELS"] == env["NCCL_MAX_NCHANNELS"] == "8"
+
+
+def test_ra_32_no_profile_claims_more_than_one_group() -> None:
+    """RA-31, RA-32: what is promised is about one group, and about nothing else."""
+    for profile in NCCL_PROFILES.values():
+        assert profile.gives.startswith("in one group, ")
+        assert profile.gives.endswith("never the same bits in groups that lie differently on nodes")
+
+
+def test_tt_12_a_second_profile_is_not_left_behind() -> None:
+    """Set before the first process group or warned of (RA-30), and put back in any case."""
+    before = dict(os.environ)
+    for _ in range(2):
+        with nccl_profile("torchtitan"):
+            assert os.environ["NCCL_PROTO"] == "Simple"
+        assert dict(os.environ) == before
+
+
 def test_public_names() -> None:
     assert meshplan.nccl_profile is nccl_profile
     assert meshplan.configure_deterministic_nccl_env is configure_deterministic_nccl_env

@@ -98,7 +98,7 @@ def replica_fingerprints(tensor: Tensor, group: dist.ProcessGroup | None = None)
     """
     members = _members(group)
     digests = [""] * len(members)
-    dist.all_gather_object(digests, _digest(tensor), group=group)
+    dist.all_gather_object(digests, digest(tensor), group=group)
     return digests
 
 
@@ -115,8 +115,8 @@ def assert_replicas_equal(
         GroupStateError: as ``replica_fingerprints``.
     """
     classes: dict[str, list[int]] = {}
-    for rank, digest in zip(_members(group), replica_fingerprints(tensor, group), strict=True):
-        classes.setdefault(digest, []).append(rank)
+    for rank, found in zip(_members(group), replica_fingerprints(tensor, group), strict=True):
+        classes.setdefault(found, []).append(rank)
     if len(classes) > 1:
         shown = " | ".join(_ranges(ranks) for ranks in classes.values())
         raise AssertionError(f"{what}: {len(classes)} different replicas: ranks {shown}")
@@ -162,7 +162,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
     raw = bits(tensor).cpu().flatten().view(torch.uint8)
     data = bytearray(raw.numel())
     if data:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshplan.contract import Contract, partial_dtype
 from meshplan.errors import GroupError, GroupStateError, SignatureMismatchError
-from meshplan.testing._bitwise import _digest
+from meshplan.testing._bitwise import digest
 from meshplan.testing._segments import Block, covering
 from meshplan.testing.dp._batch import batch_size, whole_leaves
 from meshplan.testing.dp._leaves import LeafGradients, LossFn, trained_parameters
@@ -249,9 +249,9 @@ def _conditions(
 
 def _fingerprint(model: nn.Module) -> str:
     """Of names and bits of parameters and buffers, and of which modules are in training mode."""
-    digest = hashlib.sha256()
+    whole = hashlib.sha256()
     for name, module in model.named_modules():
-        digest.update(f"{name} {module.training} ".encode())
+        whole.update(f"{name} {module.training} ".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name} {tensor.requires_grad} {_digest(tensor)} ".encode())
-    return digest.hexdigest()[:16]
+        whole.update(f"{name} {tensor.requires_grad} {digest(tensor)} ".encode())
+    return whole.hexdigest()[:16]
