@@ -131,6 +131,23 @@ def warning_only() -> None:
 ALL = [nothing, older, older_on, newer, inherited, both, both_off, algorithms, warning_only]
 
 
+@pytest.mark.parametrize("before", [True, False, (True, True), (False, False)])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_tt_13_reduced_precision_off(dtype: str, before: Any) -> None:
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    matmul = torch.backends.cuda.matmul
+    read = getattr(torch._C, f"_get_cublas_{name}")
+    at_first = read()
+    try:
+        setattr(matmul, name, before)
+        found = read()
+        with deterministic_controls():
+            assert getattr(matmul, name) is False
+        assert read() == found
+    finally:
+        setattr(matmul, name, at_first)
+
+
 @pytest.mark.parametrize("set_up", ALL)
 def test_ra_51_what_holds_inside(set_up: Callable[[], None]) -> None:
     with settings_put_back():

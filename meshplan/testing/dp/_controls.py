@@ -28,7 +28,8 @@ def deterministic_controls(seed: int = 0, *, threads: int = 1) -> Iterator[None]
     """Inside, what runs twice gives the same bits as far as torch can promise it.
 
     * seeds: Python's ``random``, torch on the CPU and on all GPUs, numpy where it is imported.
-    * float32 stays float32: no TF32, no bfloat16 in its place, in matmul, convolution and RNN.
+    * float32 stays float32: no TF32, no bfloat16 in its place, in matmul, convolution and RNN; and
+      float16 and bfloat16 products are added in float32 throughout.
     * ``torch.use_deterministic_algorithms(True, warn_only=True)``; cuDNN deterministic and without
       benchmarking, which picks kernels by time.
     * ``threads`` threads within an operation on the CPU. Some kernels split a sum by them: the
@@ -54,6 +55,7 @@ def deterministic_controls(seed: int = 0, *, threads: int = 1) -> Iterator[None]
     with ExitStack() as back:
         _keep_random_states(back)
         _full_precision(back)
+        _full_sums(back)
         _keep_algorithms(back)
         back.callback(torch.set_num_threads, torch.get_num_threads())
 
@@ -123,6 +125,15 @@ def _full_precision(back: ExitStack) -> None:
     cudnn.allow_tf32 = False
     for place in _OPERATIONS:
         write(*place, "ieee")
+
+
+def _full_sums(back: ExitStack) -> None:
+    for dtype in ("fp16", "bf16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        # The flag, and whether products may be split; the attribute shows the first alone.
+        found = getattr(torch._C, f"_get_cublas_{name}")()
+        back.callback(setattr, torch.backends.cuda.matmul, name, found)
+        setattr(torch.backends.cuda.matmul, name, False)
 
 
 def _numpy() -> Any:
