@@ -208,6 +208,15 @@ def test_ra_32_no_profile_claims_more_than_one_group() -> None:
         assert profile.gives.endswith("never the same bits in groups that lie differently on nodes")
 
 
+def test_tt_14_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="meshplan"), nccl_profile("ring"):
+        pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "NCCL profile ring: NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_MIN_NCHANNELS=1 "
+        "NCCL_MAX_NCHANNELS=1"
+    ]
+
+
 def test_tt_12_a_second_profile_is_not_left_behind() -> None:
     """Set before the first process group or warned of (RA-30), and put back in any case."""
     before = dict(os.environ)

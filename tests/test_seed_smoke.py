@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ def record_of(arguments: argparse.Namespace, dtype: str, device: str) -> dict[st
     }
 
 
-def main() -> int:
-    """What every rank runs. The exit status is 1 if any rank found a difference."""
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of the worker."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     parser.add_argument("--mode", choices=MODES, default="ordered_rank_reference")
@@ -148,7 +149,12 @@ def main() -> int:
     parser.add_argument("--reverse-group", action="store_true")
     parser.add_argument("--rtol", type=float)
     parser.add_argument("--atol", type=float)
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """What every rank runs. The exit status is 1 if any rank found a difference."""
+    arguments = parsed()
     if arguments.configure_nccl_env:
         configure_deterministic_nccl_env()
     device = arguments.device
@@ -221,6 +227,13 @@ def test_ra_44_a_wrong_result_fails() -> None:
     assert code != 0, said
     assert records[0]["status"] == "fail"
     assert records[0]["mismatch_count"] > 0
+
+
+def test_ra_52_the_recipe_for_gpus_is_one_that_the_worker_takes() -> None:
+    page = Path(__file__).parents[1] / "docs" / "howto" / "deterministic-collectives.md"
+    command = page.read_text().split(f"tests/{Path(__file__).name} ")[1].split("\n\n")[0]
+    arguments = parsed(command.replace("\\", " ").split())
+    assert (arguments.backend, arguments.configure_nccl_env) == ("nccl", True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Effects are those of NCCL 2.30.7 (src/graph/tuning.cc, src/enqueue.cc, src/init.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ __all__ = [
     "configure_deterministic_nccl_env",
     "nccl_profile",
 ]
+
+_LOG = logging.getLogger("meshplan")
 
 _RING = "all collectives go round a ring; the place of an element in the message decides its order"
 _TREE = (
@@ -220,6 +223,8 @@ def nccl_profile(name: str) -> Iterator[NcclProfile]:
     _warn_if_late(stacklevel=4)
     previous = {key: os.environ.get(key) for key in profile.env}
     os.environ.update(profile.env)
+    shown = " ".join(f"{key}={value}" for key, value in profile.env.items())
+    _LOG.info("NCCL profile %s: %s", name, shown)
     try:
         yield profile
     finally:
