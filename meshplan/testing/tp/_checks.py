@@ -16,6 +16,7 @@ __all__ = [
     "active_tokens",
     "check_dtypes",
     "check_eps",
+    "check_pair",
     "check_temperature",
     "checked_ids",
     "checked_logit_shards",
@@ -90,9 +91,7 @@ def checked_values(shards: Sequence[Tensor], name: str = "value_shards") -> list
     _listed(shards, name)
     first = shards[0]
     for i, shard in enumerate(shards):
-        _plain(shard, f"{name}[{i}]")
-        if shard.is_complex():
-            raise ShardError(f"{name}[{i}] is {shard.dtype}; give real numbers")
+        _real(shard, name if len(shards) == 1 else f"{name}[{i}]")
         if (shard.device, shard.dtype) != (first.device, first.dtype):
             raise ShardError(
                 f"{name}[{i}] is {shard.dtype} on {shard.device}, {name}[0] is {first.dtype} on "
@@ -118,7 +117,7 @@ def checked_masks(
             f"{len(masks)} mask_shards for {len(values)} value_shards; give one mask per shard"
         )
     return [
-        active_tokens(mask, value, f"value_shards[{i}]")
+        active_tokens(mask, value, "values" if len(values) == 1 else f"value_shards[{i}]")
         for i, (mask, value) in enumerate(zip(masks, values, strict=True))
     ]
 
@@ -162,6 +161,24 @@ def check_eps(eps: float) -> float:
     return float(eps)
 
 
+def check_pair(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
+    """Refuse two tensors that cannot be compared element by element.
+
+    Raises:
+        ShardError: complex numbers, or shapes or devices that differ.
+        ContractStateError: the CPU flushes subnormal numbers to zero.
+    """
+    for tensor, name in zip((first, second), names, strict=True):
+        _real(tensor, name)
+        refuse_flushed_subnormals(tensor)
+    same_shape(names[0], first.shape, second, names[1])
+    if first.device != second.device:
+        raise ShardError(
+            f"{names[0]} is on {first.device}, {names[1]} is on {second.device}; "
+            "give both on one device"
+        )
+
+
 def same_shape(what: str, shape: torch.Size, other: Tensor, name: str = "token_ids") -> None:
     """Refuse a shape that is not that of ``other``.
 
@@ -180,6 +197,12 @@ def _listed(shards: Sequence[Tensor], name: str) -> None:
         raise ShardError(f"{name} is one tensor; give a list of shards, [x] for a single one")
     if not shards:
         raise ShardError(f"{name} is empty; give at least one shard")
+
+
+def _real(tensor: Tensor, name: str) -> None:
+    _plain(tensor, name)
+    if tensor.is_complex():
+        raise ShardError(f"{name} is {tensor.dtype}; give real numbers")
 
 
 def _plain(tensor: Tensor, name: str) -> None:

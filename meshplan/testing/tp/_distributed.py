@@ -96,11 +96,11 @@ def selected_logprobs_distributed_tp_reference(
         problem = Problem.of([local_logits], [start], token_ids, mask, *options)
         problems.append(problem)
         alike = {
-            "dtype of the logits": str(local_logits.dtype),
-            "temperature": repr(problem.temperature),
-            "output_dtype": str(output_dtype),
-            "reduction_dtype": str(reduction_dtype),
-            "mask": digest(problem.active),
+            "dtypes of logits": str(local_logits.dtype),
+            "temperatures": repr(problem.temperature),
+            "output_dtypes": str(output_dtype),
+            "reduction_dtypes": str(reduction_dtype),
+            "masks": digest(problem.active),
             "token_ids under the mask": digest(problem.ids.masked_fill(~problem.active, 0)),
         }
         return alike, (start, start + local_logits.shape[-1])
@@ -248,9 +248,9 @@ class _Tokens:
                 raise ShardError("neither values nor a mask; give at least one of them")
             (plain,) = checked_values([values], "local_values")
             active.append(active_tokens(mask, plain, "local_values"))
-            alike = {"reduction_dtype": str(dtype), "eps": repr(float(eps))}
+            alike = {"reduction_dtypes": str(dtype), "eps": repr(float(eps))}
             if summed:
-                alike["dtype of the values"] = str(plain.dtype)
+                alike["dtypes of values"] = str(plain.dtype)
             return alike, plain.numel()
 
         active: list[Tensor] = []

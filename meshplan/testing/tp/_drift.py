@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshplan._fold import NAN_BITS
 from meshplan.testing._bitwise import bits
-from meshplan.testing.tp._checks import active_tokens, checked_ids, same_shape
+from meshplan.testing.tp._checks import active_tokens, check_pair, checked_ids, same_shape
 from meshplan.testing.tp._masked import sharded_masked_sum
 from meshplan.testing.tp._vocab import checked_ranges
 
@@ -39,7 +39,7 @@ def summarize_kernel_drift(
         Without active elements all are 0.
 
     Raises:
-        ShardError: shapes differ.
+        ShardError: shapes or devices differ, or complex numbers.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
     active, error = _errors(candidate, reference, mask)
@@ -84,7 +84,8 @@ def summarize_tp_logprob_drift(
           ``reference_value``, ``signed_error``. All None without active tokens.
 
     Raises:
-        ShardError: shapes differ, ranges overlap, or ids are no integers.
+        ShardError: shapes or devices differ, complex numbers, ranges that overlap, or ids that
+            are no integers.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
     ranges = checked_ranges(shard_ranges)
@@ -141,7 +142,7 @@ def _place(
 
 def _errors(candidate: Tensor, reference: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which elements are active, and the absolute errors in float64."""
-    same_shape("candidate", candidate.shape, reference, "reference")
+    check_pair(candidate, reference, ("candidate", "reference"))
     active = active_tokens(mask, candidate, "candidate")
     found, wanted = (x.detach().to(torch.float64) for x in (candidate, reference))
     same = (found == wanted) | (found.isnan() & wanted.isnan())

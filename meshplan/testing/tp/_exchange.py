@@ -92,8 +92,8 @@ def check_alike(options: Sequence[Options], group: Any) -> None:
             other = next(i for i, value in enumerate(values) if value != values[own])
             at = next(i for i, value in enumerate(values) if value != first)
             raise SignatureMismatchError(
-                f"{name} differs between ranks: {first} on rank {ranks[0]}, {values[at]} on rank "
-                f"{ranks[at]}; give the same on all ranks of the group",
+                f"ranks were given different {name}: {first} on rank {ranks[0]}, {values[at]} on "
+                f"rank {ranks[at]}; give the same on all ranks of the group",
                 rank=ranks[other],
             )
 
@@ -154,5 +154,5 @@ def _turned(pattern: Tensor) -> Tensor:
 
 
 def group_ranks(group: Any) -> list[int]:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    return ranks
+    whole: Any = dist.group.WORLD if group is None else group
+    return [dist.get_global_rank(whole, i) for i in range(dist.get_world_size(whole))]

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshplan.errors import ShardError
 from meshplan.testing._segments import Block, joined, tensor_blocks
 from meshplan.testing.tp._checks import (
     active_tokens,
@@ -251,8 +252,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         return without_nan_payload(result.to(problem.output_dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ShardError(
+                "selected log-probabilities have a first derivative only, a graph of it was asked "
+                "for; call backward or torch.autograd.grad without create_graph=True"
+            )
         maximum, total, *shards = ctx.saved_tensors
         problem: Problem = ctx.problem
         upstream = gradient.to(problem.reduction_dtype)

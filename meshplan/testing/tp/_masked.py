@@ -189,7 +189,6 @@ class _TreeSum(torch.autograd.Function):
         return without_nan_payload(reduce(flat.detach()))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.repeat(ctx.length), None
 

@@ -1,14 +1,14 @@
 """Exponential and logarithm whose bits depend on the number alone.
 
 The vector units, maths libraries and devices on which torch computes ``exp`` and ``log`` differ in
-the last bit, and some of them compute the tail of a vector in another way than its body. Here both
+the last bit, and nothing promises that the tail of a vector is computed as its body is. Here both
 are plain IEEE additions, multiplications and divisions in float64, one torch operation each (none
-of them fused, if torch runs eagerly), and one rounding to the dtype of the argument. So an
-element has the same bits at any position, in any length and strides, on any device.
+of them fused, if torch runs eagerly), rounded to the dtype of the argument at the end. So an
+element has the same bits at any position, in any length and strides.
 
-The reductions of the argument are those of Sun's fdlibm (e_exp.c, e_log.c), the polynomials are
-plain Taylor and atanh series. Within 1 ulp in float64, and the nearest float32 or 16-bit number
-except for about one argument in 10^7, where it is the neighbour.
+The arguments are reduced as in Sun's fdlibm (e_exp.c, e_log.c); the polynomials are plain Taylor
+and atanh series. Float64 results are within 2 ulps; float32 results are the nearest number, except
+that once in some millions of arguments it is the neighbour.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TAYLOR = [1.0 / math.factorial(i) for i in range(2, 16)]
 # 1/3, 1/5, ..., 1/25: for |f| <= 0.172 what follows is below 2^-60.
 _ATANH = [1.0 / (2 * i + 1) for i in range(1, 13)]
 # Pieces that stay in the cache of a CPU core; on other devices a few big ones.
-_CPU_PIECE, _PIECE = 1 << 14, 1 << 24
+_CPU_PIECE, _PIECE = 1 << 15, 1 << 24
 
 
 def exp(values: Tensor) -> Tensor:
@@ -52,13 +52,13 @@ def log(values: Tensor) -> Tensor:
 
 
 def differentiable_exp(values: Tensor) -> Tensor:
-    """``exp`` with its derivative."""
+    """``exp`` with its derivatives."""
     result: Tensor = _Exp.apply(values)  # type: ignore[no-untyped-call]
     return result
 
 
 def differentiable_k3(values: Tensor) -> Tensor:
-    """``exp(d) - d - 1`` of each element d, rounded once, with its derivative ``exp(d) - 1``.
+    """``exp(d) - d - 1`` of each element d, rounded once, with its derivatives.
 
     Never negative, and exact to the last bits for small d too, where the terms would cancel.
     """
@@ -79,10 +79,21 @@ class _Exp(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (result,) = ctx.saved_tensors
         return torch.mul(gradient, result)
+
+
+class _Expm1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return _in_pieces(_expm1, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return torch.mul(gradient, differentiable_exp(values))
 
 
 class _K3(torch.autograd.Function):
@@ -92,10 +103,9 @@ class _K3(torch.autograd.Function):
         return _in_pieces(_k3, values)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (values,) = ctx.saved_tensors
-        return torch.mul(gradient, _in_pieces(_expm1, values))
+        return torch.mul(gradient, _Expm1.apply(values))  # type: ignore[no-untyped-call]
 
 
 def _in_pieces(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

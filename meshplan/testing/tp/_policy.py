@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshplan.testing.tp._checks import active_tokens, checked_values, same_shape
+from meshplan.testing.tp._checks import active_tokens, check_pair
 from meshplan.testing.tp._math import differentiable_exp, differentiable_k3
 
 __all__ = ["compute_policy_ratio", "compute_reference_kl"]
@@ -54,8 +54,9 @@ def _difference(
     left: Tensor, right: Tensor, mask: Tensor | None, names: tuple[str, str]
 ) -> tuple[Tensor, Tensor]:
     """Where tokens are active, and ``left - right`` in float32 there, 0 elsewhere."""
-    same_shape(names[0], left.shape, right, names[1])
-    first, second = checked_values([left.to(torch.float32), right.to(torch.float32)], "logps")
-    active = active_tokens(mask, first, names[0])
+    check_pair(left, right, names)
+    active = active_tokens(mask, left, names[0])
     # Masked before the exponential: behind it, an infinity there would become a NaN gradient.
-    return active, torch.sub(first, second).masked_fill(~active, 0.0)
+    return active, torch.sub(left.to(torch.float32), right.to(torch.float32)).masked_fill(
+        ~active, 0.0
+    )

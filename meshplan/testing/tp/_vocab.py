@@ -94,8 +94,9 @@ def checked_ranges(
     for (_, stop, rank), (start, _, other) in itertools.pairwise(order):
         if start < stop:
             raise ShardError(
-                f"{name}[{rank}] {list(found[rank])} and {name}[{other}] {list(found[other])} "
-                "overlap; give each token of the vocabulary to one rank"
+                f"{name}[{rank}] is [{found[rank][0]}, {found[rank][1]}) and {name}[{other}] is "
+                f"[{found[other][0]}, {found[other][1]}), they overlap; "
+                "give each token of the vocabulary to one rank"
             )
     return found
 
