@@ -152,6 +152,13 @@ def test_tp_20_gradients_of_views_and_of_some_shards_only() -> None:
     (found,) = torch.autograd.grad(through_views, logits, weights(ids))
     (wanted,) = torch.autograd.grad(selected_logprobs_reference(logits, ids), logits, weights(ids))
     assert_bitwise_equal(found, wanted)
+    # Tokens of probability zero under a negative upstream gradient would give -0.0.
+    cold = torch.tensor([[0.0, -math.inf, 1.0, -500.0]], dtype=torch.float16).requires_grad_()
+    down = torch.tensor([-1.0])
+    for shards in ([cold], shard_logits_by_vocab(cold, 3)):
+        result = selected_logprobs_tp_reference(shards, torch.tensor([0]))
+        (slope,) = torch.autograd.grad(result, cold, down)
+        assert not slope[0, 1::2].view(torch.int16).any()
     first, second = split(logits, [(0, 30), (30, 67)])
     result = selected_logprobs_tp_reference([first.detach(), second], ids)
     result.backward(weights(ids))

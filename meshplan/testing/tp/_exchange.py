@@ -106,7 +106,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def largest(local: Tensor, group: Any) -> Tensor:
-    """The elementwise maximum over ranks of floats without -0.0; NaN is the largest of all."""
+    """The elementwise maximum over ranks of floats; canonical NaN is the largest of all."""
     # As integers, which have no NaN that a backend could overlook: for negative numbers all bits
     # but the sign are turned, and the order of these integers is that of the floats.
     integer = bits(local)

@@ -233,8 +233,9 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, exchange: Exchange, *shards: Tensor) -> Tensor:
         scaled = [problem.scaled(shard) for shard in shards]
-        # The sign of a zero maximum would depend on which zero is met first; +0.0 for both.
-        local = torch.stack([x.amax(dim=-1) for x in scaled]).amax(dim=0).add(0.0)
+        # If the maximum is zero, its sign is that of any zero; with two of them s is at least 2,
+        # and nothing below depends on the sign.
+        local = torch.stack([x.amax(dim=-1) for x in scaled]).amax(dim=0)
         maximum = exchange.maximum(without_nan_payload(local))
         selected, owned = torch.zeros_like(maximum), torch.zeros_like(problem.active)
         blocks = []
