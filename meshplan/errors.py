@@ -2,7 +2,8 @@
 
 A message says what is wrong, what was found, and what to write instead. The code in front of it
 never changes its meaning; the linter's rules share the numbering (1xx layout, 2xx topology input,
-3xx environment, 4xx plan, 5xx process groups, 6xx installation, 7xx execution).
+3xx environment, 4xx plan, 5xx process groups, 6xx installation, 7xx execution, 8xx references of
+tensor parallelism).
 
 A child of ``ValueError`` or ``TypeError`` is a mistake in the call, and is raised before anything
 is sent. A child of ``RuntimeError`` is the state of the job or of the cluster.
@@ -33,6 +34,8 @@ __all__ = [
     "FallbackRefusedError",
     "PeerTimeoutError",
     "SignatureMismatchError",
+    "ShardError",
+    "TokenCoverageError",
 ]
 
 
@@ -193,3 +196,23 @@ class SignatureMismatchError(MeshplanError, RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class ShardError(MeshplanError, ValueError):
+    """Shards, tokens, masks or options of ``meshplan.testing.tp`` that do not fit together."""
+
+    code = "MP801"
+
+
+class TokenCoverageError(ShardError):
+    """An active token that no shard of the vocabulary holds, or more than one.
+
+    ``token_id`` is the first such token, ``covered_by`` the number of shards that hold it.
+    """
+
+    code = "MP802"
+
+    def __init__(self, message: str, *, token_id: int, covered_by: int) -> None:
+        super().__init__(message)
+        self.token_id = token_id
+        self.covered_by = covered_by

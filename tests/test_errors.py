@@ -37,7 +37,9 @@ MP601 InstallError(MeshplanError, RuntimeError)
 MP602 UnsupportedTorchError(InstallError)
 MP701 FallbackRefusedError(MeshplanError, RuntimeError)
 MP702 PeerTimeoutError(MeshplanError, RuntimeError)
-MP703 SignatureMismatchError(MeshplanError, RuntimeError)""",
+MP703 SignatureMismatchError(MeshplanError, RuntimeError)
+MP801 ShardError(MeshplanError, ValueError)
+MP802 TokenCoverageError(ShardError)""",
     )
 
 
@@ -56,6 +58,7 @@ def test_each_class_has_a_code_of_its_own(cls: type[errors.MeshplanError]) -> No
 def test_the_message_starts_with_the_code(cls: type[errors.MeshplanError]) -> None:
     more = {errors.PeerTimeoutError: {"rank": 3, "block": 0, "phase": 1}}
     more[errors.SignatureMismatchError] = {"rank": 3}
+    more[errors.TokenCoverageError] = {"token_id": 7, "covered_by": 0}
     error = cls("three ranks are missing", **more.get(cls, {}))
     assert str(error) == f"{cls.code}: three ranks are missing"
     assert isinstance(error, errors.MeshplanError)

@@ -1,0 +1,175 @@
+"""Exponential and logarithm whose bits depend on the number alone.
+
+The vector units, maths libraries and devices on which torch computes ``exp`` and ``log`` differ in
+the last bit, and nothing promises that the tail of a vector is computed as its body is. Here both
+are plain IEEE additions, multiplications and divisions in float64, one torch operation each (none
+of them fused, if torch runs eagerly), rounded to the dtype of the argument at the end. So an
+element has the same bits at any position, in any length and strides.
+
+The arguments are reduced as in Sun's fdlibm (e_exp.c, e_log.c); the polynomials are plain Taylor
+and atanh series. Float64 results are within 2 ulps; float32 results are the nearest number, except
+that once in some millions of arguments it is the neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["exp", "log", "differentiable_exp", "differentiable_k3", "without_nan_payload"]
+
+# ln 2 in two parts; the first has 21 trailing zeros, so that its product with an exponent is exact.
+_LN2_HIGH = 6.93147180369123816490e-01
+_LN2_LOW = 1.90821492927058770002e-10
+_INVERSE_LN2 = 1.44269504088896338700e00
+_SQRT_HALF = 0.7071067811865476
+# Beyond these every float64 result is infinity or zero.
+_LARGEST = 800.0
+# 1/2!, 1/3!, ..., 1/15!: for |r| <= ln(2)/2 what follows is below 2^-64 of the first.
+_TAYLOR = [1.0 / math.factorial(i) for i in range(2, 16)]
+# 1/3, 1/5, ..., 1/25: for |f| <= 0.172 what follows is below 2^-60.
+_ATANH = [1.0 / (2 * i + 1) for i in range(1, 13)]
+# Pieces that stay in the cache of a CPU core; on other devices a few big ones.
+_CPU_PIECE, _PIECE = 1 << 15, 1 << 24
+
+
+def exp(values: Tensor) -> Tensor:
+    """e to the power of each element; a new contiguous tensor of the same shape and dtype.
+
+    Args:
+        values: float16, bfloat16, float32 or float64, any strides. Not differentiated through.
+    """
+    return _in_pieces(_exp, values)
+
+
+def log(values: Tensor) -> Tensor:
+    """The natural logarithm of each element; -inf of zero, NaN of what is below. As ``exp``."""
+    return _in_pieces(_log, values)
+
+
+def differentiable_exp(values: Tensor) -> Tensor:
+    """``exp`` with its derivatives."""
+    result: Tensor = _Exp.apply(values)  # type: ignore[no-untyped-call]
+    return result
+
+
+def differentiable_k3(values: Tensor) -> Tensor:
+    """``exp(d) - d - 1`` of each element d, rounded once, with its derivatives.
+
+    Never negative, and exact to the last bits for small d too, where the terms would cancel.
+    """
+    result: Tensor = _K3.apply(values)  # type: ignore[no-untyped-call]
+    return result
+
+
+def without_nan_payload(values: Tensor) -> Tensor:
+    """``values`` with every NaN made the canonical quiet one."""
+    return values.masked_fill(values.isnan(), torch.nan)
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        result = exp(values)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        return torch.mul(gradient, result)
+
+
+class _Expm1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return _in_pieces(_expm1, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return torch.mul(gradient, differentiable_exp(values))
+
+
+class _K3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return _in_pieces(_k3, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return torch.mul(gradient, _Expm1.apply(values))  # type: ignore[no-untyped-call]
+
+
+def _in_pieces(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """``function`` of float64 over all elements, rounded to their dtype."""
+    flat = values.detach().resolve_neg().reshape(-1)
+    result = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    size = _CPU_PIECE if flat.device.type == "cpu" else _PIECE
+    for start in range(0, flat.numel(), size):
+        piece = flat[start : start + size].to(torch.float64)
+        result[start : start + size] = function(piece).to(values.dtype)
+    return without_nan_payload(result).view(values.shape)
+
+
+def _exp(x: Tensor) -> Tensor:
+    x = x.clamp(-_LARGEST, _LARGEST)
+    power = torch.round(x * _INVERSE_LN2)
+    r = (x - power * _LN2_HIGH).sub_(power * _LN2_LOW)
+    result = _tail(r).mul_(r).mul_(r).add_(r).add_(1.0)
+    # In two steps, because 2^power alone may be out of range where the result is not.
+    whole = power.nan_to_num_(0.0).to(torch.int64)
+    half = whole >> 1
+    return result.mul_(_power_of_two(half)).mul_(_power_of_two(whole - half))
+
+
+def _log(x: Tensor) -> Tensor:
+    significand, exponent = torch.frexp(x)
+    below = significand < _SQRT_HALF
+    m = torch.where(below, significand * 2.0, significand)
+    power = exponent.to(torch.float64).sub_(below.to(torch.float64))
+    f = (m - 1.0).div_(m + 1.0)
+    square = f * f
+    series = _polynomial(square, _ATANH).mul_(square).mul_(f)
+    small = (series + f).mul_(2.0).add_(power * _LN2_LOW)
+    result = (power * _LN2_HIGH).add_(small)
+    result = torch.where(x == 0.0, -torch.inf, result)
+    result = torch.where(x == torch.inf, torch.inf, result)
+    return torch.where(x < 0.0, torch.nan, result)
+
+
+def _k3(d: Tensor) -> Tensor:
+    # _tail(d) is (exp(d) - 1 - d) / d^2 near zero.
+    near = d.abs() <= 0.34
+    small = torch.where(near, d, 0.0)
+    result = torch.where(near, _tail(small).mul_(small).mul_(small), (_exp(d) - 1.0).sub_(d))
+    return torch.where(d == torch.inf, torch.inf, result)
+
+
+def _expm1(d: Tensor) -> Tensor:
+    near = d.abs() <= 0.34
+    small = torch.where(near, d, 0.0)
+    return torch.where(near, _tail(small).mul_(small).mul_(small).add_(small), _exp(d) - 1.0)
+
+
+def _tail(r: Tensor) -> Tensor:
+    return _polynomial(r, _TAYLOR)
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """By Horner's rule, the first coefficient for power 0; a new tensor."""
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        result.mul_(x).add_(coefficient)
+    return result
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 1023) << 52).view(torch.float64)

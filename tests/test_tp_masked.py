@@ -1,0 +1,179 @@
+"""Masked sums, counts and means: one set of bits for any cuts of the values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshplan.contract import reduce_leaves
+from meshplan.errors import ShardError
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.testing.tp import (
+    active_token_count,
+    masked_mean,
+    masked_sum,
+    sharded_active_token_count,
+    sharded_masked_mean,
+    sharded_masked_sum,
+)
+from tests.tp_inputs import DTYPES
+
+
+def cancelling(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """n values whose sum shows the order of additions."""
+    leaves = [order_sensitive(1, rank=i, world_size=n, seed=seed, dtype=dtype) for i in range(n)]
+    return torch.cat(leaves)
+
+
+def test_tp_12_local_oracles() -> None:
+    values = torch.tensor([[1.0, 2.0, math.nan], [4.0, -8.0, 16.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    assert masked_sum(values, mask).item() == 23.0
+    assert active_token_count(mask).item() == 4.0
+    assert active_token_count(None, values).item() == 6.0
+    assert masked_mean(values, mask).item() == 5.75
+    assert masked_mean(values[1]).item() == 4.0
+    assert masked_sum(torch.arange(5)).item() == 10.0
+    for found in (masked_sum(values), active_token_count(mask), masked_mean(values, mask)):
+        assert (found.dtype, found.shape) == (torch.float32, ())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_tp_12_the_sum_is_the_tree_of_the_contract(dtype: torch.dtype) -> None:
+    values = cancelling(77, dtype=dtype)
+    reduction = torch.float64 if dtype is torch.float64 else torch.float32
+    wanted = reduce_leaves(list(values.to(reduction)), "sum", (77,))
+    found = sharded_masked_sum([values.reshape(7, 11)], reduction_dtype=reduction)
+    assert_bitwise_equal(found, wanted)
+    if dtype is torch.float32:
+        assert masked_sum(values) != values.flip(0).cumsum(0)[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tp_10_any_cuts(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 40))
+    ends = [0, *sorted(data.draw(st.lists(st.integers(0, n), max_size=8))), n]
+    dtype = data.draw(st.sampled_from(DTYPES))
+    reduction = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    values = cancelling(n, data.draw(st.integers(0, 3)), dtype)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    results = []
+    for cut in ([0, n], ends):
+        pairs = list(itertools.pairwise(cut))
+        shards = [values[a:b].clone().requires_grad_() for a, b in pairs]
+        masks = [mask[a:b] for a, b in pairs]
+        total = sharded_masked_sum(shards, masks, reduction_dtype=reduction)
+        count = sharded_active_token_count(masks, reduction_dtype=reduction)
+        average = sharded_masked_mean(shards, masks, reduction_dtype=reduction)
+        average.backward()
+        results.append((total, count, average, torch.cat([shard.grad for shard in shards])))
+    for one, other in zip(*results, strict=True):
+        assert_bitwise_equal(one, other)
+    assert results[0][1].item() == int(mask.sum())
+    assert not results[0][3][~mask].any()
+
+
+def test_tp_10_a_mean_is_no_average_of_means() -> None:
+    values = torch.arange(20.0).reshape(5, 4) ** 2
+    mask = torch.ones(5, 4, dtype=torch.bool)
+    mask[0, 1:] = mask[4, :3] = False
+    shards, masks = values.tensor_split(3), mask.tensor_split(3)
+    assert_bitwise_equal(sharded_masked_mean(shards, masks), masked_mean(values, mask))
+    assert_bitwise_equal(sharded_active_token_count(masks), torch.tensor(14.0))
+    wanted = values[mask].double().mean()
+    torch.testing.assert_close(sharded_masked_mean(shards, masks).double(), wanted)
+    means = [masked_mean(v, m) for v, m in zip(shards, masks, strict=True)]
+    assert abs(torch.stack(means).mean() - wanted) > 5.0
+
+
+def test_tp_10_nothing_active() -> None:
+    values = [torch.ones(3), torch.full((2,), math.nan), torch.ones(0, 4)]
+    masks = [torch.zeros(3), torch.zeros(2), torch.zeros(0, 4)]
+    assert_bitwise_equal(sharded_masked_sum(values, masks), torch.tensor(0.0))
+    assert_bitwise_equal(sharded_active_token_count(masks), torch.tensor(0.0))
+    assert_bitwise_equal(sharded_masked_mean(values, masks), torch.tensor(0.0))
+    assert_bitwise_equal(masked_sum(torch.ones(0)), torch.tensor(0.0))
+    assert sharded_masked_mean(values, masks, eps=0.0).isnan()
+    assert masked_mean(torch.ones(2), torch.zeros(2), 0.5).item() == 0.0
+
+
+def test_tp_10_gradient_of_the_mean() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0, math.inf], requires_grad=True)
+    mask = torch.tensor([True, False, True, False])
+    masked_mean(values, mask).backward()
+    assert_bitwise_equal(values.grad, torch.tensor([0.5, 0.0, 0.5, 0.0]))
+    half = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    (masked_sum(half) * 2.0).backward()
+    assert_bitwise_equal(half.grad, torch.full((3,), 2.0, dtype=torch.bfloat16))
+
+
+def test_special_values() -> None:
+    assert masked_sum(torch.tensor([-0.0, -0.0])).signbit()
+    nans = torch.tensor([0x7FC00001, 0x3F800000, -1], dtype=torch.int32).view(torch.float32)
+    assert masked_sum(nans).view(torch.int32).item() == 0x7FC00000
+    assert masked_sum(torch.tensor([math.inf, -math.inf])).isnan()
+    assert masked_sum(torch.tensor([[True, False], [True, True]])).item() == 3.0
+
+
+def test_counts_are_exact() -> None:
+    mask = torch.ones(1 << 24, dtype=torch.bool)
+    found = sharded_active_token_count([mask, torch.ones(3)[:1].bool(), torch.ones(2).bool()])
+    assert found.item() == float((1 << 24) + 4)  # 2^24 + 3, to the nearest even float32
+    values = [torch.ones(4, 5), torch.ones(0), torch.ones(1)]
+    assert sharded_active_token_count(None, value_shards=values).item() == 21.0
+
+
+def test_tp_10_tp_12_messages() -> None:
+    a, meta = torch.ones(2), torch.ones(2, device="meta")
+    calls = [
+        lambda: sharded_masked_sum([]),
+        lambda: sharded_masked_sum(a),  # type: ignore[arg-type]
+        lambda: sharded_masked_sum([a, meta]),
+        lambda: sharded_masked_sum([a, a.half()]),
+        lambda: sharded_masked_sum([a * 1j]),
+        lambda: sharded_masked_sum([a], [a, a]),
+        lambda: sharded_masked_sum([a], [torch.ones(3)]),
+        lambda: sharded_masked_sum([a], reduction_dtype=torch.int64),
+        lambda: masked_sum(torch.ones(2, 3), torch.ones(3)),
+        lambda: active_token_count(None),
+        lambda: sharded_active_token_count([]),
+        lambda: sharded_active_token_count([a, meta]),
+        lambda: sharded_active_token_count(None, value_shards=[]),
+        lambda: sharded_active_token_count(None, value_shards=[a, meta]),
+        lambda: sharded_active_token_count([a], value_shards=[torch.ones(3)]),
+        lambda: sharded_masked_mean([a], eps=-1.0),
+        lambda: masked_mean(a, eps=math.nan),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ShardError) as caught:
+            call()
+        found.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(found),
+        """\
+MP801: value_shards is empty; give at least one shard
+MP801: value_shards is one tensor; give a list of shards, [x] for a single one
+MP801: value_shards[1] is torch.float32 on meta, value_shards[0] is torch.float32 on cpu; give all shards in one dtype on one device
+MP801: value_shards[1] is torch.float16 on cpu, value_shards[0] is torch.float32 on cpu; give all shards in one dtype on one device
+MP801: value_shards is torch.complex64; give real numbers
+MP801: 2 mask_shards for 1 value_shards; give one mask per shard
+MP801: mask has shape (3,), values has shape (2,); give both in one shape
+MP801: reduction_dtype is torch.int64; write one of torch.float32, torch.bfloat16, torch.float16, torch.float64
+MP801: mask has shape (3,), values has shape (2, 3); give both in one shape
+MP801: nothing to count: no mask and no values; give at least one of them
+MP801: mask_shards is empty; give at least one shard
+MP801: mask_shards[1] is torch.float32 on meta, mask_shards[0] is torch.float32 on cpu; give all shards in one dtype on one device
+MP801: value_shards is empty; give at least one shard
+MP801: value_shards[1] is torch.float32 on meta, value_shards[0] is torch.float32 on cpu; give all shards in one dtype on one device
+MP801: mask has shape (2,), values has shape (3,); give both in one shape
+MP801: eps is -1.0; write a finite number from zero on
+MP801: eps is nan; write a finite number from zero on""",
+    )
