@@ -1,6 +1,6 @@
 """The arithmetic of the contract: nodes, trees, extrema, and the last rounding.
 
-``meshplan.contract`` says which of these a reduction is made of; nothing else calls them.
+``meshplan.contract`` says which of these a reduction is made of.
 """
 
 from __future__ import annotations

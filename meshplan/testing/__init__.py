@@ -5,11 +5,15 @@
 * ``bits``, ``first_difference``, ``assert_bitwise_equal``: compare by bits on one rank.
 * ``replica_fingerprints``, ``assert_replicas_equal``: compare by bits between ranks.
 * ``nccl_model``: a process group that adds in the order NCCL would, on CPUs.
+* ``tp``: references of tensor-parallel reductions, the same bits for any number of ranks.
+* ``dp``: gradients that do not depend on the number of data-parallel ranks.
 """
 
 from __future__ import annotations
 
 from meshplan.testing import _nccl_model as nccl_model
+from meshplan.testing import dp as dp
+from meshplan.testing import tp as tp
 from meshplan.testing._bitwise import assert_bitwise_equal as assert_bitwise_equal
 from meshplan.testing._bitwise import assert_replicas_equal as assert_replicas_equal
 from meshplan.testing._bitwise import bits as bits
@@ -29,4 +33,6 @@ __all__ = [
     "replica_fingerprints",
     "assert_replicas_equal",
     "nccl_model",
+    "tp",
+    "dp",
 ]
