@@ -59,7 +59,10 @@ def expected(
 
 
 def test_every_mode_op_and_dtype() -> None:
-    """Every contract mode gives the contract's bits, whatever op and dtype."""
+    """Every contract mode gives the contract's bits, whatever op and dtype.
+
+    RA-02: in place, and the same object. RA-07: also sums.
+    """
 
     def ranks(rank: int) -> int:
         count = 0

@@ -99,6 +99,8 @@ def test_every_kernel(shape: tuple[int, ...], kind: kernel.DriverKind) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 33, 512])
 def test_any_number_of_lanes(lanes: int) -> None:
+    """SG-07: any number of blocks and lanes."""
+
     def ranks(rank: int) -> list[str]:
         torch.set_num_threads(1)
         connected(Emulated(), range(3), lanes=lanes)
@@ -108,6 +110,8 @@ def test_any_number_of_lanes(lanes: int) -> None:
 
 
 def test_a_large_message_takes_all_blocks() -> None:
+    """SG-13: no limit of size."""
+
     def ranks(rank: int) -> list[str]:
         torch.set_num_threads(1)
         # The GPU with fewer processors decides how many blocks run at once.
@@ -215,6 +219,8 @@ MP412: torch.complex64 is outside the contract; convert to one of float32, bfloa
 
 
 def test_a_change_of_streams_waits() -> None:
+    """SG-09: a stream that is being captured among them."""
+
     def ranks(rank: int) -> list[str]:
         device = Emulated()
         connected(device, range(2), lanes=2)

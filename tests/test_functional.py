@@ -34,6 +34,8 @@ def reduced(seed: int, op: str = "sum") -> Tensor:
 
 
 def test_values_are_those_of_the_functions_in_place() -> None:
+    """SG-10: out of place."""
+
     def ranks(rank: int) -> bool:
         for mode in MODES:
             for op in ("sum", "mean", "max"):
@@ -123,7 +125,7 @@ def test_alone() -> None:
 
 
 def test_operators_are_well_formed() -> None:
-    """Schemas, fakes and derivatives, as torch itself checks them."""
+    """Schemas, fakes and derivatives, as torch itself checks them. SG-03."""
 
     def ranks(rank: int) -> bool:
         how = ("exchange", "sum", "v1/tree/wide/once", False, "0")

@@ -54,6 +54,7 @@ def test_ra_27_env_helper() -> None:
 
 
 def test_ra_28_env_preserve() -> None:
+    """RA-40: no other test sees what these set."""
     os.environ["NCCL_ALGO"] = "Tree"
     with pytest.warns(RuntimeWarning):
         previous = configure_deterministic_nccl_env()

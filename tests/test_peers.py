@@ -96,6 +96,7 @@ def repeat(times: int, d: DTensor) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 9, 16])
 def test_golden_and_sizes(world_size: int) -> None:
+    """SG-01: under ``rank`` a left fold over the ranks. SG-06: any number of elements."""
     cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]
 
     def golden(rank: int) -> list[str]:
@@ -145,6 +146,7 @@ def test_golden_and_sizes(world_size: int) -> None:
 
 
 def test_dtypes_operations_contracts_offsets_and_strides() -> None:
+    """SG-05: and more than three dtypes."""
     contracts = [
         Contract(*words)  # type: ignore[arg-type]
         for words in itertools.product(("tree", "rank"), ("wide", "float64"), ("once", "node"))
@@ -308,6 +310,8 @@ class TestFaults(TestCase):
         )
 
     def test_ranks_that_bring_different_things(self) -> None:
+        """SG-08: what a kernel is given is checked, on every rank."""
+
         def ranks(rank: int) -> list[str]:
             connected(3)
             messages = []
@@ -346,6 +350,8 @@ MP703: rank 1 came to a reduction over ranks 0, 1, 2 with 8 elements of float32,
         )
 
     def test_paths_that_cannot_be_taken(self) -> None:
+        """SG-11: why shared memory is not used is told."""
+
         def ranks(rank: int) -> list[str]:
             _connect.host = lambda: f"host {rank // 2}"
             mesh = init_device_mesh("cpu", (4,))

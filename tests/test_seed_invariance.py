@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from meshplan import DeterministicAllReduceConfig, deterministic_all_reduce
-from meshplan.testing import bits, order_sensitive
+import meshplan
+from benchmarks.allreduce_cpu import ways
+from meshplan import DeterministicAllReduceConfig, deterministic_all_reduce, kernel
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
@@ -61,3 +65,25 @@ def test_sg_19_contrast() -> None:
     same, varying = found[0]
     assert same == 1
     assert varying > 1
+
+
+@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
+def test_sg_20_what_is_measured_is_what_its_name_says() -> None:
+    """SG-22: no figure without a benchmark, whose ways are told apart by their bits and reports."""
+
+    def ranks(rank: int) -> list[str]:
+        leaves = [row(r, 0, torch.float32) for r in range(RANKS)]
+        found = {}
+        for name, way in ways(RANKS).items():
+            found[name] = leaves[rank].clone()
+            way(found[name])
+        plain = leaves[rank].clone()
+        dist.all_reduce(plain)
+        assert_bitwise_equal(found["gloo"], plain)
+        for name, order in (("ordered", "rank"), ("peer", "tree")):
+            wanted = reduce_leaves(leaves, "sum", (RANKS,), Contract(order))  # type: ignore[arg-type]
+            assert_bitwise_equal(found[name], wanted, name)
+        assert_bitwise_equal(found["exchange"], leaves[rank], "out of place")
+        return [entry["ran"] for entry in meshplan.report().entries]
+
+    assert run_ranks(ranks, RANKS) == [["exchange"]] * RANKS

@@ -201,7 +201,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
     ],
 )
 def test_ra_42_two_rank_torchrun_smoke(words: list[str], bitwise: bool) -> None:
-    """RA-43: also over a reversed group. RA-45 to RA-48: flags, repeats, tolerances, the record."""
+    """RA-43: a reversed group. RA-45: flags. RA-46: repeats. RA-47: tolerances. RA-48: record."""
     before = dict(os.environ)
     code, records, said = launched("--dtype", "all", *words)
     assert code == 0, said
