@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LaneTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +28,8 @@ from torch.distributed import ProcessGroup
 from meshplan.errors import GroupStateError
 
 __all__ = ["Lane", "Work", "finished", "in_lane"]
+
+_Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Work(dist.Work):
@@ -120,7 +125,7 @@ def in_lane(lane: Lane, run: Callable[[], Any], result: Any = None) -> Work:
     """
     if lane.device.type == "cpu":
         inference = torch.is_inference_mode_enabled()
-        return Work(_threads.of(lane.group).submit(_done, run, result, inference))
+        return Work(_threads.of(lane.group).submit(partial(_done, run, result, inference)))
     # Nothing of this was run on a GPU yet; streams and events are torch's own.
     stream = _streams.of(lane.device)
     stream.wait_stream(torch.accelerator.current_stream(lane.device))
@@ -140,15 +145,41 @@ def _done(run: Callable[[], Any], result: Any, inference: bool) -> Any:
     return found if result is None else result
 
 
+class _Thread:
+    """Runs what is submitted, one after the other; ends when nobody holds it any more."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # A daemon: a process that gives up does not wait for ranks that never come.
+        threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, function))
+        return future
+
+
+def _serve(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, function = job
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        # Not to be kept alive until the next one comes.
+        del job, future, function
+
+
 class _Threads:
     """One thread for each process group, as long as that lives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._known: WeakKeyDictionary[ProcessGroup, ThreadPoolExecutor] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[ProcessGroup, _Thread] = WeakKeyDictionary()
 
-    def of(self, group: ProcessGroup) -> ThreadPoolExecutor:
+    def of(self, group: ProcessGroup) -> _Thread:
         with self._lock:
             if self._process != os.getpid():
                 # Threads do not come along into a forked process.
@@ -156,8 +187,7 @@ class _Threads:
                 self._known.clear()
             found = self._known.get(group)
             if found is None:
-                name = f"meshplan {group.group_name}"
-                found = self._known[group] = ThreadPoolExecutor(1, thread_name_prefix=name)
+                found = self._known[group] = _Thread(f"meshplan {group.group_name}")
             return found
 
 
