@@ -285,8 +285,8 @@ def refusal(
             late = _ranks(others)
         return GroupAgreementError(
             f"{late} did not come within {timeout:g} s to {what} over ranks "
-            f"{_shown(ranks)}, so nobody started it; every rank of the group must run the same "
-            "redistribution: look for a rank that died or took another branch",
+            f"{_shown(ranks)}, so nobody started it; every rank of the group must make the same "
+            "calls: look for a rank that died or took another branch",
             missing=verdict.missing,
         )
     common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
