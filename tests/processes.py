@@ -23,9 +23,12 @@ _FORK = multiprocessing.get_context("fork")
 
 @cache
 def warm_compiler() -> None:
-    """Import and initialise what compiles, so that not every rank has to: ranks are forked."""
+    """Import and initialise what compiles, so that not every rank has to: ranks are forked.
+
+    Nothing is run backward: autograd's threads do not come along into a fork.
+    """
     function = torch.compile(lambda x: x * 2 + 1, fullgraph=True, backend="aot_eager")
-    function(torch.ones(2, requires_grad=True)).sum().backward()
+    function(torch.ones(2, requires_grad=True))
 
 
 def run_ranks(
