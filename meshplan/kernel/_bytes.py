@@ -32,7 +32,7 @@ def integers(tensor: Tensor) -> Tensor:
 def flat_bytes(tensor: Tensor) -> Tensor | None:
     """All bytes as one 1-D uint8 view, if they lie one after the other; else ``None``."""
     plain = integers(tensor)
-    return plain.reshape(-1).view(torch.uint8) if plain.is_contiguous() else None
+    return _flat(plain) if plain.is_contiguous() else None
 
 
 def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
@@ -71,4 +71,9 @@ def _parts(plain: Tensor, size: int) -> Iterator[Tensor]:
             yield from _parts(one, size)
         return
     for rows in torch.split(plain, size // row):
-        yield rows.reshape(-1).view(torch.uint8)
+        yield _flat(rows.contiguous())
+
+
+def _flat(plain: Tensor) -> Tensor:
+    # Where there is one element or none strides may be any, and ``view`` minds.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

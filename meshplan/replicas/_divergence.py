@@ -113,7 +113,7 @@ class Divergence:
     def lines(self, layout: Layout) -> list[str]:
         """In words, for a message."""
         along, replicated = ", ".join(self.axes), ", ".join(self.replicated)
-        rest = "" if self.axes == self.replicated else f" of its replicas along {replicated}"
+        rest = "" if self.axes == self.replicated else f", though replicated along {replicated}"
         lines = [
             f"  {self.what}: differs along {along}{rest}",
             f"    {_who(layout, self.classes[0], self.coordinates[0])}: the reference",

@@ -46,8 +46,8 @@ def check_sets(talk: Talk, layout: Layout, gathered: Tensor, lines: Sequence[str
         return
     theirs = _tell(talk, "\n".join(lines), words.index(common)).split("\n")
     mine, common_lines = set(lines), set(theirs)
-    changes = [f"only there {line}" for line in lines if line not in common_lines]
-    changes += [f"only on the others {line}" for line in theirs if line not in mine]
+    changes = [f"only there '{line}'" for line in lines if line not in common_lines]
+    changes += [f"only on the others '{line}'" for line in theirs if line not in mine]
     shown = "; ".join(changes[:_SHOWN_LINES])
     more = f"; and {len(changes) - _SHOWN_LINES} more" if len(changes) > _SHOWN_LINES else ""
     text = _tell(talk, shown + more, odd[0])

@@ -124,6 +124,10 @@ def _joined(name: str, below: str) -> str:
 
 def _opened(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
     """The plain tensor inside, or those of a subclass that is made of several."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise _no_data(name, "not initialised yet", "the module after its first forward")
+    if tensor.is_nested:
+        raise _no_data(name, "nested", "the tensors that it is made of")
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
     shape = tuple(tensor.shape)
@@ -133,8 +137,6 @@ def _opened(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if not isinstance(tensor, FakeTensor) and is_traceable_wrapper_subclass(tensor):
-        if tensor.is_nested:
-            raise _no_data(name, "nested", "the tensors that it is made of")
         for part in tensor.__tensor_flatten__()[0]:
             for inner in _opened(f"{name}.{part}", getattr(tensor, part)):
                 below = shape if mesh is None else inner.shape
@@ -147,12 +149,8 @@ def _opened(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
 def _check(name: str, tensor: Tensor) -> None:
     if isinstance(tensor, FakeTensor):
         raise _no_data(name, "fake", "tensors outside of tracing")
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise _no_data(name, "not initialised yet", "the module after its first forward")
     if tensor.device.type == "meta":
         raise _no_data(name, "on the meta device", "the module after to_empty and its first values")
-    if tensor.is_nested:
-        raise _no_data(name, "nested", "the tensors that it is made of")
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         raise _no_data(name, kind, "its indices and values as tensors of their own")
