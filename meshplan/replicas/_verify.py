@@ -197,7 +197,7 @@ def _compare(
     groups = 0
     for number, one in enumerate(sets):
         if differing(gathered[:, number : number + 1], places(layout, one.axes)):
-            count, differ = _divergent(talk, layout, one, _LISTED - len(found))
+            count, differ = _divergent(talk, layout, one, max(_LISTED, details) - len(found))
             found += differ
             names |= count.keys()
             groups += sum(count.values())
