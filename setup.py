@@ -22,7 +22,7 @@ from setuptools.errors import CompileError
 # into one rounding would change bits.
 CPU = Extension(
     "meshplan.kernel._cpu",
-    sources=["csrc/cpu.cpp", "csrc/entry.cpp"],
+    sources=["csrc/cpu.cpp", "csrc/digest.cpp", "csrc/entry.cpp"],
     depends=sorted(glob("csrc/*.h")),
     language="c++",
     extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-fast-math"],

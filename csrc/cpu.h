@@ -1,4 +1,4 @@
-// The fold on a CPU, as the entry points use it.
+// The fold and the digest on a CPU, as the entry points use them.
 #pragma once
 
 #include "schedule.h"
@@ -18,5 +18,9 @@ struct Reduction {
 // dtype or op that does not exist. `out` may be one of the leaves, or else overlaps none.
 int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& schedule,
            const Reduction& how);
+
+// Adds the digest of `bytes` bytes, at any address, to two sums. They start with block `first`, and
+// end with the tensor if they are not a whole number of blocks.
+void add_digest(const void* data, i64 bytes, i64 first, u64* sums);
 
 }  // namespace meshplan

@@ -27,7 +27,7 @@ Schedule schedule_of(std::vector<Instruction>& room, i32 order, i32 leaves, cons
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 4; }
+int mp_abi_version() { return 5; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -45,6 +45,12 @@ int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dt
   const Schedule schedule = schedule_of(room, order, n, shape, axes);
   const Reduction how{dtype, op, order, accumulate, node, Part(part), divisor};
   return reduce(out, leaves, numel, schedule, how);
+}
+
+// Adds the digest of `bytes` bytes of a tensor to two sums, which start at 0; blocks of 1024 bytes
+// count from 0 at the tensor's start, and `first` is that of the first byte.
+void mp_digest(const void* data, long long bytes, long long first, unsigned long long* sums) {
+  meshplan::add_digest(data, bytes, first, sums);
 }
 
 // All but the tensors of a reduction over peers; made once and used for many calls.

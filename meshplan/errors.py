@@ -11,7 +11,10 @@ is sent. A child of ``RuntimeError`` is the state of the job or of the cluster.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from meshplan.replicas import Divergence
 
 __all__ = [
     "MeshplanError",
@@ -34,6 +37,8 @@ __all__ = [
     "FallbackRefusedError",
     "PeerTimeoutError",
     "SignatureMismatchError",
+    "ReplicaInputError",
+    "ReplicaDivergenceError",
     "ShardError",
     "TokenCoverageError",
 ]
@@ -196,6 +201,39 @@ class SignatureMismatchError(MeshplanError, RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class ReplicaInputError(MeshplanError, TypeError):
+    """What was given to be compared is no tensor, or a tensor without data of its own."""
+
+    code = "MP421"
+
+
+class ReplicaDivergenceError(MeshplanError, RuntimeError):
+    """Ranks that should hold the same replica of a tensor hold different bits.
+
+    Raised on every rank of the mesh, with the same text.
+
+    Attributes:
+        divergences: the first of them, as the message lists them.
+        tensors: how many tensors differ in all.
+        step: the step number that was given, or ``None``.
+    """
+
+    code = "MP705"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        divergences: tuple[Divergence, ...] = (),
+        tensors: int = 0,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.divergences = divergences
+        self.tensors = tensors
+        self.step = step
 
 
 class ShardError(MeshplanError, ValueError):

@@ -29,6 +29,7 @@ MP403 ShardOrderError(MeshplanError, ValueError)
 MP411 ContractError(MeshplanError, ValueError)
 MP412 ContractTypeError(MeshplanError, TypeError)
 MP413 ContractStateError(MeshplanError, RuntimeError)
+MP421 ReplicaInputError(MeshplanError, TypeError)
 MP500 GroupError(MeshplanError, RuntimeError)
 MP501 GroupAgreementError(GroupError)
 MP502 GroupCreationError(GroupError)
@@ -38,6 +39,7 @@ MP602 UnsupportedTorchError(InstallError)
 MP701 FallbackRefusedError(MeshplanError, RuntimeError)
 MP702 PeerTimeoutError(MeshplanError, RuntimeError)
 MP703 SignatureMismatchError(MeshplanError, RuntimeError)
+MP705 ReplicaDivergenceError(MeshplanError, RuntimeError)
 MP801 ShardError(MeshplanError, ValueError)
 MP802 TokenCoverageError(ShardError)""",
     )
@@ -80,3 +82,10 @@ def test_agreement_error_names_ranks() -> None:
     assert (error.missing, error.differing) == ((3, 5), (1,))
     plain = errors.GroupAgreementError("late")
     assert (plain.missing, plain.differing) == ((), ())
+
+
+def test_divergence_error_carries_what_it_found() -> None:
+    plain = errors.ReplicaDivergenceError("differ")
+    assert (plain.divergences, plain.tensors, plain.step) == ((), 0, None)
+    error = errors.ReplicaDivergenceError("differ", tensors=3, step=200)
+    assert (error.tensors, error.step) == (3, 200)

@@ -1,11 +1,14 @@
 """The contract's reductions, compiled: the same bits as ``meshplan.contract``, faster.
 
+Digests of tensors and reductions over ranks that reach each other's memory are here too.
 Where the compiled library is not there, or the tensors are not on a CPU, the functions here are
-those of ``meshplan.contract``. Reductions over ranks that reach each other's memory are here too.
+those of ``meshplan.contract``.
 """
 
 from __future__ import annotations
 
+from meshplan.kernel._bytes import byte_pieces as byte_pieces
+from meshplan.kernel._bytes import integers as integers
 from meshplan.kernel._calls import PEER_MODES as PEER_MODES
 from meshplan.kernel._calls import PeerMode as PeerMode
 from meshplan.kernel._communicator import Communicator as Communicator
@@ -15,6 +18,8 @@ from meshplan.kernel._device import device_of as device_of
 from meshplan.kernel._device_peers import DeviceCommunicator as DeviceCommunicator
 from meshplan.kernel._device_peers import check as check
 from meshplan.kernel._device_peers import device_region_bytes as device_region_bytes
+from meshplan.kernel._digest import DIGEST_VERSION as DIGEST_VERSION
+from meshplan.kernel._digest import digest_table as digest_table
 from meshplan.kernel._driver import DriverError as DriverError
 from meshplan.kernel._driver import DriverKind as DriverKind
 from meshplan.kernel._fold import OPERATORS as OPERATORS
@@ -42,6 +47,7 @@ from meshplan.kernel._transports import TransportError as TransportError
 from meshplan.kernel import _operators as _operators  # isort: skip
 
 __all__ = [
+    "DIGEST_VERSION",
     "MAX_BLOCKS",
     "MAX_PEERS",
     "OPERATORS",
@@ -62,12 +68,15 @@ __all__ = [
     "Transport",
     "TransportError",
     "available",
+    "byte_pieces",
     "check",
     "combine_leaves",
     "device_of",
     "device_region_bytes",
+    "digest_table",
     "finish_partials",
     "host",
+    "integers",
     "large_pages",
     "reduce_into",
     "reduce_leaves",

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
-ABI = 4
+ABI = 5
 MAX_PEERS = 72
 # Of a kernel on a GPU; they have to run at once.
 MAX_BLOCKS = 32
@@ -174,6 +174,13 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         ctypes.c_int,
         ctypes.c_ulonglong,
         ctypes.c_int,
+    ]
+    found.mp_digest.restype = None
+    found.mp_digest.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_longlong,
+        ctypes.c_longlong,
+        ctypes.c_void_p,
     ]
     found.mp_peer_bytes.restype = ctypes.c_ulonglong
     found.mp_peer_bytes.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int]

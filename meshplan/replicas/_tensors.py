@@ -1,0 +1,164 @@
+"""Tensors by name, out of whatever holds them: modules, optimizers, mappings, lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshplan.errors import ReplicaInputError
+
+__all__ = ["NamedTensor", "Source", "named_tensors"]
+
+Source = (
+    nn.Module | torch.optim.Optimizer | Tensor | Mapping[str, Any] | Iterable[Tensor | nn.Module]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedTensor:
+    """One tensor of this rank.
+
+    Attributes:
+        name: where it was found, e.g. ``layers.0.weight``.
+        local: its data on this rank.
+        shape: of the whole tensor, as all ranks know it.
+        mesh, placements: of a DTensor.
+    """
+
+    name: str
+    local: Tensor
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.local.dtype).removeprefix("torch.")
+        placed = f" {self.placements}" if self.mesh is not None else ""
+        return f"{self.name}: {dtype}{list(self.shape)}{placed}"
+
+
+def named_tensors(source: Source, *, grads: bool = False) -> list[NamedTensor]:
+    """All tensors of ``source``, in an order that does not depend on how they are held.
+
+    Args:
+        source: a module (its parameters and buffers), an optimizer (its state; numbers in it count
+            as tensors), a tensor, or a mapping or an iterable of these, nested at will.
+        grads: gradients of parameters too, under ``<name>.grad``.
+
+    Returns:
+        Sorted by name, numbers in names by their value.
+
+    Raises:
+        ReplicaInputError: something is no tensor, or is one without data of its own: on the meta
+            device, fake, not yet initialised, sparse, nested or quantized.
+    """
+    found = [one for name, value in _found("", source, grads) for one in _opened(name, value)]
+    return sorted(found, key=lambda one: [_natural(part) for part in re.split(r"(\d+)", one.name)])
+
+
+def _natural(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def _found(name: str, value: Any, grads: bool) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name or "tensor", value
+        if grads and isinstance(value, nn.Parameter) and value.grad is not None:
+            yield f"{name or 'tensor'}.grad", value.grad
+    elif isinstance(value, nn.Module):
+        for below, parameter in value.named_parameters():
+            yield from _found(_joined(name, below), parameter, grads)
+        for below, buffer in value.named_buffers():
+            yield _joined(name, below), buffer
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _state(name, value)
+    elif isinstance(value, Mapping):
+        for below, one in value.items():
+            yield from _found(_joined(name, str(below)), one, grads)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for number, one in enumerate(value):
+            yield from _found(_joined(name, str(number)), one, grads)
+    else:
+        raise ReplicaInputError(
+            f"{name or 'what was given'} is of type {type(value).__name__}, and only tensors are "
+            "compared; give a module, an optimizer, a tensor, or a mapping or list of them"
+        )
+
+
+def _state(name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """State by group and number of the parameter: optimizers know no names."""
+    for g, group in enumerate(optimizer.param_groups):
+        for p, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter, {})
+            yield from _values(_joined(name, f"group{g}.param{p}"), state)
+
+
+def _values(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, float | int):
+        yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    elif isinstance(value, Mapping):
+        for below, one in value.items():
+            yield from _values(f"{name}.{below}", one)
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _values(f"{name}.{number}", one)
+
+
+def _joined(name: str, below: str) -> str:
+    return f"{name}.{below}" if name else below
+
+
+def _opened(name: str, tensor: Tensor) -> Iterator[NamedTensor]:
+    """The plain tensor inside, or those of a subclass that is made of several."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise _no_data(name, "not initialised yet", "the module after its first forward")
+    if tensor.is_nested:
+        raise _no_data(name, "nested", "the tensors that it is made of")
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    if not isinstance(tensor, FakeTensor) and is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            for inner in _opened(f"{name}.{part}", getattr(tensor, part)):
+                below = shape if mesh is None else inner.shape
+                yield NamedTensor(inner.name, inner.local, below, mesh, placements)
+        return
+    _check(name, tensor)
+    yield NamedTensor(name, tensor, shape, mesh, placements)
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, FakeTensor):
+        raise _no_data(name, "fake", "tensors outside of tracing")
+    if tensor.device.type == "meta":
+        raise _no_data(name, "on the meta device", "the module after to_empty and its first values")
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise _no_data(name, kind, "its indices and values as tensors of their own")
+    if tensor.is_quantized:
+        raise _no_data(name, "quantized", "its int_repr() and its scales")
+
+
+def _no_data(name: str, kind: str, instead: str) -> ReplicaInputError:
+    return ReplicaInputError(
+        f"{name} is {kind}, so it has no elements of its own to compare; give {instead}"
+    )

@@ -1,0 +1,98 @@
+"""The steps at which a training loop compares; one rank, so that nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.errors import GroupStateError, PolicyError, ReplicaInputError
+from meshplan.replicas import ReplicaCheck, verify_replicas
+
+
+@pytest.fixture(name="mesh")
+def _mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield DeviceMesh("cpu", [0], mesh_dim_names=("a",))
+    dist.destroy_process_group()
+
+
+def test_every_so_many_steps(mesh: DeviceMesh) -> None:
+    check = ReplicaCheck(nn.Linear(2, 2), mesh, every=3)
+    assert [check() is not None for _ in range(7)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert check.last is not None
+    assert (check.step, check.last.step) == (7, 6)
+    assert [check(step) is not None for step in (0, 8, 9)] == [True, False, True]
+    assert check() is None
+    assert check.step == 10
+
+
+def test_after_each_step_of_an_optimizer(mesh: DeviceMesh) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    check = ReplicaCheck(model, mesh, every=2, grads=True)
+    optimizer.register_step_post_hook(check.hook)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert check.step == 3
+    assert check.last is not None
+    assert check.last.step == 2
+    # One rank holds one replica of each: weight, bias and their gradients.
+    assert check.last.cut == ("bias", "bias.grad", "weight", "weight.grad")
+
+
+def test_a_mesh_of_one_rank(mesh: DeviceMesh) -> None:
+    report = verify_replicas(torch.ones(3), mesh)
+    assert report is not None
+    assert (report.tensors, report.elements, report.by_axes, report.cut) == (0, 0, (), ("tensor",))
+
+
+def test_outside_the_mesh(mesh: DeviceMesh) -> None:
+    check = ReplicaCheck(torch.ones(3), DeviceMesh("cpu", [1]), every=1)
+    assert check() is None
+    assert check.last is None
+
+
+def test_refusals(mesh: DeviceMesh) -> None:
+    said = []
+    for function in (
+        lambda: ReplicaCheck(torch.ones(1), every=0),
+        lambda: verify_replicas(torch.ones(1), mesh, details=-1),
+        lambda: verify_replicas(torch.ones(1, device="meta"), mesh),
+        lambda: verify_replicas(torch.ones(1), DeviceMesh("cpu", [0, 1])),
+    ):
+        with pytest.raises((PolicyError, ReplicaInputError, GroupStateError)) as caught:
+            function()
+        said.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+MP402: replicas cannot be compared every 0 steps; write every=1 for each step, or a larger number
+MP402: details=-1 divergences cannot be looked at; write 0 or more
+MP421: tensor is on the meta device, so it has no elements of its own to compare; give the module after to_empty and its first values
+MP503: the mesh lies on the 'fake' backend, on which nothing is sent, so that there are no replicas to compare; initialise the process group with a real backend""",
+    )
+
+
+def test_no_default_group() -> None:
+    with pytest.raises(GroupStateError) as caught:
+        verify_replicas(torch.ones(1))
+    assert_expected_inline(
+        str(caught.value),
+        """MP503: replicas are compared over all ranks, and there is no default group; call torch.distributed.init_process_group first, or give a mesh""",
+    )
