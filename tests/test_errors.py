@@ -37,7 +37,8 @@ MP601 InstallError(MeshplanError, RuntimeError)
 MP602 UnsupportedTorchError(InstallError)
 MP701 FallbackRefusedError(MeshplanError, RuntimeError)
 MP702 PeerTimeoutError(MeshplanError, RuntimeError)
-MP703 SignatureMismatchError(MeshplanError, RuntimeError)""",
+MP703 SignatureMismatchError(MeshplanError, RuntimeError)
+MP704 AuditError(MeshplanError, RuntimeError)""",
     )
 
 

@@ -15,19 +15,25 @@ from meshplan.collectives._nccl_profiles import (
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
-from meshplan.collectives._provenance import Report as Report
 from meshplan.collectives._provenance import Source as Source
 from meshplan.collectives._provenance import clear_report as clear_report
 from meshplan.collectives._provenance import count_untouched as count_untouched
 from meshplan.collectives._provenance import record as record
 from meshplan.collectives._provenance import report as report
+from meshplan.collectives._report import SCHEMA_VERSION as SCHEMA_VERSION
+from meshplan.collectives._report import Report as Report
 from meshplan.collectives._run import run_reduction as run_reduction
+from meshplan.collectives._switches import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
+from meshplan.collectives._switches import one_shot_switch as one_shot_switch
+from meshplan.collectives._tracing import is_traced as is_traced
 
 __all__ = [
     "DETERMINISTIC_NCCL_ENV",
     "MAX_RECORDS",
     "NCCL_PROFILES",
+    "ONE_SHOT_VARIABLE",
     "PATHS",
+    "SCHEMA_VERSION",
     "Event",
     "NcclProfile",
     "NcclSetting",
@@ -38,7 +44,9 @@ __all__ = [
     "clear_report",
     "configure_deterministic_nccl_env",
     "count_untouched",
+    "is_traced",
     "nccl_profile",
+    "one_shot_switch",
     "record",
     "report",
     "run_reduction",
