@@ -208,7 +208,7 @@ MP704: call 1 of (P(sum), P(sum)) -> (R, R) on (a=2, b=2): path one_shot does no
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_every_so_manieth_call_of_each_reduction_is_audited() -> None:
+def test_which_calls_of_each_reduction_are_audited() -> None:
     def ranks(rank: int) -> list[bool]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 

@@ -77,7 +77,7 @@ class TestText(TestCase):
     planned: all_reduce sum over (a), groups of 2: one axis
     traced: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once
     on: axis group 1 of 2 ranks: 0, 3
-    what a compiled graph does is not counted
+    what a graph does later is not counted
 1 x collective all_reduce of 2 ranks float32
     planned: all_reduce sum over (a), groups of 2: one axis
     ran: exchange (nothing sent), contract v1/tree/wide/once
@@ -303,6 +303,6 @@ def test_what_is_traced_is_counted_once_and_has_no_size() -> None:
         (entry,) = meshplan.report(json=True)["entries"]
         assert entry["traced"]
         assert (entry["elements"], entry["smallest_elements"]) == (0, None)
-        assert "what a compiled graph does is not counted" in str(meshplan.report())
+        assert "what a graph does later is not counted" in str(meshplan.report())
 
     run_ranks(ranks, 2)

@@ -49,7 +49,7 @@ class Event:
         path: the one that was asked for, e.g. ``auto``; or an empty string.
         contract: what fixes the bits of ``ran``; ``None`` if nothing does.
         ranks: how many reduce together; 0 where meshplan stood aside.
-        traced: met by a tracer or a simulation; nobody counts what a compiled graph does later.
+        traced: for a compiled or captured graph, whose runs nobody counts, or in a simulation.
     """
 
     asked: str

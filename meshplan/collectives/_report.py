@@ -70,7 +70,7 @@ def _lines(entry: dict[str, Any]) -> Iterator[str]:
     if entry["group"]:
         yield f"    on: {entry['group']}"
     if entry["traced"]:
-        yield "    what a compiled graph does is not counted"
+        yield "    what a graph does later is not counted"
         return
     audited = f", {entry['audited']} audited" if entry["audited"] else ""
     yield f"    {_sizes(entry)}, {entry['seconds']:.3f} s until it returned{audited}"

@@ -1,4 +1,4 @@
-"""Whether a tensor stands for one that a compiled graph will have."""
+"""Whether a reduction is only noted down, for a graph that runs later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether nothing is sent now: torch traces, or one process plays all ranks."""
+    """Whether nothing is sent now: torch traces, a CUDA graph is captured, or ranks are simulated.
+
+    Args:
+        tensor: what is to be reduced.
+    """
     return (
-        type(tensor) not in _PLAIN or torch.compiler.is_compiling() or get_proxy_mode() is not None
+        type(tensor) not in _PLAIN
+        or torch.compiler.is_compiling()
+        or get_proxy_mode() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )

@@ -34,7 +34,7 @@ class Config:
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
         debug: compare what the members bring before every reduction.
-        audit: compare every so-manieth call of each reduction with the reference; ``None``: none.
+        audit: compare the first and then every ``audit``-th call of each reduction; ``None``: none.
         one_shot: where path is ``auto``: always one-shot, or never; ``None``: what is faster.
         key: all of it as one string; equal configurations have equal keys.
 

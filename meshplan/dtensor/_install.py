@@ -100,8 +100,9 @@ def install(
             reference, all elements on all ranks of the group: the contract in plain torch, over
             summands that are gathered for it. Other bits are an ``AuditError`` on every rank. The
             members first meet over the store. Not for what runs outside the contract; nor in
-            graphs of torch.compile, which have no part of it: ranks that reduce together have to
-            be compiled all, or none of them.
+            graphs of torch.compile and CUDA, which have no part of it: of the ranks that reduce
+            together all run a graph, or none does. Take a number that has no factor in common
+            with the calls in a step, such as a prime, so that in time every call is met.
         allow_untested_torch: go on with a torch version outside the tested range.
 
     Raises:
