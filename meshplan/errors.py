@@ -37,6 +37,7 @@ __all__ = [
     "FallbackRefusedError",
     "PeerTimeoutError",
     "SignatureMismatchError",
+    "AuditError",
     "ReplicaInputError",
     "ReplicaDivergenceError",
     "ShardError",
@@ -201,6 +202,21 @@ class SignatureMismatchError(MeshplanError, RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class AuditError(MeshplanError, RuntimeError):
+    """A reduction did not give the bits of its contract: an audit has found other ones.
+
+    Raised on every rank that took part. ``ranks`` holds the global ranks with wrong elements,
+    ``elements`` says how many there are on all of them together.
+    """
+
+    code = "MP704"
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), elements: int = 0) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.elements = elements
 
 
 class ReplicaInputError(MeshplanError, TypeError):

@@ -39,6 +39,7 @@ MP602 UnsupportedTorchError(InstallError)
 MP701 FallbackRefusedError(MeshplanError, RuntimeError)
 MP702 PeerTimeoutError(MeshplanError, RuntimeError)
 MP703 SignatureMismatchError(MeshplanError, RuntimeError)
+MP704 AuditError(MeshplanError, RuntimeError)
 MP705 ReplicaDivergenceError(MeshplanError, RuntimeError)
 MP801 ShardError(MeshplanError, ValueError)
 MP802 TokenCoverageError(ShardError)""",

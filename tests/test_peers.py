@@ -457,8 +457,8 @@ MP402: no mode 'three_shot'; write one of 'auto', 'one_shot', 'two_shot'""",
 
             class Keep(logging.Handler):
                 def emit(self, record: logging.LogRecord) -> None:
-                    # Where the ranks sit is told once too, by one rank.
-                    if record.getMessage().startswith("[AR] "):
+                    # Not what is reduced, nor where the ranks sit, which one rank tells.
+                    if record.getMessage().startswith("[AR] default group"):
                         lines.append(record.getMessage())
 
             logger = logging.getLogger("meshplan")

@@ -1,56 +1,206 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 
+import pytest
+import torch
+import torch.distributed as dist
 from expecttest import TestCase
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshplan.collectives._provenance import Event, _Log
+import meshplan
+from meshplan.collectives import Source, StepGroups, run_reduction
+from meshplan.collectives._provenance import Event, _Events
+from meshplan.contract import Contract
+from meshplan.planner import Step
+from tests.processes import run_ranks
+
+P, R = Partial(), Replicate()
 
 
 def event(number: int = 0, **more: object) -> Event:
     fields: dict[str, object] = {
         "asked": f"(P(sum), R) -> (R, R) on (a=2, b={number})",
-        "planned": "all_reduce sum over (a)",
+        "planned": "all_reduce sum over (a), groups of 2: one axis",
         "ran": "exchange",
         "sends": ("all_to_all_single", "all_gather_into_tensor"),
         "group": "axis group 1 of 2 ranks: 0, 3",
         "dtype": "float32",
         "why": "one axis",
+        "path": "auto",
+        "contract": "v1/tree/wide/once",
+        "ranks": 2,
     }
     return Event(**(fields | more))  # type: ignore[arg-type]
 
 
+NATIVE = {"ran": "native", "sends": ("all_reduce",), "dtype": "bool", "contract": None}
+LEFT = {"ran": "torch", "sends": (), "group": "", "dtype": "", "contract": None, "ranks": 0}
+KEPT = "the cuts of a dim are turned: torch's moves stay"
+
+
 class TestText(TestCase):
     def test_report(self) -> None:
-        log = _Log(10)
+        log = _Events(10)
         self.assertExpectedInline(str(log.snapshot()), """meshplan has not seen a redistribution""")
-        log.add(event(), 100, 0.25)
-        log.add(event(), 50, 0.25)
-        log.add(event(ran="native", sends=("all_reduce",), dtype="bool", fallback=True), 3, 0.0)
-        log.add(event(ran="torch", sends=(), group="", dtype="", why="no reduction"), 0, 0.0)
+        log.add(event(), 100, 400, 0.25)
+        log.add(event(), 50, 200, 0.25, audited=True)
+        log.add(event(**NATIVE, fallback=True, why="bool is outside"), 3, 3, 0.0)
+        log.add(event(why="one axis; not through shared memory: 2 hosts"), 1 << 22, 1 << 24, 0.0)
+        log.add(event(traced=True), None, 0, 0.0)
+        log.add(event(kind="collective", asked="all_reduce of 2 ranks", sends=()), 0, 0, 0.0)
+        log.add(event(**LEFT, why="no reduction"))
+        log.add(event(**LEFT, why="it has arithmetic of its own", fallback=True))
+        log.add(event(**LEFT, why=KEPT, planned=KEPT))
         self.assertExpectedInline(
             str(log.snapshot()),
             """\
 2 x (P(sum), R) -> (R, R) on (a=2, b=0) float32
-    planned: all_reduce sum over (a)
-    ran: exchange (all_to_all_single + all_gather_into_tensor): one axis
-    on: axis group 1 of 2 ranks: 0, 3; 150 elements, 0.500 s
+    planned: all_reduce sum over (a), groups of 2: one axis
+    ran: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once
+    on: axis group 1 of 2 ranks: 0, 3
+    50 to 100 elements each, 600 B in all, 0.500 s until it returned, 1 audited
 1 x (P(sum), R) -> (R, R) on (a=2, b=0) bool
-    planned: all_reduce sum over (a)
-    FALLBACK ran: native (all_reduce): one axis
-    on: axis group 1 of 2 ranks: 0, 3; 3 elements, 0.000 s
+    planned: all_reduce sum over (a), groups of 2: one axis
+    FALLBACK ran: native (all_reduce), in the backend's own order: bool is outside
+    on: axis group 1 of 2 ranks: 0, 3
+    3 elements each, 3 B in all, 0.000 s until it returned
+1 x (P(sum), R) -> (R, R) on (a=2, b=0) float32
+    planned: all_reduce sum over (a), groups of 2: one axis
+    ran: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once: not through shared memory: 2 hosts
+    on: axis group 1 of 2 ranks: 0, 3
+    4194304 elements each, 16 MiB in all, 0.000 s until it returned
+1 x (P(sum), R) -> (R, R) on (a=2, b=0) float32
+    planned: all_reduce sum over (a), groups of 2: one axis
+    traced: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once
+    on: axis group 1 of 2 ranks: 0, 3
+    what a graph does later is not counted
+1 x collective all_reduce of 2 ranks float32
+    planned: all_reduce sum over (a), groups of 2: one axis
+    ran: exchange (nothing sent), contract v1/tree/wide/once
+    on: axis group 1 of 2 ranks: 0, 3
+    0 elements each, 0 B in all, 0.000 s until it returned
 1 x (P(sum), R) -> (R, R) on (a=2, b=0)
-    planned: all_reduce sum over (a)
-    left to torch: no reduction""",
+    planned: all_reduce sum over (a), groups of 2: one axis
+    left to torch: no reduction
+1 x (P(sum), R) -> (R, R) on (a=2, b=0)
+    planned: all_reduce sum over (a), groups of 2: one axis
+    FALLBACK left to torch: it has arithmetic of its own
+1 x (P(sum), R) -> (R, R) on (a=2, b=0)
+    left to torch: the cuts of a dim are turned: torch's moves stay""",
         )
-        assert len(log.snapshot().fallbacks) == 1
+        assert len(log.snapshot().fallbacks) == 2
+
+    def test_lines_of_the_log(self) -> None:
+        log = _Events(10)
+        with self.assertLogs("meshplan", logging.DEBUG) as lines:
+            log.add(event(), 100, 400, 0.25)
+            log.add(event(), 100, 400, 0.25)
+            log.add(event(traced=True))
+            for _ in range(2):
+                log.add(event(**NATIVE, fallback=True, why="bool is outside"), 3, 3, 0.0)
+            log.add(event(**LEFT, why="no reduction"))
+            log.add(event(**LEFT, why="it has arithmetic of its own", fallback=True))
+            log.add(event(**LEFT, why=KEPT, planned=KEPT))
+            # When it is forgotten it is new again.
+            log.clear()
+            log.add(event(), 100, 400, 0.25)
+        self.assertExpectedInline(
+            "\n".join(lines.output),
+            """\
+INFO:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; ran exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis
+DEBUG:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; ran exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis
+INFO:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; traced exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis
+WARNING:meshplan:[AR] fallback: (P(sum), R) -> (R, R) on (a=2, b=0) bool: all_reduce sum over (a), groups of 2; ran native (all_reduce) on axis group 1 of 2 ranks: 0, 3: bool is outside
+DEBUG:meshplan:[AR] fallback: (P(sum), R) -> (R, R) on (a=2, b=0) bool: all_reduce sum over (a), groups of 2; ran native (all_reduce) on axis group 1 of 2 ranks: 0, 3: bool is outside
+INFO:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, left to torch: no reduction
+WARNING:meshplan:[AR] fallback: (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, left to torch: it has arithmetic of its own
+INFO:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0): left to torch: the cuts of a dim are turned: torch's moves stay
+INFO:meshplan:[AR] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; ran exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis""",
+        )
+
+    def test_schema(self) -> None:
+        """Keys may be added; one that goes away needs another version."""
+        log = _Events(3)
+        log.add(event(), 100, 400, 0.25)
+        log.add(event(), 50, 200, 0.25, audited=True)
+        log.add(event(traced=True))
+        found = log.snapshot().to_json()
+        assert json.loads(json.dumps(found)) == found
+        self.assertExpectedInline(
+            json.dumps(found, indent=1),
+            """\
+{
+ "version": 1,
+ "entries": [
+  {
+   "asked": "(P(sum), R) -> (R, R) on (a=2, b=0)",
+   "planned": "all_reduce sum over (a), groups of 2: one axis",
+   "ran": "exchange",
+   "sends": [
+    "all_to_all_single",
+    "all_gather_into_tensor"
+   ],
+   "group": "axis group 1 of 2 ranks: 0, 3",
+   "dtype": "float32",
+   "why": "one axis",
+   "fallback": false,
+   "kind": "redistribution",
+   "path": "auto",
+   "contract": "v1/tree/wide/once",
+   "ranks": 2,
+   "traced": false,
+   "count": 2,
+   "audited": 1,
+   "elements": 150,
+   "smallest_elements": 50,
+   "largest_elements": 100,
+   "bytes": 600,
+   "smallest_bytes": 200,
+   "largest_bytes": 400,
+   "seconds": 0.5
+  },
+  {
+   "asked": "(P(sum), R) -> (R, R) on (a=2, b=0)",
+   "planned": "all_reduce sum over (a), groups of 2: one axis",
+   "ran": "exchange",
+   "sends": [
+    "all_to_all_single",
+    "all_gather_into_tensor"
+   ],
+   "group": "axis group 1 of 2 ranks: 0, 3",
+   "dtype": "float32",
+   "why": "one axis",
+   "fallback": false,
+   "kind": "redistribution",
+   "path": "auto",
+   "contract": "v1/tree/wide/once",
+   "ranks": 2,
+   "traced": true,
+   "count": 1,
+   "audited": 0,
+   "elements": 0,
+   "smallest_elements": null,
+   "largest_elements": null,
+   "bytes": 0,
+   "smallest_bytes": null,
+   "largest_bytes": null,
+   "seconds": 0.0
+  }
+ ],
+ "dropped": 0,
+ "untouched": 0
+}""",
+        )
 
 
 def test_bounded_and_says_what_it_dropped() -> None:
-    log = _Log(3)
+    log = _Events(3)
     for number in range(5):
-        log.add(event(number), 1, 0.0)
+        log.add(event(number), 1, 4, 0.0)
     found = log.snapshot()
     assert len(found.entries) == 3
     assert found.dropped == 2
@@ -60,19 +210,10 @@ def test_bounded_and_says_what_it_dropped() -> None:
     assert log.snapshot().dropped == 0
 
 
-def test_json() -> None:
-    log = _Log(3)
-    log.add(event(), 4, 0.5)
-    found = json.loads(json.dumps(log.snapshot().to_json()))
-    assert found["dropped"] == 0
-    assert found["entries"][0]["count"] == 1
-    assert found["entries"][0]["sends"] == ["all_to_all_single", "all_gather_into_tensor"]
-
-
 def test_threads_count_together() -> None:
-    log = _Log(3)
+    log = _Events(3)
     threads = [
-        threading.Thread(target=lambda: [log.add(event(), 1, 0.0) for _ in range(500)])
+        threading.Thread(target=lambda: [log.add(event(), 1, 4, 0.0) for _ in range(500)])
         for _ in range(4)
     ]
     for thread in threads:
@@ -80,3 +221,88 @@ def test_threads_count_together() -> None:
     for thread in threads:
         thread.join(20)
     assert log.snapshot().entries[0]["count"] == 2000
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_what_really_ran_is_in_the_report() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        with meshplan.installed(path="reference"):
+            for numel in (7, 3, 5):
+                summand = torch.ones(numel, dtype=torch.bfloat16)
+                DTensor.from_local(summand, mesh, (P, P), run_check=False).full_tensor()
+        (entry,) = meshplan.report(json=True)["entries"]
+        assert meshplan.report(json=True)["version"] == 1
+        seconds = entry.pop("seconds")
+        assert 0 < seconds < 60
+        group, planned = entry.pop("group"), entry.pop("planned")
+        assert group.startswith("default group 0 of 4 ranks: 0, 1, 2, 3")
+        assert entry.pop("why") in planned
+        assert entry == {
+            "kind": "redistribution",
+            "asked": "(P(sum), P(sum)) -> (R, R) on (a=2, b=2)",
+            "path": "reference",
+            "ran": "reference",
+            "contract": "v1/tree/wide/once",
+            "sends": ["all_gather_into_tensor"],
+            "ranks": 4,
+            "dtype": "bfloat16",
+            "fallback": False,
+            "traced": False,
+            "count": 3,
+            "audited": 0,
+            "elements": 15,
+            "smallest_elements": 3,
+            "largest_elements": 7,
+            "bytes": 30,
+            "smallest_bytes": 6,
+            "largest_bytes": 14,
+        }
+
+        # Of the policy's own choice nothing is promised, and nothing is short of it.
+        meshplan.clear_report()
+        with meshplan.installed(policy="fast"):
+            DTensor.from_local(torch.ones(2), mesh, (P, P), run_check=False).full_tensor()
+        (entry,) = meshplan.report(json=True)["entries"]
+        assert (entry["ran"], entry["contract"], entry["fallback"]) == ("native", None, False)
+
+        # A collective says that it is one.
+        meshplan.clear_report()
+        step = Step(
+            kind="all_reduce",
+            axes=(0,),
+            sizes=(4,),
+            move="P -> R",
+            why="a test",
+            op="sum",
+            path="exchange",
+            contract=Contract(),
+        )
+        source = Source("all_reduce", "planned", "world", kind="collective")
+        run_reduction(torch.ones(2), step, StepGroups(dist.group.WORLD), source=source)
+        (entry,) = meshplan.report(json=True)["entries"]
+        assert (entry["kind"], entry["ranks"]) == ("collective", 4)
+
+    run_ranks(ranks, 4)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_what_is_traced_is_counted_once_and_has_no_size() -> None:
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(x, mesh, (P,), run_check=False).full_tensor() * 1.0
+
+        with meshplan.installed():
+            for _ in range(3):
+                step(torch.ones(4))
+        (entry,) = meshplan.report(json=True)["entries"]
+        assert entry["traced"]
+        assert (entry["elements"], entry["smallest_elements"]) == (0, None)
+        assert "what a graph does later is not counted" in str(meshplan.report())
+
+    run_ranks(ranks, 2)

@@ -151,6 +151,7 @@ errors of meshplan
   MP701           FallbackRefusedError     `strict=True` and a reduction would have run outside the contract.
   MP702           PeerTimeoutError         A rank did not come to a reduction over mapped memory in time.
   MP703           SignatureMismatchError   Ranks came to one reduction with different sizes, dtypes, operations or contracts.
+  MP704           AuditError               A reduction did not give the bits of its contract: an audit has found other ones.
 """,
         )
 

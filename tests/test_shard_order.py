@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 import meshplan
 from meshplan._chunks import chunk_sizes
 from meshplan.contract import reduce_leaves
-from meshplan.errors import ShardOrderError
+from meshplan.errors import FallbackRefusedError, ShardOrderError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
 
@@ -43,8 +43,10 @@ def expected(mesh: DeviceMesh, rows: int) -> Tensor:
     return reduce_leaves(leaves, "sum", tuple(mesh.mesh.shape))
 
 
-def refused(function: Callable[[], object]) -> str:
-    with pytest.raises(ShardOrderError) as caught:
+def refused(
+    function: Callable[[], object], error: type[meshplan.MeshplanError] = ShardOrderError
+) -> str:
+    with pytest.raises(error) as caught:
         function()
     return str(caught.value)
 
@@ -98,7 +100,9 @@ class TestMessages(TestCase):
                 with pytest.warns(UserWarning, match="meshplan") as caught:
                     (d * 2).full_tensor()
             with meshplan.installed(strict=True):
-                message = refused((d * 2).full_tensor)
+                message = refused((d * 2).full_tensor, FallbackRefusedError)
+            (entry,) = meshplan.report().fallbacks
+            assert (entry["ran"], entry["count"]) == ("torch", 1)
             return str(caught[0].message), message
 
         warning, message = run_ranks(ranks, 3)[0]
@@ -108,7 +112,7 @@ class TestMessages(TestCase):
         )
         self.assertExpectedInline(
             message,
-            """MP403: torch would gather shards along axis x of (x=3; ranks 1, 0, 2), whose ranks do not ascend, in the order of sorted ranks, and other shards were cut there in the order of mesh coordinates; make a mesh whose ranks ascend along each axis, or install with strict=False if torch has scattered these""",
+            """MP701: torch would gather shards along axis x of (x=3; ranks 1, 0, 2), whose ranks do not ascend, in the order of sorted ranks, and other shards were cut there in the order of mesh coordinates; make a mesh whose ranks ascend along each axis, or install with strict=False if torch has scattered these""",
         )
 
 

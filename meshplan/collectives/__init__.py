@@ -20,12 +20,13 @@ from meshplan.collectives._nccl_profiles import (
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
-from meshplan.collectives._provenance import Report as Report
 from meshplan.collectives._provenance import Source as Source
 from meshplan.collectives._provenance import clear_report as clear_report
 from meshplan.collectives._provenance import count_untouched as count_untouched
 from meshplan.collectives._provenance import record as record
 from meshplan.collectives._provenance import report as report
+from meshplan.collectives._report import SCHEMA_VERSION as SCHEMA_VERSION
+from meshplan.collectives._report import Report as Report
 from meshplan.collectives._request import (
     DeterministicAllReduceConfig as DeterministicAllReduceConfig,
 )
@@ -34,6 +35,9 @@ from meshplan.collectives._shards import deterministic_all_gather as determinist
 from meshplan.collectives._shards import (
     deterministic_reduce_scatter as deterministic_reduce_scatter,
 )
+from meshplan.collectives._switches import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
+from meshplan.collectives._switches import one_shot_switch as one_shot_switch
+from meshplan.collectives._tracing import is_traced as is_traced
 
 # Registers the operators.
 from meshplan.collectives import functional as functional  # isort: skip
@@ -43,7 +47,9 @@ __all__ = [
     "DeterministicAllReduceConfig",
     "MAX_RECORDS",
     "NCCL_PROFILES",
+    "ONE_SHOT_VARIABLE",
     "PATHS",
+    "SCHEMA_VERSION",
     "Event",
     "NcclProfile",
     "NcclSetting",
@@ -60,7 +66,9 @@ __all__ = [
     "deterministic_reduce_scatter",
     "functional",
     "count_untouched",
+    "is_traced",
     "nccl_profile",
+    "one_shot_switch",
     "record",
     "report",
     "run_reduction",

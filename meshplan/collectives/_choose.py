@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._switches import ONE_SHOT_VARIABLE
 from meshplan.kernel import PEER_MODES
 from meshplan.planner import Step
 
@@ -19,14 +20,20 @@ PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A path, why, and whether it is less than what was asked for."""
+    """A path, why, and whether it is less than what was asked for.
+
+    ``wanted`` is what was asked for, in the words of an error.
+    """
 
     path: str
     why: str
     fallback: bool = False
+    wanted: str = ""
 
 
-def choose(step: Step, groups: StepGroups, tensor: Tensor, wanted: str) -> Choice:
+def choose(
+    step: Step, groups: StepGroups, tensor: Tensor, wanted: str, one_shot: bool | None = None
+) -> Choice:
     """The path of ``step`` for ``tensor``.
 
     Args:
@@ -34,23 +41,35 @@ def choose(step: Step, groups: StepGroups, tensor: Tensor, wanted: str) -> Choic
         groups: of the step.
         tensor: this rank's summand.
         wanted: one of ``PATHS``.
+        one_shot: where ``auto`` is wanted: always one-shot, or never; ``None``: what is faster.
     """
     planned = step.path or "native"
+    asked = wanted
     if planned != "exchange":
-        return Choice(planned, step.why)
+        return Choice(planned, step.why, wanted=asked)
     if wanted == "native":
-        return Choice("native", "path native was asked for", fallback=True)
+        return Choice("native", "path native was asked for", fallback=True, wanted=asked)
     if wanted not in ("auto", *PEER_MODES):
-        return Choice("exchange", step.why)
+        return Choice("exchange", step.why, wanted=asked)
+    why = step.why
+    if wanted == "auto" and one_shot is not None:
+        switch = f"{ONE_SHOT_VARIABLE}={int(one_shot)}"
+        why = f"{why}; {switch}"
+        if one_shot:
+            wanted, asked = "one_shot", f"one_shot ({switch})"
     if groups.peers is None or tensor.device.type != groups.peers.device_type:
-        reason = _why_not(step, groups, tensor)
-        why = f"{step.why}; not through shared memory: {reason}"
-        return Choice("exchange", why, fallback=wanted != "auto")
+        why = f"{why}; not through shared memory: {_why_not(step, groups, tensor)}"
+        return Choice("exchange", why, fallback=wanted != "auto", wanted=asked)
     if wanted != "auto":
-        return Choice(wanted, step.why)
+        return Choice(wanted, why, wanted=asked)
+    if one_shot is False:
+        return Choice("two_shot", why, wanted=asked)
     # While torch traces, a size may be a symbol: the operator then chooses when it runs.
-    known = isinstance(tensor.nbytes, int)
-    return Choice(groups.peers.faster_mode(tensor.nbytes) if known else "auto", step.why)
+    numel = tensor.numel()
+    if not isinstance(numel, int):
+        return Choice("auto", why, wanted=asked)
+    mode = groups.peers.faster_mode(numel * tensor.element_size())
+    return Choice(mode, why, wanted=asked)
 
 
 def _why_not(step: Step, groups: StepGroups, tensor: Tensor) -> str:

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import exchange
+from meshplan.collectives._tracing import is_traced
 from meshplan.contract import Contract, Op
 from meshplan.kernel import OPERATORS, large_pages, reduce_into
 from meshplan.planner import Step
@@ -62,9 +61,7 @@ def exchange_over_gloo(
         Shape and dtype of ``tensor``, not waited for; and what was called, in order.
     """
     assert step.contract is not None
-    # Subclasses stand for what a tracer sees; this one only for a collective under way.
-    plain = type(tensor) in (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
-    if not plain or torch.compiler.is_compiling() or get_proxy_mode() is not None:
+    if is_traced(tensor):
         contract = step.contract
         traced: Tensor = torch.ops.meshplan.exchange(
             tensor,

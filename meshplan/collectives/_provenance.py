@@ -1,19 +1,24 @@
 """What was asked, what was planned, what really ran, and why. Kept per process, bounded.
 
-Equal events are counted, not listed. Nothing here decides anything.
+Equal events are counted, not listed. Nothing here decides anything. The first event of its kind is
+a line of the logger ``meshplan`` as well, at level INFO (WARNING for a fallback), and each later
+one at level DEBUG; ``[AR]`` is in front of them all.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
+
+from meshplan.collectives._report import Report
 
 __all__ = [
     "MAX_RECORDS",
     "Event",
-    "Report",
+    "Kind",
     "Source",
     "clear_report",
     "count_untouched",
@@ -22,6 +27,9 @@ __all__ = [
 ]
 
 MAX_RECORDS = 1024
+_LOG = logging.getLogger("meshplan")
+
+Kind = Literal["redistribution", "collective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,7 @@ class Event:
     """One kind of thing that happened.
 
     Attributes:
-        asked: the redistribution, as placements on a mesh.
+        asked: the redistribution, as placements on a mesh; or the collective.
         planned: the step, or why there is none.
         ran: the path that ran, e.g. ``exchange``; ``torch`` where meshplan stood aside.
         sends: the backend operations of the path, by name.
@@ -37,6 +45,11 @@ class Event:
         dtype: of the tensor, or an empty string.
         why: the reason for ``ran``.
         fallback: whether ``ran`` is less than what the policy asked for.
+        kind: what ``asked`` is.
+        path: the one that was asked for, e.g. ``auto``; or an empty string.
+        contract: what fixes the bits of ``ran``; ``None`` if nothing does.
+        ranks: how many reduce together; 0 where meshplan stood aside.
+        traced: for a compiled or captured graph, whose runs nobody counts, or in a simulation.
     """
 
     asked: str
@@ -47,80 +60,61 @@ class Event:
     dtype: str
     why: str
     fallback: bool = False
+    kind: Kind = "redistribution"
+    path: str = ""
+    contract: str | None = None
+    ranks: int = 0
+    traced: bool = False
+
+    def __str__(self) -> str:
+        what, _, _ = self.planned.partition(": ")
+        mark = "fallback: " if self.fallback else ""
+        head = f"[AR] {mark}{self.asked} {self.dtype}".rstrip()
+        if self.ran == "torch":
+            planned = "" if self.planned == self.why else f"{what}, "
+            return f"{head}: {planned}left to torch: {self.why}"
+        on = f" on {self.group}" if self.group else ""
+        verb = "traced" if self.traced else "ran"
+        return f"{head}: {what}; {verb} {self.ran} ({_sent(self.sends)}){on}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a collective is run for: ``asked``, ``planned`` and ``group`` of its events."""
+    """What a collective is run for: ``asked``, ``planned``, ``group``, ``kind`` of its events."""
 
     asked: str
     planned: str
     group: str
+    kind: Kind = "redistribution"
 
 
 @dataclass(slots=True)
 class _Tally:
     count: int = 0
+    audited: int = 0
     elements: int = 0
+    smallest_elements: int | None = None
+    largest_elements: int | None = None
+    bytes: int = 0
+    smallest_bytes: int | None = None
+    largest_bytes: int | None = None
     seconds: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The events of this process with their tallies. ``str(report)`` is for people.
-
-    Attributes:
-        entries: JSON-ready dicts, oldest first: the event's fields, ``count`` (times it ran),
-            ``elements`` (sum of the elements reduced) and ``seconds`` (host time until the path
-            returned; a device may still be busy).
-        dropped: kinds of events that were forgotten because there were more than ``MAX_RECORDS``.
-        untouched: redistributions with nothing to plan: no axis to reduce, or under policy
-            ``fast`` a single step. Only counted; short by a few where threads count together.
-    """
-
-    entries: tuple[dict[str, Any], ...]
-    dropped: int
-    untouched: int
-
-    @property
-    def fallbacks(self) -> tuple[dict[str, Any], ...]:
-        """Entries that ran as less than what the policy asked for."""
-        return tuple(entry for entry in self.entries if entry["fallback"])
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return {
-            "entries": list(self.entries),
-            "dropped": self.dropped,
-            "untouched": self.untouched,
-        }
-
-    def __str__(self) -> str:
-        if not self.entries and not self.untouched:
-            return "meshplan has not seen a redistribution"
-        lines = []
-        for entry in self.entries:
-            mark = "FALLBACK " if entry["fallback"] else ""
-            sends = " + ".join(entry["sends"]) or "nothing sent"
-            lines.append(f"{entry['count']} x {entry['asked']} {entry['dtype']}".rstrip())
-            lines.append(f"    planned: {entry['planned']}")
-            if entry["ran"] == "torch":
-                lines.append(f"    left to torch: {entry['why']}")
-                continue
-            lines.append(f"    {mark}ran: {entry['ran']} ({sends}): {entry['why']}")
-            if entry["group"]:
-                lines.append(
-                    f"    on: {entry['group']}; {entry['elements']} elements, "
-                    f"{entry['seconds']:.3f} s"
-                )
-        if self.dropped:
-            lines.append(f"({self.dropped} older kinds of events were dropped)")
-        if self.untouched:
-            lines.append(f"{self.untouched} x nothing to plan, left to torch")
-        return "\n".join(lines)
+    def add(self, elements: int | None, nbytes: int, seconds: float, audited: bool) -> None:
+        self.count += 1
+        self.audited += audited
+        self.seconds += seconds
+        if elements is None:
+            return
+        self.elements += elements
+        self.bytes += nbytes
+        if self.smallest_elements is None or elements < self.smallest_elements:
+            self.smallest_elements, self.smallest_bytes = elements, nbytes
+        if self.largest_elements is None or elements > self.largest_elements:
+            self.largest_elements, self.largest_bytes = elements, nbytes
 
 
-class _Log:
+class _Events:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
@@ -129,24 +123,35 @@ class _Log:
         # Counted without the lock, for it is on the path of everything that meshplan leaves alone.
         self.untouched = 0
 
-    def add(self, event: Event, elements: int, seconds: float) -> None:
+    def add(
+        self,
+        event: Event,
+        elements: int | None = None,
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        *,
+        audited: bool = False,
+    ) -> None:
         with self._lock:
             tally = self._tallies.get(event)
+            first = tally is None
             if tally is None:
                 tally = self._tallies[event] = _Tally()
                 if len(self._tallies) > self._limit:
                     self._tallies.popitem(last=False)
                     self._dropped += 1
-            tally.count += 1
-            tally.elements += elements
-            tally.seconds += seconds
+            tally.add(elements, nbytes, seconds, audited)
+        if first:
+            _LOG.log(logging.WARNING if event.fallback else logging.INFO, "%s", event)
+        else:
+            _LOG.debug("%s", event)
 
     def snapshot(self) -> Report:
         with self._lock:
             entries = tuple(
                 {name: getattr(event, name) for name in Event.__slots__}
-                | {"count": t.count, "elements": t.elements, "seconds": t.seconds}
-                for event, t in self._tallies.items()
+                | {name: getattr(tally, name) for name in _Tally.__slots__}
+                for event, tally in self._tallies.items()
             )
             return Report(entries=entries, dropped=self._dropped, untouched=self.untouched)
 
@@ -157,24 +162,51 @@ class _Log:
             self.untouched = 0
 
 
-_LOG = _Log(MAX_RECORDS)
+_EVENTS = _Events(MAX_RECORDS)
 
 
-def record(event: Event, *, elements: int = 0, seconds: float = 0.0) -> None:
-    """Count one event."""
-    _LOG.add(event, elements, seconds)
+def record(
+    event: Event,
+    *,
+    elements: int | None = None,
+    nbytes: int = 0,
+    seconds: float = 0.0,
+    audited: bool = False,
+) -> None:
+    """Count one event.
+
+    Args:
+        event: what happened.
+        elements, nbytes: of this rank's summand; ``None`` where that is not known.
+        seconds: of the host, until what ran has returned.
+        audited: compared with the reference.
+    """
+    _EVENTS.add(event, elements, nbytes, seconds, audited=audited)
 
 
 def count_untouched() -> None:
     """Count one redistribution in which there was nothing to plan."""
-    _LOG.untouched += 1
+    _EVENTS.untouched += 1
 
 
-def report() -> Report:
-    """What this process has seen so far. ``print(meshplan.report())``."""
-    return _LOG.snapshot()
+@overload
+def report(*, json: Literal[False] = False) -> Report: ...
+@overload
+def report(*, json: Literal[True]) -> dict[str, Any]: ...
+def report(*, json: bool = False) -> Report | dict[str, Any]:
+    """What this process has seen so far. ``print(meshplan.report())``.
+
+    Args:
+        json: as a JSON-ready dict, ``Report.to_json()``.
+    """
+    found = _EVENTS.snapshot()
+    return found.to_json() if json else found
 
 
 def clear_report() -> None:
     """Forget what was recorded."""
-    _LOG.clear()
+    _EVENTS.clear()
+
+
+def _sent(sends: tuple[str, ...]) -> str:
+    return " + ".join(sends) or "nothing sent"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from meshplan.collectives import _paths
+from meshplan._spans import span
+from meshplan.collectives import _audit, _paths
 from meshplan.collectives._choose import Choice, choose
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
@@ -22,13 +26,15 @@ from meshplan.collectives._scatter import (
     reference_scatter,
     shard_of,
 )
-from meshplan.contract import check_dtype
+from meshplan.collectives._tracing import is_traced
+from meshplan.contract import Contract, check_dtype
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
 
 __all__ = ["run_reduction"]
 
 _PEER_PATHS = ("auto", "one_shot", "two_shot")
+_NO_SPAN = nullcontext()
 _Path = Callable[[Tensor, Step, StepGroups], Tensor]
 
 _PATHS: dict[str, _Path] = {
@@ -51,6 +57,8 @@ def run_reduction(
     source: Source,
     path: str = "exchange",
     strict: bool = False,
+    one_shot: bool | None = None,
+    audit: int = 0,
 ) -> Tensor:
     """Reduce ``tensor`` over ``groups`` as ``step`` says; each rank gets the result or its shard.
 
@@ -63,6 +71,10 @@ def run_reduction(
         source: what was asked and planned, for the report.
         path: one of ``PATHS``, for what was planned as an exchange.
         strict: refuse a fallback.
+        one_shot: where path is ``auto``: always one-shot, or never; ``None``: what is faster.
+        audit: which call of this reduction it is, if its bits are to be compared with those of the
+            reference, by all ranks alike; 0: they are not. What runs outside the contract, an
+            empty tensor and what torch traces are never compared.
 
     Returns:
         A contiguous tensor of the same dtype, of the tensor's shape or the shard's. Its last
@@ -74,11 +86,11 @@ def run_reduction(
             taken.
         PeerTimeoutError, SignatureMismatchError: ranks that share memory did not come, or came for
             something else.
+        AuditError: on every rank, where an audit has found other bits than the contract's.
     """
     assert step.op is not None
     started = time.perf_counter()
-    choice = choose(step, groups, tensor, path)
-    sends: tuple[str, ...] = ()
+    choice = choose(step, groups, tensor, path, one_shot)
     numbers = _as_reals(tensor, step)
     if step.op == "avg" or step.contract is not None:
         try:
@@ -86,33 +98,58 @@ def run_reduction(
         except ContractTypeError as error:
             if step.op == "avg" and not tensor.dtype.is_floating_point:
                 raise
-            choice = Choice("native", str(error), step.contract is not None)
+            choice = replace(
+                choice, path="native", why=str(error), fallback=step.contract is not None
+            )
             if choice.fallback and strict:
                 raise FallbackRefusedError(
                     f"{source.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
                     "its own order; convert the tensor, or install with strict=False"
                 ) from error
     if choice.fallback and strict:
+        if choice.path == "native":
+            raise FallbackRefusedError(
+                f"{source.asked}: path native is outside the contract; install with another path, "
+                "or with strict=False"
+            )
         raise FallbackRefusedError(
-            f"{source.asked}: path {path} was asked for and {choice.path} would run: {choice.why}; "
-            "install with another path, or with strict=False"
+            f"{source.asked}: path {choice.wanted} was asked for and {choice.path} would run: "
+            f"{choice.why}; install with another path, or with strict=False"
         )
+    traced = is_traced(tensor)
     summand = numbers if step.norm is None else numbers**step.norm
-    if summand.numel() == 0:
-        shard = shard_of(summand, step, groups.position)
-        result = shard.clone(memory_format=torch.contiguous_format)
-    elif choice.path == "exchange" and _is_flat(step) and is_over_gloo(summand, groups.flat):
-        result, sends = exchange_over_gloo(summand, step, groups)
-    else:
-        result = _function(step, choice.path)(summand, step, groups)
-        sends = _sends(step, choice.path, result)
+    with _NO_SPAN if traced else span(step.kind, step.op, choice.path):
+        reduced, sends = _reduced(summand, step, groups, choice.path)
+    result = reduced
     if step.norm is not None:
         result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
     if tensor.is_complex() and not numbers.is_complex():
         result = torch.view_as_complex(result)
-    event = _event(source, choice, sends, tensor.dtype)
-    record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
+    contract = None if choice.path == "native" else step.contract
+    event = _event(source, path, choice, sends, tensor.dtype, contract, step.sizes, traced)
+    seconds = time.perf_counter() - started
+    audits = bool(audit) and contract is not None and not traced and summand.numel() > 0
+    difference = _audit.audit(summand, reduced, step, groups) if audits else None
+    # While torch traces, a size may be a symbol, of which nothing is to be asked.
+    numel = None if traced else tensor.numel()
+    nbytes = 0 if traced else tensor.nbytes
+    record(event, elements=numel, nbytes=nbytes, seconds=seconds, audited=audits)
+    if difference is not None:
+        raise _audit.audit_error(difference, source.asked, step, choice.path, tensor, audit)
     return result
+
+
+def _reduced(
+    summand: Tensor, step: Step, groups: StepGroups, path: str
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The result, and what was called for it."""
+    if summand.numel() == 0:
+        shard = shard_of(summand, step, groups.position)
+        return shard.clone(memory_format=torch.contiguous_format), ()
+    if path == "exchange" and _is_flat(step) and is_over_gloo(summand, groups.flat):
+        return exchange_over_gloo(summand, step, groups)
+    result = _function(step, path)(summand, step, groups)
+    return result, _sends(step, path, result)
 
 
 def _is_flat(step: Step) -> bool:
@@ -145,7 +182,16 @@ def _sends(step: Step, path: str, result: Tensor) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=MAX_RECORDS)
-def _event(source: Source, choice: Choice, sends: tuple[str, ...], dtype: torch.dtype) -> Event:
+def _event(
+    source: Source,
+    path: str,
+    choice: Choice,
+    sends: tuple[str, ...],
+    dtype: torch.dtype,
+    contract: Contract | None,
+    sizes: tuple[int, ...],
+    traced: bool,
+) -> Event:
     return Event(
         asked=source.asked,
         planned=source.planned,
@@ -155,6 +201,11 @@ def _event(source: Source, choice: Choice, sends: tuple[str, ...], dtype: torch.
         dtype=str(dtype).removeprefix("torch."),
         why=choice.why,
         fallback=choice.fallback,
+        kind=source.kind,
+        path=path,
+        contract=contract.id if contract else None,
+        ranks=math.prod(sizes),
+        traced=traced,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshplan.collectives import PATHS, PathChoice
+from meshplan.collectives import ONE_SHOT_VARIABLE, PATHS, PathChoice
 from meshplan.contract import Contract
 from meshplan.errors import ContractError, PolicyError, TopologyError
 from meshplan.kernel import PEER_MODES
@@ -34,10 +34,13 @@ class Config:
         timeout: seconds to wait for the other members before the first reduction of a group;
             ``None``: as long as the default group allows its own collectives.
         debug: compare what the members bring before every reduction.
+        audit: compare the first and then every ``audit``-th call of each reduction; ``None``: none.
+        one_shot: where path is ``auto``: always one-shot, or never; ``None``: what is faster.
         key: all of it as one string; equal configurations have equal keys.
 
     Raises:
-        PolicyError: an unknown policy or path, or a timeout that is not positive.
+        PolicyError: an unknown policy or path, a timeout or an audit that is not positive, or a
+            path against the switch.
         ContractError: ``contract`` is not a ``Contract``.
         TopologyError: ``topology`` is not a ``Topology``.
     """
@@ -49,6 +52,8 @@ class Config:
     timeout: float | None = None
     topology: Topology | None = None
     debug: bool = False
+    audit: int | None = None
+    one_shot: bool | None = None
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +62,16 @@ class Config:
         if self.path not in PATHS:
             words = ", ".join(map(repr, PATHS))
             raise PolicyError(f"no path {self.path!r}; write one of {words}")
+        if self.path == "one_shot" and self.one_shot is False:
+            raise PolicyError(
+                f"path 'one_shot' was asked for, and {ONE_SHOT_VARIABLE}=0 forbids it; unset the "
+                "variable, or write path='auto'"
+            )
+        if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
+            raise PolicyError(
+                f"audit={self.audit!r} is not a number of calls; write audit=100 to compare every "
+                "100th call of each reduction with the reference, or audit=None"
+            )
         if not isinstance(self.contract, Contract):
             raise ContractError(
                 f"contract={self.contract!r} is not a contract; "
@@ -96,6 +111,8 @@ class Config:
 
         On GPUs only if it is asked for by name: what is the faster path there was never measured.
         """
+        if self.path == "auto" and self.one_shot:
+            return True
         return self.path in (_MAPPED if device_type == "cpu" else PEER_MODES)
 
     @property
@@ -109,7 +126,11 @@ class Config:
         policy = self.policy
         if not isinstance(policy, str):
             policy = "{" + ", ".join(f"{axis}: {name}" for axis, name in policy) + "}"  # type: ignore[assignment]
-        debug = ", debug" if self.debug else ""
+        more = {None: "", True: ", one_shot always", False: ", one_shot never"}[self.one_shot]
+        if self.audit is not None:
+            more += f", audit of every {self.audit}"
+        if self.debug:
+            more += ", debug"
         where = "unknown" if self.topology is None else self.topology.id
         how = f"contract {self.contract.id}, path {self.path}"
-        return f"policy {policy}, {how}, topology {where}{debug}"
+        return f"policy {policy}, {how}, topology {where}{more}"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement
 
-from meshplan.collectives import PathChoice, count_untouched
+from meshplan.collectives import PathChoice, count_untouched, one_shot_switch
 from meshplan.contract import Contract
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._live import gathered
@@ -57,6 +57,7 @@ def install(
     timeout: float | None = None,
     topology: Topology | Literal["live"] | None = None,
     debug: bool = False,
+    audit: int | None = None,
     allow_untested_torch: bool = False,
 ) -> None:
     """Plan every redistribution of this process that starts from ``Partial``.
@@ -78,8 +79,10 @@ def install(
             alike; where it is not possible, ``exchange``, which the report shows as a fallback.
             ``exchange``: all-to-all, reduce, all-gather. ``reference``: all-gather, reduce all.
             ``native``: the backend's own, outside the contract, for comparisons.
-            The environment variable ``MESHPLAN_PATH`` goes before it.
-        strict: raise ``FallbackRefusedError`` rather than reduce outside the contract.
+            The environment variable ``MESHPLAN_PATH`` goes before it. Where path is ``auto``,
+            ``MESHPLAN_USE_1STAGE_ALLREDUCE=1`` is ``one_shot``, and ``0`` is never that.
+        strict: raise ``FallbackRefusedError``, before anything of it is sent, rather than run
+            something as less than the policy and the path ask for.
         timeout: seconds to wait for the other members before the first reduction of a group; the
             default group's own timeout if not given.
         topology: where the ranks of the job sit and what links cost, the same on every rank.
@@ -93,6 +96,13 @@ def install(
         debug: before every reduction its members meet over the store and compare what they bring.
             Ranks that differ are an error on all of them, where without it they would wait for
             each other or mix up data. Slow; reductions through shared memory compare always.
+        audit: compare the first and then every ``audit``-th call of each reduction with the
+            reference, all elements on all ranks of the group: the contract in plain torch, over
+            summands that are gathered for it. Other bits are an ``AuditError`` on every rank. The
+            members first meet over the store. Not for what runs outside the contract; nor in
+            graphs of torch.compile and CUDA, which have no part of it: of the ranks that reduce
+            together all run a graph, or none does. Take a number that has no factor in common
+            with the calls in a step, such as a prime, so that in time every call is met.
         allow_untested_torch: go on with a torch version outside the tested range.
 
     Raises:
@@ -110,6 +120,8 @@ def install(
         timeout=timeout,
         topology=None if topology == "live" else topology,
         debug=debug,
+        audit=audit,
+        one_shot=one_shot_switch(),
     )
     _check_torch(torch.__version__, allow_untested_torch)
     if topology == "live" and dist.is_initialized():
@@ -222,9 +234,9 @@ def _planned_transform_infos(
     if override is not None:
         config = _with_policy(config, override)
     if len(transform_infos) < 2 and (
-        config.policy == "fast"
-        or not transform_infos
+        not transform_infos
         or not transform_infos[0].src_dst_placements[0].is_partial()
+        or (config.policy == "fast" and not _scatters_by_list(transform_infos[0]))
     ):
         # Nothing to plan and nothing to merge, in the time that there is for saying so.
         count_untouched()
@@ -236,6 +248,11 @@ def _planned_transform_infos(
     return planned_steps(
         config, original, transform_infos, device_mesh, src_placements, dst_placements
     )
+
+
+def _scatters_by_list(transform_info: Any) -> bool:
+    """Whether it is a reduce-scatter of torch's in a process with a list of NCCL's algorithms."""
+    return transform_info.src_dst_placements[1].is_shard() and "NCCL_ALGO" in os.environ
 
 
 def _slices(transform_info: Any) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from meshplan.collectives import Source, StepGroups, run_reduction
+from meshplan.collectives import Source, StepGroups, is_traced, run_reduction
+from meshplan.dtensor._calls import next_call
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._shard_order import mark
@@ -71,6 +73,9 @@ class PlannedPartial(Partial):
         groups, source = self._groups(mesh)
         if self._config.debug and not torch.compiler.is_compiling():
             self._compare(tensor, mesh)
+        call = self._audited_call(tensor, groups, source)
+        if call:
+            self._compare(tensor, mesh, f", audit of call {call}")
         result = run_reduction(
             tensor,
             self._step,
@@ -78,15 +83,28 @@ class PlannedPartial(Partial):
             source=source,
             path=self._config.path,
             strict=self._config.strict,
+            one_shot=self._config.one_shot,
+            audit=call,
         )
         return funcol._maybe_wrap_tensor(result)
 
-    def _compare(self, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-        """The debug mode: all members bring the same to the step."""
+    def _audited_call(self, tensor: torch.Tensor, groups: StepGroups, source: Source) -> int:
+        """Which call of this reduction it is, if it is one to audit; else 0."""
+        every = self._config.audit
+        if every is None or self._step.contract is None or is_traced(tensor):
+            return 0
+        # One process that plays one rank of a job that does not exist gathers nothing.
+        if any(dist.get_backend(group) == "fake" for group in groups.levels):
+            return 0
+        call = next_call(groups, source)
+        return 0 if (call - 1) % every else call
+
+    def _compare(self, tensor: torch.Tensor, mesh: DeviceMesh, more: str = "") -> None:
+        """Meet over the store: all members bring the same to the step."""
         assert self._found is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
         step = self._step.brief(self._layout)
-        signature = f"{dtype}{list(tensor.shape)} for {self._asked}, {step}"
+        signature = f"{dtype}{list(tensor.shape)} for {self._asked}, {step}{more}"
         for handle in self._found[0]:
             group = handle.group()
             assert group is not None

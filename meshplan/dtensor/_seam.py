@@ -7,17 +7,20 @@ does not start from ``Partial`` is torch's own, under the guards.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshplan._spans import span
 from meshplan.collectives import Event, record
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._guards import merge_safely
@@ -26,10 +29,17 @@ from meshplan.dtensor._meshes import Known, known
 from meshplan.dtensor._order import TransformInfo, already_cut, in_default_order, move
 from meshplan.dtensor._partial import PlannedPartial
 from meshplan.dtensor._shard_order import watched
-from meshplan.errors import TopologyError
+from meshplan.errors import FallbackRefusedError, TopologyError
 from meshplan.flatten import this_rank
 from meshplan.layout import Layout
-from meshplan.planner import Plan, Problem, Step, plan
+from meshplan.planner import (
+    Plan,
+    Problem,
+    Step,
+    plan,
+    refuse_unpinned_scatter,
+    short_of_policy,
+)
 
 __all__ = ["planned_steps"]
 
@@ -89,6 +99,7 @@ def planned_steps(
         _check_named_axes(config, device_mesh, mesh.layout)
         _check_world(config)
         route = _route(mesh, config, src_placements, dst_placements)
+        _check_scatters(route.plan, device_mesh)
         if all(type(p) in _PLAIN for p in (*src_placements, *dst_placements)):
             mesh.by_placement[by_placement] = route
     if route.whole is not None and transform_infos:
@@ -138,6 +149,21 @@ def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -
             known(root).layout.axis_index(name)
 
 
+def _check_scatters(planned: Plan, device_mesh: DeviceMesh) -> None:
+    """Refuse a reduce-scatter of NCCL's own that NCCL's list of algorithms does not pin."""
+    listed = os.environ.get("NCCL_ALGO")
+    if listed and _reduces_over_nccl(device_mesh):
+        refuse_unpinned_scatter(planned, listed)
+
+
+def _reduces_over_nccl(device_mesh: DeviceMesh) -> bool:
+    if device_mesh.get_coordinate() is None:
+        return False
+    # Such as "cpu:gloo,cuda:nccl"; all groups of a mesh have one.
+    backends = c10d.get_backend_config(device_mesh.get_group(0)).split(",")
+    return f"{device_mesh.device_type}:nccl" in backends
+
+
 def _check_world(config: Config) -> None:
     """Refuse a topology of another job."""
     topology = config.topology
@@ -179,7 +205,9 @@ def _route(
     if route is None:
         # Torch may be tracing with fake tensors; a topology keeps what it computes.
         with _disable_current_modes():
-            route = _new_route(plan(problem), config)
+            with span("plan"):
+                planned = plan(problem)
+            route = _new_route(planned, config)
         if len(mesh.routes) >= MAX_ROUTES_PER_MESH:
             mesh.routes.clear()
             mesh.by_placement.clear()
@@ -190,6 +218,14 @@ def _route(
 def _new_route(planned: Plan, config: Config) -> _Route:
     problem = planned.problem
     asked = str(problem)
+    short = short_of_policy(planned)
+    if short and config.strict:
+        raise FallbackRefusedError(
+            f"{asked}: policy {problem.policy} asks for the contract, and torch would reduce by "
+            f"itself: {short[0].line(problem.layout)}; bring it to Replicate on every axis in one "
+            "redistribution, without a sum beside it, write it as plain Partial, or install with "
+            "strict=False"
+        )
     carriers: dict[int, _Carrier] = {}
     for step in planned.reductions:
         axes = _covered(problem, step, [s for s in planned.reductions if s is not step])
@@ -200,7 +236,7 @@ def _new_route(planned: Plan, config: Config) -> _Route:
         )
         carriers.update(dict.fromkeys(axes, carrier))
     left = [
-        _torch_event(asked, step.line(problem.layout), step.why)
+        _torch_event(asked, step.line(problem.layout), step.why, fallback=step in short)
         for step in planned.steps
         if step.kind == "torch"
     ]
@@ -300,8 +336,17 @@ def _carried(carrier: _Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> 
     )
 
 
-def _torch_event(asked: str, planned: str, why: str) -> Event:
-    return Event(asked=asked, planned=planned, ran="torch", sends=(), group="", dtype="", why=why)
+def _torch_event(asked: str, planned: str, why: str, *, fallback: bool = False) -> Event:
+    return Event(
+        asked=asked,
+        planned=planned,
+        ran="torch",
+        sends=(),
+        group="",
+        dtype="",
+        why=why,
+        fallback=fallback,
+    )
 
 
 def _text(layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]) -> str:

@@ -4,7 +4,8 @@ Torch sorts the ranks of the groups that it makes. Along such an axis it scatter
 and gathers by sorted rank, but slices by coordinate; meshplan always cuts by coordinate. A gather
 by torch is right for shards of the first kind only, and no tensor says of which kind it is. So what
 was cut by coordinate is marked, and torch may not gather it. What is computed from it has no mark:
-once there are such shards, a gather of anything else warns, and is an error under ``strict``.
+once there are such shards, a gather of anything else warns and is a fallback in the report, which
+``strict`` refuses.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
+from meshplan.collectives import Event, record
 from meshplan.dtensor._meshes import Known
-from meshplan.errors import ShardOrderError
+from meshplan.errors import FallbackRefusedError, ShardOrderError
 
 __all__ = ["any_by_coordinate", "mark", "watched"]
 
@@ -117,11 +119,24 @@ class _Watched(Shard):
                 f"the order of mesh coordinates; {cure}, or go from Partial to Replicate"
             )
         if self._strict:
-            raise ShardOrderError(
+            raise FallbackRefusedError(
                 f"torch would gather {where}, in the order of sorted ranks, and other shards "
                 f"were cut there in the order of mesh coordinates; {cure}, or install with "
                 "strict=False if torch has scattered these"
             )
+        why = f"in the order of sorted ranks, perhaps not that of {where}"
+        record(
+            Event(
+                asked=f"a gather along axis {layout.axes[axis]} of {layout}",
+                planned=why,
+                ran="torch",
+                sends=(),
+                group="",
+                dtype=str(shard.dtype).removeprefix("torch."),
+                why=why,
+                fallback=True,
+            )
+        )
         warnings.warn(
             f"meshplan: torch gathers {where}, in the order of sorted ranks; that is wrong for "
             f"what was computed from shards cut in the order of mesh coordinates; {cure}",

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._spans import span
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
 from meshplan.flatten._agree import Verdict, open_round, vote
 from meshplan.flatten._connect import connect
@@ -102,7 +103,8 @@ def join_group(
     )
     if found is not None:
         return found
-    return _connect(ranks, backend, device_type, prefix, name, rank, timeout)
+    with span("group"):
+        return _connect(ranks, backend, device_type, prefix, name, rank, timeout)
 
 
 def agree_on(

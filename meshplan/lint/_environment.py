@@ -13,9 +13,9 @@ from dataclasses import replace
 from meshplan.lint._environment_lists import list_findings
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._job import Job
-from meshplan.lint._nccl_algo import runnable
 from meshplan.lint._nccl_environment import NcclEnvironment, NcclVersion
 from meshplan.lint._nccl_variables import near_variable
+from meshplan.topology._nccl_algo import runnable
 
 __all__ = ["NO_AGREEMENT", "check_environment"]
 

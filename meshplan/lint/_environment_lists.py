@@ -8,8 +8,8 @@ from typing import Literal
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding
 from meshplan.lint._job import Job
-from meshplan.lint._nccl_algo import ALGORITHMS, COLLECTIVES, PROTOCOLS, parse_choice, runnable
 from meshplan.lint._nccl_environment import NcclEnvironment
+from meshplan.topology._nccl_algo import ALGORITHMS, COLLECTIVES, PROTOCOLS, parse_choice, runnable
 
 __all__ = ["list_findings"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Severity, Source
-from meshplan.lint._nccl_algo import ALGORITHMS, PROTOCOLS, Choice, parse_choice
+from meshplan.topology._nccl_algo import ALGORITHMS, PROTOCOLS, Choice, parse_choice
 
 __all__ = ["NcclEnvironment", "NcclVersion"]
 

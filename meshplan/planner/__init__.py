@@ -29,6 +29,8 @@ from meshplan.planner._simulation import Simulation as Simulation
 from meshplan.planner._simulation import simulate as simulate
 from meshplan.planner._step import Path as Path
 from meshplan.planner._step import Step as Step
+from meshplan.planner._torch_steps import refuse_unpinned_scatter as refuse_unpinned_scatter
+from meshplan.planner._torch_steps import short_of_policy as short_of_policy
 
 __all__ = [
     "CONTRACT_PATHS",
@@ -56,6 +58,8 @@ __all__ = [
     "nccl_order",
     "near_blocks",
     "plan",
+    "refuse_unpinned_scatter",
     "share_of",
+    "short_of_policy",
     "simulate",
 ]

@@ -21,7 +21,7 @@ from meshplan.planner._search import Found, Move, search
 from meshplan.planner._step import Path, Step
 from meshplan.topology import Topology
 
-__all__ = ["MAX_CACHED_PLANS", "plan"]
+__all__ = ["MAX_CACHED_PLANS", "may_be_native", "plan"]
 
 MAX_CACHED_PLANS = 4096
 
@@ -53,7 +53,7 @@ def plan(problem: Problem) -> Plan:
     groups = _reductions(problem, changed)
     if len(groups) == 1 and _is_plain(problem):
         axes = _wide(problem, groups[0])
-        if axes and not _may_be_native(problem, groups[0]):
+        if axes and not may_be_native(problem, groups[0]):
             return _ordered(problem, changed, axes)
     return _unordered(problem, changed, groups)
 
@@ -78,7 +78,7 @@ def _unordered(problem: Problem, changed: Sequence[int], groups: Sequence[tuple[
     taken: set[int] = set()
     for axes in groups:
         wide = _wide(problem, axes)
-        native = _may_be_native(problem, axes)
+        native = may_be_native(problem, axes)
         # A single axis that need not be under the contract is what torch does anyway.
         if wide and not (native and len(wide) < 2):
             steps.append(_reduction(problem, Way(wide), native=native))
@@ -124,7 +124,7 @@ def _is_plain(problem: Problem) -> bool:
     )
 
 
-def _may_be_native(problem: Problem, axes: Sequence[int]) -> bool:
+def may_be_native(problem: Problem, axes: Sequence[int]) -> bool:
     """Whether the policy lets the backend add in its own order."""
     if problem.policy != "consistent":
         return problem.policy == "fast"
@@ -234,6 +234,8 @@ def _reason(problem: Problem, src: Spec, size: int) -> str:
         return "its siblings agree whatever the backend's order is"
     if src.kind == "partial":
         return f"policy {problem.policy} takes two or more axes of P -> R only"
+    if src.one_summand:
+        return "at most one summand of an element is not zero: every order gives the same bits"
     if src.kind in ("norm", "opaque"):
         return f"{src.text} has arithmetic of its own"
     return "no reduction"

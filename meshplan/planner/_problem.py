@@ -13,7 +13,13 @@ from typing import Literal, get_args
 
 import torch
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _MaskPartial,
+)
 
 from meshplan.contract import OPS, Contract
 from meshplan.errors import ContractTypeError, PlacementError, PolicyError, TopologyError
@@ -53,6 +59,8 @@ class Spec:
         op: the reduction of a ``partial``.
         dim: the tensor dim of a ``shard``.
         norm: the p of a ``norm``.
+        one_summand: of each element at most one rank's summand is not zero, so that no order of
+            additions can change a bit: what an embedding leaves whose rows are sharded.
     """
 
     kind: Literal["replicate", "shard", "partial", "norm", "opaque", "other"]
@@ -60,6 +68,7 @@ class Spec:
     op: str | None = None
     dim: int | None = None
     norm: float | None = None
+    one_summand: bool = False
 
     @classmethod
     def of(cls, placement: Placement | str) -> Spec:
@@ -79,6 +88,8 @@ class Spec:
             return cls("shard", text, dim=placement.dim)
         if type(placement) is _NormPartial:
             return cls("norm", text, norm=float(placement.norm_type))
+        if type(placement) is _MaskPartial:
+            return cls("opaque", text, one_summand=placement.reduce_op == "sum")
         return cls("opaque" if isinstance(placement, Partial) else "other", text)
 
     @classmethod

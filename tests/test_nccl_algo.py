@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import PolicyError
-from meshplan.lint._nccl_algo import (
+from meshplan.topology._nccl_algo import (
     ALGORITHMS,
     COLLECTIVES,
     PROTOCOLS,

@@ -1,0 +1,53 @@
+"""Spans: what meshplan does, and when, in torch's profiler and in Nsight.
+
+A span is a ``record_function`` while a profiler is active, and an NVTX range once CUDA is
+initialised. Otherwise it is next to nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["span"]
+
+_NOTHING = nullcontext()
+
+
+def span(*words: str) -> AbstractContextManager[None]:
+    """A span named ``meshplan::`` and the words, for a ``with`` block."""
+    profiled = _profiler_enabled()
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not profiled and not on_cuda:
+        return _NOTHING
+    return _span(f"meshplan::{' '.join(words)}", profiled, on_cuda)
+
+
+@contextmanager
+def _span(name: str, profiled: bool, on_cuda: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if on_cuda:
+            # A torch that was built without NVTX says so with this error.
+            with suppress(RuntimeError):
+                torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+                stack.callback(torch.cuda.nvtx.range_pop)
+        if profiled:
+            recorded = torch.profiler.record_function(name)
+            # It is an operator of torch: modes that trace or count operators must not see it.
+            with _disable_current_modes():
+                recorded.__enter__()  # type: ignore[no-untyped-call]
+            stack.callback(_leave, recorded)
+        yield
+
+
+def _leave(recorded: torch.profiler.record_function) -> None:
+    with _disable_current_modes():
+        recorded.__exit__(None, None, None)

@@ -1,0 +1,156 @@
+"""The audit of one reduction: the plain definition beside what ran, compared bit for bit.
+
+The reference is the contract in plain torch over the summands of all ranks, gathered piece by
+piece: neither the kernel nor any path has a part in it. All ranks then tell each other what they
+found, so that all of them raise, or none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._scatter import shard_of
+from meshplan.contract import reduce_leaves
+from meshplan.errors import AuditError
+from meshplan.planner import Step
+
+__all__ = ["Difference", "audit", "audit_error"]
+
+# Of the pieces of all ranks together, while they are folded.
+PIECE_BYTES = 64 << 20
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What the ranks have found together; the same on all of them.
+
+    Attributes:
+        elements: how many differ, of all ranks together.
+        ranks: global ranks that hold one or more of them, in the order of the group.
+        members: how many ranks reduce together.
+        element: position of the first one in the flat result of ``ranks[0]``.
+        found, expected: its bits.
+    """
+
+    elements: int
+    ranks: tuple[int, ...]
+    members: int
+    element: int
+    found: int
+    expected: int
+
+
+def audit(summand: Tensor, result: Tensor, step: Step, groups: StepGroups) -> Difference | None:
+    """Compare ``result`` with the reference, on all ranks of the step.
+
+    ``W`` ranks gather ``W`` times the summand's bytes, ``PIECE_BYTES`` of them at a time, and each
+    folds all of it; the memory of one summand more is needed.
+
+    Args:
+        summand: this rank's, real, at least one element.
+        result: what some path made of it; waited for here.
+        step: a reduction with a contract.
+        groups: the step's.
+
+    Returns:
+        ``None`` if every element of every rank has the bits of the reference.
+    """
+    expected = _reference(summand, step, groups)
+    wanted = _bits(shard_of(expected, step, groups.position))
+    found = _bits(_ops.wait_tensor(result))
+    row = [dist.get_rank(), 0, 0, 0, 0]
+    differs = found != wanted
+    count = int(differs.sum())
+    if count:
+        first = int(differs.to(torch.uint8).argmax())
+        row = [row[0], count, first, int(found[first]), int(wanted[first])]
+    rows = _gathered(torch.tensor(row, device=summand.device), groups).view(-1, len(row)).tolist()
+    wrong = [row for row in rows if row[1]]
+    if not wrong:
+        return None
+    _, _, element, bits, correct = wrong[0]
+    return Difference(
+        elements=sum(row[1] for row in wrong),
+        ranks=tuple(row[0] for row in wrong),
+        members=len(rows),
+        element=element,
+        found=bits,
+        expected=correct,
+    )
+
+
+def audit_error(
+    difference: Difference, asked: str, step: Step, path: str, tensor: Tensor, call: int
+) -> AuditError:
+    """The same error on every rank.
+
+    Args:
+        difference: what was found.
+        asked, step, path: what was asked for, planned, and ran.
+        tensor: this rank's summand.
+        call: which call of this reduction it was.
+    """
+    assert step.contract is not None
+    ranks, element, dtype = difference.ranks, f"{difference.element}", tensor.dtype
+    if tensor.is_complex():
+        part = ("real", "imaginary")[difference.element % 2]
+        element, dtype = f"{difference.element // 2} ({part} part)", dtype.to_real()
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    found, expected = (_shown(bits, dtype) for bits in (difference.found, difference.expected))
+    some = difference.elements
+    return AuditError(
+        f"call {call} of {asked}: path {path} does not give the bits of contract "
+        f"{step.contract.id}: {some} {'element differs' if some == 1 else 'elements differ'} on "
+        f"{len(ranks)} of {difference.members} ranks ({shown}); the first is element "
+        f"{element} of the result of rank {ranks[0]}, {found} instead of {expected}; do "
+        "not trust what was computed since the last audit: look for failing hardware on these "
+        "ranks, and compare path='reference'",
+        ranks=ranks,
+        elements=some,
+    )
+
+
+def _reference(summand: Tensor, step: Step, groups: StepGroups) -> Tensor:
+    """The whole result, on every rank."""
+    assert step.op is not None
+    assert step.contract is not None
+    flat = summand.detach().contiguous().view(-1)
+    whole = torch.empty_like(flat)
+    members = math.prod(step.sizes)
+    width = max(1, PIECE_BYTES // (members * flat.element_size()))
+    for start in range(0, flat.numel(), width):
+        piece = flat[start : start + width]
+        rows = _gathered(piece, groups).view(members, -1).unbind(0)
+        whole[start : start + width] = reduce_leaves(
+            rows, step.op, step.sizes, step.contract, divisor=step.divisor
+        )
+    return whole.view(summand.shape)
+
+
+def _gathered(tensor: Tensor, groups: StepGroups) -> Tensor:
+    """Of all ranks in the order of their positions: by inner groups, then by the outer one."""
+    for group in groups.levels:
+        sent = _ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+        tensor = _ops.wait_tensor(sent)
+    return tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+
+
+def _shown(bits: int, dtype: torch.dtype) -> str:
+    """A number and its bits."""
+    width = dtype.itemsize
+    unsigned = bits % (1 << (8 * width))
+    value = torch.frombuffer(bytearray(unsigned.to_bytes(width, "little")), dtype=dtype)
+    return f"{value.item()} (0x{unsigned:0{2 * width}x})"

@@ -1,0 +1,30 @@
+"""The switch for one-shot reductions, under the name that other systems gave it."""
+
+from __future__ import annotations
+
+import os
+
+from meshplan.errors import PolicyError
+
+__all__ = ["ONE_SHOT_VARIABLE", "one_shot_switch"]
+
+ONE_SHOT_VARIABLE = "MESHPLAN_USE_1STAGE_ALLREDUCE"
+
+
+def one_shot_switch() -> bool | None:
+    """What ``MESHPLAN_USE_1STAGE_ALLREDUCE`` says now; it is about path ``auto`` and no other.
+
+    Returns:
+        ``True`` for ``1``: one-shot, whatever the size. ``False`` for ``0``: never one-shot.
+        ``None`` where it is not set or empty: what is faster.
+
+    Raises:
+        PolicyError: any other value.
+    """
+    value = os.environ.get(ONE_SHOT_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise PolicyError(
+            f"{ONE_SHOT_VARIABLE}={value!r} is no switch; write 1 for one-shot reductions wherever "
+            "the path is auto, 0 for none, or unset it"
+        )
+    return {"0": False, "1": True}.get(value)

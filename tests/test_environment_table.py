@@ -1,0 +1,84 @@
+"""The table of environment variables is what the sources read, no more and no less."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+OURS = re.compile(r"MESHPLAN_[A-Z0-9]+(?:_[A-Z0-9]+)*")
+MAPPINGS = ("environ", "environment")
+
+
+def table() -> set[str]:
+    """Names in the first column of both tables."""
+    names: set[str] = set()
+    for line in (ROOT / "docs" / "environment.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            names.update(re.findall(r"`([^`]+)`", line.split("|")[1]))
+    return names
+
+
+def python() -> Iterator[Path]:
+    yield from sorted((ROOT / "meshplan").rglob("*.py"))
+    yield ROOT / "setup.py"
+
+
+def native() -> Iterator[Path]:
+    yield from sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+
+
+def texts(path: Path) -> set[str]:
+    """All string literals of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def asked(path: Path) -> set[str]:
+    """Literals in ``environ.get("A")``, ``environ["A"]``, ``f(environ, "A")``, ``"A" in environ``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Subscript):
+            parts = [node.value, node.slice]
+        elif isinstance(node, ast.Call):
+            parts = [node.func, *node.args]
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            parts = [node.left, *node.comparators]
+        words = [ast.unparse(part).split(".") for part in parts]
+        if any(word in MAPPINGS for split in words for word in split):
+            values = [part.value for part in parts if isinstance(part, ast.Constant)]
+            found |= {v for v in values if isinstance(v, str) and NAME.fullmatch(v)}
+    return found
+
+
+def test_everything_that_is_read_is_in_the_table() -> None:
+    named = table()
+    for path in python():
+        missing = {one for one in asked(path) if one not in named}
+        missing |= {one for one in texts(path) if OURS.fullmatch(one)} - named
+        assert not missing, path
+    for path in native():
+        source = path.read_text(encoding="utf-8")
+        found = re.findall(r'getenv\(\s*"([^"]+)"', source) + OURS.findall(source)
+        assert not set(found) - named, path
+
+
+def test_everything_in_the_table_is_read() -> None:
+    literals = set().union(*(texts(path) for path in python()))
+    literals |= set().union(*(texts(path) for path in sorted((ROOT / "tests").glob("*.py"))))
+    for name in table() - {"NCCL_*"}:
+        assert name in literals, name
+
+
+def test_the_search_finds_what_is_there() -> None:
+    found = set().union(*(asked(path) for path in python()))
+    assert {"MESHPLAN_PATH", "NCCL_ALGO", "LOCAL_RANK", "SLURM_LOCALID", "NO_COLOR"} <= found
+    assert len(found) >= 20
