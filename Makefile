@@ -52,6 +52,7 @@ bench: setup ## what planning and dispatch cost, before anything is sent
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fold.py
 	$(BIN)/python benchmarks/allreduce_cpu.py
+	$(BIN)/python benchmarks/replicas.py
 
 bench-gpu: ## the kernels for GPUs beside a plain copy and torch's own all-reduces
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from meshplan.errors import MeshplanError as MeshplanError
     from meshplan.kernel import check as check
     from meshplan.layout import Layout as Layout
+    from meshplan.replicas import ReplicaCheck as ReplicaCheck
+    from meshplan.replicas import verify_replicas as verify_replicas
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _WHERE = {
     "DeterministicAllReduceConfig": "collectives",
     "Layout": "layout",
     "MeshplanError": "errors",
+    "ReplicaCheck": "replicas",
     "check": "kernel",
     "clear_report": "collectives",
     "configure_deterministic_nccl_env": "collectives",
@@ -61,6 +64,7 @@ _WHERE = {
     "report": "collectives",
     "shutdown": "dtensor",
     "uninstall": "dtensor",
+    "verify_replicas": "replicas",
 }
 
 _PACKAGES = (
@@ -72,6 +76,7 @@ _PACKAGES = (
     "kernel",
     "layout",
     "planner",
+    "replicas",
     "testing",
     "topology",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from meshplan import (
     DeterministicAllReduceConfig,
     deterministic_all_reduce,
     deterministic_all_reduce_coalesced,
+    deterministic_reduce_scatter,
     kernel,
 )
 from meshplan.collectives import Work, _all_reduce, _members
@@ -26,6 +28,7 @@ from meshplan.errors import (
     GroupAgreementError,
     GroupStateError,
     MeshplanError,
+    PolicyError,
     SignatureMismatchError,
 )
 from meshplan.flatten import _connect
@@ -478,6 +481,38 @@ def test_strict() -> None:
         return True
 
     assert all(run_ranks(ranks, 3))
+
+
+@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
+@pytest.mark.parametrize(("switch", "ran"), [("1", "one_shot"), ("0", "two_shot")])
+def test_sg_14_the_switch_is_honoured(switch: str, ran: str) -> None:
+    """For messages of every size; where it forbids what is asked for by name, it is an error."""
+
+    def ranks(rank: int) -> list[str]:
+        os.environ["MESHPLAN_USE_1STAGE_ALLREDUCE"] = switch
+        for numel in (4, 200_000):
+            deterministic_all_reduce(torch.ones(numel), Config(mode="auto"))
+            deterministic_reduce_scatter(torch.ones(numel))
+        if switch == "0":
+            with pytest.raises(PolicyError, match="ALLREDUCE=0 forbids it"):
+                deterministic_all_reduce(torch.ones(4), Config(mode="one_shot"))
+        deterministic_all_reduce(torch.ones(4), Config(mode="two_shot"))
+        found = meshplan.report(json=True)["entries"]
+        assert {entry["kind"] for entry in found} == {"collective"}
+        assert not meshplan.report().fallbacks
+        return [entry["ran"] for entry in found if entry["path"] == "auto"]
+
+    assert run_ranks(ranks, 3) == [[ran, ran]] * 3
+
+
+def test_members_with_another_switch() -> None:
+    def ranks(rank: int) -> bool:
+        os.environ["MESHPLAN_USE_1STAGE_ALLREDUCE"] = str(rank)
+        with pytest.raises(GroupAgreementError, match="one_shot never"):
+            deterministic_all_reduce(torch.ones(4), Config(mode="auto"))
+        return True
+
+    assert run_ranks(ranks, 2) == [True, True]
 
 
 class TestRanksThatDiffer(TestCase):

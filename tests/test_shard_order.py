@@ -112,7 +112,7 @@ class TestMessages(TestCase):
         )
         self.assertExpectedInline(
             message,
-            """MP701: torch would gather shards along axis x of (x=3; ranks 1, 0, 2), whose ranks do not ascend, in the order of sorted ranks, and other shards were cut there in the order of mesh coordinates; make a mesh whose ranks ascend along each axis, or install with strict=False if torch has scattered these""",
+            """MP701: torch would gather shards along axis x of (x=3; ranks 1, 0, 2), whose ranks do not ascend, in the order of sorted ranks, and other shards were cut there in the order of mesh coordinates; make a mesh whose ranks ascend along each axis, or write strict=False if torch has scattered these""",
         )
 
 

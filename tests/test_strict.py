@@ -74,8 +74,8 @@ class TestRefused(TestCase):
         self.assertExpectedInline(
             "\n".join(run_ranks(ranks, 4)[0]),
             """\
-MP701: (P(max), P(max)) -> (R, R) on (a=2, b=2): torch.bool would run on the backend's own max, in its own order; convert the tensor, or install with strict=False
-MP701: (P(max), P(max)) -> (S(0), R) on (a=2, b=2): torch.bool would run on the backend's own max, in its own order; convert the tensor, or install with strict=False""",
+MP701: (P(max), P(max)) -> (R, R) on (a=2, b=2): torch.bool would run on the backend's own max, in its own order; convert the tensor, or write strict=False
+MP701: (P(max), P(max)) -> (S(0), R) on (a=2, b=2): torch.bool would run on the backend's own max, in its own order; convert the tensor, or write strict=False""",
         )
 
     def test_the_backends_own_by_name(self) -> None:
@@ -85,7 +85,7 @@ MP701: (P(max), P(max)) -> (S(0), R) on (a=2, b=2): torch.bool would run on the 
 
         self.assertExpectedInline(
             run_ranks(ranks, 4)[0],
-            """MP701: (P(sum), P(sum)) -> (R, R) on (a=2, b=2): path native is outside the contract; install with another path, or with strict=False""",
+            """MP701: (P(sum), P(sum)) -> (R, R) on (a=2, b=2): path native is outside the contract; write another path, or strict=False""",
         )
 
     def test_placements_with_arithmetic_of_their_own(self) -> None:
@@ -108,10 +108,10 @@ MP701: (P(max), P(max)) -> (S(0), R) on (a=2, b=2): torch.bool would run on the 
         self.assertExpectedInline(
             "\n".join(run_ranks(ranks, 4)[0]),
             """\
-MP701: (P(sum), R) -> (R, R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch P(sum) -> R over (a): P(sum) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or install with strict=False
-MP701: (P(sum), P(sum)) -> (S(0), R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch P(sum) -> S(0) over (a): P(sum) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or install with strict=False
-MP701: (_NormP(2), _NormP(3)) -> (R, R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch _NormP(2) -> R over (a): _NormP(2) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or install with strict=False
-MP701: (_NormP(2), R) -> (S(0), R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch _NormP(2) -> S(0) over (a): _NormP(2) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or install with strict=False""",
+MP701: (P(sum), R) -> (R, R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch P(sum) -> R over (a): P(sum) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or write strict=False
+MP701: (P(sum), P(sum)) -> (S(0), R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch P(sum) -> S(0) over (a): P(sum) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or write strict=False
+MP701: (_NormP(2), _NormP(3)) -> (R, R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch _NormP(2) -> R over (a): _NormP(2) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or write strict=False
+MP701: (_NormP(2), R) -> (S(0), R) on (a=2, b=2): policy deterministic asks for the contract, and torch would reduce by itself: torch _NormP(2) -> S(0) over (a): _NormP(2) has arithmetic of its own; bring it to Replicate on every axis in one redistribution, without a sum beside it, write it as plain Partial, or write strict=False""",
         )
 
 
@@ -163,6 +163,8 @@ def test_where_one_process_plays_all_ranks() -> None:
 
 
 def test_reduce_scatters_that_nccl_does_not_pin() -> None:
+    """TT-16: refused, with the reason."""
+
     def ranks(rank: int) -> None:
         mesh = mesh_of_four()
         d = from_local(torch.ones(4), (P, R))

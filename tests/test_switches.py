@@ -48,6 +48,7 @@ class TestValues(TestCase):
             return config
 
     def test_values(self) -> None:
+        """SG-14: forced, forbidden, or left to what is faster."""
         found = [self.installed(value).one_shot for value in (None, "", "0", "1")]
         assert found == [None, None, False, True]
         tokens = {self.installed(value).token for value in (None, "0", "1")}
@@ -249,9 +250,9 @@ class TestForced(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: 2 axes in one reduction, in an order that all siblings share, each 2 near ranks first; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: near ranks reduce first; install with another path, or with strict=False
-MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: 2 axes in one reduction, in an order that all siblings share; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; install with another path, or with strict=False
+MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: 2 axes in one reduction, in an order that all siblings share, each 2 near ranks first; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: near ranks reduce first; write another path, or strict=False
+MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: 2 axes in one reduction, in an order that all siblings share; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; write another path, or strict=False
 2 axes in one reduction, in an order that all siblings share; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
 2 axes in one reduction, in an order that all siblings share; MESHPLAN_USE_1STAGE_ALLREDUCE=0; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
-MP701: all_reduce: path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: a test; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: the group has none; install with another path, or with strict=False""",
+MP701: all_reduce: path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was asked for and exchange would run: a test; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: the group has none; write another path, or strict=False""",
         )

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._spans import span
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
 from meshplan.collectives._members import beside, compare, groups_of, members, step_over, where
 from meshplan.collectives._provenance import Event, Source, record
 from meshplan.collectives._request import DeterministicAllReduceConfig, op_named
 from meshplan.collectives._run import run_reduction
+from meshplan.collectives._switches import one_shot_switch
 from meshplan.errors import ContractError, ContractTypeError
 
 __all__ = [
@@ -142,9 +144,10 @@ def reduced(
         tensor.detach(),
         step,
         groups,
-        source=Source(name, planned, where(groups.flat)),
+        source=Source(name, planned, where(groups.flat), "collective"),
         path=config.mode if path == "exchange" else path,
         strict=config.strict,
+        one_shot=one_shot_switch(),
     )
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return waited
@@ -232,7 +235,8 @@ def _by_backend(
     value = tensor.detach().resolve_conj().resolve_neg()
     if wide is not tensor.dtype or not value.is_contiguous():
         value = value.to(wide, memory_format=torch.contiguous_format, copy=True)
-    dist.all_reduce(value, _TORCH_OPS[op], group)
+    with span("all_reduce", op, "native"):
+        dist.all_reduce(value, _TORCH_OPS[op], group)
     if op == "avg":
         value.div_(group.size())
     event = Event(
@@ -242,9 +246,13 @@ def _by_backend(
         sends=("all_reduce",),
         group=where(group),
         dtype=_name(tensor.dtype),
-        why="mode torch_all_reduce: the backend's own order",
+        why="mode torch_all_reduce",
+        kind="collective",
+        path=config.mode,
+        ranks=group.size(),
     )
-    record(event, elements=tensor.numel(), seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
     return tensor if value.data_ptr() == tensor.data_ptr() else value.to(tensor.dtype)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._switches import one_shot_switch
 from meshplan.contract import Contract
 from meshplan.errors import GroupStateError
 from meshplan.flatten import registry
@@ -66,9 +67,11 @@ def groups_of(
         GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.of``.
     """
     # As for redistributions: on GPUs only where it is asked for by name.
-    kind = tensor.device.type
-    peers = path in PEER_MODES or (path == "auto" and kind == "cpu")
+    kind, one_shot = tensor.device.type, one_shot_switch()
+    peers = path in PEER_MODES or (path == "auto" and (kind == "cpu" or bool(one_shot)))
     token = f"contract {contract.id}, path {path}"
+    if path == "auto" and one_shot is not None:
+        token += f", one_shot {'always' if one_shot else 'never'}"
     found = registry().of(group, kind, token=token, peers=peers, apart=apart)
     return StepGroups(found.pg, peers=found.peers, no_peers=found.no_peers)
 

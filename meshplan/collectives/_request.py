@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshplan.collectives._switches import ONE_SHOT_VARIABLE, one_shot_switch
 from meshplan.contract import Contract, Op, check_dtype
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError, PolicyError
 from meshplan.kernel import PEER_MODES
@@ -103,7 +104,7 @@ class DeterministicAllReduceConfig:
         Raises:
             ContractTypeError: not a plain dense tensor; ``mean`` of integers; a dtype outside the
                 contract, where there is one.
-            PolicyError: an unknown mode.
+            PolicyError: an unknown mode, or one that the environment forbids.
             ContractError: an unknown op, a contract where there is none to choose, or a tensor
                 whose elements share memory.
             ContractStateError: a tensor that requires a gradient, which a result in its place
@@ -150,11 +151,16 @@ def op_named(op: str) -> Op:
 def check_mode(mode: str, modes: tuple[str, ...] = CONTRACT_MODES) -> None:
     """
     Raises:
-        PolicyError: ``mode`` is not one of ``modes``.
+        PolicyError: ``mode`` is not one of ``modes``, or the environment forbids it.
     """
     if mode not in modes:
         words = ", ".join(map(repr, modes))
         raise PolicyError(f"unsupported all-reduce mode: {mode!r}; write one of {words}")
+    if mode == "one_shot" and one_shot_switch() is False:
+        raise PolicyError(
+            f"mode 'one_shot' was asked for, and {ONE_SHOT_VARIABLE}=0 forbids it; unset the "
+            "variable, or write mode='auto'"
+        )
 
 
 def check_contract(contract: object) -> None:

@@ -104,17 +104,17 @@ def run_reduction(
             if choice.fallback and strict:
                 raise FallbackRefusedError(
                     f"{source.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
-                    "its own order; convert the tensor, or install with strict=False"
+                    "its own order; convert the tensor, or write strict=False"
                 ) from error
     if choice.fallback and strict:
         if choice.path == "native":
             raise FallbackRefusedError(
-                f"{source.asked}: path native is outside the contract; install with another path, "
-                "or with strict=False"
+                f"{source.asked}: path native is outside the contract; write another path, or "
+                "strict=False"
             )
         raise FallbackRefusedError(
             f"{source.asked}: path {choice.wanted} was asked for and {choice.path} would run: "
-            f"{choice.why}; install with another path, or with strict=False"
+            f"{choice.why}; write another path, or strict=False"
         )
     traced = is_traced(tensor)
     summand = numbers if step.norm is None else numbers**step.norm

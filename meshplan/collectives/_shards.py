@@ -21,6 +21,7 @@ from meshplan.collectives._request import (
     op_named,
 )
 from meshplan.collectives._run import run_reduction
+from meshplan.collectives._switches import one_shot_switch
 from meshplan.contract import Contract
 from meshplan.errors import ContractError
 
@@ -204,10 +205,14 @@ def reduced_shard(
         step,
         groups,
         source=Source(
-            f"deterministic_reduce_scatter {config.op} of dim {dim}", planned, where(groups.flat)
+            f"deterministic_reduce_scatter {config.op} of dim {dim}",
+            planned,
+            where(groups.flat),
+            "collective",
         ),
         path=config.mode if path == "exchange" else path,
         strict=config.strict,
+        one_shot=one_shot_switch(),
     )
     waited: Tensor = _ops.wait_tensor(result)
     return waited

@@ -223,7 +223,7 @@ def _new_route(planned: Plan, config: Config) -> _Route:
         raise FallbackRefusedError(
             f"{asked}: policy {problem.policy} asks for the contract, and torch would reduce by "
             f"itself: {short[0].line(problem.layout)}; bring it to Replicate on every axis in one "
-            "redistribution, without a sum beside it, write it as plain Partial, or install with "
+            "redistribution, without a sum beside it, write it as plain Partial, or write "
             "strict=False"
         )
     carriers: dict[int, _Carrier] = {}

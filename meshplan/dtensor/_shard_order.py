@@ -121,7 +121,7 @@ class _Watched(Shard):
         if self._strict:
             raise FallbackRefusedError(
                 f"torch would gather {where}, in the order of sorted ranks, and other shards "
-                f"were cut there in the order of mesh coordinates; {cure}, or install with "
+                f"were cut there in the order of mesh coordinates; {cure}, or write "
                 "strict=False if torch has scattered these"
             )
         why = f"in the order of sorted ranks, perhaps not that of {where}"
