@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.processes
 def test_blocks_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
 
     def ranks(rank: int) -> tuple[list[float], str]:
         printed = io.StringIO()

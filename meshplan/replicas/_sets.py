@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -40,10 +41,11 @@ def check_sets(talk: Talk, layout: Layout, gathered: Tensor, lines: Sequence[str
             common list is that of most ranks, of equally many that of the lowest coordinate.
     """
     words = [tuple(row) for row in gathered.tolist()]
-    common = max(words, key=lambda one: (words.count(one), -words.index(one)))
-    odd = [position for position, one in enumerate(words) if one != common]
-    if not odd:
+    counts = Counter(words)
+    if len(counts) == 1:
         return
+    common = max(counts, key=lambda one: (counts[one], -words.index(one)))
+    odd = [position for position, one in enumerate(words) if one != common]
     theirs = _tell(talk, "\n".join(lines), words.index(common)).split("\n")
     mine, common_lines = set(lines), set(theirs)
     changes = [f"only there '{line}'" for line in lines if line not in common_lines]
