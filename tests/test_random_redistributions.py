@@ -24,7 +24,7 @@ from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
 from tests.strategies import Redistribution, redistributions
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
 
 DRAWN = 500
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -132,7 +132,7 @@ def test_random_redistributions_that_start_from_partial() -> None:
                 done[run_one(case, mesh, tuple(where))] += 1
         return done
 
-    found = run_ranks(ranks, 8, timeout=160)
+    found = run_ranks(ranks, 8, timeout=380)
     total = sum(found, Counter())
     assert len(cases) > 300
     assert total["right"] > 600
