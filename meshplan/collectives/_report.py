@@ -62,7 +62,12 @@ def _lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"    {mark}left to torch: {why}"
         return
     sends = " + ".join(entry["sends"]) or "nothing sent"
-    order = f"contract {entry['contract']}" if entry["contract"] else "in the backend's own order"
+    if entry["ran"] == "all_gather":
+        order = "nothing is added"
+    elif entry["contract"]:
+        order = f"contract {entry['contract']}"
+    else:
+        order = "in the backend's own order"
     # What the plan has said already is not said again.
     more = why.removeprefix(planned.partition(": ")[2]).removeprefix("; ")
     verb = "traced" if entry["traced"] else "ran"

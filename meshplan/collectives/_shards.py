@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._spans import span
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
 from meshplan.collectives._members import beside, compare, groups_of, members, step_over, where
-from meshplan.collectives._provenance import Source
+from meshplan.collectives._provenance import Event, Source, record
 from meshplan.collectives._request import (
     CONTRACT_MODES,
     DeterministicAllReduceConfig,
@@ -220,6 +222,7 @@ def reduced_shard(
 
 def gathered(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """The shards of all ranks, joined; all arguments are checked."""
+    started = time.perf_counter()
     rows = tensor.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
     shape = rows.shape[1:]
     # Backends do not know all dtypes; bytes they do.
@@ -233,13 +236,27 @@ def gathered(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[in
     whole = mine
     if mine.numel():
         ranks, name = len(lengths), group.group_name
-        whole = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, name))
+        with span("all_gather"):
+            whole = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, name))
     shards = whole.view(len(lengths), width * row)
     if any(length < width for length in lengths):
         parts = zip(shards, lengths, strict=True)
         whole = torch.cat([shard[: length * row] for shard, length in parts])
-    joined = whole.view(tensor.dtype).view(sum(lengths), *shape)
-    return joined.movedim(0, dim).contiguous()
+    joined = whole.view(tensor.dtype).view(sum(lengths), *shape).movedim(0, dim).contiguous()
+    event = Event(
+        asked=f"deterministic_all_gather along dim {dim}",
+        planned=f"all_gather of {len(lengths)} ranks",
+        ran="all_gather",
+        sends=("all_gather_into_tensor",) * bool(mine.numel()),
+        group=where(group),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        why="bytes are moved",
+        kind="collective",
+        ranks=len(lengths),
+    )
+    seconds = time.perf_counter() - started
+    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
+    return joined
 
 
 def _chunk_lengths(length: int, ranks: int) -> tuple[int, ...]:
