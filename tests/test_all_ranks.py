@@ -114,7 +114,7 @@ def dims_of(texts: tuple[str, ...]) -> list[int | None]:
 def test_every_plan_gives_the_bits_of_the_contract() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=1200, deadline=None, suppress_health_check=list(HealthCheck))
     @given(redistributions())
     def each(case: Redistribution) -> None:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +28,26 @@ NUMELS = (0, 1, 3, 7, 8, 15, 16, 17, 4095, 4097, (1 << 20) + 3)
 PATHS = ("one_shot", "two_shot", "exchange", "reference")
 
 
-def wrong_paths(rank: int, world_size: int) -> list[str]:
+@dataclass
+class Case:
+    """Summands of all ranks and what they come to: made once, before the ranks are forked."""
+
+    name: str
+    leaves: list[Tensor]
+    whole: Tensor
+
+
+def cases(world_size: int) -> Iterator[Case]:
+    for numel in NUMELS:
+        for dtype in (torch.float32, torch.bfloat16) if numel < 5000 else (torch.float32,):
+            leaves = [
+                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
+                for r in range(world_size)
+            ]
+            yield Case(f"{dtype} {numel}", leaves, reduce_leaves(leaves, "sum", (world_size,)))
+
+
+def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
     """What differs on this rank."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -62,17 +84,12 @@ def wrong_paths(rank: int, world_size: int) -> list[str]:
                 if not torch.equal(bits(result), bits(expected.contiguous())):
                     wrong.append(f"{path} {scatter} {what}")
 
-    for numel in NUMELS:
-        for dtype in (torch.float32, torch.bfloat16) if numel < 5000 else (torch.float32,):
-            leaves = [
-                order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
-                for r in range(world_size)
-            ]
-            whole = reduce_leaves(leaves, "sum", (world_size,))
-            offsets = range(16) if numel == 17 else (0, 1, 6)
-            for offset in offsets if numel else (0,):
-                mine = at_byte(leaves[rank], offset) if numel else leaves[rank]
-                compare(mine, whole, 0, f"{dtype} {numel} at byte {offset}")
+    for case in known:
+        leaf = case.leaves[rank]
+        offsets = range(16) if leaf.numel() == 17 else (0, 1, 6)
+        for offset in offsets if leaf.numel() else (0,):
+            mine = at_byte(leaf, offset) if leaf.numel() else leaf
+            compare(mine, case.whole, 0, f"{case.name} at byte {offset}")
     # Views that are not contiguous: transposed, every second column, expanded.
     grids = [
         order_sensitive(60, rank=r, world_size=world_size).view(6, 10) for r in range(world_size)
@@ -92,5 +109,6 @@ def wrong_paths(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_bits(world_size: int) -> None:
-    found = run_ranks(lambda rank: wrong_paths(rank, world_size), world_size, timeout=280)
+    known = list(cases(world_size))
+    found = run_ranks(lambda rank: wrong_paths(rank, world_size, known), world_size, timeout=280)
     assert found == [[]] * world_size

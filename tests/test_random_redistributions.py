@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def drawn() -> list[Redistribution]:
     return cases
 
 
+@cache
+def values(numel: int, rank: int, world_size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Drawn before the ranks are forked, and not by each of them again."""
+    return order_sensitive(
+        numel, rank=rank, world_size=world_size, dtype=dtype, seed=seed, specials=True
+    )
+
+
 class Leaves:
     """The summands of one case, and what they come to."""
 
@@ -74,15 +83,9 @@ class Leaves:
         position = 0
         for i, at in zip(self.pending, index, strict=True):
             position = position * self.sizes[i] + at
-        values = order_sensitive(
-            math.prod(self.case.shape),
-            rank=position,
-            world_size=max(2, self.count),
-            dtype=self.case.dtype,
-            seed=self.case.seed,
-            specials=True,
-        )
-        return values.view(self.case.shape)
+        case = self.case
+        drawn = values(math.prod(case.shape), position, max(2, self.count), case.dtype, case.seed)
+        return drawn.view(case.shape)
 
     def shard(self, whole: Tensor, texts: tuple[str, ...]) -> Tensor:
         for text, index, size in zip(texts, self.where, self.sizes, strict=True):
@@ -132,6 +135,9 @@ def test_random_redistributions_that_start_from_partial() -> None:
                 done[run_one(case, mesh, tuple(where))] += 1
         return done
 
+    for case in cases:
+        for where in itertools.product(*map(range, case.layout.sizes)):
+            Leaves(case, where).source()
     found = run_ranks(ranks, 8, timeout=380)
     total = sum(found, Counter())
     assert len(cases) > 300
