@@ -345,7 +345,7 @@ go back to a checkpoint from before; if it is one rank that differs test its har
         assert all(waited < 30 for _, waited in found)
         self.assertExpectedInline(
             found[0][0],
-            """MP501: replicas could not be compared: rank 1 did not come within 3 s to the first reduction over ranks 2, 0, 1, so nobody started it; every rank of the group must run the same redistribution: look for a rank that died or took another branch""",
+            """MP501: replicas could not be compared: rank 1 did not come within 3 s to the first reduction over ranks 2, 0, 1, so nobody started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 
