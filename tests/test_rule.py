@@ -142,6 +142,7 @@ errors of meshplan
   MP411           ContractError            A contract, or leaves for it, that are not well formed.
   MP412           ContractTypeError        The contract does not define this operation on this dtype.
   MP413           ContractStateError       The process computes in a mode in which the contract's bits cannot be kept.
+  MP421           ReplicaInputError        What was given to be compared is no tensor, or a tensor without data of its own.
   MP500           GroupError               Base of the process-group errors.
   MP501           GroupAgreementError      The members of a group did not agree to create it: ranks missing, or plans that differ.
   MP502           GroupCreationError       All members agreed, but a group could not be created or warmed up on all of them.
@@ -152,6 +153,9 @@ errors of meshplan
   MP702           PeerTimeoutError         A rank did not come to a reduction over mapped memory in time.
   MP703           SignatureMismatchError   Ranks came to one reduction with different sizes, dtypes, operations or contracts.
   MP704           AuditError               A reduction did not give the bits of its contract: an audit has found other ones.
+  MP705           ReplicaDivergenceError   Ranks that should hold the same replica of a tensor hold different bits.
+  MP801           ShardError               Shards, tokens, masks or options of `meshplan.testing.tp` that do not fit together.
+  MP802           TokenCoverageError       An active token that no shard of the vocabulary holds, or more than one.
 """,
         )
 
@@ -197,7 +201,7 @@ errors of meshplan
             """\
 MP402: write the codes of rules, e.g. meshplan rule MP101, or --all
 MP402: write the codes of rules, e.g. meshplan rule MP101, or --all
-MP402: no rule or error 'MP1O2'; near it are MP102, MP702, MP602""",
+MP402: no rule or error 'MP1O2'; near it are MP102, MP802, MP702""",
         )
 
 
