@@ -9,10 +9,31 @@ from hypothesis import settings
 settings.register_profile("meshplan", deadline=None)
 settings.load_profile("meshplan")
 
+# Files whose tests run autograd in their own process. Where torch knows of devices it then has
+# threads that do not come along into a fork, so that no ranks can be forked afterwards.
+_LAST = {
+    "test_dp_controls",
+    "test_dp_leaves",
+    "test_dp_reduce",
+    "test_dp_smoke",
+    "test_replica_check",
+    "test_replica_tensors",
+    "test_tp_composition",
+    "test_tp_logprobs",
+    "test_tp_masked",
+    "test_tp_math",
+    "test_tp_policy",
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files by name, and before them the one that starts 40 processes.
+    """Files by name, but before all others the one that starts 40 processes; and some at the end.
 
-    Two workers take a file each. What follows it by name is light, and so are the last files.
+    Two workers take a file each. What stands beside the 40 processes is light.
     """
-    items.sort(key=lambda item: item.path.stem != "test_demo")
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return 0 if name == "test_demo" else 2 if name in _LAST else 1
+
+    items.sort(key=place)

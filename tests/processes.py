@@ -25,10 +25,10 @@ _FORK = multiprocessing.get_context("fork")
 def warm_compiler() -> None:
     """Import and initialise what compiles, so that not every rank has to: ranks are forked.
 
-    Nothing is run backward: autograd's threads do not come along into a fork.
+    Nothing of it has a gradient: autograd's threads do not come along into a fork.
     """
     function = torch.compile(lambda x: x * 2 + 1, fullgraph=True, backend="aot_eager")
-    function(torch.ones(2, requires_grad=True))
+    function(torch.ones(2))
 
 
 def run_ranks(
