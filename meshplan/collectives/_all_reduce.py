@@ -14,11 +14,10 @@ from torch.distributed import ProcessGroup
 
 from meshplan._spans import span
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
-from meshplan.collectives._members import beside, compare, groups_of, members, step_over, where
-from meshplan.collectives._provenance import Event, Source, record
+from meshplan.collectives._members import beside, compare, groups_of, members, where
+from meshplan.collectives._ordered import reduced_in_order
+from meshplan.collectives._provenance import Event, record
 from meshplan.collectives._request import DeterministicAllReduceConfig, op_named
-from meshplan.collectives._run import run_reduction
-from meshplan.collectives._switches import one_shot_switch
 from meshplan.errors import ContractError, ContractTypeError
 
 __all__ = [
@@ -123,34 +122,10 @@ def reduced(
         group: of more than one rank, this one among them.
         apart: on a second process group of the same ranks.
     """
-    op = op_named(config.op)
-    name = f"deterministic_all_reduce {config.op}"
     if config.mode == "torch_all_reduce":
         return _by_backend(tensor, config, beside(group, tensor) if apart else group)
-    contract = config.ordered
-    groups = groups_of(tensor, group, contract, config.mode, apart=apart)
-    path = "reference" if config.mode == "ordered_rank_reference" else "exchange"
-    step = step_over(
-        group,
-        kind="all_reduce",
-        op=op,
-        divisor=group.size() if op == "avg" else None,
-        contract=contract,
-        path=path,
-        why=f"mode {config.mode}",
-    )
-    planned = f"all_reduce {op} over {group.size()} ranks, {path}, contract {contract.id}"
-    result = run_reduction(
-        tensor.detach(),
-        step,
-        groups,
-        source=Source(name, planned, where(groups.flat), "collective"),
-        path=config.mode if path == "exchange" else path,
-        strict=config.strict,
-        one_shot=one_shot_switch(),
-    )
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(result)
-    return waited
+    asked = f"deterministic_all_reduce {config.op}"
+    return reduced_in_order(tensor, config, group, "all_reduce", asked, apart=apart)
 
 
 def checked(

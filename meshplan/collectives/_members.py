@@ -14,9 +14,8 @@ from meshplan.contract import Contract
 from meshplan.errors import GroupStateError
 from meshplan.flatten import registry
 from meshplan.kernel import PEER_MODES
-from meshplan.planner import Step
 
-__all__ = ["beside", "compare", "groups_of", "members", "step_over", "where"]
+__all__ = ["beside", "compare", "groups_of", "members", "where"]
 
 
 def members(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -95,8 +94,3 @@ def compare(group: ProcessGroup, tensor: Tensor, what: str) -> None:
 def where(group: ProcessGroup) -> str:
     """The group, for the report."""
     return f"group {group.group_name} of {group.size()} ranks"
-
-
-def step_over(group: ProcessGroup, **fields: object) -> Step:
-    """A step over the one axis that a group is."""
-    return Step(axes=(0,), sizes=(group.size(),), move="", **fields)  # type: ignore[arg-type]

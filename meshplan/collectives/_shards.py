@@ -12,18 +12,16 @@ from torch.distributed import ProcessGroup
 
 from meshplan._spans import span
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
-from meshplan.collectives._members import beside, compare, groups_of, members, step_over, where
-from meshplan.collectives._provenance import Event, Source, record
+from meshplan.collectives._members import beside, compare, groups_of, members, where
+from meshplan.collectives._ordered import reduced_in_order
+from meshplan.collectives._provenance import Event, record
 from meshplan.collectives._request import (
     CONTRACT_MODES,
     DeterministicAllReduceConfig,
     Reduction,
     check_mode,
     check_tensor,
-    op_named,
 )
-from meshplan.collectives._run import run_reduction
-from meshplan.collectives._switches import one_shot_switch
 from meshplan.contract import Contract
 from meshplan.errors import ContractError
 
@@ -187,37 +185,9 @@ def reduced_shard(
     apart: bool = False,
 ) -> Tensor:
     """This rank's shard of the reduction, waited for; all arguments are checked."""
-    contract, op = config.ordered, op_named(config.op)
-    groups = groups_of(tensor, group, contract, config.mode, apart=apart)
-    path = "reference" if config.mode == "ordered_rank_reference" else "exchange"
-    step = step_over(
-        group,
-        kind="reduce_scatter",
-        op=op,
-        divisor=group.size() if op == "avg" else None,
-        contract=contract,
-        path=path,
-        scatter=((0, dim),),
-        lengths=tuple(lengths),
-        why=f"mode {config.mode}",
-    )
-    planned = f"reduce_scatter {op} over {group.size()} ranks, {path}, contract {contract.id}"
-    result = run_reduction(
-        tensor.detach(),
-        step,
-        groups,
-        source=Source(
-            f"deterministic_reduce_scatter {config.op} of dim {dim}",
-            planned,
-            where(groups.flat),
-            "collective",
-        ),
-        path=config.mode if path == "exchange" else path,
-        strict=config.strict,
-        one_shot=one_shot_switch(),
-    )
-    waited: Tensor = _ops.wait_tensor(result)
-    return waited
+    asked = f"deterministic_reduce_scatter {config.op} of dim {dim}"
+    cut = {"scatter": ((0, dim),), "lengths": tuple(lengths)}
+    return reduced_in_order(tensor, config, group, "reduce_scatter", asked, apart=apart, **cut)
 
 
 def gathered(tensor: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
