@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test test-gpu check bench bench-gpu golden clean
+.PHONY: help setup demo test test-dist test-gpu check bench bench-smoke bench-gpu golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -38,6 +38,10 @@ demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshp
 test: setup ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# One after the other: each of these fills the machine.
+test-dist: setup ## jobs over several hosts and broken ones: what `make test` leaves out, and its like
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'dist or multinode'
+
 test-gpu: ## what only a GPU can show, with the torch, pytest and compilers of this machine
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	$(PYTHON) -m pytest -c tests/gpu.ini tests/test_gpu.py
@@ -47,16 +51,15 @@ check: setup ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: setup ## what planning and dispatch cost, before anything is sent
-	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/planner.py
-	$(BIN)/python benchmarks/fold.py
-	$(BIN)/python benchmarks/allreduce_cpu.py
-	$(BIN)/python benchmarks/replicas.py
+bench: setup ## all benchmarks, and docs/performance.md of what they say: half an hour
+	$(BIN)/python -m benchmarks --json docs/performance/performance.json --page docs
+
+bench-smoke: setup ## that the benchmarks work: small cases, no times
+	$(BIN)/python -m benchmarks --smoke --json $(VENV)/bench-smoke.json --page $(VENV)/bench-smoke
 
 bench-gpu: ## the kernels for GPUs beside a plain copy and torch's own all-reduces
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
-	$(PYTHON) benchmarks/allreduce_gpu.py
+	$(PYTHON) -m benchmarks.allreduce_gpu
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py

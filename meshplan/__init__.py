@@ -73,6 +73,7 @@ _PACKAGES = (
     "dtensor",
     "errors",
     "flatten",
+    "integrations",
     "kernel",
     "layout",
     "planner",

@@ -3,7 +3,7 @@
 A message says what is wrong, what was found, and what to write instead. The code in front of it
 never changes its meaning; the linter's rules share the numbering (1xx layout, 2xx topology input,
 3xx environment, 4xx plan, 5xx process groups, 6xx installation, 7xx execution, 8xx references of
-tensor parallelism).
+tensor parallelism, 9xx integrations).
 
 A child of ``ValueError`` or ``TypeError`` is a mistake in the call, and is raised before anything
 is sent. A child of ``RuntimeError`` is the state of the job or of the cluster.
@@ -32,6 +32,7 @@ __all__ = [
     "GroupAgreementError",
     "GroupCreationError",
     "GroupStateError",
+    "CollectiveError",
     "InstallError",
     "UnsupportedTorchError",
     "FallbackRefusedError",
@@ -42,6 +43,7 @@ __all__ = [
     "ReplicaDivergenceError",
     "ShardError",
     "TokenCoverageError",
+    "IntegrationError",
 ]
 
 
@@ -154,6 +156,20 @@ class GroupStateError(GroupError):
     """A group was asked for in a state in which none can be created."""
 
     code = "MP503"
+
+
+class CollectiveError(GroupError):
+    """A collective of a reduction failed in the backend: a member ended, or did not come in time.
+
+    Raised on every rank that was in it. ``missing`` holds the global ranks that did not report the
+    failure as well: those that ended, hang or took another branch, and those that still wait.
+    """
+
+    code = "MP504"
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class InstallError(MeshplanError, RuntimeError):
@@ -270,3 +286,9 @@ class TokenCoverageError(ShardError):
         super().__init__(message)
         self.token_id = token_id
         self.covered_by = covered_by
+
+
+class IntegrationError(MeshplanError, ValueError):
+    """A model, a group or an option that an integration cannot take."""
+
+    code = "MP901"

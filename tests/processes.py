@@ -52,7 +52,7 @@ def run_ranks(
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             _FORK.Process(
-                target=_child,
+                target=child,
                 args=(
                     function,
                     rank,
@@ -103,7 +103,7 @@ def _collect(processes: list[Any], receivers: list[Connection], timeout: float) 
     return results
 
 
-def _child(
+def child(
     function: Callable[[int], Any],
     rank: int,
     world_size: int,

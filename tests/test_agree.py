@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._agree import Verdict, arrived, open_round, roll_call, vote
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -147,3 +147,30 @@ def test_a_timeout_beside_the_last_arrival_decides_once() -> None:
             thread.join(10)
         assert len(results) == 2
         assert results[0] == results[1]
+
+
+def answers(store: dist.Store, ranks: tuple[int, ...], come: tuple[int, ...]) -> list[object]:
+    with ThreadPoolExecutor(len(come)) as pool:
+        return list(
+            pool.map(lambda r: roll_call(store, "group", ranks=ranks, rank=r, wait=1.0), come)
+        )
+
+
+def test_a_roll_call_names_who_does_not_answer(store: dist.Store) -> None:
+    assert answers(store, (0, 1, 2), (0, 1, 2)) == [(), (), ()]
+    # Of a later failure; the ranks that come when it is over learn who else was missing.
+    assert answers(store, (0, 1, 2, 3), (0, 2)) == [(1, 3), (1, 3)]
+    assert answers(store, (0, 1, 2, 3), (1,)) == [(3,)]
+
+
+def test_who_alone_did_not_answer_is_told_so(store: dist.Store) -> None:
+    assert answers(store, (0, 1, 2), (0, 2)) == [(1,), (1,)]
+    assert answers(store, (0, 1, 2), (1,)) == [None]
+
+
+def test_who_has_arrived_at_a_vote() -> None:
+    store = dist.HashStore()
+    prefix, _ = open_round(store, "group", 0)
+    assert vote(store, prefix, ranks=(0, 1, 2), rank=0, token="same", timeout=0.1).missing == (1, 2)
+    assert arrived(store, prefix, (0, 2), 0.1) == (2,)
+    assert arrived(store, prefix, (0,), 0.1) == ()

@@ -137,7 +137,8 @@ def test_every_plan_gives_the_bits_of_the_contract() -> None:
 
     each()
     kinds = ("all_reduce", "reduce_scatter", "hierarchical", "slice first", "refused")
-    assert min(seen[kind] for kind in kinds) >= 10, seen
+    # Rare ones come about twenty times, and by chance less often.
+    assert min(seen[kind] for kind in kinds) >= 3, seen
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -399,6 +399,24 @@ def test_async_results_are_waited_for_on_use() -> None:
     run_ranks(ranks, 4)
 
 
+def test_fast_keeps_the_gradient_that_torchs_collectives_give() -> None:
+    """Beneath DTensor's own autograd, as the code of others calls it."""
+
+    def ranks(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp"))
+        local = torch.ones(3, requires_grad=True)
+        src, dst = (
+            DTensor.from_local(torch.ones(3), mesh, placements, run_check=False)._spec
+            for placements in ((P, P), (R, R))
+        )
+        with meshplan.installed(policy="fast"):
+            _redistribute.redistribute_local_tensor(local, src, dst).sum().backward()
+        assert local.grad is not None
+        return local.grad.tolist()
+
+    assert run_ranks(ranks, 2) == [[2.0] * 3] * 2
+
+
 def test_fast_is_one_all_reduce_of_the_backend() -> None:
     def ranks(rank: int) -> list[dict[str, int]]:
         mesh = init_device_mesh("cpu", (2, 3, 1))

@@ -34,6 +34,7 @@ MP500 GroupError(MeshplanError, RuntimeError)
 MP501 GroupAgreementError(GroupError)
 MP502 GroupCreationError(GroupError)
 MP503 GroupStateError(GroupError)
+MP504 CollectiveError(GroupError)
 MP601 InstallError(MeshplanError, RuntimeError)
 MP602 UnsupportedTorchError(InstallError)
 MP701 FallbackRefusedError(MeshplanError, RuntimeError)
@@ -42,7 +43,8 @@ MP703 SignatureMismatchError(MeshplanError, RuntimeError)
 MP704 AuditError(MeshplanError, RuntimeError)
 MP705 ReplicaDivergenceError(MeshplanError, RuntimeError)
 MP801 ShardError(MeshplanError, ValueError)
-MP802 TokenCoverageError(ShardError)""",
+MP802 TokenCoverageError(ShardError)
+MP901 IntegrationError(MeshplanError, ValueError)""",
     )
 
 

@@ -518,7 +518,7 @@ def test_a_member_that_fails_to_create_fails_all_and_the_next_call_works(
     for message, sum_of_ones in found:
         assert message == (
             "MP502: the group of ranks 2, 1, 0 was agreed on but could not be created, rank 1 "
-            "failed: RuntimeError: no cable; the members have dropped it and the next call tries "
+            "failed: RuntimeError: no cable (ranks 2, 0 had not come 2 s later); the members have dropped it and the next call tries "
             "again"
         )
         assert sum_of_ones == 3.0

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshplan.collectives import Source, StepGroups, _in_place, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import CollectiveError
 from meshplan.kernel import _fold, large_pages, reduce_into
 from meshplan.kernel._pages import LARGE_BYTES
 from meshplan.planner import Step
@@ -242,13 +243,13 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(leaves_at: str) -> None:
             time.sleep(12)
             return None
         started = time.perf_counter()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CollectiveError, match=r"ranks? (\d, )?2 did not report it too"):
             run(torch.ones(3 * numel), step(3))
         return time.perf_counter() - started
 
     found = run_ranks(ranks, 3, collective_timeout=3)
-    # Once the group's time, not once for each collective.
-    assert all(2 < seconds < 6 for seconds in found[:2])
+    # Once the group's time, not once for each collective; and as long for who else reports it.
+    assert all(2 < seconds < 9 for seconds in found[:2])
 
 
 def test_all_works_are_waited_for() -> None:

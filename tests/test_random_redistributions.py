@@ -37,30 +37,36 @@ def placement(text: str) -> Placement:
     return Replicate() if text == "R" else Partial(text[2:-1] or "sum")
 
 
-def drawn() -> list[Redistribution]:
-    """The same cases on every run, and one to be refused; shrinking is for the pure test."""
+def drawn(count: int, world_size: int) -> list[Redistribution]:
+    """The same cases on every run; shrinking is for the pure test."""
     cases: list[Redistribution] = []
 
     @settings(
-        max_examples=DRAWN,
+        max_examples=count,
         derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(redistributions(max_world=8, all_ranks=8, to_partial=False, dtypes=DTYPES))
+    @given(
+        redistributions(max_world=world_size, all_ranks=world_size, to_partial=False, dtypes=DTYPES)
+    )
     def collect(case: Redistribution) -> None:
         # Where all partial axes are of size 1 there is nothing to reduce, and torch is left alone.
         if any(case.layout.sizes[i] > 1 for i in case.partial):
             cases.append(case)
 
     collect()
+    return cases
+
+
+def refused() -> Redistribution:
+    """A gather of shards that lie by coordinate."""
     descending = Layout(sizes=(2, 4), names=None, ranks=(3, 2, 1, 0, 7, 6, 5, 4))
     options = {"contract": Contract(), "topology": None, "path": "exchange"}
     src, dst = ("P", "S(0)"), ("R", "R")
-    cases.append(Redistribution(descending, src, dst, (5, 3), torch.float32, options, 1))
-    return cases
+    return Redistribution(descending, src, dst, (5, 3), torch.float32, options, 1)
 
 
 @cache
@@ -118,7 +124,7 @@ class Leaves:
 
 def test_random_redistributions_that_start_from_partial() -> None:
     """Uneven and empty shards, 0-dim and zero-size tensors, meshes of some ranks in any order."""
-    cases = drawn()
+    cases = [*drawn(DRAWN, 8), refused()]
 
     def ranks(rank: int) -> Counter[str]:
         meshes: dict[Layout, DeviceMesh] = {}

@@ -147,6 +147,7 @@ errors of meshplan
   MP501           GroupAgreementError      The members of a group did not agree to create it: ranks missing, or plans that differ.
   MP502           GroupCreationError       All members agreed, but a group could not be created or warmed up on all of them.
   MP503           GroupStateError          A group was asked for in a state in which none can be created.
+  MP504           CollectiveError          A collective of a reduction failed in the backend: a member ended, or did not come in time.
   MP601           InstallError             The plugin cannot be put in place, or cannot be taken out exactly.
   MP602           UnsupportedTorchError    This torch version has not been tested with the plugin.
   MP701           FallbackRefusedError     `strict=True` and a reduction would have run outside the contract.
@@ -156,6 +157,7 @@ errors of meshplan
   MP705           ReplicaDivergenceError   Ranks that should hold the same replica of a tensor hold different bits.
   MP801           ShardError               Shards, tokens, masks or options of `meshplan.testing.tp` that do not fit together.
   MP802           TokenCoverageError       An active token that no shard of the vocabulary holds, or more than one.
+  MP901           IntegrationError         A model, a group or an option that an integration cannot take.
 """,
         )
 

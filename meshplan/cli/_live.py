@@ -11,6 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from meshplan.errors import GroupError, TopologyError
 from meshplan.flatten import discover
+from meshplan.flatten._answering import AnsweringStore
 from meshplan.topology import Cluster
 
 __all__ = ["live_cluster"]
@@ -29,6 +30,7 @@ def live_cluster(environ: Mapping[str, str], timeout: float) -> Cluster:
     Raises:
         TopologyError: no such launcher, or the ranks cannot be connected.
         GroupAgreementError: names the ranks that did not come.
+        GroupStateError: the store does not answer.
     """
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
@@ -40,7 +42,7 @@ def live_cluster(environ: Mapping[str, str], timeout: float) -> Cluster:
         found = rendezvous("env://", timeout=timedelta(seconds=timeout))
         store, rank, world_size = next(found)
         cluster = discover(store, rank, world_size, timeout)
-        _leave_together(store, rank, world_size, timeout)
+        _leave_together(AnsweringStore(store, timeout), rank, world_size, timeout)
     except GroupError:
         raise
     except (RuntimeError, ValueError) as error:

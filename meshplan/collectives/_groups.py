@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan.kernel import Communicator
@@ -26,6 +28,7 @@ class StepGroups:
         gather: over ``step.gather_axes``; ``None`` if there are none.
         peers: memory that all ranks of ``whole`` share; ``None`` if they do not.
         no_peers: why they do not, where it was asked for.
+        ranks: tells the global ranks of the whole group, where a hierarchical step has none.
     """
 
     whole: ProcessGroup | None
@@ -34,6 +37,7 @@ class StepGroups:
     gather: ProcessGroup | None = None
     peers: Communicator[Any] | None = None
     no_peers: str = ""
+    ranks: Callable[[], tuple[int, ...]] | None = None
 
     @property
     def flat(self) -> ProcessGroup:
@@ -52,6 +56,20 @@ class StepGroups:
     def levels(self) -> tuple[ProcessGroup, ...]:
         """The groups to reduce over one after the other, for the one result."""
         return self.nested if self.whole is None else (self.whole,)
+
+    @property
+    def all(self) -> tuple[ProcessGroup, ...]:
+        """Every group that the step sends on, once."""
+        gather = () if self.gather is None else (self.gather,)
+        return tuple(dict.fromkeys((*self.levels, *gather)))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks of all that reduce together, as far as they are known."""
+        if self.ranks is not None:
+            return self.ranks()
+        found = (rank for pg in self.levels for rank in dist.get_process_group_ranks(pg))
+        return tuple(dict.fromkeys(found))
 
     @property
     def position(self) -> int:

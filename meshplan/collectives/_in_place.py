@@ -13,17 +13,17 @@ graph and one that does not call the same collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import exchange
-from meshplan.collectives._tracing import is_traced
+from meshplan.collectives._tracing import is_traced, named_group
 from meshplan.contract import Contract, Op
 from meshplan.kernel import OPERATORS, large_pages, reduce_into
 from meshplan.planner import Step
@@ -101,7 +101,8 @@ def _exchange(
         contract=Contract(order, accumulate, rounding),  # type: ignore[arg-type]
         divisor=divisor,
     )
-    result, _ = exchange_over_gloo(message, step, StepGroups(_resolve_process_group(group)))  # type: ignore[arg-type]
+    groups = StepGroups(named_group(group, math.prod(shape)))
+    result, _ = exchange_over_gloo(message, step, groups)
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return waited
 

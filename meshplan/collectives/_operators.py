@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import ProcessGroup
 
 from meshplan.collectives._all_reduce import reduced
 from meshplan.collectives._request import DeterministicAllReduceConfig
 from meshplan.collectives._shards import gathered, reduced_shard
+from meshplan.collectives._tracing import named_group
 from meshplan.contract import Contract
 from meshplan.errors import ContractStateError
 from meshplan.kernel import OPERATORS
@@ -30,10 +29,6 @@ __all__ = ["LINEAR"]
 LINEAR = ("sum", "mean")
 _DEFAULT = Contract().id
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-
-
-def _group(name: str) -> ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _all_reduce(
@@ -53,7 +48,7 @@ def _all_reduce_in_place(
 
 
 def _reduced(tensor: Tensor, mode: str, op: str, contract: str, strict: bool, group: str) -> Tensor:
-    found = _group(group)
+    found = named_group(group)
     config = DeterministicAllReduceConfig.of(mode, op, contract, strict, found)
     return reduced(tensor, config, found)
 
@@ -68,13 +63,13 @@ def _reduce_scatter(
     strict: bool,
     group: str,
 ) -> Tensor:
-    found = _group(group)
+    found = named_group(group, len(sizes))
     config = DeterministicAllReduceConfig.of(mode, op, contract, strict, found)
     return reduced_shard(tensor, config, found, dim, sizes)
 
 
 def _all_gather(tensor: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    return gathered(tensor, _group(group), dim, sizes)
+    return gathered(tensor, named_group(group, len(sizes)), dim, sizes)
 
 
 def _same(tensor: Tensor, *_: object) -> Tensor:
@@ -87,7 +82,7 @@ def _nothing(*_: object) -> None:
 
 def _shard(tensor: Tensor, dim: int, sizes: Sequence[int], *rest: Any) -> Tensor:
     shape = list(tensor.shape)
-    shape[dim] = sizes[_group(rest[-1]).rank()]
+    shape[dim] = sizes[named_group(rest[-1]).rank()]
     return tensor.new_empty(shape)
 
 

@@ -16,6 +16,7 @@ from meshplan._spans import span
 from meshplan.collectives import _audit, _paths
 from meshplan.collectives._choose import Choice, choose
 from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._guarded import guarded
 from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
 from meshplan.collectives._in_place import exchange_over_gloo, is_over_gloo
 from meshplan.collectives._peers import peer_all_reduce, peer_scatter
@@ -77,8 +78,10 @@ def run_reduction(
             empty tensor and what torch traces are never compared.
 
     Returns:
-        A contiguous tensor of the same dtype, of the tensor's shape or the shard's. Its last
-        collective may be under way: ``torch.ops._c10d_functional.wait_tensor`` waits for it.
+        A contiguous tensor of the same dtype, of the tensor's shape or the shard's. On GPUs, and by
+        path ``native``, its last collective may be under way:
+        ``torch.ops._c10d_functional.wait_tensor`` waits for it. Where torch traces, that is in the
+        graph already.
 
     Raises:
         ContractTypeError: ``avg`` of integers.
@@ -86,7 +89,11 @@ def run_reduction(
             taken.
         PeerTimeoutError, SignatureMismatchError: ranks that share memory did not come, or came for
             something else.
+        CollectiveError: the backend failed, on every rank that was in it. On GPUs and by path
+            ``native`` errors may come later, and are then the backend's own.
+        GroupStateError: another thread is in a reduction over the same groups.
         AuditError: on every rank, where an audit has found other bits than the contract's.
+        RuntimeError: no memory, for example; a note says in what reduction.
     """
     assert step.op is not None
     started = time.perf_counter()
@@ -119,10 +126,16 @@ def run_reduction(
     traced = is_traced(tensor)
     summand = numbers if step.norm is None else numbers**step.norm
     with _NO_SPAN if traced else span(step.kind, step.op, choice.path):
-        reduced, sends = _reduced(summand, step, groups, choice.path)
+        run = partial(_reduced, summand, step, groups, choice.path)
+        kind = tensor.device.type
+        reduced, sends = run() if traced else _checked(run, groups, kind, choice.path, source)
     result = reduced
+    # A graph keeps what is waited for where its result is of no use, backward's copies included:
+    # what is finished must not be waited for there.
+    if step.norm is not None or traced:
+        result = _waited(result, step, choice.path, sends)
     if step.norm is not None:
-        result = torch.ops._c10d_functional.wait_tensor(result) ** (1.0 / step.norm)
+        result = result ** (1.0 / step.norm)
     if tensor.is_complex() and not numbers.is_complex():
         result = torch.view_as_complex(result)
     contract = None if choice.path == "native" else step.contract
@@ -150,6 +163,34 @@ def _reduced(
         return exchange_over_gloo(summand, step, groups)
     result = _function(step, path)(summand, step, groups)
     return result, _sends(step, path, result)
+
+
+def _checked(
+    run: Callable[[], tuple[Tensor, tuple[str, ...]]],
+    groups: StepGroups,
+    device_type: str,
+    path: str,
+    source: Source,
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Under the guard. What is the backend's own goes on beside the caller, as it does in torch."""
+    if device_type == "cpu" and path != "native":
+        run = partial(_finished, run)
+    return guarded(run, groups, device_type, source)
+
+
+def _finished(run: Callable[[], tuple[Tensor, tuple[str, ...]]]) -> tuple[Tensor, tuple[str, ...]]:
+    """The result is waited for: who waits later knows nothing of what has failed."""
+    reduced, sends = run()
+    return torch.ops._c10d_functional.wait_tensor(reduced), sends
+
+
+def _waited(result: Tensor, step: Step, path: str, sends: tuple[str, ...]) -> Tensor:
+    """The result, finished, whether its last call is a collective of torch's or not."""
+    added_after = path == "reference" or (path == "native" and step.divisor is not None)
+    if added_after or not sends or sends[-1] not in ("all_gather_into_tensor", "all_reduce"):
+        return result
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    return waited
 
 
 def _is_flat(step: Step) -> bool:

@@ -1,13 +1,17 @@
-"""Whether a reduction is only noted down, for a graph that runs later."""
+"""Whether a reduction is only noted down, for a graph that runs later; and the graph's groups."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-__all__ = ["is_traced"]
+from meshplan.errors import GroupStateError
+
+__all__ = ["is_traced", "named_group"]
 
 # Other subclasses stand for what a tracer or a simulation sees; one is a collective under way.
 _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
@@ -25,3 +29,32 @@ def is_traced(tensor: Tensor) -> bool:
         or get_proxy_mode() is not None
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def named_group(name: str, size: int | None = None) -> ProcessGroup:
+    """The process group that a graph names.
+
+    Args:
+        name: torch's name of the group.
+        size: of the group that was there when the graph was made, where the graph knows it.
+
+    Raises:
+        GroupStateError: there is no such group, or it is another one.
+    """
+    cure = (
+        "call meshplan.prepare(mesh) before compiled code runs, on every rank, and "
+        "torch.compiler.reset() where process groups were destroyed"
+    )
+    try:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise GroupStateError(
+            f"compiled code reduces over the process group {name}, and this process has none of "
+            f"that name; {cure}"
+        ) from error
+    if size is not None and group.size() != size:
+        raise GroupStateError(
+            f"compiled code reduces over {size} ranks of the process group {name}, and the one of "
+            f"that name has {group.size()}; {cure}"
+        )
+    return group

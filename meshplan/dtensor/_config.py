@@ -36,6 +36,7 @@ class Config:
         debug: compare what the members bring before every reduction.
         audit: compare the first and then every ``audit``-th call of each reduction; ``None``: none.
         one_shot: where path is ``auto``: always one-shot, or never; ``None``: what is faster.
+        beside: for threads beside the main thread, whose groups are their own.
         key: all of it as one string; equal configurations have equal keys.
 
     Raises:
@@ -54,6 +55,7 @@ class Config:
     debug: bool = False
     audit: int | None = None
     one_shot: bool | None = None
+    beside: bool = False
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,9 @@ class Config:
                 'write topology=Topology.uniform(world_size, node_size=8), or "live"'
             )
         # Part of a look-up in every redistribution: a string remembers its hash.
-        object.__setattr__(self, "key", f"{self.token}, strict {self.strict}, {self.timeout}")
+        object.__setattr__(
+            self, "key", f"{self.token}, {self.strict}, {self.timeout}, {self.beside}"
+        )
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:

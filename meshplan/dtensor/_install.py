@@ -1,12 +1,12 @@
 """Put meshplan into DTensor and take it out again, exactly.
 
-One attribute of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
-``_optimize_transform_infos`` up as a module global on every redistribution.
+One function of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
+``_optimize_transform_infos`` up as a module global on every redistribution. And one setting stands
+while meshplan is installed, by which torch tells compiled graphs on disk apart (``_cache_key``).
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Iterator
@@ -24,21 +24,26 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshplan.collectives import PathChoice, count_untouched, one_shot_switch
 from meshplan.contract import Contract
+from meshplan.dtensor._cache_key import remove_tag, set_tag
 from meshplan.dtensor._config import Config, PolicyChoice
-from meshplan.dtensor._live import gathered
+from meshplan.dtensor._epoch import epoch
+from meshplan.dtensor._graphs import (
+    forget_graphs,
+    guard_on,
+    is_graph_traced,
+    never_compiled,
+    refuse_in_graph,
+)
+from meshplan.dtensor._live import as_settled, gathered
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._seam import Optimize, planned_steps
+from meshplan.dtensor._self_check import SEAM, check_seam, check_version
 from meshplan.dtensor._shard_order import any_by_coordinate, watched
-from meshplan.errors import InstallError, UnsupportedTorchError
+from meshplan.errors import InstallError
 from meshplan.planner import Policy
 from meshplan.topology import Topology
 
 __all__ = ["current_config", "install", "installed", "policy", "uninstall"]
-
-TESTED_TORCH = ((2, 11), (2, 15))
-
-_ATTRIBUTE = "_optimize_transform_infos"
-_PARAMETERS = ("transform_infos", "device_mesh", "src_placements", "dst_placements")
 
 _lock = threading.RLock()
 # What is installed and torch's own function: one value, so that a redistribution on another thread
@@ -48,6 +53,7 @@ _Choice = Policy | tuple[tuple[str, Policy], ...]
 _override: ContextVar[_Choice | None] = ContextVar("meshplan_policy", default=None)
 
 
+@never_compiled
 def install(
     *,
     policy: PolicyChoice = "deterministic",
@@ -64,6 +70,9 @@ def install(
 
     Needs no process group yet. Calling it again replaces the arguments. Every rank must give the
     same ones; the first reduction over each group checks that.
+
+    Compiled code follows: what ``torch.compile`` has made is made again for other arguments, and
+    all of it where nothing was installed before.
 
     Args:
         policy: ``deterministic``: every such reduction runs under the contract, as one collective.
@@ -112,6 +121,7 @@ def install(
         UnsupportedTorchError: an untested torch version, or one whose seam has moved.
     """
     global _active
+    refuse_in_graph("meshplan.install")
     config = Config(
         policy=Config.policy_of(policy),
         contract=Contract() if contract is None else contract,
@@ -123,20 +133,22 @@ def install(
         audit=audit,
         one_shot=one_shot_switch(),
     )
-    _check_torch(torch.__version__, allow_untested_torch)
+    check_version(torch.__version__, allow_untested_torch)
     if topology == "live" and dist.is_initialized():
         gathered(config, None, 'meshplan.install(topology="live")')
     with _lock:
         if _active is not None:
             _active = (config, _active[1])
             return
-        original = getattr(_redistribute, _ATTRIBUTE, None)
-        _check_seam(original)
-        assert original is not None
+        check_seam()
+        original: Optimize = getattr(_redistribute, SEAM)
+        set_tag(_looked_up_by)
         _active = (config, original)
-        setattr(_redistribute, _ATTRIBUTE, _planned_transform_infos)
+        setattr(_redistribute, SEAM, _planned_transform_infos)
+        forget_graphs()
 
 
+@never_compiled
 def uninstall() -> None:
     """Give torch its own function back, the very object. Nothing happens if not installed.
 
@@ -146,25 +158,29 @@ def uninstall() -> None:
         InstallError: somebody else has replaced the function after meshplan did.
     """
     global _active
+    refuse_in_graph("meshplan.uninstall")
     with _lock:
         if _active is None:
             return
-        if getattr(_redistribute, _ATTRIBUTE) is not _planned_transform_infos:
+        if getattr(_redistribute, SEAM) is not _planned_transform_infos:
             raise InstallError(
-                f"{_redistribute.__name__}.{_ATTRIBUTE} was replaced after meshplan.install by "
-                f"{getattr(_redistribute, _ATTRIBUTE)!r}; undo that first, then uninstall"
+                f"{_redistribute.__name__}.{SEAM} was replaced after meshplan.install by "
+                f"{getattr(_redistribute, SEAM)!r}; undo that first, then uninstall"
             )
-        setattr(_redistribute, _ATTRIBUTE, _active[1])
+        setattr(_redistribute, SEAM, _active[1])
         _active = None
+        remove_tag()
 
 
 @contextmanager
+@never_compiled
 def installed(**arguments: Any) -> Iterator[None]:
     """``install(**arguments)`` for a ``with`` block; then what was installed before it, if any.
 
     For the whole process, not for one thread.
     """
     global _active
+    refuse_in_graph("meshplan.installed")
     with _lock:
         before = _active
         install(**arguments)
@@ -179,6 +195,7 @@ def installed(**arguments: Any) -> Iterator[None]:
 
 
 @contextmanager
+@never_compiled
 def policy(choice: PolicyChoice) -> Iterator[None]:
     """Another policy for the redistributions in a ``with`` block, on this thread.
 
@@ -192,6 +209,7 @@ def policy(choice: PolicyChoice) -> Iterator[None]:
         PolicyError: a policy that does not exist.
         InstallError: meshplan is not installed, so that there is no policy to change.
     """
+    refuse_in_graph("meshplan.policy")
     config = current_config()
     if config is None:
         raise InstallError(
@@ -213,11 +231,35 @@ def current_config() -> Config | None:
     return active[0] if override is None else _with_policy(active[0], override)
 
 
+class _Current:
+    """What is planned from now, as one string. Compiled code compares it on every call."""
+
+    @property
+    def key(self) -> str:
+        config = current_config()
+        return "" if config is None else f"{as_settled(config).key}, epoch {epoch()}"
+
+
+CURRENT = _Current()
+
+
+def _guard_graph() -> None:
+    guard_on(__name__, "CURRENT", "key")
+
+
+def _looked_up_by() -> str:
+    # A graph that is found on disk is not traced, and may be one whose backward alone reduces.
+    _guard_graph()
+    config = current_config()
+    return "" if config is None else as_settled(config).key
+
+
 @lru_cache(maxsize=64)
 def _with_policy(config: Config, choice: _Choice) -> Config:
     return replace(config, policy=choice)
 
 
+@never_compiled
 def _planned_transform_infos(
     transform_infos: list[Any],
     device_mesh: DeviceMesh,
@@ -227,8 +269,10 @@ def _planned_transform_infos(
     active = _active
     if active is None:
         # Another thread has uninstalled since torch looked this function up.
-        function: Optimize = getattr(_redistribute, _ATTRIBUTE)
+        function: Optimize = getattr(_redistribute, SEAM)
         return function(transform_infos, device_mesh, src_placements, dst_placements)
+    if is_graph_traced():
+        _guard_graph()
     config, original = active
     override = _override.get()
     if override is not None:
@@ -258,23 +302,3 @@ def _scatters_by_list(transform_info: Any) -> bool:
 def _slices(transform_info: Any) -> bool:
     src, dst = transform_info.src_dst_placements
     return bool(src.is_replicate() and dst.is_shard())
-
-
-def _check_torch(version: str, allow_untested: bool) -> None:
-    low, high = TESTED_TORCH
-    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not low <= found <= high and not allow_untested:
-        raise UnsupportedTorchError(
-            f"torch {version} is not tested with meshplan, which knows "
-            f"{low[0]}.{low[1]} to {high[0]}.{high[1]}; install one of these, or write "
-            "meshplan.install(allow_untested_torch=True) and compare replicas yourself"
-        )
-
-
-def _check_seam(function: Any) -> None:
-    found = tuple(inspect.signature(function).parameters) if callable(function) else ()
-    if found != _PARAMETERS:
-        raise UnsupportedTorchError(
-            f"{_redistribute.__name__}.{_ATTRIBUTE} takes {list(found)} in torch "
-            f"{torch.__version__}, meshplan needs {list(_PARAMETERS)}; use a tested torch version"
-        )

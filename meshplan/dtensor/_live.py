@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -20,11 +21,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshplan.dtensor._config import Config
-from meshplan.flatten import default_timeout, discover, this_rank
+from meshplan.flatten import beside_main, default_timeout, discover, this_rank
+from meshplan.flatten._forks import refuse_inherited
 from meshplan.layout import Layout
 from meshplan.topology._cluster import Cluster
 
-__all__ = ["discovered", "for_redistribution", "gathered"]
+__all__ = ["as_settled", "discovered", "for_redistribution", "gathered"]
 
 _LOG = logging.getLogger("meshplan")
 
@@ -33,10 +35,12 @@ _LOG = logging.getLogger("meshplan")
 class _Settled:
     """What was gathered; ``None`` if the ranks are simulated and there is nothing to gather.
 
-    With it configurations that have it, by the key of those that have none.
+    With it configurations that have it, by the key of those that have none. ``by_request``: in
+    ``prepare`` or ``install``, and not on the way in some reduction.
     """
 
     cluster: Cluster | None
+    by_request: bool
     configs: dict[str, Config] = field(default_factory=dict)
 
     def complete(self, config: Config) -> Config:
@@ -61,25 +65,39 @@ def discovered() -> Cluster | None:
     return None if settled is None else settled.cluster
 
 
+def as_settled(config: Config) -> Config:
+    """``config`` with the topology that was gathered, if it has none of its own."""
+    world = dist.group.WORLD
+    settled = None if config.topology is not None or world is None else _SETTLED.get(world)
+    return config if settled is None else settled.complete(config)
+
+
 def for_redistribution(
     config: Config, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
 ) -> Config:
     """``config`` with the topology that was gathered, if it has none of its own.
 
     If none was gathered yet and this redistribution makes every rank of the job wait for every
-    other, they gather it now.
+    other, they gather it now; but not in a thread beside the main thread. That has the topology
+    only if it was asked for: whether a redistribution has gathered it by then differs from rank to
+    rank.
 
     Raises:
         GroupAgreementError, TopologyInputError: as ``gathered``.
     """
     world = dist.group.WORLD
+    beside = beside_main()
+    if beside:
+        config = _beside(config)
     if config.topology is not None or world is None:
         return config
     settled = _SETTLED.get(world)
+    if beside:
+        return settled.complete(config) if settled and settled.by_request else config
     if settled is None:
         if layout.world_size != world.size() or not _reduces_over_all(layout, src, dst):
             return config
-        settled = _settle(world, config.timeout, "the first reduction")
+        settled = _settle(world, config.timeout, "the first reduction", by_request=False)
     return settled.complete(config)
 
 
@@ -107,19 +125,28 @@ def gathered(
     if settled is None:
         if layout is not None and layout.world_size != world.size():
             return config
-        settled = _settle(world, config.timeout if timeout is None else timeout, what)
+        settled = _settle(
+            world, config.timeout if timeout is None else timeout, what, by_request=True
+        )
+    settled.by_request = True
     return settled.complete(config)
 
 
-def _settle(world: ProcessGroup, timeout: float | None, what: str) -> _Settled:
+@lru_cache(maxsize=64)
+def _beside(config: Config) -> Config:
+    return replace(config, beside=True)
+
+
+def _settle(world: ProcessGroup, timeout: float | None, what: str, *, by_request: bool) -> _Settled:
     # Where one process plays all ranks there is nobody to ask.
     if local_tensor_mode() is not None:
-        return _Settled(None)
+        return _Settled(None, by_request)
+    refuse_inherited()
     with _LOCK:
         settled = _SETTLED.get(world)
         if settled is None:
             simulated = dist.get_backend() == "fake"
-            settled = _Settled(None if simulated else _gather(world, timeout, what))
+            settled = _Settled(None if simulated else _gather(world, timeout, what), by_request)
             _SETTLED[world] = settled
     return settled
 

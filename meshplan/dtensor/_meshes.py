@@ -9,13 +9,14 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshplan.layout import Layout
 
 __all__ = ["Known", "known"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Known:
     """What is known of one mesh.
 
@@ -33,20 +34,34 @@ class Known:
     by_placement: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
-# Owned by this module; an entry goes with its mesh, and holds no mesh itself.
-_MESHES: weakref.WeakKeyDictionary[DeviceMesh, Known] = weakref.WeakKeyDictionary()
+# Owned by this module; they hold no mesh. Each mesh holds its entry, by what it is; equal meshes,
+# which torch takes for one another, find that of whichever lives. Meshes are not hashed for it:
+# they keep their hash, which is another one in every process, and torch's cache of compiled graphs
+# on disk goes by all that they keep.
+_MESHES = WeakIdKeyDictionary()
+_EQUAL: weakref.WeakValueDictionary[tuple[Any, ...], Known] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
 def known(device_mesh: DeviceMesh) -> Known:
     """What is known of a mesh; the same object while the mesh, or an equal one, lives."""
+    found: Known | None = _MESHES.get(device_mesh)  # type: ignore[no-untyped-call]
+    if found is not None:
+        return found
     with _LOCK:
-        entry = _MESHES.get(device_mesh)
-        if entry is None:
-            # While tracing, the mesh's rank tensor must be read for real.
-            with _disable_current_modes():
-                layout = Layout.from_mesh(device_mesh)
-            wide = [i for i, size in enumerate(layout.sizes) if size > 1]
-            entry = Known(layout, frozenset(i for i in wide if not layout.ascends(i)))
-            _MESHES[device_mesh] = entry
-        return entry
+        return _entry(device_mesh)
+
+
+def _entry(device_mesh: DeviceMesh) -> Known:
+    # While tracing, the mesh's rank tensor must be read for real.
+    with _disable_current_modes():
+        layout = Layout.from_mesh(device_mesh)
+    # Of the things that torch compares; of a thread only where threads play ranks.
+    key = (layout, device_mesh.device_type, getattr(device_mesh, "_thread_id", None))
+    entry = _EQUAL.get(key)
+    if entry is None:
+        wide = [i for i, size in enumerate(layout.sizes) if size > 1]
+        entry = Known(layout, frozenset(i for i in wide if not layout.ascends(i)))
+        _EQUAL[key] = entry
+    _MESHES[device_mesh] = entry
+    return entry

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._partial import AlreadyCut
 from meshplan.planner import Problem, Step, follows_default_order
 
@@ -26,6 +27,7 @@ TransformInfo = Any
 class _Resharded(Shard):
     """A ``Shard`` that is to cut another dim, at whatever place in the order of steps."""
 
+    @never_compiled
     def _to_new_shard_dim(
         self,
         local_tensor: torch.Tensor,

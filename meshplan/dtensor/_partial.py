@@ -17,13 +17,25 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 from meshplan.collectives import Source, StepGroups, is_traced, run_reduction
 from meshplan.dtensor._calls import next_call
 from meshplan.dtensor._config import Config
+from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._shard_order import mark
-from meshplan.flatten import Block, Group, Handle, registry
+from meshplan.flatten import Block, Group, Handle, registry, this_rank
 from meshplan.layout import Layout
 from meshplan.planner import Step
 
 __all__ = ["AlreadyCut", "PlannedPartial"]
+
+
+def _under_way(result: torch.Tensor) -> torch.Tensor:
+    """As torch gives results back: who uses it waits for it.
+
+    Torch wraps by an operator, for the sake of autograd alone, which costs as much as a collective
+    call does; within a redistribution autograd follows nothing.
+    """
+    if result.requires_grad:
+        return funcol._maybe_wrap_tensor(result)
+    return funcol.AsyncCollectiveTensor(result)
 
 
 class AlreadyCut(Shard):
@@ -32,6 +44,7 @@ class AlreadyCut(Shard):
     The step stays in torch's list, so that torch's own trace of placements is true.
     """
 
+    @never_compiled
     def _replicate_to_shard(
         self,
         local_tensor: torch.Tensor,
@@ -67,6 +80,7 @@ class PlannedPartial(Partial):
         ):
             object.__setattr__(self, name, value)
 
+    @never_compiled
     def _reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if isinstance(tensor, funcol.AsyncCollectiveTensor):
             tensor = tensor.wait()
@@ -86,7 +100,7 @@ class PlannedPartial(Partial):
             one_shot=self._config.one_shot,
             audit=call,
         )
-        return funcol._maybe_wrap_tensor(result)
+        return result if is_traced(tensor) else _under_way(result)
 
     def _audited_call(self, tensor: torch.Tensor, groups: StepGroups, source: Source) -> int:
         """Which call of this reduction it is, if it is one to audit; else 0."""
@@ -151,7 +165,16 @@ class PlannedPartial(Partial):
                 peers=groups[0].peers,
                 no_peers=groups[0].no_peers,
             )
-        return StepGroups(None, inner=pgs[0], outer=pgs[1], gather=pgs[2] if gathers else None)
+        return StepGroups(
+            None,
+            inner=pgs[0],
+            outer=pgs[1],
+            gather=pgs[2] if gathers else None,
+            ranks=self._members,
+        )
+
+    def _members(self) -> tuple[int, ...]:
+        return self._layout.group_of(this_rank(), self._step.axes) or ()
 
     def _text(self, groups: Sequence[Group]) -> str:
         """The groups for the report."""

@@ -8,6 +8,8 @@ from itertools import combinations
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.dtensor._config import Config
+from meshplan.dtensor._epoch import begin_epoch
+from meshplan.dtensor._graphs import never_compiled, refuse_in_graph
 from meshplan.dtensor._install import current_config
 from meshplan.dtensor._live import gathered
 from meshplan.dtensor._meshes import known
@@ -17,6 +19,7 @@ from meshplan.planner import near_blocks
 __all__ = ["prepare", "shutdown"]
 
 
+@never_compiled
 def prepare(
     mesh: DeviceMesh, *axes: Iterable[str | int], timeout: float | None = None
 ) -> tuple[Group, ...]:
@@ -41,6 +44,7 @@ def prepare(
         AxisNameError: an axis that the mesh does not have.
         GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
     """
+    refuse_in_graph("meshplan.prepare")
     config = current_config() or Config()
     layout = known(mesh).layout
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]
@@ -75,10 +79,13 @@ def prepare(
     return tuple(groups)
 
 
+@never_compiled
 def shutdown() -> int:
     """Destroy the groups that meshplan created, in name order; returns how many.
 
     Every rank calls it, before ``destroy_process_group()``. What is installed stays installed;
     the next reduction creates its group anew.
     """
+    refuse_in_graph("meshplan.shutdown")
+    begin_epoch()
     return registry().shutdown()

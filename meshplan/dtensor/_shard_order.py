@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 from meshplan.collectives import Event, record
+from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._meshes import Known
 from meshplan.errors import FallbackRefusedError, ShardOrderError
 
@@ -72,6 +73,7 @@ class _Watched(Shard):
         object.__setattr__(self, "_mesh", mesh)
         object.__setattr__(self, "_strict", strict)
 
+    @never_compiled
     def _replicate_to_shard(
         self,
         local_tensor: torch.Tensor,
@@ -82,6 +84,7 @@ class _Watched(Shard):
         shard: torch.Tensor = super()._replicate_to_shard(local_tensor, mesh, mesh_dim, shard_index)
         return mark(self._mesh, mesh_dim, shard)
 
+    @never_compiled
     def _to_replicate_tensor(
         self,
         local_tensor: torch.Tensor,
@@ -95,6 +98,7 @@ class _Watched(Shard):
         )
         return gathered
 
+    @never_compiled
     def _to_new_shard_dim(
         self,
         local_tensor: torch.Tensor,

@@ -11,6 +11,9 @@ from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import Handle as Handle
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import Group as Group
+from meshplan.flatten._join import shown_failure as shown_failure
+from meshplan.flatten._roll import missing_members as missing_members
+from meshplan.flatten._threads import beside_main as beside_main
 
 __all__ = [
     "MAX_GROUPS",
@@ -18,8 +21,11 @@ __all__ = [
     "Group",
     "GroupRegistry",
     "Handle",
+    "beside_main",
     "default_timeout",
     "discover",
+    "missing_members",
     "registry",
+    "shown_failure",
     "this_rank",
 ]

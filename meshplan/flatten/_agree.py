@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Verdict", "open_round", "vote"]
+__all__ = ["Verdict", "arrived", "open_round", "roll_call", "vote"]
 
 _FIRST_POLL_SECONDS = 0.0005
 _LAST_POLL_SECONDS = 0.1
@@ -145,6 +145,49 @@ def vote(
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)
     return Verdict.loads(store.get(verdict).decode())
+
+
+def arrived(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
+    """Wait at most ``wait`` seconds for others to come to a vote; returns who has not.
+
+    Args:
+        store, prefix, ranks: as for ``vote``. Without the rank that asks.
+        wait: seconds.
+    """
+    deadline = time.monotonic() + wait
+    while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(_LAST_POLL_SECONDS, left))
+    return missing
+
+
+def roll_call(
+    store: Store, name: str, *, ranks: Sequence[int], rank: int, wait: float
+) -> tuple[int, ...] | None:
+    """After a failure of what ``ranks`` did together: who has not reported it, too?
+
+    Args:
+        store: the default group's.
+        name: of the group that failed.
+        ranks: its members' global ranks.
+        rank: this process's global rank.
+        wait: seconds to wait for the others.
+
+    Returns:
+        The ranks that did not report it within ``wait`` seconds. Where the others have called the
+        roll before this rank came: those that did not answer then, this one left out; ``None`` if
+        there were no more.
+    """
+    prefix, _ = open_round(store, f"failed/{name}", rank)
+    head, _, number = prefix.rpartition("/")
+    last = f"{head}/{int(number) - 1}/verdict"
+    if int(number) and store.check([last]):
+        absent = Verdict.loads(store.get(last).decode()).missing
+        if rank in absent:
+            return tuple(r for r in absent if r != rank) or None
+    return vote(store, prefix, ranks=ranks, rank=rank, token="failed", timeout=wait).missing
 
 
 def _judge(

@@ -12,12 +12,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
+
+from meshplan.flatten._threads import beside_main
 
 __all__ = [
     "attempt_store",
@@ -27,8 +30,6 @@ __all__ = [
     "this_rank",
     "warm_up",
 ]
-
-_BOUND_DEVICE_LOCK = threading.Lock()
 
 
 def group_name(ranks: Sequence[int], backend: str, device_type: str, use: str = "") -> str:
@@ -83,7 +84,7 @@ def create_members_only(
         RuntimeError, ValueError: from torch, if the backend cannot connect the members.
     """
     group_rank = list(ranks).index(this_rank())
-    with _disable_current_modes(), _without_bound_device():
+    with _disable_current_modes(), _BOUND_DEVICE.hidden():
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             group_rank,
@@ -119,24 +120,48 @@ def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
             raise RuntimeError(f"the sum of ones over {group.size()} members was {ones.item()}")
 
 
-@contextmanager
-def _without_bound_device() -> Iterator[None]:
-    # With a bound device torch would split the default communicator, which is collective over
-    # the whole world: the ranks outside this group would have to take part.
-    with _BOUND_DEVICE_LOCK:
+class _BoundDevice:
+    """Hides the default group's device while groups are created, in however many threads.
+
+    With a bound device torch would split the default communicator, which is collective over the
+    whole world: the ranks outside this group would have to take part. The lock is not held while a
+    group is created: other ranks' threads may create the same groups the other way round.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Of the default group: how many threads create, and what is to be given back.
+        self._hidden: WeakKeyDictionary[ProcessGroup, tuple[int, object]] = WeakKeyDictionary()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
         default = c10d._get_default_group()
-        bound = getattr(default, "bound_device_id", None)
-        if bound is None:
-            yield
-            return
-        default.bound_device_id = None
+        with self._lock:
+            count, bound = self._hidden.get(default, (0, None))
+            if count == 0:
+                bound = getattr(default, "bound_device_id", None)
+            if bound is not None:
+                default.bound_device_id = None
+            self._hidden[default] = (count + 1, bound)
         try:
             yield
         finally:
-            default.bound_device_id = bound
+            with self._lock:
+                count, bound = self._hidden.pop(default)
+                if count > 1:
+                    self._hidden[default] = (count - 1, bound)
+                elif bound is not None:
+                    default.bound_device_id = bound  # type: ignore[assignment]
+
+
+_BOUND_DEVICE = _BoundDevice()
 
 
 def attempt_store(prefix: str) -> Store:
     """A store for one creation. ``prefix`` names the vote that allowed it: addresses that an
     earlier, failed creation left behind are never read."""
-    return PrefixStore(f"{prefix}/connect", c10d._get_default_store())
+    store = c10d._get_default_store()
+    if beside_main():
+        # Who waits on a store keeps other threads from using it, on which ranks may wait in turn.
+        store = store.clone()  # type: ignore[attr-defined]
+    return PrefixStore(f"{prefix}/connect", store)

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.flatten._agree import open_round, vote
+from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._join import refusal
 from meshplan.topology._cluster import Cluster
 from meshplan.topology._live import place_here
@@ -54,8 +55,10 @@ def discover(
 
     Raises:
         GroupAgreementError: ranks that did not come, named on all that came.
+        GroupStateError: the store does not answer.
         TopologyInputError: what some rank published cannot be understood.
     """
+    store = AnsweringStore(store, timeout)
     prefix, _ = open_round(store, f"places/{world_size}", rank)
     mine = place() if place is not None else place_here(os.environ)
     # Before the vote: who sees all ranks there sees all places.

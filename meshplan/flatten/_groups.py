@@ -1,17 +1,17 @@
 """The process groups that steps run on: reuse what exists, else create, and keep.
 
-One registry per process. It belongs to one default group: when that is destroyed or replaced, the
-registry drops what it knows. It creates at most ``MAX_GROUPS`` groups and never destroys one behind
-the caller's back, for destroying is collective too; ``shutdown`` does. It keeps no group alive:
-torch does, until the group or the default group is destroyed.
+One registry per process. What it knows belongs to one default group, as ``_book`` says. It creates
+at most ``MAX_GROUPS`` groups and never destroys one behind the caller's back, for destroying is
+collective too; ``shutdown`` does. Where threads reduce beside the main one, each mesh of theirs has
+groups of its own: ``_threads`` says why.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import GroupStateError
+from meshplan.flatten._answering import AnsweringStore
+from meshplan.flatten._book import Book
 from meshplan.flatten._create import default_timeout, this_rank
+from meshplan.flatten._end import rest_at_end
+from meshplan.flatten._forks import refuse_inherited
 from meshplan.flatten._join import (
     Group,
     agree_on,
@@ -31,32 +35,26 @@ from meshplan.flatten._join import (
 )
 from meshplan.flatten._known import Block, Handle, Key, Known
 from meshplan.flatten._signatures import Signatures
+from meshplan.flatten._threads import beside_main
+from meshplan.flatten._turns import Turns
 from meshplan.layout import Layout
 
 __all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
 
 MAX_GROUPS = 64
-MAX_LAYOUTS = 1024
-
-
-_LayoutKey = tuple[Layout, tuple[int, ...], Block | None, str, str, str, bool]
 
 
 class GroupRegistry:
-    """Finds, creates and remembers groups. Thread-safe; a creation holds other creations up."""
+    """Finds, creates and remembers groups.
+
+    Thread-safe: threads wait for each other where they need the same group, and only there. Else
+    one of them could wait for ranks whose threads wait the other way round.
+    """
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
         self.max_groups = max_groups
-        self._lock = threading.RLock()
-        self._default: weakref.ref[ProcessGroup] | None = None
-        self._groups: dict[Key, Known] = {}
-        # The same groups by layout, which is hashed faster than long groups are listed.
-        self._by_layout: dict[_LayoutKey, Known] = {}
-        self._by_name: dict[tuple[str, str, str, bool, bool], Known] = {}
-        # Layouts, axes and tokens on which all ranks of a group agreed before its blocks are used.
-        self._met: set[tuple[Layout, tuple[int, ...], str]] = set()
-        # By ranks, in debug mode only.
-        self._signatures: dict[tuple[int, ...], Signatures] = {}
+        self._book = Book()
+        self._turns = Turns()
 
     def get(
         self,
@@ -85,8 +83,9 @@ class GroupRegistry:
         Raises:
             GroupAgreementError: members missing or with another token; nobody has the group.
             GroupCreationError: the backend failed on some member.
-            GroupStateError: no default group, a rank outside the mesh, a CUDA graph being
-                captured, or more than ``max_groups`` groups, on any member.
+            GroupStateError: no default group, or another process's; a rank outside the mesh, a
+                CUDA graph being captured, or more than ``max_groups`` groups, on any member; or a
+                store that does not answer this rank.
         """
         if not dist.is_initialized():
             raise GroupStateError(
@@ -100,26 +99,25 @@ class GroupRegistry:
             )
         backend = _backend_name(mesh, axes)
         peers = peers and mesh.device_type in ("cpu", "cuda") and backend != "fake"
-        by_layout = (layout, tuple(axes), block, backend, mesh.device_type, token, peers)
-        # Not under the lock: another thread may hold it while it waits for other ranks.
-        known = self._by_layout.get(by_layout) if self._is_of_default_group() else None
-        group = None if known is None else known.group()
+        beside = beside_main()
+        shortcut = (layout, tuple(axes), block, backend, mesh.device_type, token, peers, beside)
+        group = self._book.short(shortcut)
         if group is not None:
             return group
-        with self._lock:
-            self._follow_default_group()
-            rank = this_rank()
-            ranks = layout.group_of(rank, axes) or ()
-            ranks = ranks if block is None else block.of(ranks, rank)
-            key = Key(ranks, backend, mesh.device_type, token, peers)
-            group = self._alive(key)
+        refuse_inherited()
+        rank = this_rank()
+        ranks = layout.group_of(rank, axes) or ()
+        ranks = ranks if block is None else block.of(ranks, rank)
+        use = f"threads on {layout}" if beside else ""
+        key = Key(ranks, backend, mesh.device_type, token, peers, use)
+        with self._alone(key):
+            group = self._book.alive(key)
             if group is None:
                 wait = default_timeout(mesh.device_type) if timeout is None else timeout
-                found = existing_group(mesh, axes, ranks, backend)
+                # What torch made may be used by other threads for other meshes.
+                found = None if beside else existing_group(mesh, axes, ranks, backend)
                 group = self._join(found, key, rank, wait)
-            if len(self._by_layout) >= MAX_LAYOUTS:
-                self._by_layout.clear()
-            self._by_layout[by_layout] = Known.of(group)
+            self._book.add_shortcut(shortcut, group)
             return group
 
     def of(
@@ -143,25 +141,22 @@ class GroupRegistry:
         Raises:
             GroupAgreementError, GroupCreationError, GroupStateError: as for ``get``.
         """
-        given = (pg.group_name, device_type, token, peers, apart)
-        known = self._by_name.get(given) if self._is_of_default_group() else None
-        group = None if known is None else known.group()
+        shortcut = (pg.group_name, device_type, token, peers, apart)
+        group = self._book.short(shortcut)
         if group is not None and (apart or group.pg is pg):
             return group
-        with self._lock:
-            self._follow_default_group()
-            ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
-            backend = str(c10d._world.pg_map[pg][0])
-            usable = peers and device_type in ("cpu", "cuda") and backend != "fake"
-            use = f"{'apart from' if apart else 'given'} {pg.group_name}"
-            key = Key(ranks, backend, device_type, token, usable, use)
-            group = self._alive(key)
+        refuse_inherited()
+        ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
+        backend = str(c10d._world.pg_map[pg][0])
+        usable = peers and device_type in ("cpu", "cuda") and backend != "fake"
+        use = f"{'apart from' if apart else 'given'} {pg.group_name}"
+        key = Key(ranks, backend, device_type, token, usable, use)
+        with self._alone(key):
+            group = self._book.alive(key)
             if group is None:
                 found = None if apart else Group(pg, ranks, "given", pg.group_name)
                 group = self._join(found, key, this_rank(), default_timeout(device_type, pg))
-            if len(self._by_name) >= MAX_LAYOUTS:
-                self._by_name.clear()
-            self._by_name[given] = Known.of(group)
+            self._book.add_shortcut(shortcut, group)
             return group
 
     def meet(
@@ -183,24 +178,25 @@ class GroupRegistry:
         Raises:
             GroupAgreementError, GroupStateError: as for ``get``.
         """
-        with self._lock:
-            self._follow_default_group()
-            rank = this_rank()
-            key = (layout, tuple(axes), token)
-            if key in self._met:
+        refuse_inherited()
+        rank = this_rank()
+        beside = beside_main()
+        key = (layout, tuple(axes), token, beside)
+        ranks = layout.group_of(rank, axes) or ()
+        with self._alone(key):
+            if self._book.has_met(key):
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             agree_on(
-                layout.group_of(rank, axes) or (),
+                ranks,
                 _backend_name(mesh, axes),
                 mesh.device_type,
                 rank=rank,
                 token=token,
                 timeout=wait,
+                use=f"threads on {layout}" if beside else "",
             )
-            if len(self._met) >= MAX_LAYOUTS:
-                self._met.clear()
-            self._met.add(key)
+            self._book.add_meeting(key)
 
     def compare(self, group: Group, device_type: str, signature: str) -> None:
         """Meet the other members of ``group`` and compare what all bring: the debug mode.
@@ -214,16 +210,16 @@ class GroupRegistry:
             SignatureMismatchError: on every member, where they differ.
             GroupAgreementError: members that did not come.
         """
-        with self._lock:
-            self._follow_default_group()
-            known = self._signatures.get(group.ranks)
-            if known is None:
-                store = c10d._get_default_store()
-                name = "-".join(map(str, group.ranks))
-                known = Signatures.of(store, name, group.ranks, this_rank())
-                self._signatures[group.ranks] = known
         wait = default_timeout(device_type)
-        verdict = known.compare(signature, wait)
+        name = "-".join(map(str, group.ranks))
+        if beside_main():
+            name += f" {group.name}"
+
+        def first() -> Signatures:
+            store = AnsweringStore(c10d._get_default_store(), wait)
+            return Signatures.of(store, name, group.ranks, this_rank())
+
+        verdict = self._book.signatures(name, first).compare(signature, wait)
         if not verdict.unanimous:
             raise refusal(verdict, group.ranks, this_rank(), wait, "a reduction")
 
@@ -237,56 +233,34 @@ class GroupRegistry:
         """Destroy the created groups, in name order, and forget all. Returns how many.
 
         Every rank that uses meshplan calls this, before ``destroy_process_group()``; there is
-        nothing to do after it, for that destroys all groups itself.
+        nothing to do after it, for that destroys all groups itself. A process that was forked
+        forgets the groups that are its parent's, and destroys none of them.
         """
-        with self._lock:
-            self._follow_default_group()
-            created = {g.name: g for g in self._groups.values() if g.origin == "created"}
-            for name in sorted(created):
-                group = created[name].bare()
-                if group is not None:
-                    dist.destroy_process_group(group.pg)
-            self._forget()
-            return len(created)
+        created = self._book.take_created()
+        for group in created:
+            dist.destroy_process_group(group.pg)
+        return len(created)
+
+    def unlock_fork(self) -> None:
+        """In a forked child: threads of the parent may have held locks, and are not here."""
+        self._book.unlock_fork()
+        self._turns = Turns()
 
     def __len__(self) -> int:
-        with self._lock:
-            self._follow_default_group()
-            return len(self._groups)
+        return len(self._book)
 
-    def _is_of_default_group(self) -> bool:
-        known = self._default
-        current = dist.group.WORLD if dist.is_initialized() else None
-        return known is not None and current is not None and known() is current
-
-    def _follow_default_group(self) -> None:
-        if not self._is_of_default_group():
-            self._forget()
-            current = dist.group.WORLD if dist.is_initialized() else None
-            self._default = None if current is None else weakref.ref(current)
-
-    def _forget(self) -> None:
-        for known in self._groups.values():
-            if known.peers is not None:
-                known.peers.close()
-        self._groups.clear()
-        self._by_layout.clear()
-        self._by_name.clear()
-        self._met.clear()
-        self._signatures.clear()
-
-    def _alive(self, key: Key) -> Group | None:
-        known = self._groups.get(key)
-        if known is None and not key.peers:
-            # With shared memory it serves as well.
-            known = self._groups.get(key._replace(peers=True))
-        group = None if known is None else known.group()
-        if group is None and known is not None and known.peers is not None:
-            known.peers.close()
-        return group
+    @contextmanager
+    def _alone(self, key: object) -> Iterator[None]:
+        """Only one thread at a time makes the group of ``key``, in whatever form."""
+        if isinstance(key, Key):
+            # One process group serves several contracts.
+            key = key._replace(token="", peers=False)
+        self._book.follow_default_group()
+        with self._turns.take(key):
+            yield
 
     def _join(self, found: Group | None, key: Key, rank: int, timeout: float) -> Group:
-        found = found or self._kept(key)
+        found = found or self._book.kept(key)
         group = join_group(
             found,
             key.ranks,
@@ -310,20 +284,13 @@ class GroupRegistry:
                 timeout=default_timeout(key.device_type, group.pg),
                 use=key.use,
             )
-        self._groups[key] = Known.of(group)
+        self._book.add(key, group)
+        if key.device_type == "cpu" and key.backend != "fake":
+            rest_at_end()
         return group
 
-    def _kept(self, key: Key) -> Group | None:
-        """The same group, made under another contract: one process group serves both."""
-        for found, known in self._groups.items():
-            alike = found._replace(token=key.token, peers=key.peers) == key
-            group = known.bare() if alike else None
-            if group is not None:
-                return replace(group, origin="kept")
-        return None
-
     def _objection(self, device_type: str) -> str | None:
-        count = len({g.name for g in self._groups.values() if g.origin == "created"})
+        count = self._book.created()
         if count >= self.max_groups:
             return (
                 f"{count} groups exist and the limit is {self.max_groups}; "
@@ -332,7 +299,7 @@ class GroupRegistry:
         return _capture_objection(device_type)
 
     def _peers_objection(self, device_type: str) -> str | None:
-        sharing = sum(k.peers is not None and k.peers.alive for k in self._groups.values())
+        sharing = self._book.sharing()
         if sharing >= self.max_groups:
             return f"{sharing} groups share memory"
         return _capture_objection(device_type)
@@ -348,6 +315,9 @@ def _capture_objection(device_type: str) -> str | None:
 
 
 _REGISTRY = GroupRegistry()
+
+
+os.register_at_fork(after_in_child=_REGISTRY.unlock_fork)
 
 
 def registry() -> GroupRegistry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._spans import span
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
-from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._agree import Verdict, arrived, open_round, vote
+from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect
 from meshplan.flatten._connect_devices import connect_devices
 from meshplan.flatten._create import (
@@ -27,9 +29,20 @@ from meshplan.flatten._create import (
 )
 from meshplan.kernel import Communicator
 
-__all__ = ["Group", "Origin", "agree_on", "existing_group", "join_group", "refusal", "with_peers"]
+__all__ = [
+    "Group",
+    "Origin",
+    "agree_on",
+    "existing_group",
+    "join_group",
+    "refusal",
+    "shown_failure",
+    "with_peers",
+]
 
 _LOG = logging.getLogger("meshplan")
+# Who has failed waits so long for the others, to say which of them did not come.
+_ROLL_CALL_SECONDS = 10.0
 
 Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
@@ -115,6 +128,7 @@ def agree_on(
     rank: int,
     token: str,
     timeout: float,
+    use: str = "",
 ) -> None:
     """Agree with the other ranks to reduce together, without a group of all of them.
 
@@ -123,7 +137,7 @@ def agree_on(
     """
     if backend != "fake":
         # The name of the whole group: a rank that would reduce over that is found as well.
-        name = group_name(ranks, backend, device_type)
+        name = group_name(ranks, backend, device_type, use)
         _agreed(name, ranks, rank=rank, token=f"{token}, in blocks", timeout=timeout)
 
 
@@ -137,7 +151,7 @@ def _agreed(
     objection: str | None = None,
 ) -> str:
     """Hold a vote on ``name``; returns its key prefix if all said yes."""
-    store = c10d._get_default_store()
+    store = AnsweringStore(c10d._get_default_store(), timeout)
     prefix, refused = open_round(store, name, rank)
     verdict = refused or vote(
         store, prefix, ranks=ranks, rank=rank, token=token, timeout=timeout, veto=objection
@@ -174,7 +188,7 @@ def with_peers(
         GroupAgreementError: a member did not come.
     """
     name = f"{group_name(group.ranks, 'peers', device_type, use)}/{token}"
-    store = c10d._get_default_store()
+    store = AnsweringStore(c10d._get_default_store(), wait)
     meet = connect if device_type == "cpu" else partial(connect_devices, group.pg.group_name)
     found = meet(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
@@ -229,19 +243,23 @@ def _connect(
         warm_up(group.pg, device_type, timeout)
     except (RuntimeError, ValueError) as error:
         failure = error
-    verdict = vote(
-        c10d._get_default_store(),
-        f"{prefix}/ready",
-        ranks=ranks,
-        rank=rank,
-        token="ready",
-        timeout=timeout,
-        veto=None if failure is None else f"{type(failure).__name__}: {failure}",
-    )
-    if verdict.unanimous and group is not None:
+    ready = False
+    try:
+        verdict = vote(
+            AnsweringStore(c10d._get_default_store(), timeout),
+            f"{prefix}/ready",
+            ranks=ranks,
+            rank=rank,
+            token="ready",
+            timeout=timeout,
+            veto=None if failure is None else _reason(failure, prefix, ranks, rank, timeout),
+        )
+        ready = verdict.unanimous
+    finally:
+        if group is not None and not ready:
+            dist.destroy_process_group(group.pg)
+    if ready and group is not None:
         return group
-    if group is not None:
-        dist.destroy_process_group(group.pg)
     who, reason = verdict.veto or (None, "")
     if verdict.missing:
         reason = f"{_ranks(verdict.missing)} did not finish within {timeout:g} s"
@@ -251,6 +269,25 @@ def _connect(
         f"the group of ranks {_shown(ranks)} was agreed on but could not be created, {reason}; "
         "the members have dropped it and the next call tries again"
     ) from failure
+
+
+def _reason(
+    failure: Exception, prefix: str, ranks: tuple[int, ...], rank: int, timeout: float
+) -> str:
+    """Why this rank refuses, and which ranks its failure may come from."""
+    wait = min(timeout, _ROLL_CALL_SECONDS)
+    store = AnsweringStore(c10d._get_default_store(), wait)
+    # Present, so that others that have failed do not name this rank.
+    store.set(f"{prefix}/ready/token/{rank}", "failed")
+    missing = arrived(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
+    absent = f" ({_ranks(missing)} had not come {wait:g} s later)" if missing else ""
+    return f"{type(failure).__name__}: {shown_failure(failure)}{absent}"
+
+
+def shown_failure(failure: BaseException) -> str:
+    """What a backend says, without where in its source and without its advice."""
+    first = str(failure).splitlines()[0] if str(failure) else ""
+    return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
 
 
 def _create(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from meshplan.flatten._forks import inherited
 from meshplan.flatten._join import Group, Origin
 from meshplan.kernel import Communicator
 
@@ -34,17 +35,19 @@ class Known:
 
     def bare(self) -> Group | None:
         """The group without shared memory, or ``None`` if somebody has destroyed it."""
-        pg = self.pg()
-        if pg is None or pg not in c10d._world.pg_map:
-            return None
-        return Group(pg, self.ranks, self.origin, self.name)
+        return self._alive(None, "")
 
     def group(self) -> Group | None:
         """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
-        group = self.bare()
-        if group is None or (self.peers is not None and not self.peers.alive):
+        if self.peers is not None and not self.peers.alive:
             return None
-        return replace(group, peers=self.peers, no_peers=self.no_peers)
+        return self._alive(self.peers, self.no_peers)
+
+    def _alive(self, peers: Communicator[Any] | None, no_peers: str) -> Group | None:
+        pg = self.pg()
+        if pg is None or pg not in c10d._world.pg_map:
+            return None
+        return Group(pg, self.ranks, self.origin, self.name, peers, no_peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class Handle:
 
     def group(self) -> Group | None:
         """The group; ``None`` if it or its default group is gone."""
-        return self.known.group() if self.default() is dist.group.WORLD else None
+        if self.default() is not dist.group.WORLD or inherited():
+            return None
+        return self.known.group()
 
 
 @dataclass(frozen=True, slots=True)

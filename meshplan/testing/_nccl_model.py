@@ -156,7 +156,7 @@ class NcclModelProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: _List, inputs: _List, _: Any = None) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             self._inner._allgather_base(output, source).wait()
-        return _done(outputs)
+        return _Done(outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
@@ -170,7 +170,7 @@ class NcclModelProcessGroup(dist.ProcessGroup):
         """
         for tensor in tensors:
             self._all_reduce(tensor, _Algebra.of(opts, tensor, self.size()), self._nodes())
-        return _done(tensors)
+        return _Done(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -179,7 +179,7 @@ class NcclModelProcessGroup(dist.ProcessGroup):
         for output, blocks in zip(outputs, inputs, strict=True):
             send = torch.cat([block.reshape(-1) for block in blocks])
             self._reduce_blocks(output, send, [block.numel() for block in blocks], opts)
-        return _done(outputs)
+        return _Done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Reduce equal blocks of a flat input; the block of rank R starts behind R, ends at R.
@@ -192,7 +192,7 @@ class NcclModelProcessGroup(dist.ProcessGroup):
         """`reduce_scatter_single`, one pair after the other."""
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_blocks(output, source.reshape(-1), [output.numel()] * self.size(), opts)
-        return _done(outputs)
+        return _Done(outputs)
 
     # The spellings of torch 2.11 and 2.12.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -208,7 +208,7 @@ class NcclModelProcessGroup(dist.ProcessGroup):
             splits[opts.rootRank] = tensor.numel()
             target = tensor if self.rank() == opts.rootRank else tensor.new_empty(0)
             self._reduce_blocks(target, tensor.reshape(-1), splits, opts)
-        return _done(tensors)
+        return _Done(tensors)
 
     def _nodes(self) -> tuple[int, ...]:
         config = current_config()
@@ -305,8 +305,21 @@ class _Algebra:
         return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
 
 
-def _done(tensors: _List) -> Work:
-    # torch reads the result of a functional collective from the future.
-    future: torch.futures.Future[_List] = torch.futures.Future()
-    future.set_result(tensors)
-    return c10d._create_work_from_future(future)  # type: ignore[attr-defined, no-any-return]
+class _Done(Work):
+    """Work that is finished. The one that torch makes of a future cannot be waited for with a
+    timeout, as the first use of a new group does."""
+
+    def __init__(self, tensors: _List) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[_List] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[_List]:
+        # Torch reads the result of a functional collective from it.
+        return self._future

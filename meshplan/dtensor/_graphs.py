@@ -1,0 +1,107 @@
+"""What torch compiles while meshplan is installed: tied to what is installed, or made anew.
+
+A graph holds the reductions that were planned when it was traced. Torch itself does not know of
+that: it would go on with it whatever is installed later, and a cache on disk would hand it to
+another job. So a graph is guarded by what it was planned from, it is looked up by that as well
+(``_cache_key``), and what was compiled before meshplan was there is forgotten.
+
+Dynamo's guards have no public way in; this is all that is used of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._guards import TracingContext
+
+from meshplan.errors import InstallError
+
+__all__ = ["forget_graphs", "guard_on", "is_graph_traced", "never_compiled", "refuse_in_graph"]
+
+_LOG = logging.getLogger("meshplan")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SKIP = eval_frame._FrameAction.SKIP
+
+
+def is_graph_traced() -> bool:
+    """Whether torch makes a graph on this thread, whose guards can still be added to."""
+    return TracingContext.try_get() is not None
+
+
+def guard_on(module: str, *attributes: str) -> None:
+    """Have the frame that dynamo compiles now compiled again when a string is another one.
+
+    Nothing is done where there is no such frame (``torch.export`` without dynamo, ``make_fx``):
+    what comes of it has no guards.
+
+    Args:
+        module: the name of the module that holds the string.
+        attributes: the way to it from there, attribute by attribute; each is read whenever the
+            compiled code is called.
+    """
+    tx = _frame()
+    if tx is None or TracingContext.try_get() is None:
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    source = tx.import_source(module)
+    for attribute in attributes:
+        source = AttrSource(source, attribute)
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def forget_graphs() -> bool:
+    """Have all that this process has compiled so far compiled anew; whether there was anything."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is None or not frames.FRAME_COMPILE_COUNTER:
+        return False
+    torch.compiler.reset()
+    _LOG.warning(
+        "[AR] meshplan.install: functions were compiled before, with reductions of the backend's "
+        "own; they will be compiled again. Call meshplan.install before the first compiled call, "
+        "and once"
+    )
+    return True
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Have a function, and all that it calls, run as it stands below compiled code.
+
+    What a graph break leaves to Python is compiled piece by piece, down to the functions of ours
+    that torch calls. They would take what they do for what they are to note down.
+    """
+    strategy = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def refuse_in_graph(what: str) -> None:
+    """Keep dynamo from taking a call for a part of a graph; the call itself is then made.
+
+    Args:
+        what: the function that must not be in one.
+
+    Raises:
+        InstallError: dynamo traces. It shows that where ``fullgraph=True`` was asked for; else it
+            makes two graphs, with the call between them.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise InstallError(f"{what} cannot be in a graph; call it around what is compiled")
+
+
+def _frame() -> Any:
+    """Dynamo's translator of the frame that is compiled on this thread, if any."""
+    translators = sys.modules.get("torch._dynamo.symbolic_convert")
+    if translators is None:
+        return None
+    try:
+        return translators.InstructionTranslator.current_tx()
+    except AttributeError:
+        # Nothing was ever compiled on this thread.
+        return None

@@ -1,0 +1,128 @@
+"""What FSDP2 keeps about a module, and how its reductions are taken over (docs/adr/0010).
+
+Public methods where FSDP2 has them. It has none for modules whose parameters lie on several meshes,
+nor for the all-reduce over replicas of a mesh with two axes: there the attributes that those
+methods set, and the class of the mesh's description, the same from torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
+
+__all__ = ["Sharding", "shardings_of"]
+
+_TAKEN = (
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "gradient_divide_factor",
+    "mesh_info",
+    "post_forward_mesh_info",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How FSDP reduces the gradients of those parameters of a module that lie on one mesh.
+
+    Attributes:
+        module: an ``FSDPModule``, which is an ``nn.Module`` as well.
+        where: the module in words.
+        mesh: what ``fully_shard`` was given, or made of it.
+        shard, replicate: the groups over which gradients are reduce-scattered and all-reduced;
+            ``None`` for what is not done.
+        factor: what the user has set to divide by.
+        reduce_dtype: what gradients are reduced in; ``None``: in their own dtype.
+        spread: whether a parameter is a DTensor on other axes, as tensor parallelism makes them.
+        parameters: FSDP's own record of them.
+        alone: whether they are all parameters of the module.
+    """
+
+    module: Any
+    where: str
+    mesh: DeviceMesh
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+    factor: float | None
+    reduce_dtype: torch.dtype | None
+    spread: bool
+    parameters: Any
+    alone: bool
+
+    def take(
+        self, reduce_scatter: Any, hook: Callable[[Tensor], None] | None, factor: float | None
+    ) -> Callable[[], None]:
+        """Let FSDP reduce by ``reduce_scatter`` and then ``hook``; returns what undoes it."""
+        group = self.parameters
+        before = {name: getattr(group, name) for name in _TAKEN}
+        if self.alone:
+            self.module.set_custom_reduce_scatter(reduce_scatter)
+        else:
+            group._reduce_scatter_comm = reduce_scatter
+        group.gradient_divide_factor = factor
+        if self.replicate is not None:
+            self._shards_only()
+        if self.alone and hook is not None:
+            self.module.set_all_reduce_hook(hook)
+        else:
+            # FSDP has no method to take a hook away, either.
+            group._all_reduce_hook = hook
+        ours = {name: getattr(group, name) for name in _TAKEN}
+
+        def give_back() -> None:
+            for name, value in before.items():
+                # What somebody else has set since, such as another factor, stays.
+                if getattr(group, name) is ours[name]:
+                    setattr(group, name, value)
+
+        return give_back
+
+    def divides(self) -> bool:
+        """Whether FSDP divides gradients by a factor that was set."""
+        return self.parameters.gradient_divide_factor is not None
+
+    def _shards_only(self) -> None:
+        """Hide the replicas from FSDP's reduction, which would all-reduce over them by itself."""
+        group = self.parameters
+        info = copy.copy(group.mesh_info)
+        info.__class__ = DataParallelMeshInfo if self.shard is None else FSDPMeshInfo
+        # That both are one and the same tells FSDP that it reshards to the same ranks.
+        if group.post_forward_mesh_info == group.mesh_info:
+            group.post_forward_mesh_info = info
+        group.mesh_info = info
+
+
+def shardings_of(name: str, module: FSDPModule) -> list[Sharding]:
+    """How the module's own parameters are reduced, for each mesh that they lie on."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    where = f"module {name!r}" if name else "the root module"
+    found = []
+    for group in groups:
+        info = group.mesh_info
+        found.append(
+            Sharding(
+                module=module,
+                where=where,
+                mesh=info.mesh,
+                shard=getattr(info, "shard_process_group", None),
+                replicate=getattr(info, "replicate_process_group", None),
+                factor=group.gradient_divide_factor,
+                reduce_dtype=state._mp_policy.reduce_dtype,
+                spread=any(param.is_dtensor for param in group.fsdp_params),
+                parameters=group,
+                alone=len(groups) == 1,
+            )
+        )
+    return found

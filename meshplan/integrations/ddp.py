@@ -1,0 +1,284 @@
+"""``DistributedDataParallel`` under the contract: a communication hook that adds in a fixed order.
+
+from meshplan.integrations import ddp
+model = torch.nn.parallel.DistributedDataParallel(module)
+ddp.register(model)
+
+Which bucket a gradient comes to lie in, how large buckets are and which of them is reduced first
+cannot change a bit: an element is the sum of the ranks' elements in the contract's order, over the
+ranks of DDP's process group, divided once and rounded once. Buckets are reduced beside backward,
+on a process group of their own, so that nothing of it can change places with what backward sends
+itself.
+
+What torch does not hand to hooks is not reduced here: ``delay_all_reduce_named_params``, buffers
+(which are broadcast) and what layers reduce themselves, such as ``SyncBatchNorm``.
+"""
+
+# Annotations are no strings in this module: torch compares those of a hook with types.
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan._fold import canonical
+from meshplan.collectives import DeterministicAllReduceConfig
+from meshplan.collectives._lanes import Lane, in_lane
+from meshplan.collectives._members import beside, compare, groups_of, members
+from meshplan.collectives._ordered import reduced_in_order
+from meshplan.collectives._request import check_contract, check_mode
+from meshplan.contract import Contract
+from meshplan.errors import IntegrationError
+
+__all__ = ["DDPReduction", "meshplan_hook", "register"]
+
+_OPS = get_args(Literal["mean", "sum"])
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class DDPReduction:
+    """How the gradients of a DDP model are reduced. Frozen; checked when it is made.
+
+    Attributes:
+        group: the process group of the DDP model, whose rank order is the order of the summands.
+            ``None`` for ``register``, which takes the model's; a hook is not told which it is.
+        contract: ``Contract()`` if ``None``.
+        op: ``mean``: the sum, divided once by the number of ranks before it is rounded, as DDP does
+            without a hook. ``sum``: not divided, for a loss that is.
+        mode: how data moves, as in ``DeterministicAllReduceConfig``: ``auto``, ``one_shot``,
+            ``two_shot`` or ``exchange``. No bit depends on it.
+        dtype: what gradients are rounded to before they are sent (``torch.bfloat16``, say), and the
+            result once more; additions are those of the contract for this dtype, which are in
+            float32 for 16 bits. ``None``: the gradients' own.
+        strict: refuse to run by another path than the one asked for.
+        debug: before each bucket the ranks compare what they bring, over the store. Slow.
+
+    Raises:
+        IntegrationError: a group, an op or a dtype that cannot be.
+        ContractError: a contract that is none.
+        PolicyError: an unknown mode, or one that the environment forbids.
+    """
+
+    group: ProcessGroup | None = None
+    contract: Contract | None = None
+    op: Literal["mean", "sum"] = "mean"
+    mode: Literal["auto", "one_shot", "two_shot", "exchange"] = "auto"
+    dtype: torch.dtype | None = None
+    strict: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, ProcessGroup | None):
+            raise IntegrationError(
+                f"group={self.group!r} is not a process group of which this rank is a member; "
+                "write group=model.process_group, or leave it to meshplan.integrations.ddp.register"
+            )
+        check_contract(self.contract)
+        check_mode(self.mode)
+        if self.op not in _OPS:
+            words = " or ".join(map(repr, _OPS))
+            raise IntegrationError(f"op={self.op!r} of gradients; write {words}")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            words = ", ".join(map(str, _DTYPES))
+            raise IntegrationError(
+                f"dtype={self.dtype!r} for gradients to be sent in; write one of {words}, or "
+                "leave it out for their own"
+            )
+
+    @property
+    def _config(self) -> DeterministicAllReduceConfig:
+        return DeterministicAllReduceConfig(
+            mode=self.mode, op=self.op, group=self.group, contract=self.contract, strict=self.strict
+        )
+
+
+def register(model: DistributedDataParallel, reduction: DDPReduction | None = None) -> DDPReduction:
+    """Have a DDP model reduce its gradients under a contract, over its own process group.
+
+    Every rank of the group calls this, with equal arguments, before the first backward. They vote
+    here, and what the reductions need is created here. ``model.register_comm_hook(reduction,
+    meshplan_hook)`` does the same, with the group named by you and the vote in the first backward.
+
+    Args:
+        model: without another hook.
+        reduction: ``DDPReduction()`` if ``None``.
+
+    Returns:
+        ``reduction`` with the model's group in it.
+
+    Raises:
+        IntegrationError: not a DDP model; another group than the model's; or parameters or a
+            precision that torch keeps from hooks.
+        GroupAgreementError, GroupCreationError, GroupStateError: ranks that did not come or came
+            with another contract or mode, or a backend that failed.
+        SignatureMismatchError: ranks that came with another op or dtype.
+        RuntimeError: torch's own, where the model has a hook already.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise IntegrationError(
+            f"model is a {type(model).__name__}; give the "
+            "torch.nn.parallel.DistributedDataParallel around it"
+        )
+    _refuse_what_hooks_do_not_see(model)
+    reduction = DDPReduction() if reduction is None else reduction
+    own: ProcessGroup = model.process_group
+    if reduction.group is None:
+        reduction = replace(reduction, group=own)
+    elif reduction.group.group_name != own.group_name:
+        raise IntegrationError(
+            f"group={_text(reduction.group)} of the reduction, and the model was made with "
+            f"{_text(own)}; leave group out"
+        )
+    group = members(own)
+    if group is not None:
+        nothing = torch.empty(0, device=model.join_device)
+        _lane(nothing, reduction, group)
+        sent = reduction.dtype or "their own dtype"
+        compare(group, nothing, f"DDP buckets, {reduction.op}, sent in {sent}")
+    model.register_comm_hook(reduction, meshplan_hook)
+    return reduction
+
+
+def meshplan_hook(
+    state: DDPReduction | ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The hook for ``DistributedDataParallel.register_comm_hook``.
+
+    Args:
+        state: a ``DDPReduction`` with the model's group, or the group alone.
+        bucket: from torch.
+
+    Returns:
+        A future of the bucket's reduced gradients, flat, in the bucket's dtype.
+
+    Raises:
+        IntegrationError: a state without a group, or a bucket that is not dense.
+        GroupAgreementError and others: as ``register``, at the first bucket if ``register`` was
+            not called. What fails later, beside backward, comes out of backward as torch's
+            ``RuntimeError`` with the text of the error.
+    """
+    if not isinstance(bucket, dist.GradBucket):  # type: ignore[attr-defined]
+        raise IntegrationError(
+            "DDP has called its hook for one parameter, as it does with optimize_ddp="
+            "'python_reducer'; write torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
+        )
+    reduction = _checked(state)
+    buffer = bucket.buffer()
+    if buffer.layout is not torch.strided:
+        shapes = ", ".join(str(list(parameter.shape)) for parameter in bucket.parameters())
+        raise IntegrationError(
+            f"the gradient of a parameter of shape {shapes} is {buffer.layout}, and the contract "
+            "is for dense ones; write sparse=False where its module is made"
+        )
+    bare: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=None if buffer.device.type == "cpu" else [buffer.device]
+    )
+    group = members(reduction.group)
+    if group is None:
+        bare.set_result(_received(_sent(buffer, reduction.dtype), buffer))
+        return bare
+    if reduction.debug:
+        how = f"{reduction.op}, sent in {reduction.dtype or buffer.dtype}"
+        compare(group, buffer, f"DDP bucket {bucket.index()}, {how}")
+    failures: list[BaseException] = []
+
+    def value(done: torch.futures.Future[Tensor]) -> Tensor:
+        # An error that is set on a future is a value to DDP, a strange one; one that comes out of a
+        # callback is an error to it, which backward raises.
+        if failures:
+            raise failures[0]
+        return done.value()
+
+    # Before it starts: a callback that is added later may run on this thread.
+    result = bare.then(value)
+    run = partial(_run, buffer, reduction, group, bare, failures)
+    in_lane(_lane(buffer, reduction, group), run)
+    return result
+
+
+def _run(
+    buffer: Tensor,
+    reduction: DDPReduction,
+    group: ProcessGroup,
+    future: torch.futures.Future[Tensor],
+    failures: list[BaseException],
+) -> None:
+    """In the lane: reduce, and complete the future where it is done, which is on its stream."""
+    result = buffer
+    try:
+        message = _sent(buffer, reduction.dtype)
+        asked = f"DDP bucket, {reduction.op}"
+        if reduction.dtype not in (None, buffer.dtype):
+            asked += f" (of {_name(buffer.dtype)} gradients)"
+        whole = reduced_in_order(message, reduction._config, group, "all_reduce", asked, apart=True)
+        result = _received(whole, buffer)
+    except BaseException as error:
+        failures.append(error)
+    future.set_result(result)
+
+
+def _lane(tensor: Tensor, reduction: DDPReduction, group: ProcessGroup) -> Lane:
+    """Where buckets on the tensor's device are reduced. What is decided by a vote is decided here.
+
+    Raises:
+        GroupAgreementError, GroupCreationError, GroupStateError: as ``register``.
+    """
+    config = reduction._config
+    groups_of(tensor, group, config.ordered, config.mode, apart=True)
+    return Lane(beside(group, tensor), tensor.device)
+
+
+def _sent(buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What is sent for a bucket: of a complex one real and imaginary parts."""
+    message = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return message if dtype is None else message.to(dtype)
+
+
+def _received(message: Tensor, buffer: Tensor) -> Tensor:
+    """What ``_sent`` has made, made back."""
+    dtype = buffer.dtype.to_real() if buffer.is_complex() else buffer.dtype
+    # A conversion gives a NaN other bits in the body of a vector than in its tail.
+    numbers = message if message.dtype is dtype else canonical(message.to(dtype))
+    return torch.view_as_complex(numbers) if buffer.is_complex() else numbers
+
+
+def _checked(state: object) -> DDPReduction:
+    reduction = DDPReduction(state) if isinstance(state, ProcessGroup) else state
+    if not isinstance(reduction, DDPReduction) or reduction.group is None:
+        raise IntegrationError(
+            f"state={state!r} of meshplan_hook: a hook is not told over which process group its "
+            "model reduces; call meshplan.integrations.ddp.register(model), or write "
+            "model.register_comm_hook(model.process_group, meshplan_hook)"
+        )
+    return reduction
+
+
+def _refuse_what_hooks_do_not_see(model: DistributedDataParallel) -> None:
+    # Torch has no public name for the first.
+    delayed = getattr(model, "_delay_all_reduce_params", ())
+    if delayed:
+        raise IntegrationError(
+            f"{len(delayed)} parameters in delay_all_reduce_named_params: DDP reduces them without "
+            "its hook, in the backend's order; leave the argument out"
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise IntegrationError(
+            "the model has mixed_precision, which is a hook of torch's, and DDP takes one only; "
+            "leave it out: torch.autocast chooses the dtype of computations, "
+            "DDPReduction(dtype=torch.bfloat16) that of what is sent"
+        )
+
+
+def _text(group: ProcessGroup) -> str:
+    return f"group {group.group_name} of {group.size()} ranks"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,224 @@
+"""Ranks of which some are killed or stopped: how each of them ended, and what it has to say."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+import meshplan
+from meshplan.contract import reduce_leaves
+from meshplan.errors import MeshplanError
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests.processes import child
+
+__all__ = [
+    "Outcome",
+    "attempt",
+    "die",
+    "end",
+    "held",
+    "join",
+    "join_over_tcp",
+    "partial_over",
+    "right_bits",
+    "run_job",
+    "stop_for",
+]
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        value: what its function returned.
+        failure: the traceback that it ended with, or ``""``.
+        exit_code: of its process, negative for a signal; ``None`` if it had to be killed here.
+    """
+
+    value: Any
+    failure: str
+    exit_code: int | None
+
+
+def run_job(
+    function: Callable[[int], Any],
+    world_size: int,
+    *,
+    timeout: float = 90.0,
+    collective_timeout: float = 60.0,
+    init: bool = True,
+) -> list[Outcome]:
+    """``function(rank)`` on each of ``world_size`` forked processes; never raises for one of them.
+
+    Args:
+        function: the default group is initialised before, and is not destroyed after.
+        timeout: seconds for all of it. Who is not done is killed, and has no exit code.
+        collective_timeout: of the default group, in seconds.
+        init: initialise the default group, over gloo and a file store.
+    """
+    before = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _FORK.Process(
+                target=child,
+                args=(
+                    function,
+                    rank,
+                    world_size,
+                    "gloo" if init else None,
+                    collective_timeout,
+                    f"{folder}/store",
+                    pipes[rank][1],
+                ),
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            outcomes = _outcomes(processes, [receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    assert set(os.listdir("/dev/shm")) <= before
+    return outcomes
+
+
+def _outcomes(processes: list[Any], receivers: list[Connection], timeout: float) -> list[Outcome]:
+    deadline = time.monotonic() + timeout
+    outcomes = []
+    for process, receiver in zip(processes, receivers, strict=True):
+        kind, value = "", None
+        with contextlib.suppress(EOFError):
+            if receiver.poll(max(0.0, deadline - time.monotonic())):
+                kind, value = receiver.recv()
+        process.join(max(0.1, deadline - time.monotonic()))
+        failed = kind == "raised"
+        outcomes.append(
+            Outcome(None if failed else value, value if failed else "", process.exitcode)
+        )
+    return outcomes
+
+
+def partial_over(mesh: DeviceMesh, numel: int = 1000) -> DTensor:
+    """A summand on every rank of the job, partial on every axis."""
+    world_size = dist.get_world_size()
+    leaf = order_sensitive(numel, rank=dist.get_rank(), world_size=max(world_size, 2))
+    return DTensor.from_local(leaf, mesh, [Partial()] * mesh.ndim, run_check=False)
+
+
+def right_bits(mesh: DeviceMesh, numel: int = 1000, times: int = 1) -> None:
+    """Reduce ``partial_over(mesh)`` over all ranks; all elements have the contract's bits."""
+    world_size = dist.get_world_size()
+    leaves = [
+        order_sensitive(numel, rank=r, world_size=max(world_size, 2))
+        for r in mesh.mesh.flatten().tolist()
+    ]
+    expected = reduce_leaves(leaves, "sum", tuple(mesh.mesh.shape))
+    for _ in range(times):
+        assert_bitwise_equal(partial_over(mesh, numel).full_tensor(), expected)
+
+
+def attempt(function: Callable[[], Any]) -> tuple[str, str, float]:
+    """The class of the error that ``function`` raises, its text, and the seconds until then."""
+    started = time.monotonic()
+    try:
+        function()
+    except MeshplanError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def end() -> float:
+    """``meshplan.shutdown`` and leave the default group, whoever is missing; seconds it took."""
+    started = time.monotonic()
+    meshplan.shutdown()
+    dist.destroy_process_group()
+    return time.monotonic() - started
+
+
+def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 60.0) -> int:
+    """A new default group of those of ``ranks``, in that order; this process's rank in it."""
+    folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
+    dist.init_process_group(
+        "gloo",
+        rank=list(ranks).index(rank),
+        world_size=len(ranks),
+        init_method=f"file://{folder}/again{name}",
+        timeout=timedelta(seconds=timeout),
+    )
+    dist.barrier()
+    return dist.get_rank()
+
+
+def join_over_tcp(rank: int, world_size: int, *, timeout: float = 60.0) -> list[dist.TCPStore]:
+    """The default group of all processes over a TCP store that rank 0 serves while it is held."""
+    port = Path(os.environ["MESHPLAN_TEST_STORE"]).with_name("port")
+    held = []
+    if rank == 0:
+        held.append(dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
+        port.with_name("new").write_text(str(held[0].port))
+        port.with_name("new").rename(port)
+    while not port.exists():
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout)
+    )
+    dist.barrier()
+    return held
+
+
+def die() -> None:
+    """As the system's out-of-memory killer does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process now, and let a process beside it continue it after ``seconds``."""
+    me = os.getpid()
+    waker = os.fork()
+    if waker == 0:
+        time.sleep(seconds)
+        os.kill(me, signal.SIGCONT)
+        os._exit(0)
+    os.kill(me, signal.SIGSTOP)
+    os.waitpid(waker, 0)
+
+
+def held() -> Counter[str]:
+    """What this process holds of the system: descriptors, threads, mappings of ours, KiB."""
+    links = [Path(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    kinds = Counter("descriptors" for link in links if link.is_symlink())
+    kinds["threads"] = len(os.listdir("/proc/self/task"))
+    kinds["python threads"] = threading.active_count()
+    kinds["mappings"] = Path("/proc/self/maps").read_text().count("memfd:meshplan")
+    kinds["groups"] = len(dist.distributed_c10d._world.pg_map)
+    kinds["segments"] = len(os.listdir("/dev/shm"))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    kinds["KiB"] = pages * resource.getpagesize() // 1024
+    return kinds

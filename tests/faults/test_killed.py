@@ -1,0 +1,250 @@
+"""A rank that is killed: the others name it, in time, leave, and go on without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import meshplan
+from meshplan.collectives import _hierarchical, _paths
+from meshplan.flatten import _join, _roll
+from meshplan.topology import Link, Links, Topology
+from tests.faults.jobs import (
+    Outcome,
+    attempt,
+    die,
+    end,
+    join,
+    join_over_tcp,
+    partial_over,
+    right_bits,
+    run_job,
+)
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+VICTIM = 1
+SURVIVORS = (0, 2, 3)
+TWO_NODES = Topology.uniform(4, node_size=2, links=Links(node=Link(1e-7, 1e12), group=0.0))
+# Its name since torch 2.15.
+SET_TIMEOUT = getattr(dist, "set_timeout", c10d._set_pg_timeout)
+PATHS: dict[str, dict[str, Any]] = {
+    "peers": {"path": "two_shot"},
+    "exchange": {"path": "exchange"},
+    "hierarchical": {"path": "exchange", "topology": TWO_NODES},
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_roll_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_roll, "_SECONDS", 2.0)
+    monkeypatch.setattr(_join, "_ROLL_CALL_SECONDS", 2.0)
+
+
+def dies(*arguments: object, **options: object) -> None:
+    die()
+
+
+def go_on(rank: int, number: int = 0) -> float:
+    """Leave, come together without the victim, and reduce; seconds that leaving took."""
+    seconds = end()
+    join(number, SURVIVORS, rank)
+    with meshplan.installed():
+        right_bits(init_device_mesh("cpu", (3,)))
+        # Ranks that descend: a group is made.
+        right_bits(DeviceMesh("cpu", [2, 0, 1]))
+    end()
+    return seconds
+
+
+def survivors(outcomes: list[Outcome]) -> list[tuple[str, str, float, float]]:
+    assert outcomes[VICTIM].exit_code == -9
+    found = [outcomes[rank] for rank in SURVIVORS]
+    assert not any(outcome.failure for outcome in found), found
+    assert [outcome.exit_code for outcome in found] == [0, 0, 0]
+    return [outcome.value for outcome in found]
+
+
+def in_time(found: list[tuple[str, str, float, float]], bound: float) -> None:
+    for _, _, waited, leaving in found:
+        assert waited < bound
+        assert leaving < 10
+
+
+def job(path: str, prepare: Callable[[], None], *, warm: bool, mesh: Any) -> list[Any]:
+    """The victim runs ``prepare`` before the redistribution in which it is to die."""
+
+    def ranks(rank: int) -> tuple[str, str, float, float]:
+        device_mesh = mesh()
+        with meshplan.installed(timeout=60.0 if warm else 4.0, **PATHS[path]):
+            if warm:
+                right_bits(device_mesh)
+                entries = [e for e in meshplan.report().entries if e["ran"] != "torch"]
+                blocks = any("in blocks of" in e["planned"] for e in entries)
+                assert blocks == (path == "hierarchical")
+            if rank == VICTIM:
+                prepare()
+            found = attempt(lambda: right_bits(device_mesh, times=100_000 if warm else 1))
+        return (*found, go_on(rank))
+
+    return survivors(run_job(ranks, 4, collective_timeout=6.0))
+
+
+def square() -> DeviceMesh:
+    """Torch gives groups of axes half an hour, whatever the default group was given."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for axis in range(2):
+        SET_TIMEOUT(timedelta(seconds=6), mesh.get_group(axis))
+    return mesh
+
+
+def turned() -> DeviceMesh:
+    return DeviceMesh("cpu", [3, 1, 0, 2])
+
+
+def test_before_its_groups_are_made() -> None:
+    found = job("exchange", die, warm=False, mesh=turned)
+    in_time(found, 25)
+    for name, message, _, _ in found:
+        assert name == "GroupAgreementError"
+        assert message.startswith("MP501: rank 1 did not come within 4 s to the first reduction")
+
+
+@pytest.mark.parametrize("moment", [pytest.param("_create", marks=pytest.mark.dist), "warm_up"])
+def test_while_its_group_is_made(moment: str) -> None:
+    """After the vote: all have said that they come."""
+
+    def prepare() -> None:
+        setattr(_join, moment, dies)
+
+    found = job("exchange", prepare, warm=False, mesh=turned)
+    in_time(found, 40)
+    for name, message, _, _ in found:
+        assert name == "GroupCreationError"
+        assert "the group of ranks 3, 1, 0, 2 was agreed on but could not be created" in message
+        # With it may be named who still waits for it.
+        assert re.search(r"ranks? (\d, )*1(, \d)* (had not come 2 s|did not finish)", message)
+
+
+def inside(path: str) -> None:
+    if path == "exchange":
+        # Between its all-to-all and its all-gather.
+        _paths._reduce_rows = dies  # type: ignore[assignment]
+    elif path == "hierarchical":
+        # After all that is sent inside nodes.
+        _hierarchical.finish_partials = dies  # type: ignore[assignment]
+    else:
+        threading.Timer(0.2, die).start()
+
+
+@pytest.mark.parametrize(
+    "path", ["peers", "exchange", pytest.param("hierarchical", marks=pytest.mark.dist)]
+)
+def test_inside_a_collective(path: str) -> None:
+    found = job(path, lambda: inside(path), warm=True, mesh=square)
+    in_time(found, 40)
+    for name, message, _, _ in found:
+        assert name == ("PeerTimeoutError" if path == "peers" else "CollectiveError")
+        # With it may be named who still waits for it.
+        assert re.search(r"ranks? (\d, )*1\b.* (has ended|did not report)", message), message
+    if path == "peers":
+        # It is known that it ended: nobody waits for the time to be over.
+        assert all("rank 1 has ended" in message for _, message, _, _ in found)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("path", list(PATHS))
+def test_between_two_collectives(path: str) -> None:
+    found = job(path, die, warm=True, mesh=square)
+    in_time(found, 40)
+    for name, message, _, _ in found:
+        assert name == ("PeerTimeoutError" if path == "peers" else "CollectiveError")
+        # With it may be named who still waits for it.
+        assert re.search(r"ranks? (\d, )*1\b.* (has ended|did not report)", message), message
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("path", ["peers", "hierarchical"])
+def test_before_its_groups_are_made_by_any_path(path: str) -> None:
+    found = job(path, die, warm=False, mesh=square)
+    in_time(found, 25)
+    for name, message, _, _ in found:
+        assert name == "GroupAgreementError"
+        assert message.startswith("MP501: rank 1 did not come within 4 s to the first reduction")
+
+
+class TestMessages(TestCase):
+    def test_the_backend_failed(self) -> None:
+        def ranks(rank: int) -> str:
+            _roll._SECONDS = 2.0
+            with meshplan.installed(path="exchange", timeout=60.0):
+                mesh = init_device_mesh("cpu", (3,))
+                right_bits(mesh)
+                if rank == VICTIM:
+                    die()
+                _, message, _ = attempt(lambda: right_bits(mesh))
+            end()
+            return re.sub(
+                r"failed on rank \d: .*?; ", "failed on rank N: (what gloo says); ", message
+            )
+
+        outcomes = run_job(ranks, 3)
+        assert outcomes[0].value == outcomes[2].value, outcomes
+        self.assertExpectedInline(
+            outcomes[0].value,
+            """MP504: a reduction over default group 0 of 3 ranks: 0, 1, 2 failed on rank N: (what gloo says); rank 1 did not report it too within 2 s: ended, stopped, in another branch, or still waiting for such a rank. These groups are of no more use: call meshplan.shutdown() and destroy_process_group(), then init_process_group() with the ranks that are left""",
+        )
+
+    def test_the_store_went_with_the_rank_that_served_it(self) -> None:
+        def ranks(rank: int) -> str:
+            store = join_over_tcp(rank, 3, timeout=20.0)
+            if rank == 0:
+                die()
+            threading.Event().wait(1.0)
+            with meshplan.installed(timeout=10.0):
+                mesh = DeviceMesh("cpu", [2, 0, 1])
+                _, message, waited = attempt(lambda: partial_over(mesh).full_tensor())
+            assert waited < 20
+            assert not store
+            end()
+            message = re.sub(r"was lost: .*?; ", "was lost: (what the socket says); ", message)
+            return re.sub(r":\d+ ", ":(port) ", message)
+
+        outcomes = run_job(ranks, 3, init=False)
+        assert outcomes[1].value == outcomes[2].value, outcomes
+        self.assertExpectedInline(
+            outcomes[1].value,
+            """MP503: the store of the default group at 127.0.0.1:(port) was lost: (what the socket says); look whether the process that holds it (torchrun's agent on the first host, or rank 0) has ended""",
+        )
+
+
+@pytest.mark.dist
+def test_survivors_exit_as_interpreters_do() -> None:
+    """With what runs at exit, after ``shutdown`` and without it; nothing is left in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.faults.exits"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    lines = sorted(found.stdout.splitlines())
+    # Of each path: rank 0 leaves in order, rank 1 is killed, rank 2 only ends, rank 3 raises.
+    ends = ("0 exits 0", "1 exits -9", "2 exits 0", "3 exits 1")
+    assert lines == sorted(f"{path} {text}" for path in ("exchange", "two_shot") for text in ends)
+    assert set(os.listdir("/dev/shm")) <= before

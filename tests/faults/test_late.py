@@ -1,0 +1,92 @@
+"""A rank that is stopped: for less time than the others allow, and for more."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshplan
+from meshplan.flatten import _roll
+from tests.faults.jobs import attempt, end, right_bits, run_job, stop_for
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+
+LATE = 2
+
+
+@pytest.mark.parametrize("path", ["auto", pytest.param("exchange", marks=pytest.mark.dist)])
+def test_a_rank_that_is_late_fails_nothing(path: str) -> None:
+    """Before the first reduction, and between two."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        with meshplan.installed(path=path, timeout=60.0):
+            for _ in range(2):
+                if rank == LATE:
+                    stop_for(3.0)
+                right_bits(mesh, times=20)
+        end()
+
+    for outcome in run_job(ranks, 3):
+        assert (outcome.failure, outcome.exit_code) == ("", 0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("path", ["auto", "exchange"])
+def test_a_rank_that_is_stopped_for_too_long(path: str) -> None:
+    """The others name it; it fails as well when it goes on, and all can leave."""
+
+    def ranks(rank: int) -> tuple[str, str, Any]:
+        _roll._SECONDS = 2.0
+        mesh = init_device_mesh("cpu", (3,))
+        with meshplan.installed(path=path, timeout=60.0):
+            right_bits(mesh)
+            if rank == LATE:
+                stop_for(14.0)
+            name, message, waited = attempt(lambda: right_bits(mesh, times=2))
+        left = end()
+        assert waited < 60
+        assert left < 20
+        return name, message, dist.is_initialized()
+
+    outcomes = run_job(ranks, 3, collective_timeout=4.0, timeout=150)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
+    for rank, outcome in enumerate(outcomes):
+        name, message, initialized = outcome.value
+        assert not initialized
+        if path == "auto":
+            assert name == "PeerTimeoutError"
+            late = "rank 2 (this one) did not come" if rank == LATE else "rank 2 did not come"
+            assert late in message
+        else:
+            assert name == "CollectiveError"
+            own = "the others gave up waiting for rank 2 (this one) before"
+            other = "rank 2 did not report it too within 2 s"
+            assert (own if rank == LATE else other) in message, message
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_stopped_before_the_first_reduction() -> None:
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,))
+        with meshplan.installed(timeout=4.0):
+            if rank == LATE:
+                stop_for(12.0)
+            _, message, _ = attempt(lambda: right_bits(mesh))
+            if rank == LATE:
+                # Nobody was there any more; the next try is one of all.
+                assert "ranks 0, 1 did not come within 4 s" in message
+            else:
+                assert "rank 2 did not come within 4 s" in message
+                time.sleep(14)
+        with meshplan.installed(timeout=60.0):
+            right_bits(mesh)
+        end()
+        return message
+
+    for outcome in run_job(ranks, 3, timeout=150):
+        assert (outcome.failure, outcome.exit_code) == ("", 0)

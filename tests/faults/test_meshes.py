@@ -1,0 +1,126 @@
+"""Meshes that are equal and not the same, and many meshes that live for a short time."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshplan
+from meshplan.dtensor import _meshes
+from meshplan.dtensor._meshes import known
+from meshplan.flatten import registry
+from tests.faults.jobs import end, held, right_bits, run_job
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
+
+# What meshplan may hold more after many meshes than after few: with each that torch keeps alive,
+# its layout and its plans.
+KIB_PER_MESH = 24
+SHAPES = ((4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2))
+KINDS = ("descriptors", "threads", "python threads", "mappings", "groups", "segments")
+
+
+def test_equal_meshes_are_one() -> None:
+    """Whichever comes first on a rank, and when the first is gone."""
+
+    def ranks(rank: int) -> list[int]:
+        meshes = [DeviceMesh("cpu", [[2, 0], [3, 1]]) for _ in range(2)]
+        assert meshes[0] == meshes[1]
+        assert meshes[0] is not meshes[1]
+        counts = []
+        for path in ("auto", "exchange"):
+            with meshplan.installed(path=path, timeout=60.0):
+                for mesh in meshes if rank % 2 else reversed(meshes):
+                    right_bits(mesh)
+                counts.append(len(registry()))
+        assert known(meshes[0]) is known(meshes[1])
+        entry = known(meshes[0])
+        del meshes[0], mesh
+        gc.collect()
+        third = DeviceMesh("cpu", [[2, 0], [3, 1]])
+        assert known(meshes[0]) is known(third) is entry
+        for path in ("auto", "exchange"):
+            with meshplan.installed(path=path, timeout=60.0):
+                right_bits(third)
+                right_bits(meshes[0])
+        counts.append(len(registry()))
+        return [*counts, meshplan.shutdown()]
+
+    outcomes = run_job(ranks, 4)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    # One group under two paths.
+    assert [o.value for o in outcomes] == [[1, 2, 2, 1]] * 4
+
+
+def test_what_is_known_of_a_mesh_lives_as_long_as_an_equal_one() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        before = len(_meshes._EQUAL)
+        first, second = (DeviceMesh("cpu", [1, 0, 3, 2]) for _ in range(2))
+        known(first).by_coordinate.add(0)
+        assert known(second) is known(first)
+        del first
+        gc.collect()
+        # Or shards that lie by coordinate were taken for shards of torch's.
+        assert known(DeviceMesh("cpu", [1, 0, 3, 2])).by_coordinate == {0}
+        del second
+        gc.collect()
+        assert len(_meshes._EQUAL) == before
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.dist)])
+def test_many_short_lived_meshes(count: int) -> None:
+    """Over process groups that exist: those of ``init_device_mesh`` are torch's, and stay."""
+
+    def ranks(rank: int) -> tuple[Counter[str], Counter[str], int, int]:
+        axes = {
+            shape: [init_device_mesh("cpu", shape).get_group(i) for i in range(len(shape))]
+            for shape in SHAPES
+        }
+        holds = {}
+        with meshplan.installed(timeout=60.0):
+            for number in range(count + 1):
+                shape = SHAPES[number % len(SHAPES)]
+                # By its name a new mesh to torch, every time.
+                mesh = DeviceMesh.from_group(
+                    axes[shape] if len(shape) > 1 else axes[shape][0],
+                    "cpu",
+                    mesh=torch.arange(4).view(shape),
+                    mesh_dim_names=tuple(f"{axis}{number}" for axis in "abc"[: len(shape)]),
+                )
+                right_bits(mesh, numel=100)
+                del mesh
+                if number in (count // 5, count):
+                    gc.collect()
+                    holds[number] = held()
+                    if not tracemalloc.is_tracing():
+                        tracemalloc.start()
+            gc.collect()
+            ours = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(True, "*/meshplan/*")]
+            )
+        tracemalloc.stop()
+        size = sum(stat.size for stat in ours.statistics("filename"))
+        # Torch remembers placements, and with them meshes; without that nothing is left of ours.
+        for remembered in vars(_redistribute).values():
+            getattr(remembered, "cache_clear", int)()
+        end()
+        return holds[count // 5], holds[count], size, registry()._book.shortcuts
+
+    outcomes = run_job(ranks, 4, timeout=300)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    for outcome in outcomes:
+        few, many, size, layouts = outcome.value
+        assert all(many[kind] <= few[kind] + 3 for kind in KINDS), (few, many)
+        assert size < KIB_PER_MESH * 1024 * (count - count // 5)
+        assert layouts == 0

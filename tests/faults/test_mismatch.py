@@ -1,0 +1,143 @@
+"""A rank that took another branch: an error on every member, and what comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import meshplan
+from meshplan.contract import Contract
+from tests.faults.jobs import attempt, end, right_bits, run_job
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+ODD = 1
+P, R = Partial(), Replicate()
+
+
+def bring(mesh: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> DTensor:
+    return DTensor.from_local(torch.ones(shape, dtype=dtype), mesh, (P, P), run_check=False)
+
+
+# What all ranks do but one, and what that one does.
+BRANCHES: dict[str, Callable[[Any, bool], Any]] = {
+    "shape": lambda mesh, odd: bring(mesh, (6, 5) if odd else (6, 4)).full_tensor(),
+    "dtype": lambda mesh, odd: bring(
+        mesh, (6,), torch.float64 if odd else torch.float32
+    ).full_tensor(),
+    "placements": lambda mesh, odd: bring(mesh, (6, 4)).redistribute(
+        mesh, (Shard(0), Shard(1)) if odd else (R, R)
+    ),
+    "operation": lambda mesh, odd: DTensor.from_local(
+        torch.ones(6), mesh, [Partial("max" if odd else "sum")] * 2, run_check=False
+    ).full_tensor(),
+    "order": lambda mesh, odd: [
+        bring(mesh, (n,)).full_tensor() for n in ((7, 6) if odd else (6, 7))
+    ],
+}
+
+
+@pytest.mark.parametrize("how", [{"path": "auto"}, {"path": "exchange", "debug": True}])
+def test_what_members_bring(how: dict[str, Any]) -> None:
+    """As the first call of its groups, and as a later one; the next right call is right at once."""
+
+    def ranks(rank: int) -> list[tuple[str, str, str]]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        found = []
+        with meshplan.installed(timeout=60.0, **how):
+            for name, branch in BRANCHES.items():
+                for _ in range(2):
+                    kind, message, _ = attempt(lambda b=branch: b(mesh, rank == ODD))  # type: ignore[misc]
+                    found.append((name, kind, message))
+                    right_bits(mesh)
+        end()
+        return found
+
+    outcomes = run_job(ranks, 4, timeout=120)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    for rank, outcome in enumerate(outcomes):
+        for name, kind, message in outcome.value:
+            assert kind == "SignatureMismatchError", (name, rank, message)
+            other = "rank 0" if rank == ODD else "rank 1"
+            assert f"{other} came to a reduction over ranks 0, 1, 2, 3 with " in message
+            assert f"this rank {rank} with " in message
+
+
+def test_members_that_reduce_over_different_groups() -> None:
+    """Whoever waits for a rank that is elsewhere names it; nobody else is held up."""
+
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2))
+        d = DTensor.from_local(torch.ones(6), mesh, (P, P if rank == ODD else R), run_check=False)
+        with meshplan.installed(timeout=5.0):
+            _, message, _ = attempt(lambda: d.redistribute(mesh, (R, R)))
+        # Who was not held up would else be at the next reduction, and meet rank 1 in this one.
+        dist.barrier()
+        with meshplan.installed(timeout=60.0):
+            right_bits(mesh)
+        end()
+        return message
+
+    outcomes = run_job(ranks, 4)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    # Ranks 0 and 2 are one group over the first axis, 1 and 3 the other.
+    messages = [outcome.value for outcome in outcomes]
+    assert messages[0] == messages[2] == ""
+    assert "rank 1 did not come within 5 s to the first reduction over ranks 1, 3" in messages[3]
+    assert "did not come within 5 s" in messages[1]
+
+
+class TestMessages(TestCase):
+    def test_other_arguments_of_install(self) -> None:
+        """Named on all members; after ``shutdown`` and the same arguments all is well."""
+
+        def ranks(rank: int) -> list[str]:
+            mesh = init_device_mesh("cpu", (3,))
+            messages = []
+            for odd, even in (
+                ({"contract": Contract(order="rank")}, {"contract": Contract(order="tree")}),
+                ({"path": "exchange"}, {"path": "auto"}),
+            ):
+                with meshplan.installed(
+                    timeout=60.0,
+                    topology=None,
+                    **(odd if rank == ODD else even),  # type: ignore[arg-type]
+                ):
+                    messages.append(attempt(lambda: right_bits(mesh))[1])
+                meshplan.shutdown()
+                with meshplan.installed(timeout=60.0):
+                    right_bits(mesh)
+                meshplan.shutdown()
+            end()
+            return messages
+
+        outcomes = run_job(ranks, 3)
+        assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
+        assert outcomes[0].value == outcomes[1].value == outcomes[2].value
+        self.assertExpectedInline(
+            "\n".join(outcomes[0].value),
+            """\
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/rank/wide/once, path auto, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+        )
+
+    def test_different_things_over_exchange(self) -> None:
+        def ranks(rank: int) -> str:
+            mesh = init_device_mesh("cpu", (2, 2))
+            with meshplan.installed(path="exchange", debug=True, timeout=60.0):
+                _, message, _ = attempt(lambda: BRANCHES["shape"](mesh, rank == ODD))
+            end()
+            return message
+
+        outcomes = run_job(ranks, 4)
+        self.assertExpectedInline(
+            outcomes[2].value,
+            """MP703: rank 1 came to a reduction over ranks 0, 1, 2, 3 with float32[6, 5] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange, this rank 2 with float32[6, 4] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+        )

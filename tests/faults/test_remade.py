@@ -1,0 +1,63 @@
+"""A default group that is destroyed and made again in one process, of other ranks in other orders."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import meshplan
+from meshplan.dtensor import _live
+from meshplan.flatten import registry
+from tests.faults.jobs import end, held, join, right_bits, run_job
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
+
+ROUNDS = 20
+# How the four processes come together in a round: the ranks of each job, in order.
+JOBS = (
+    ((0, 1, 2, 3),),
+    ((2, 0), (3, 1)),
+    ((3, 1, 0, 2),),
+    ((1, 2, 0),),
+    ((0, 3), (2, 1)),
+)
+KINDS = ("descriptors", "threads", "python threads", "mappings", "groups")
+
+
+def test_twenty_default_groups() -> None:
+    def ranks(rank: int) -> list[Counter[str]]:
+        meshplan.install(timeout=60.0)
+        holds = []
+        for number in range(ROUNDS):
+            jobs = JOBS[number % len(JOBS)]
+            for order in [job for job in jobs if rank in job]:
+                join(f"{number}-{jobs.index(order)}", order, rank)
+                assert len(registry()) == 0
+                assert _live.discovered() is None
+                world = len(order)
+                # The same two meshes in every round: what is stale would be found by them.
+                right_bits(DeviceMesh("cpu", list(range(world))))
+                with meshplan.installed(path="exchange", timeout=60.0):
+                    right_bits(DeviceMesh("cpu", [*range(1, world), 0]))
+                assert len(registry()) > 0
+                if number % 2:
+                    end()
+                else:
+                    # Without shutdown, too.
+                    dist.destroy_process_group()
+            gc.collect()
+            holds.append(held())
+        return holds
+
+    outcomes = run_job(ranks, 4, init=False, timeout=150)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 4
+    for outcome in outcomes:
+        holds = outcome.value
+        # Two rounds of the same jobs, both left by shutdown.
+        middle, last = holds[9], holds[19]
+        # Less than one a round: gloo gives back when its threads have time.
+        assert all(last[kind] - middle[kind] < 10 for kind in KINDS), (middle, last)

@@ -1,0 +1,40 @@
+"""Ranks that die: torchrun starts all of them anew, and nothing of the attempt before is met."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multinode.cluster import cluster
+from tests.multinode.launch import launch
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.dist,
+    pytest.mark.multinode,
+    pytest.mark.processes,
+]
+
+
+def test_a_job_goes_on_after_two_ranks_have_died() -> None:
+    with cluster(2) as hosts:
+        found = launch(
+            hosts,
+            "restarts",
+            (2, 2),
+            seconds=200,
+            rendezvous="c10d",
+            max_restarts=3,
+            # Torch's own default group meets addresses of the attempt before in a shared store.
+            env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+        apart = hosts.kind == "namespaces"
+    for one in found.values():
+        assert one["wrong"] is None
+        assert one["first"] == 2
+        assert one["nodes"] == [0, 0, 1, 1]
+        if apart:
+            assert one["ran"] == ["exchange", "one_shot"]
+            # Neither the ranks that died nor those that were ended have left any.
+            assert one["shm"] == []
+    # Each host counts its own, so that no key may hold the count.
+    assert sum(one["restarts"] for one in found.values()) >= 2

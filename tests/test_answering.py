@@ -1,0 +1,173 @@
+"""A store that does not answer is an error in bounded time, whatever torch's client waits for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from expecttest import TestCase
+from torch._C._distributed_c10d import Store
+
+from meshplan.errors import GroupStateError
+from meshplan.flatten import _answering
+from meshplan.flatten._agree import open_round, vote
+from meshplan.flatten._answering import AnsweringStore
+
+
+class Stuck(dist.Store):
+    """A store that is asked in vain until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.free.wait(20)
+        return True
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    store = Stuck()
+    yield store
+    store.free.set()
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("meshplan store") for thread in threading.enumerate())
+
+
+def test_answers_are_those_of_the_store() -> None:
+    plain = dist.HashStore()
+    store = AnsweringStore(plain, 5)
+    assert isinstance(store, Store)
+    store.set("a", "1")
+    assert plain.get("a") == b"1"
+    assert store.get("a") == b"1"
+    assert store.check(["a"])
+    assert not store.check(["b"])
+    assert store.add("n", 3) == 3
+    assert store.add("n", 0) == 3
+    assert store.compare_set("c", "", "new") == b"new"
+    assert store.compare_set("c", "", "other") == b"new"
+    assert store.multi_get(["a", "c"]) == [b"1", b"new"]
+    assert store.delete_key("a")
+    assert not plain.check(["a"])
+
+
+def test_errors_of_the_store_are_passed_on() -> None:
+    plain = dist.HashStore()
+    plain.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(dist.DistStoreError):
+        AnsweringStore(plain, 5).get("nobody sets it")
+
+
+def test_votes_are_held_over_it() -> None:
+    store = AnsweringStore(dist.HashStore(), 5)
+    prefix, refused = open_round(store, "group", 0)
+    assert refused is None
+    assert vote(store, prefix, ranks=(0,), rank=0, token="t", timeout=1).unanimous
+
+
+def test_its_thread_ends_with_it() -> None:
+    before = threads()
+    store = AnsweringStore(dist.HashStore(), 5)
+    store.set("a", "1")
+    assert threads() == before + 1
+    del store
+    deadline = time.monotonic() + 10
+    while threads() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_can_be_asked_again_after_no_answer_came(stuck: Stuck) -> None:
+    with mock.patch.object(_answering, "_LEAST_SECONDS", 0.05):
+        store = AnsweringStore(stuck, 0.05)
+    for _ in range(2):
+        with pytest.raises(GroupStateError):
+            store.check(["a"])
+    stuck.free.set()
+    assert store.check(["a"])
+    assert stuck.asked == 3
+
+
+def test_a_short_wait_for_ranks_is_no_short_wait_for_the_store(stuck: Stuck) -> None:
+    store = AnsweringStore(stuck, 0.001)
+    threading.Timer(0.3, stuck.free.set).start()
+    assert store.check(["a"])
+
+
+def test_a_question_without_an_answer_keeps_no_process() -> None:
+    """The server is stopped, not ended: its kernel goes on to take what is sent."""
+    serve = (
+        "import os, signal, torch.distributed as dist; store = dist.TCPStore('127.0.0.1', 0, "
+        "is_master=True, wait_for_workers=False); print(store.port, os.getpid(), flush=True); "
+        "signal.pause()"
+    )
+    ask = (
+        "import os, signal, sys, torch.distributed as dist\n"
+        "from meshplan.flatten import _answering\n"
+        "_answering._LEAST_SECONDS = 0.5\n"
+        "from torch._C._distributed_c10d import PrefixStore\n"
+        "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), wait_for_workers=False)\n"
+        "os.kill(int(sys.argv[2]), signal.SIGSTOP)\n"
+        "_answering.AnsweringStore(PrefixStore('p', store), 0.5).check(['a'])\n"
+    )
+    server = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port, process = server.stdout.readline().split()
+        asked = subprocess.run(
+            [sys.executable, "-c", ask, port, process],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert asked.returncode == 1
+    assert f"MP503: the store of the default group at 127.0.0.1:{port} did not" in asked.stderr
+
+
+class TestMessages(TestCase):
+    def test_no_answer(self) -> None:
+        stuck = Stuck()
+        with (
+            mock.patch.object(_answering, "_LEAST_SECONDS", 0.05),
+            pytest.raises(GroupStateError) as error,
+        ):
+            AnsweringStore(stuck, 0.05).check(["a"])
+        stuck.free.set()
+        self.assertExpectedInline(
+            str(error.value),
+            """MP503: the store of the default group did not answer this rank within 0.05 s; look at the network between this host and that one, and whether that one is alive""",
+        )
+
+    def test_the_store_is_gone(self) -> None:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        del server
+        with pytest.raises(GroupStateError) as error:
+            AnsweringStore(client, 5).check(["a"])
+        text = str(error.value).replace(str(client.port), "PORT")
+        start, rest = text.split(" was lost: ")
+        self.assertExpectedInline(
+            start, """MP503: the store of the default group at 127.0.0.1:PORT"""
+        )
+        self.assertExpectedInline(
+            rest.split("; ", 1)[1],
+            """look whether the process that holds it (torchrun's agent on the first host, or rank 0) has ended""",
+        )

@@ -1,0 +1,164 @@
+"""What a process remembers of its groups, and when it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.flatten import Group, _book
+from meshplan.flatten._book import Book
+from meshplan.flatten._known import Key
+
+pytestmark = pytest.mark.timeout(30)
+
+KEY = Key((0, 1), "fake", "cpu", "contract", False)
+
+
+def init() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+
+
+@pytest.fixture(autouse=True)
+def default_group() -> Iterator[None]:
+    init()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def book() -> Book:
+    book = Book()
+    book.follow_default_group()
+    return book
+
+
+def created(ranks: tuple[int, ...] = (0, 1)) -> Group:
+    pg = dist.new_group(list(ranks))
+    return Group(pg, ranks, "created", pg.group_name)
+
+
+class Memory:
+    """Of a communicator, what the book asks."""
+
+    alive = True
+
+    def close(self) -> None:
+        self.alive = False
+
+
+def sharing(group: Group, memory: Memory) -> Group:
+    return Group(group.pg, group.ranks, group.origin, group.name, memory)  # type: ignore[arg-type]
+
+
+def test_found_again(book: Book) -> None:
+    group = created()
+    book.add(KEY, group)
+    book.add_shortcut("shortcut", group)
+    assert book.alive(KEY) == book.short("shortcut") == group
+    assert book.alive(KEY._replace(ranks=(1, 0))) is None
+    assert book.short("other") is None
+    assert len(book) == book.created() == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["destroyed", "replaced"])
+def test_nothing_outlives_the_default_group(book: Book, again: bool) -> None:
+    group = created()
+    memory = Memory()
+    book.add(KEY, sharing(group, memory))
+    book.add_shortcut("shortcut", group)
+    book.add_meeting("meeting")
+    first = book.signatures("group", mock.Mock)
+    assert book.signatures("group", mock.Mock) is first
+    dist.destroy_process_group()
+    if again:
+        init()
+    assert book.short("shortcut") is None
+    assert len(book) == 0
+    assert book.alive(KEY) is None
+    assert book.short("shortcut") is None
+    assert not book.has_met("meeting")
+    assert not memory.alive
+    assert book.signatures("group", mock.Mock) is not first
+
+
+def test_a_group_that_its_user_destroyed(book: Book) -> None:
+    group = created()
+    book.add(KEY, group)
+    book.add_shortcut("shortcut", group)
+    dist.destroy_process_group(group.pg)
+    assert book.alive(KEY) is None
+    assert book.short("shortcut") is None
+    assert book.kept(KEY) is None
+    assert book.take_created() == []
+
+
+def test_another_contract_keeps_the_process_group(book: Book) -> None:
+    group = created()
+    book.add(KEY, group)
+    other = KEY._replace(token="other contract", peers=True)
+    assert book.alive(other) is None
+    found = book.kept(other)
+    assert found is not None
+    assert found.pg is group.pg
+    assert found.origin == "kept"
+    assert book.kept(KEY._replace(use="threads")) is None
+    # It is destroyed once, under the name that it was created with.
+    book.add(other, found)
+    assert len(book) == 2
+    assert book.created() == 1
+
+
+def test_shared_memory_serves_who_did_not_ask_for_it(book: Book) -> None:
+    memory = Memory()
+    shared = sharing(created(), memory)
+    book.add(KEY._replace(peers=True), shared)
+    assert book.alive(KEY) == shared
+    assert book.sharing() == 1
+    memory.alive = False
+    assert book.alive(KEY) is None
+    assert book.sharing() == 0
+    # The process group is of use as before.
+    kept = book.kept(KEY)
+    assert kept is not None
+    assert kept.peers is None
+
+
+def test_created_groups_are_taken_once_in_the_order_of_their_names(book: Book) -> None:
+    groups = [created(ranks) for ranks in ((0, 1), (0, 2), (0, 3))]
+    default = dist.group.WORLD
+    assert default is not None
+    for group in reversed(groups):
+        book.add(KEY._replace(ranks=group.ranks), group)
+    given = Group(default, (0, 1, 2, 3), "default", default.group_name)
+    book.add(KEY._replace(ranks=given.ranks), given)
+    taken = book.take_created()
+    assert [group.name for group in taken] == sorted(group.name for group in groups)
+    assert book.take_created() == []
+    assert len(book) == 0
+
+
+def test_a_fork_takes_nothing_of_its_parents(book: Book) -> None:
+    memory = Memory()
+    book.add(KEY, sharing(created(), memory))
+    book.add_shortcut("shortcut", created())
+    with mock.patch.object(_book, "inherited", return_value=True):
+        assert book.short("shortcut") is None
+        assert book.take_created() == []
+    assert memory.alive
+
+
+def test_limits(book: Book) -> None:
+    group = created()
+    for number in range(2 * _book.MAX_SHORTCUTS + 1):
+        book.add_shortcut(number, group)
+    assert book.shortcuts == 1
+    assert book.short(2 * _book.MAX_SHORTCUTS) == group
+    for number in range(_book.MAX_MEETINGS + 1):
+        book.add_meeting(number)
+    assert book.has_met(_book.MAX_MEETINGS)
+    assert not book.has_met(0)

@@ -1,0 +1,179 @@
+"""Graphs that inductor keeps on disk: found again by the same job, and by no other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.compiler
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import meshplan
+from meshplan import Contract
+from meshplan.dtensor import _cache_key
+from meshplan.errors import UnsupportedTorchError
+from tests.compiled import orders_run, warm_inductor
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="inductor needs a C++ compiler",
+)
+
+P, R, S = Partial(), Replicate(), Shard
+Hits = dict[str, int]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that no other test writes to. Every rank below is a new process."""
+    warm_inductor()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def hits() -> Hits:
+    """Of AOTAutograd's cache, and of inductor's."""
+    return {
+        "aot": counters["aot_autograd"]["autograd_cache_hit"],
+        "fx": counters["inductor"]["fxgraph_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"],
+    }
+
+
+def job(install: Callable[[], object], groups: int = 0) -> list[tuple[list[str], Hits]]:
+    """What each rank of a job has run, and found on disk.
+
+    The reduction is DTensor's own doing, so that there is none in what dynamo has seen. Products of
+    matrices are all there is, for which inductor needs no time.
+    """
+
+    def ranks(rank: int) -> tuple[list[str], Hits]:
+        for _ in range(groups):
+            dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        install()
+        x = DTensor.from_local(torch.ones(2, 2), mesh, (R, S(1)), run_check=False)
+        w = DTensor.from_local(
+            torch.full((2, 3), float(rank + 1)), mesh, (R, S(0)), run_check=False
+        )
+
+        def step(x: Tensor, w: Tensor) -> Tensor:
+            y = x @ w
+            return y @ y.t()
+
+        ran = orders_run()
+        out = torch.compile(step, fullgraph=True)(x, w)
+        in_the_graph = ran.copy()
+        assert out.full_tensor().tolist() == [[108.0] * 2] * 2
+        return in_the_graph, hits()
+
+    return run_ranks(ranks, 2, timeout=200)
+
+
+@needs_compiler
+def test_the_same_job_again() -> None:
+    """Each rank finds its own graphs, which name its own groups, in a folder that all share."""
+
+    def install() -> None:
+        meshplan.install()
+
+    for ran, found in job(install):
+        assert (ran, found["aot"], found["fx"]) == (["tree"], 0, 0)
+    for ran, found in job(install):
+        assert (ran, found["aot"], found["misses"]) == (["tree"], 1, 0)
+    # With other groups under torch's numbers what is on disk is not for this job.
+    for ran, found in job(install, groups=3):
+        assert (ran, found["aot"]) == (["tree"], 0)
+
+
+@needs_compiler
+def test_what_other_jobs_have_left() -> None:
+    """Without meshplan, under another contract, or another policy: not taken for this job's."""
+    for install, expected in (
+        (lambda: None, []),
+        (lambda: meshplan.install(), ["tree"]),
+        (lambda: meshplan.install(contract=Contract(order="rank")), ["rank"]),
+        (lambda: meshplan.install(policy="fast"), []),
+    ):
+        for ran, found in job(install):
+            assert ran == expected
+            assert found["aot"] == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("planned", [True, False])
+def test_other_groups_before(planned: bool) -> None:
+    """Names that are digests are found again; numbers count how many groups were made before."""
+
+    def one(groups: int) -> Hits:
+        def ranks(rank: int) -> Hits:
+            dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))["a", "c"]
+            for _ in range(groups):
+                dist.new_group([0, 1])
+            if planned:
+                meshplan.install()
+                meshplan.prepare(mesh, ("a", "c"))
+            else:
+                mesh._flatten("ac")
+
+            def step(x: Tensor) -> Tensor:
+                d = DTensor.from_local(x, mesh, (P, P), run_check=False)
+                return d.redistribute(mesh, (R, R)).to_local() @ x
+
+            torch.compile(step, fullgraph=True)(torch.ones(4, 4))
+            return hits()
+
+        (found,) = run_ranks(ranks, 1, init=False, timeout=200)
+        return found  # type: ignore[no-any-return]
+
+    assert one(0)["misses"] == 1
+    again = one(3)
+    assert (again["fx"], again["misses"]) == ((1, 0) if planned else (0, 1))
+
+
+def test_the_users_own_tag() -> None:
+    """It is what it was to all that read it, and still a part of what is looked up."""
+
+    def read() -> str:
+        return f"{torch.compiler.config.cache_key_tag}"
+
+    def looked_up() -> Any:
+        function, arguments = torch.compiler.config.cache_key_tag.__reduce__()  # type: ignore[attr-defined]
+        return function(*arguments)
+
+    entry = _cache_key._entry()
+    before = entry.env_value_force
+    assert read() == ""
+    meshplan.install()
+    try:
+        assert not torch.compiler.config.cache_key_tag
+        first = looked_up()
+        torch.compiler.config.cache_key_tag = "mine"
+        assert read() == str(torch.compiler.config.cache_key_tag) == "mine"
+        assert looked_up() == "mine" + first
+        with meshplan.policy("fast"):
+            assert looked_up() != "mine" + first
+    finally:
+        meshplan.uninstall()
+    assert read() == "mine"
+    assert type(torch.compiler.config.cache_key_tag) is str
+    torch.compiler.config.cache_key_tag = ""
+    assert entry.env_value_force is before
+
+
+def test_a_torch_without_the_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cache_key, "_NAME", "cache_key_gone")
+    with pytest.raises(UnsupportedTorchError, match="cache_key_gone is not found in torch"):
+        meshplan.install()
+    assert meshplan.dtensor.current_config() is None

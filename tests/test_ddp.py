@@ -1,0 +1,570 @@
+"""DDP with meshplan's hook: gradients by the contract, whatever becomes of the buckets."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import meshplan
+from meshplan.collectives import DeterministicAllReduceConfig, functional
+from meshplan.contract import Contract, reduce_leaves
+from meshplan.errors import (
+    ContractError,
+    GroupAgreementError,
+    IntegrationError,
+    PolicyError,
+    SignatureMismatchError,
+)
+from meshplan.integrations import ddp
+from meshplan.integrations.ddp import DDPReduction, meshplan_hook
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SHAPES = ((7, 11), (5,), (64, 3), (1,), (130,), (9, 9))
+PLAIN = (F32,) * 6
+MIXED = (F32, BF16, F32, F64, F16, BF16)
+# One bucket for a few parameters, one for each, one for all of a dtype.
+CAPS = (0.0005, 0.00001, 25)
+
+Dtypes = tuple[torch.dtype, ...]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> None:
+    """Ranks are forked, and DDP imports this in each of them."""
+    importlib.import_module("torch._dynamo")
+
+
+class Rows(nn.Module):
+    """The gradient of each parameter is the row that it is multiplied with, to the bit."""
+
+    def __init__(self, dtypes: Dtypes = PLAIN) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(
+            nn.Parameter(torch.ones(shape, dtype=dtype))
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        )
+
+    def forward(self, rows: Sequence[Tensor | None]) -> Tensor:
+        # Not in the order of the parameters: DDP makes other buckets after the first iteration.
+        used = [
+            (row * self.rows[i]).sum().to(F64)
+            for i, row in sorted(enumerate(rows), key=lambda pair: pair[0] * 5 % 7)
+            if row is not None
+        ]
+        return torch.stack(used).sum()
+
+
+@cache
+def rows_of(world: int, dtypes: Dtypes = PLAIN, seed: int = 0) -> list[list[Tensor]]:
+    """What each rank brings, known on all."""
+    return [
+        [
+            order_sensitive(
+                torch.Size(shape).numel(),
+                rank=rank,
+                world_size=world,
+                dtype=dtype,
+                seed=seed * 100 + i,
+            ).view(shape)
+            for i, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))
+        ]
+        for rank in range(world)
+    ]
+
+
+def reduced(
+    leaves: Sequence[Sequence[Tensor]],
+    contract: Contract = Contract(),
+    op: Any = "avg",
+    sent: torch.dtype | None = None,
+) -> list[Tensor]:
+    """The contract's own gradients, from what each rank brings."""
+    found = []
+    for each in zip(*leaves, strict=True):
+        summands = [x.to(sent or x.dtype) for x in each]
+        value = reduce_leaves(summands, op, (len(each),), contract).to(each[0].dtype)
+        # A conversion gives a NaN other bits in the body of a vector than in its tail.
+        found.append(torch.where(value.isnan(), torch.nan, value))
+    return found
+
+
+def check(model: Any, expected: Sequence[Tensor | None], what: str) -> None:
+    """Compare the gradients of a model, or of parameters, and forget them."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else model
+    for i, (parameter, wanted) in enumerate(zip(parameters, expected, strict=True)):
+        if wanted is None:
+            assert parameter.grad is None
+        else:
+            assert parameter.grad is not None
+            assert_bitwise_equal(parameter.grad, wanted, f"parameter {i}, {what}")
+        parameter.grad = None
+
+
+def hooked(module: nn.Module, reduction: DDPReduction | None = None, **options: Any) -> Any:
+    model = DistributedDataParallel(module, **options)
+    ddp.register(model, reduction)
+    return model
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_buckets_cannot_change_a_bit(world: int) -> None:
+    cases: list[tuple[Dtypes, dict[str, Any]]] = [
+        *((MIXED, {"bucket_cap_mb": cap}) for cap in CAPS),
+        *((PLAIN, {"bucket_cap_mb": cap, "gradient_as_bucket_view": True}) for cap in CAPS),
+        *((PLAIN, {"bucket_cap_mb": cap, "static_graph": True}) for cap in CAPS[:2]),
+        (MIXED, {"static_graph": True, "gradient_as_bucket_view": True}),
+        (PLAIN, {"find_unused_parameters": True, "bucket_cap_mb": CAPS[0]}),
+    ]
+    for seed in range(3):
+        rows_of(world, PLAIN, seed)
+        rows_of(world, MIXED, seed)
+
+    def plain(rank: int) -> None:
+        """DDP alone has other bits in other buckets, and these gradients show it."""
+        model = DistributedDataParallel(Rows(), bucket_cap_mb=CAPS[1])
+        found = []
+        for _ in range(2):  # one bucket in the first step, then those that were asked for
+            model(rows_of(world)[rank]).backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            model.zero_grad()
+        assert bits(found[0]).ne(bits(found[1])).sum() > 20
+
+    def ranks(rank: int) -> None:
+        for dtypes, options in cases:
+            model = hooked(Rows(dtypes), **options)
+            for seed in range(3):
+                leaves = rows_of(world, dtypes, seed)
+                model(leaves[rank]).backward()
+                check(model, reduced(leaves), f"step {seed} with {options}")
+        if world > 2:  # two ranks have one order
+            plain(rank)
+
+    run_ranks(ranks, world, timeout=100)
+    turned = reduced([*rows_of(world)[1:], rows_of(world)[0]])
+    differ = sum(
+        bits(a).ne(bits(b)).sum() for a, b in zip(turned, reduced(rows_of(world)), strict=True)
+    )
+    assert (differ > 20) == (world > 2)
+
+
+def test_parameters_that_are_not_used_on_all_ranks() -> None:
+    """They count as zeros; what no rank uses has no gradient."""
+    world = 3
+
+    def used(rank: int, seed: int) -> list[bool]:
+        return [i != 2 and (i + rank + seed) % 3 > 0 for i in range(6)]
+
+    def brought(rank: int, seed: int) -> list[Tensor]:
+        rows = rows_of(world, PLAIN, seed)[rank]
+        return [
+            x if use else torch.zeros_like(x) for x, use in zip(rows, used(rank, seed), strict=True)
+        ]
+
+    def ranks(rank: int) -> None:
+        for cap in CAPS[:2]:
+            for views in (False, True):
+                model = hooked(
+                    Rows(),
+                    bucket_cap_mb=cap,
+                    find_unused_parameters=True,
+                    gradient_as_bucket_view=views,
+                )
+                for seed in range(3):
+                    rows = rows_of(world, PLAIN, seed)[rank]
+                    model(
+                        [x if use else None for x, use in zip(rows, used(rank, seed), strict=True)]
+                    ).backward()
+                    expected: list[Tensor | None] = list(
+                        reduced([brought(r, seed) for r in range(world)])
+                    )
+                    expected[2] = None
+                    check(model, expected, f"step {seed}, {cap} MiB")
+
+    run_ranks(ranks, world)
+
+
+def test_accumulation() -> None:
+    """What a rank adds up alone, under no_sync or in a gradient that is there, it adds up first."""
+    world = 3
+
+    def total(rank: int, seeds: Sequence[int]) -> list[Tensor]:
+        first, *rest = ([x.clone() for x in rows_of(world, MIXED, seed)[rank]] for seed in seeds)
+        for rows in rest:
+            for mine, more in zip(first, rows, strict=True):
+                mine += more
+        return first
+
+    def ranks(rank: int) -> None:
+        for options in ({}, {"gradient_as_bucket_view": True, "bucket_cap_mb": CAPS[1]}):
+            model = hooked(Rows(MIXED), **options)
+            for start in (0, 3):
+                seeds = range(start, start + 3)
+                for seed in seeds:
+                    with model.no_sync() if seed < start + 2 else nullcontext():
+                        model(rows_of(world, MIXED, seed)[rank]).backward()
+                expected = reduced([total(r, seeds) for r in range(world)])
+                check(model, expected, f"steps from {start} with {options}")
+
+    run_ranks(ranks, world)
+
+
+def test_contracts_operations_and_what_is_sent() -> None:
+    world = 5
+
+    def ranks(rank: int) -> None:
+        for reduction, contract, op in (
+            (DDPReduction(op="sum"), Contract(), "sum"),
+            (DDPReduction(contract=Contract("rank")), Contract("rank"), "avg"),
+            (
+                DDPReduction(contract=Contract(accumulate="float64"), mode="two_shot"),
+                Contract(accumulate="float64"),
+                "avg",
+            ),
+            (DDPReduction(dtype=BF16, mode="exchange"), Contract(), "avg"),
+            (DDPReduction(dtype=F16, op="sum", mode="one_shot"), Contract(), "sum"),
+            (
+                DDPReduction(dtype=BF16, contract=Contract(rounding="node")),
+                Contract(rounding="node"),
+                "avg",
+            ),
+            (DDPReduction(dtype=F64), Contract(), "avg"),
+        ):
+            model = hooked(Rows(MIXED), reduction, bucket_cap_mb=CAPS[0])
+            for seed in range(2):
+                leaves = rows_of(world, MIXED, seed)
+                model(leaves[rank]).backward()
+                check(model, reduced(leaves, contract, op, reduction.dtype), f"{reduction}")
+
+    run_ranks(ranks, world)
+    # What was asked for can be told from what was not.
+    leaves = rows_of(world, MIXED)
+    ways = [
+        reduced(leaves, Contract("tree")),
+        reduced(leaves, Contract("rank")),
+        reduced(leaves, Contract(accumulate="float64")),
+        reduced(leaves, sent=BF16),
+        reduced(leaves, Contract(rounding="node"), sent=BF16),
+    ]
+    assert len({tuple(map(int, bits(way[0]).flatten())) for way in ways}) == len(ways)
+
+
+def test_complex_parameters_and_special_values() -> None:
+    world = 3
+
+    class Pairs(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.pairs = nn.Parameter(torch.ones(40, dtype=dtype))
+
+        def forward(self, row: Tensor) -> Tensor:
+            pairs = torch.view_as_real(self.pairs) if self.pairs.is_complex() else self.pairs
+            return (pairs * row).sum()
+
+    rows = [
+        order_sensitive(80, rank=rank, world_size=world, specials=True) for rank in range(world)
+    ]
+
+    def ranks(rank: int) -> None:
+        for sent in (None, BF16, F16, F64):
+            reduction = DDPReduction(dtype=sent, op="sum")
+            model = hooked(Pairs(torch.complex64), reduction)
+            model(rows[rank].view(40, 2)).backward()
+            found = torch.view_as_real(model.module.pairs.grad).flatten()
+            (expected,) = reduced([[row] for row in rows], op="sum", sent=sent)
+            assert_bitwise_equal(found, expected, f"complex, sent in {sent}")
+            model = hooked(Pairs(F32), reduction)
+            model(rows[rank][:40]).backward()
+            check(model, [expected[:40]], f"real, sent in {sent}")
+
+    run_ranks(ranks, world)
+
+
+def gathered_leaves(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """The gradients of each rank of the group."""
+    every = []
+    for gradient in gradients:
+        parts = [torch.empty_like(gradient) for _ in range(group.size())]
+        dist.all_gather(parts, gradient.contiguous(), group=group)
+        every.append(parts)
+    return [list(of_rank) for of_rank in zip(*every, strict=True)]
+
+
+def test_the_groups_of_ddp() -> None:
+    """Over a part of the ranks, in an order of ranks of its own, and over one rank."""
+
+    def ranks(rank: int) -> None:
+        parts = [dist.new_group([0, 2, 3]), dist.new_group([1, 4])]
+        mine = [0, 2, 3] if rank in (0, 2, 3) else [1, 4]
+        alone = [dist.new_group([r]) for r in range(5)][rank]
+        group = parts[0] if rank in (0, 2, 3) else parts[1]
+        rows = rows_of(5)
+        for state in (group, DDPReduction(group)):
+            model = DistributedDataParallel(Rows(), process_group=group, bucket_cap_mb=CAPS[0])
+            model.register_comm_hook(state, meshplan_hook)
+            for _ in range(2):
+                model(rows[rank]).backward()
+                check(model, reduced([rows[r] for r in mine]), f"group of {mine}")
+        for dtype in (None, BF16):
+            model = hooked(Rows(MIXED), DDPReduction(dtype=dtype), process_group=alone)
+            model(rows_of(5, MIXED)[rank]).backward()
+            check(model, reduced([rows_of(5, MIXED)[rank]], sent=dtype), "alone")
+
+    run_ranks(ranks, 5)
+
+
+class Talking(nn.Module):
+    """Reduces in forward and in backward, over the ranks that DDP reduces over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            mean = functional.all_reduce(
+                x, DeterministicAllReduceConfig(mode="exchange", op="mean")
+            )
+            x = x + mean
+        return x.square().sum()
+
+
+def test_beside_what_backward_sends_itself() -> None:
+    """Buckets of a layer each, while backward reduces over the same ranks and waits for it."""
+
+    def ranks(rank: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        model = hooked(Talking(), DDPReduction(mode="exchange"), bucket_cap_mb=CAPS[1])
+        for step in range(4):
+            torch.manual_seed(7 * step + rank)
+            x = torch.randn(5, 16) * 10.0**rank
+            model.module(x).backward()
+            leaves = gathered_leaves([p.grad for p in model.parameters()], group)
+            model.zero_grad()
+            model(x).backward()
+            check(model, reduced(leaves), f"step {step}")
+
+    run_ranks(ranks, 3)
+
+
+def test_with_tensor_parallel_layers() -> None:
+    """DDP over the outer axis of a mesh, DTensor with meshplan over the inner one."""
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        group = mesh.get_group("dp")
+        styles = {
+            str(i): style for i, style in enumerate((ColwiseParallel(), RowwiseParallel()) * 2)
+        }
+
+        def module() -> nn.Module:
+            torch.manual_seed(0)
+            layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+            return parallelize_module(layers, mesh["tp"], styles)
+
+        with meshplan.installed(strict=True):
+            plain = module()
+            model = hooked(module(), device_mesh=mesh["dp"], bucket_cap_mb=CAPS[1])
+            # Torch takes them out of the module while they are DTensors.
+            parameters = list(model.parameters())
+            for step in range(3):
+                torch.manual_seed(step + 10 * mesh.get_local_rank("dp"))
+                x = torch.randn(5, 16) * 3
+                plain(x).square().sum().backward()
+                model(x).square().sum().backward()
+                mine = [p.grad.to_local() for p in plain.parameters()]
+                leaves = gathered_leaves(mine, group)
+                plain.zero_grad()
+                check(parameters, reduced(leaves), f"step {step}")
+
+    run_ranks(ranks, 6)
+
+
+def test_uneven_inputs() -> None:
+    """In join, a rank without inputs brings zeros, and the mean stays that of all ranks."""
+    world = 3
+
+    def ranks(rank: int) -> None:
+        for by_initial in (True, False):
+            model = hooked(Rows(), bucket_cap_mb=CAPS[0])
+            with model.join(divide_by_initial_world_size=by_initial):
+                for step in range(1 + 2 * rank):
+                    model(rows_of(world, PLAIN, step)[rank]).backward()
+                    leaves = [
+                        [x if step < 1 + 2 * r else torch.zeros_like(x) for x in rows]
+                        for r, rows in enumerate(rows_of(world, PLAIN, step))
+                    ]
+                    check(model, reduced(leaves), f"step {step}")
+
+    run_ranks(ranks, world)
+
+
+def error(kind: type[BaseException], function: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        function()
+    return str(caught.value)
+
+
+class TestWords(TestCase):
+    def test_the_report(self) -> None:
+        def ranks(rank: int) -> str:
+            model = hooked(Rows(), DDPReduction(mode="exchange"), bucket_cap_mb=CAPS[0])
+            half = hooked(Rows(), DDPReduction(mode="exchange", dtype=BF16))
+            for _ in range(2):
+                model(rows_of(2)[rank]).backward()
+                half(rows_of(2)[rank]).backward()
+            # A group's name is a hash, and time is what it is.
+            return re.sub(r"meshplan:\w+|\d+\.\d+ s", "...", str(meshplan.report()))
+
+        first, second = run_ranks(ranks, 2)
+        assert first == second
+        self.assertExpectedInline(
+            first,
+            """\
+4 x collective DDP bucket, mean float32
+    planned: all_reduce avg over 2 ranks, exchange, contract v1/tree/wide/once
+    ran: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once: mode exchange
+    on: group ... of 2 ranks
+    78 to 486 elements each, 3.797 KiB in all, ... until it returned
+2 x collective DDP bucket, mean (of float32 gradients) bfloat16
+    planned: all_reduce avg over 2 ranks, exchange, contract v1/tree/wide/once
+    ran: exchange (all_to_all_single + all_gather_into_tensor), contract v1/tree/wide/once: mode exchange
+    on: group ... of 2 ranks
+    486 elements each, 1.898 KiB in all, ... until it returned""",
+        )
+
+    def test_options(self) -> None:
+        said = [
+            error(IntegrationError, lambda: DDPReduction(group="dp")),  # type: ignore[arg-type]
+            error(IntegrationError, lambda: DDPReduction(op="max")),  # type: ignore[arg-type]
+            error(IntegrationError, lambda: DDPReduction(dtype=torch.int8)),
+            error(ContractError, lambda: DDPReduction(contract="tree")),  # type: ignore[arg-type]
+            error(PolicyError, lambda: DDPReduction(mode="torch_all_reduce")),  # type: ignore[arg-type]
+            error(IntegrationError, lambda: ddp.register(nn.Linear(2, 2))),  # type: ignore[arg-type]
+            error(IntegrationError, lambda: meshplan_hook(None, (1, 2))),  # type: ignore[arg-type]
+        ]
+        self.assertExpectedInline(
+            "\n".join(said),
+            """\
+MP901: group='dp' is not a process group of which this rank is a member; write group=model.process_group, or leave it to meshplan.integrations.ddp.register
+MP901: op='max' of gradients; write 'mean' or 'sum'
+MP901: dtype=torch.int8 for gradients to be sent in; write one of torch.float16, torch.bfloat16, torch.float32, torch.float64, or leave it out for their own
+MP411: contract='tree' is not a contract; write contract=meshplan.Contract()
+MP402: unsupported all-reduce mode: 'torch_all_reduce'; write one of 'auto', 'one_shot', 'two_shot', 'exchange'
+MP901: model is a Linear; give the torch.nn.parallel.DistributedDataParallel around it
+MP901: DDP has called its hook for one parameter, as it does with optimize_ddp='python_reducer'; write torch._dynamo.config.optimize_ddp = 'ddp_optimizer'""",
+        )
+
+    def test_models(self) -> None:
+        class Sparse(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.rows = nn.Embedding(5, 3, sparse=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.rows(x).sum()
+
+        def ranks(rank: int) -> list[str]:
+            half = dist.new_group([0, 1])
+            said = []
+            model = DistributedDataParallel(Rows())
+            for state in (None, DDPReduction()):
+                model = DistributedDataParallel(Rows())
+                model.register_comm_hook(state, meshplan_hook)
+                loss = model(rows_of(2)[rank])
+                said.append(error(IntegrationError, loss.backward))
+            model = DistributedDataParallel(Rows())
+            other = DDPReduction(half)
+            said.append(error(IntegrationError, lambda: ddp.register(model, other)))
+            ddp.register(model)
+            said.append(error(RuntimeError, lambda: ddp.register(model)))
+            sparse = hooked(Sparse())
+            loss = sparse(torch.tensor([1, 2]))
+            said.append(error(IntegrationError, loss.backward))
+            delayed = Rows()
+            late = list(delayed.named_parameters())[:2]
+            model = DistributedDataParallel(
+                delayed,
+                delay_all_reduce_named_params=late,
+                param_to_hook_all_reduce=delayed.rows[5],
+            )
+            said.append(error(IntegrationError, lambda: ddp.register(model)))
+            model.mixed_precision, model._delay_all_reduce_params = True, []
+            said.append(error(IntegrationError, lambda: ddp.register(model)))
+            return said
+
+        first, second = run_ranks(ranks, 2)
+        assert first == second
+        self.assertExpectedInline(
+            "\n".join(first),
+            """\
+MP901: state=None of meshplan_hook: a hook is not told over which process group its model reduces; call meshplan.integrations.ddp.register(model), or write model.register_comm_hook(model.process_group, meshplan_hook)
+MP901: state=DDPReduction(group=None, contract=None, op='mean', mode='auto', dtype=None, strict=False, debug=False) of meshplan_hook: a hook is not told over which process group its model reduces; call meshplan.integrations.ddp.register(model), or write model.register_comm_hook(model.process_group, meshplan_hook)
+MP901: group=group 1 of 2 ranks of the reduction, and the model was made with group 0 of 2 ranks; leave group out
+register_comm_hook or register_builtin_comm_hook can only be called once.
+MP901: the gradient of a parameter of shape [5, 3] is torch.sparse_coo, and the contract is for dense ones; write sparse=False where its module is made
+MP901: 2 parameters in delay_all_reduce_named_params: DDP reduces them without its hook, in the backend's order; leave the argument out
+MP901: the model has mixed_precision, which is a hook of torch's, and DDP takes one only; leave it out: torch.autocast chooses the dtype of computations, DDPReduction(dtype=torch.bfloat16) that of what is sent""",
+        )
+
+    def test_ranks_that_ask_for_different_things(self) -> None:
+        def ranks(rank: int) -> list[str]:
+            model = DistributedDataParallel(Rows())
+            ordered = DDPReduction(contract=Contract("tree" if rank == 0 else "rank"))
+            said = [error(GroupAgreementError, lambda: ddp.register(model, ordered))]
+            ops = DDPReduction(op="sum" if rank == 0 else "mean")
+            said.append(error(SignatureMismatchError, lambda: ddp.register(model, ops)))
+            debug = DDPReduction(dist.group.WORLD, dtype=BF16 if rank == 0 else F16, debug=True)
+            model.register_comm_hook(debug, meshplan_hook)
+            loss = model(rows_of(2)[rank])
+            said.append(error(SignatureMismatchError, loss.backward))
+            return said
+
+        said = run_ranks(ranks, 2)
+        self.assertExpectedInline(
+            "\n".join(said[0] + said[1]),
+            """\
+MP501: rank 1 came to the first reduction over ranks 0, 1 with 'contract v1/rank/wide/once, path auto, on a new group', the others with 'contract v1/tree/wide/once, path auto, on a new group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP703: rank 1 came to a reduction over ranks 0, 1 with float32[0] for DDP buckets, mean, sent in their own dtype, this rank 0 with float32[0] for DDP buckets, sum, sent in their own dtype; nothing was sent: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 1 came to a reduction over ranks 0, 1 with float32[486] for DDP bucket 0, mean, sent in torch.float16, this rank 0 with float32[486] for DDP bucket 0, mean, sent in torch.bfloat16; nothing was sent: every rank must bring the same shape, dtype, operation and contract
+MP501: rank 1 came to the first reduction over ranks 0, 1 with 'contract v1/rank/wide/once, path auto, on a new group', the others with 'contract v1/tree/wide/once, path auto, on a new group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP703: rank 0 came to a reduction over ranks 0, 1 with float32[0] for DDP buckets, sum, sent in their own dtype, this rank 1 with float32[0] for DDP buckets, mean, sent in their own dtype; nothing was sent: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 0 came to a reduction over ranks 0, 1 with float32[486] for DDP bucket 0, mean, sent in torch.bfloat16, this rank 1 with float32[486] for DDP bucket 0, mean, sent in torch.float16; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+        )
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        """What fails beside backward comes out of backward: bounded, and in its own words."""
+
+        def said(mode: Any) -> str:
+            def ranks(rank: int) -> str:
+                model = hooked(Rows(), DDPReduction(mode=mode), bucket_cap_mb=CAPS[1])
+                model(rows_of(2)[rank]).backward()
+                loss = model(rows_of(2)[rank])
+                # Several buckets, each of which waits in vain.
+                return error(RuntimeError, loss.backward) if rank == 0 else ""
+
+            return str(run_ranks(ranks, 2, collective_timeout=2.0)[0])
+
+        # Whether the rank has ended or is late, and where, is as it comes.
+        head = "Got the following error when running the callback: "
+        assert said("auto").startswith(f"{head}PeerTimeoutError: MP702: rank 1 ")
+        assert said("exchange").startswith(f"{head}CollectiveError: MP504: a reduction over group ")

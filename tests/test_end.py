@@ -1,0 +1,46 @@
+"""A process that has reduced over gloo lets others of its threads finish before it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(sys.version_info >= (3, 14), reason="threads are not ended there"),
+]
+
+# In place of gloo's thread, which is to be met in a millisecond: one that is in torch's C++ when the
+# main thread is at its end, and wants the interpreter a little later.
+SCRIPT = textwrap.dedent(
+    """
+    import contextlib, threading
+    from datetime import timedelta
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from meshplan.flatten import registry
+    from meshplan.layout import Layout
+
+    def linger():
+        with contextlib.suppress(Exception):
+            store.wait(["nothing"], timedelta(milliseconds=10))
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    mesh = init_device_mesh("cpu", (1,))
+    for token in ("first", "second"):
+        registry().get(mesh, Layout.from_mesh(mesh), (0,), token=token)
+    dist.destroy_process_group()
+    threading.Thread(target=linger, daemon=True).start()
+    """
+)
+
+
+def test_a_thread_that_wants_the_interpreter_just_then_ends_in_peace() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,608 @@
+"""``meshplan.integrations.fsdp``: FSDP2 over real processes, against the contract's definition."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import meshplan
+from meshplan import Contract
+from meshplan.errors import MeshplanError
+from meshplan.integrations import fsdp
+from meshplan.integrations._fsdp_reduction import _Scale
+from meshplan.testing import (
+    assert_bitwise_equal,
+    assert_replicas_equal,
+    bits,
+    order_sensitive,
+    reference_reduce_tensors,
+)
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+
+SHAPES = {"one.a": (7, 3), "one.b": (1,), "two.a": (5,), "two.b": (4, 6), "last": (3, 2)}
+TREE = Contract()
+
+
+class Given(nn.Module):
+    """The gradient of every parameter is what it is called with, or the sum over calls."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, Part())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for name, child in self.named_children():
+            total = total + child({n: given[f"{name}.{n}"] for n, _ in child.named_parameters()})
+        for name, parameter in self.named_parameters(recurse=False):
+            total = total + (parameter * given[name].to(parameter.dtype)).sum()
+        return total
+
+
+class Part(Given):
+    def __init__(self) -> None:
+        super().__init__({})
+
+
+def summands(
+    rank: int, ranks: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """What a rank brings, in float32 of numbers that ``dtype`` has: sums show their order."""
+    found = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        numel = torch.Size(shape).numel()
+        drawn = order_sensitive(numel, rank=rank, world_size=ranks, seed=seed + i, dtype=dtype)
+        found[name] = drawn.float().view(shape)
+    return found
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """The children one by one, then the rest."""
+    for child in model.children():
+        fully_shard(child, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = parameter.grad.full_tensor()
+    return found
+
+
+def oracle(
+    leaves: list[Tensor], sizes: tuple[int, ...], contract: Contract, dtype: torch.dtype
+) -> Tensor:
+    """The mean in ``dtype``, by exact arithmetic."""
+    given = [leaf.to(dtype) for leaf in leaves]
+    return exactly(given, "avg", sizes, contract).to(leaves[0].dtype)
+
+
+def exactly(
+    leaves: list[Tensor], op: Any, sizes: tuple[int, ...], contract: Contract = TREE
+) -> Tensor:
+    return reference_reduce_tensors(leaves, op, sizes, contract)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_one_axis(ranks: int) -> None:
+    """Every gradient is the mean of all ranks' by the contract, on all ranks; gloo's is not."""
+    brought = [summands(rank, ranks) for rank in range(ranks)]
+    wanted = {
+        (name, dtype): oracle([one[name] for one in brought], (ranks,), TREE, dtype)
+        for name in SHAPES
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+    def run(rank: int) -> dict[str, int]:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+        plain = shard(Given(), mesh)
+        plain(brought[rank]).backward()
+        other = gradients(plain)
+        for dtype, explicit in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+            with meshplan.installed():
+                model = shard(Given(), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+                taken = fsdp.apply(model, mesh if explicit else None)
+                assert taken == ("", "one", "two")
+                meshplan.clear_report()
+                model(brought[rank]).backward()
+                assert "reduce_scatter avg" in str(meshplan.report())
+                for name, found in gradients(model).items():
+                    assert_bitwise_equal(found, wanted[name, dtype], f"{name}, {dtype}")
+        return {
+            name: int((bits(other[name]) != bits(wanted[name, torch.float32])).sum())
+            for name in SHAPES
+        }
+
+    assert sum(run_ranks(run, ranks)[0].values()) > 10
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"flat": True},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "flat": True},
+    {"contract": Contract("rank")},
+    {"contract": Contract(accumulate="float64")},
+    {"contract": Contract(rounding="node"), "dtype": torch.bfloat16},
+    {"path": "exchange"},
+    {"path": "exchange", "flat": True, "dtype": torch.bfloat16},
+    {"path": "reference"},
+]
+
+
+def test_replicas_and_shards() -> None:
+    """HSDP: in the hook or at once, the bits are those of one reduction over both axes."""
+    sizes = (2, 3)
+    brought = [summands(rank, 6) for rank in range(6)]
+    wanted = [
+        {
+            name: oracle(
+                [one[name] for one in brought],
+                sizes,
+                case.get("contract", TREE),
+                case.get("dtype", torch.float32),
+            )
+            for name in SHAPES
+        }
+        for case in CASES
+    ]
+    permuted = [[0, 2, 4], [1, 3, 5]]
+    by_permutation = [brought[rank] for row in permuted for rank in row]
+    wanted_permuted = {
+        name: oracle([one[name] for one in by_permutation], sizes, TREE, torch.float32)
+        for name in SHAPES
+    }
+    inside = [[brought[fsdp * 2 + ddp] for ddp in range(2)] for fsdp in range(3)]
+    wanted_inside = {
+        name: oracle([one[name] for row in inside for one in row], (3, 2), TREE, torch.float32)
+        for name in SHAPES
+    }
+
+    def one(
+        rank: int,
+        mesh: DeviceMesh,
+        wanted: dict[str, Tensor],
+        what: str,
+        contract: Contract = TREE,
+        path: Any = "auto",
+        dtype: torch.dtype = torch.float32,
+        flat: bool = False,
+        of_torch: bool = False,
+    ) -> str:
+        with meshplan.installed(contract=contract, path=path):
+            over = mesh["ddp", "fsdp"] if of_torch else mesh["fsdp"]
+            model = shard(Given(), over, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+            if of_torch:
+                fsdp.apply(model, None if flat else mesh, flat=flat)
+            else:
+                fsdp.apply(model, mesh, replicate="ddp", flat=flat)
+            meshplan.clear_report()
+            for step in range(2):
+                model.zero_grad()
+                model(brought[rank]).backward()
+                found = gradients(model)
+                for name, value in wanted.items():
+                    assert_bitwise_equal(found[name], value, f"{what}, step {step}, {name}")
+            return str(meshplan.report())
+
+    def run(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ddp", "fsdp"))
+        reports = [
+            one(rank, mesh, value, str(case), **case)
+            for case, value in zip(CASES, wanted, strict=True)
+        ]
+        dealt = DeviceMesh("cpu", permuted, mesh_dim_names=("ddp", "fsdp"))
+        for flat in (False, True):
+            one(rank, dealt, wanted_permuted, "permuted", flat=flat)
+        # Replicas on the inner axis: the tree starts with them.
+        inner = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "ddp"))
+        for flat in (False, True):
+            one(rank, inner, wanted_inside, "replicas inside", flat=flat)
+        # Sharded by torch over both axes, which would all-reduce over the first by itself.
+        for flat in (False, True):
+            one(rank, mesh, wanted[0], "torch's HSDP", flat=flat, of_torch=True)
+        # The user's own flattened mesh changes nothing.
+        mesh["ddp", "fsdp"]._flatten("dp")
+        for flat in (False, True):
+            one(rank, mesh, wanted[0], "flattened", flat=flat)
+        return reports
+
+    reports = run_ranks(run, 6, timeout=200)[0]
+    hooked = ["all_reduce sum over (ddp)" in report for report in reports]
+    assert hooked == [True, False, False, False, False, False, False, True, False, True]
+
+
+def test_factors() -> None:
+    """FSDP's own ways to divide: force_sum, factors, float16 before and after, accumulation."""
+    ranks = 4
+    first = [summands(rank, ranks) for rank in range(ranks)]
+    second = [summands(rank, ranks, seed=50) for rank in range(ranks)]
+
+    def total(op: Any, brought: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: exactly([one[name] for one in brought], op, (2, 2)) for name in SHAPES}
+
+    means, sums = total("avg", first), total("sum", first)
+    both = [{n: one[n] + two[n] for n in SHAPES} for one, two in zip(first, second, strict=True)]
+    means_of_both = total("avg", both)
+    small = [summands(rank, ranks, dtype=torch.float16) for rank in range(ranks)]
+    halves = [{n: one[n].half() / 2 for n in SHAPES} for one in small]
+    in_halves = {
+        n: (exactly([one[n] for one in halves], "sum", (2, 2)) / 2).float() for n in SHAPES
+    }
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+
+        def made(flat: bool, dtype: torch.dtype = torch.float32) -> Any:
+            policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+            model = shard(Given(), mesh["fsdp"], mp_policy=policy)
+            fsdp.apply(model, mesh, replicate="ddp", flat=flat)
+            return model
+
+        for flat in (False, True):
+            model = made(flat)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+            model(first[rank]).backward()
+            check(model, means, f"force_sum, flat {flat}")
+
+            for factor, scaled in (
+                (1.0, sums),
+                (3.0, {n: (s.double() / 3).float() for n, s in sums.items()}),
+                (0.375, {n: s * (1 / 0.375) for n, s in sums.items()}),
+            ):
+                model = made(flat)
+                divide_by(model, factor)
+                model(first[rank]).backward()
+                check(model, scaled, f"factor {factor}, flat {flat}")
+
+            model = made(flat)
+            model.set_requires_gradient_sync(False)
+            model(first[rank]).backward()
+            model.set_requires_gradient_sync(True)
+            model(second[rank]).backward()
+            check(model, means_of_both, f"accumulated, flat {flat}")
+
+            model = made(flat, torch.float16)
+            model(small[rank]).backward()
+            check(model, in_halves, f"float16, flat {flat}")
+
+    def with_plugin(rank: int) -> None:
+        with meshplan.installed():
+            run(rank)
+
+    run_ranks(with_plugin, ranks, timeout=200)
+
+
+class Block(nn.Module):
+    """A norm and a tensor parallel pair around it, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 12, bias=False)
+        self.down = nn.Linear(12, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+PLAN = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def block(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model = parallelize_module(Block(), mesh["tp"], PLAN)
+    data = [axis for axis in mesh.mesh_dim_names or () if axis != "tp"]
+    fully_shard(model, mesh=mesh[tuple(data)], **options)
+    return model
+
+
+def sequence(mesh: DeviceMesh, step: int = 0) -> Tensor:
+    """This rank's part of its replica's batch, large and small numbers in it."""
+    data, part = (mesh.get_local_rank(axis) for axis in ("fsdp", "tp"))
+    drawn = torch.Generator().manual_seed(100 * step + data)
+    whole = torch.randn(2, 6, 6, generator=drawn) * 10 ** torch.randn(2, 6, 6, generator=drawn)
+    return whole.chunk(mesh.size(mesh.mesh_dim_names.index("tp")), dim=1)[part]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_tensor_parallel_norms(keep: bool) -> None:
+    """The gradient of a norm's weight: over tp, over fsdp, and rounded where it is said to be."""
+    # Torch 2.15 does by itself what is asked for here.
+    keeps = keep or hasattr(FSDPParam, "may_reduce_grad_outside_dp")
+
+    def run(rank: int) -> tuple[bool, str]:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("fsdp", "tp"))
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        with meshplan.installed():
+            model = block(mesh, mp_policy=mixed)
+            fsdp.apply(model, mesh, keep_reduce_dtype=keep)
+            partials: dict[str, Tensor] = {}
+
+            def note(module: nn.Module, _: Any) -> None:
+                for name, parameter in module.named_parameters():
+                    parameter.register_hook(
+                        lambda gradient, name=name: partials.update({name: gradient.to_local()})
+                    )
+
+            model.register_forward_pre_hook(note)
+            meshplan.clear_report()
+            model(sequence(mesh)).float().square().sum().backward()
+            report = str(meshplan.report())
+            rounded = False
+            for name in ("norm.weight", "norm.bias"):
+                mine = partials[name].to(torch.bfloat16)
+                assert_bitwise_equal(mine.to(partials[name].dtype), partials[name], name)
+                leaves: list[Any] = [None] * 6
+                dist.all_gather_object(leaves, mine.tolist())
+                dtype = torch.float32 if keeps else torch.bfloat16
+                summands = [torch.tensor(leaf, dtype=dtype) for leaf in leaves]
+                over_tp = [exactly(summands[i : i + 3], "sum", (3,)).float() for i in (0, 3)]
+                wanted = exactly(over_tp, "avg", (2,))
+                found = gradients(model)[name]
+                assert_bitwise_equal(found, wanted, name)
+                exact = [leaf.float() for leaf in summands]
+                rounded = rounded or bool((exactly(exact, "sum", (2, 3)) / 2 != wanted).any())
+            for value in gradients(model).values():
+                assert_replicas_equal(value)
+            return rounded, report
+
+    rounded, report = run_ranks(run, 6)[0]
+    assert rounded is not keeps
+    assert f"(P(sum)) -> (R) on (tp=3) {'float32' if keeps else 'bfloat16'}" in report
+
+
+def test_training_stays_equal() -> None:
+    """Three steps with clipping on (ddp, fsdp, tp): no replica of anything has another bit."""
+
+    def run(rank: int) -> tuple[list[str], list[str], str]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ddp", "fsdp", "tp"))
+        ends: list[list[str]] = []
+        report = ""
+        for flattened, flat in ((False, False), (True, False), (True, True)):
+            if flattened and not flat:
+                mesh["ddp", "fsdp"]._flatten("dp")
+                mesh["fsdp", "tp"]._flatten("inner")
+            with meshplan.installed():
+                model = block(mesh)
+                fsdp.apply(model, mesh, flat=flat)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+                meshplan.clear_report()
+                for step in range(3):
+                    inputs = sequence(mesh["fsdp", "tp"], step) * (1 + mesh.get_local_rank("ddp"))
+                    model(inputs).square().sum().backward()
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    assert isinstance(norm, DTensor)
+                    whole = norm.full_tensor()
+                    assert_replicas_equal(whole)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                meshplan.verify_replicas(model, mesh)
+                report = report or str(meshplan.report())
+                whole_model = {n: p.full_tensor() for n, p in model.named_parameters()}
+                for value in whole_model.values():
+                    assert_replicas_equal(value)
+                ends.append([str(bits(value).tolist()) for value in whole_model.values()])
+        assert ends[0] == ends[1] == ends[2]
+        return ends[0], ends[1], report
+
+    report = run_ranks(run, 8, timeout=200)[0][2]
+    norms = [line for line in report.splitlines() if "planned: all_reduce 2-norm" in line]
+    assert len(norms) == 1
+    assert "over (fsdp, tp), groups of 4" in norms[0]
+
+
+THREE = [summands(rank, 3) for rank in range(3)]
+
+
+def divide_by(model: nn.Module, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+
+
+def check(model: nn.Module, wanted: dict[str, Tensor], what: str) -> None:
+    for name, found in gradients(model).items():
+        assert_bitwise_equal(found, wanted[name], f"{what}, {name}")
+
+
+def test_replicas_only() -> None:
+    """One shard: FSDP reduces nothing, and hands the gradients to the hook."""
+    means = {n: oracle([one[n] for one in THREE], (3,), TREE, torch.float32) for n in SHAPES}
+    sums = {n: exactly([one[n] for one in THREE], "sum", (3,)) for n in SHAPES}
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("ddp", "fsdp"))
+        with meshplan.installed():
+            for flat in (False, True):
+                model = shard(Given(), mesh["fsdp"])
+                fsdp.apply(model, mesh, replicate=["ddp"], flat=flat)
+                model(THREE[rank]).backward()
+                check(model, means, f"flat {flat}")
+            model = shard(Given(), mesh)
+            fsdp.apply(model)
+            model(THREE[rank]).backward()
+            check(model, means, "torch's HSDP")
+            model = shard(Given(), mesh)
+            divide_by(model, 1.0)
+            fsdp.apply(model)
+            model(THREE[rank]).backward()
+            check(model, sums, "torch's HSDP, factor 1")
+            model = Given()
+            replicate(model, mesh=mesh["ddp"])
+            assert fsdp.apply(model) == ("",)
+            model(THREE[rank]).backward()
+            check(model, means, "torch's replicate")
+
+    run_ranks(run, 3)
+
+
+def test_options() -> None:
+    """A cut along another dim, a policy of its own; what an earlier call has set is taken back."""
+    means = {n: oracle([one[n] for one in THREE], (3,), TREE, torch.float32) for n in SHAPES}
+    sums = {n: exactly([one[n] for one in THREE], "sum", (3,)) for n in SHAPES}
+    leaves = [order_sensitive(12, rank=r, world_size=3).view(2, 6) for r in range(3)]
+
+    def run(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+        replicas = init_device_mesh("cpu", (3, 1), mesh_dim_names=("ddp", "fsdp"))
+        with meshplan.installed():
+            model = Given({"last": (2, 6)})
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+            fsdp.apply(model)
+            model({"last": leaves[rank]}).backward()
+            check(model, {"last": exactly(leaves, "avg", (3,))}, "cut along dim 1")
+
+            model = shard(Given(), replicas["fsdp"])
+            fsdp.apply(model, replicas, replicate="ddp")
+            fsdp.apply(model, replicas)
+            model(THREE[rank]).backward()
+            check(model, {n: t + 0 for n, t in THREE[rank].items()}, "no replicas any more")
+
+            model = shard(Given(), mesh)
+            fsdp.apply(model)
+            divide_by(model, 1.0)
+            model(THREE[rank]).backward()
+            check(model, sums, "a factor that is set later")
+            fsdp.apply(model)
+            model.zero_grad()
+            model(THREE[rank]).backward()
+            check(model, sums, "applied again, with the same factor")
+
+            model = shard(Given(), replicas)
+            fsdp.apply(model)
+            fsdp.apply(model, flat=True)
+            model(THREE[rank]).backward()
+            check(model, means, "applied again, with replicas")
+
+            model = shard(Given(), mesh)
+            fsdp.apply(model, mesh, policy="fast")
+            meshplan.clear_report()
+            model(THREE[rank]).backward()
+            return str(meshplan.report())
+
+    report = run_ranks(run, 3)[0]
+    assert "contract" not in report, report
+
+
+class TestMessages(TestCase):
+    def test_refused(self) -> None:
+        def run(rank: int) -> list[str]:
+            found = []
+
+            def refused(function: Callable[[], Any]) -> None:
+                with pytest.raises(MeshplanError) as caught:
+                    function()
+                found.append(str(caught.value))
+
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+            model = shard(Given(), mesh["fsdp"])
+            refused(lambda: fsdp.apply(model, mesh))
+            with meshplan.installed():
+                refused(lambda: fsdp.apply(Given()))
+                refused(lambda: fsdp.apply(shard(Given(), mesh), mesh, replicate="fsdp"))
+                refused(lambda: fsdp.apply(model, replicate="ddp"))
+                refused(lambda: fsdp.apply(model, mesh, replicate="dp"))
+                refused(lambda: fsdp.apply(model, mesh["ddp"]))
+                refused(lambda: fsdp.apply(model, mesh, replicate="fsdp"))
+                refused(lambda: fsdp.apply(model, mesh, policy="quick"))  # type: ignore[arg-type]
+                fsdp.apply(model, mesh, replicate="ddp")
+                given = summands(rank, 4)
+                loss = model(given)
+            refused(loss.backward)
+            return found
+
+        self.assertExpectedInline(
+            "\n".join(run_ranks(run, 4)[0]),
+            """\
+MP601: gradients are reduced as meshplan is installed, and it is not; call meshplan.install() before meshplan.integrations.fsdp.apply
+MP901: no module of the model is sharded; call torch.distributed.fsdp.fully_shard first
+MP901: the root module is replicated by fully_shard over (ddp), and replicate=['fsdp'] names others; leave replicate out
+MP901: replicate=('ddp',) names axes of no mesh; write apply(model, mesh, replicate=...)
+MP112: no axis 'dp' in the mesh, it has ddp, fsdp; did you mean 'ddp'?
+MP901: the root module is reduced over ranks [0, 1], in this order, and no axes of (ddp=2; ranks 0, 2) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
+MP901: the root module is reduced over ranks [0, 1], in this order, and no axes of (ddp=2, fsdp=2) beside (fsdp) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
+MP402: no policy 'quick'; write 'deterministic' or 'consistent' or 'fast'
+MP601: meshplan was uninstalled, and this model's gradients are to be reduced by it; call meshplan.install() again""",
+        )
+
+    def test_an_op_that_no_torch_asks_for(self) -> None:
+        with pytest.raises(MeshplanError) as caught:
+            _Scale.of(dist.ReduceOp.MAX, 4)
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP901: FSDP asked for a reduce-scatter by RedOpType.MAX, which gradients have no use for; found in no torch from 2.11 to 2.15: report it, with the version of torch""",
+        )
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh for a module"
+)
+def test_experts_on_a_mesh_of_their_own() -> None:
+    """One module with parameters on two meshes, for which FSDP has no public method."""
+    brought = [summands(rank, 4) for rank in range(4)]
+    four = {n: oracle([one[n] for one in brought], (4,), TREE, torch.float32) for n in SHAPES}
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+        whole = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+        experts = _fsdp_common.FSDPMeshInfo(mesh["efsdp"], 0)
+        others = _fsdp_common.FSDPMeshInfo(whole, 0)
+        model = Given()
+        expert = {model.get_parameter("two.b")}
+
+        def place(parameter: nn.Parameter) -> Any:
+            info = experts if parameter in expert else others
+            return _fsdp_common.ShardPlacementResult(placement=Shard(0), mesh_info=info)
+
+        fully_shard(model, mesh=whole, shard_placement_fn=place)
+        with meshplan.installed():
+            with pytest.raises(meshplan.MeshplanError, match="module is reduced over ranks"):
+                fsdp.apply(model, mesh["efsdp"])
+            assert fsdp.apply(model) == ("",)
+            model(brought[rank]).backward()
+            first = rank // 2 * 2
+            pair = [brought[r]["two.b"] for r in (first, first + 1)]
+            for name, found in gradients(model).items():
+                wanted = exactly(pair, "avg", (2,)) if name == "two.b" else four[name]
+                assert_bitwise_equal(found, wanted, name)
+
+    run_ranks(run, 4)

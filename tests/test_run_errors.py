@@ -1,0 +1,70 @@
+"""What the backend raises in a reduction says in which one."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import meshplan
+from meshplan.collectives import _run
+from meshplan.errors import CollectiveError, GroupStateError
+from tests.processes import run_ranks
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
+
+
+def raised(error: Exception, expected: type[Exception]) -> list[tuple[str, list[str]]]:
+    """The text and the notes on each of two ranks, where a reduction raises ``error``."""
+
+    def ranks(rank: int) -> tuple[str, list[str]]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        d = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+        with (
+            meshplan.installed(path="exchange"),
+            mock.patch.object(_run, "_reduced", side_effect=error),
+            pytest.raises(expected) as caught,
+        ):
+            d.redistribute(mesh, [Replicate()])
+        return str(caught.value), getattr(caught.value, "__notes__", [])
+
+    return run_ranks(ranks, 2)
+
+
+def test_errors_of_meshplan_say_it_themselves() -> None:
+    assert raised(GroupStateError("closed"), GroupStateError) == [("MP503: closed", [])] * 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_no_memory_is_raised_as_torch_does(error: RuntimeError) -> None:
+    for text, (note,) in raised(error, type(error)):
+        assert text == str(error)
+        assert note.startswith("meshplan: in (P(sum)) -> (R) on (dp=2), ")
+
+
+class TestMessages(TestCase):
+    def test_the_backend_fails_on_all_ranks(self) -> None:
+        """What gloo says of the other transfers, where one took too long, does not name gloo."""
+        error = RuntimeError("Application timeout caused pair closure")
+        first, second = raised(error, CollectiveError)
+        assert first[1] == second[1]
+        assert first[0] == second[0].replace("on rank 1", "on rank 0")
+        self.assertExpectedInline(
+            first[0],
+            """MP504: a reduction over default group 0 of 2 ranks: 0, 1 failed on rank 0: Application timeout caused pair closure; all of its ranks report it: look for one that came late, or a network that fails. These groups are of no more use: call meshplan.shutdown() and destroy_process_group(), then init_process_group() with the ranks that are left""",
+        )
+        self.assertExpectedInline(
+            first[1][0],
+            """meshplan: in (P(sum)) -> (R) on (dp=2), all_reduce sum over (dp), groups of 2, exchange, contract v1/tree/wide/once: one axis, in an order that all siblings share, on default group 0 of 2 ranks: 0, 1""",
+        )

@@ -1,0 +1,102 @@
+"""Torch is refused where it has moved, with all that has moved in one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from expecttest import TestCase
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.placement_types import Partial, Shard
+
+import meshplan
+from meshplan.dtensor._self_check import check_seam, check_version
+from meshplan.errors import UnsupportedTorchError
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def refusal() -> str:
+    with pytest.raises(UnsupportedTorchError) as caught:
+        meshplan.install()
+    assert meshplan.dtensor.current_config() is None
+    return str(caught.value).replace(torch.__version__, "VERSION")
+
+
+def test_this_torch_is_the_right_one() -> None:
+    check_seam()
+    check_version(torch.__version__, False)
+
+
+def test_who_wraps_the_caller_is_no_stranger() -> None:
+    """Profilers do."""
+    own = _redistribute.redistribute_local_tensor
+
+    @wraps(own)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    with mock.patch.object(_redistribute, "redistribute_local_tensor", wrapped):
+        check_seam()
+
+
+class TestMessages(TestCase):
+    maxDiff = None
+
+    def test_versions(self) -> None:
+        for version in ("2.10.2", "2.16.0.dev20261101+cu132", "3.0.0a0"):
+            with pytest.raises(UnsupportedTorchError) as caught:
+                check_version(version, False)
+            check_version(version, True)
+        self.assertExpectedInline(
+            str(caught.value),
+            """MP602: torch 3.0.0a0 is not tested with meshplan, which knows 2.11 to 2.15; install one of these, or write meshplan.install(allow_untested_torch=True) and compare replicas yourself""",
+        )
+        for version in ("2.11.0", "2.13.0+cpu", "2.15.1"):
+            check_version(version, False)
+
+    def test_all_that_has_moved(self) -> None:
+        @dataclass
+        class Step:
+            mesh_dim: int
+            placements: object
+
+        def seam(infos: object, mesh: object) -> None: ...
+
+        def caller(tensor: object) -> object:
+            return tensor
+
+        def reduce_value(self: object, tensor: object, mesh: object) -> None: ...
+
+        with (
+            mock.patch.multiple(
+                _redistribute,
+                _optimize_transform_infos=seam,
+                redistribute_local_tensor=caller,
+                _TransformInfo=Step,
+            ),
+            mock.patch.object(Partial, "_reduce_value", reduce_value),
+        ):
+            self.assertExpectedInline(
+                refusal(),
+                """MP602: torch VERSION is not what meshplan was written for: torch.distributed.tensor._redistribute._optimize_transform_infos has infos, mesh instead of transform_infos, device_mesh, src_placements, dst_placements; torch.distributed.tensor._redistribute.redistribute_local_tensor does not call _optimize_transform_infos; torch.distributed.tensor._redistribute._TransformInfo has mesh_dim, placements instead of mesh_dim, src_dst_placements, logical_shape; torch.distributed.tensor.placement_types.Partial._reduce_value has self, tensor, mesh instead of self, tensor, mesh, mesh_dim; use a tested torch version, and undo what other packages have replaced in it""",
+            )
+
+    def test_all_that_has_gone(self) -> None:
+        with (
+            mock.patch.multiple(
+                _redistribute,
+                _optimize_transform_infos=None,
+                redistribute_local_tensor=None,
+                _TransformInfo=None,
+            ),
+            mock.patch.object(Shard, "_replicate_to_shard", None),
+        ):
+            self.assertExpectedInline(
+                refusal(),
+                """MP602: torch VERSION is not what meshplan was written for: there is no torch.distributed.tensor._redistribute._optimize_transform_infos; torch.distributed.tensor._redistribute.redistribute_local_tensor does not call _optimize_transform_infos; there is no torch.distributed.tensor._redistribute._TransformInfo; there is no torch.distributed.tensor.placement_types.Shard._replicate_to_shard; use a tested torch version, and undo what other packages have replaced in it""",
+            )

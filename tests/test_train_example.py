@@ -1,0 +1,77 @@
+"""``examples/train_hsdp_tp.py`` as a user starts it, and the page that it has written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_hsdp_tp.py"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.processes
+def test_plain_differs_and_meshplan_does_not(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--steps", "6", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*launch, "--nproc-per-node", "12", str(SCRIPT), *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    runs = json.loads((tmp_path / "hsdp_tp.json").read_text())
+    differing = {
+        run: sum(any(step["differing"].values()) for step in steps) for run, steps in runs.items()
+    }
+    assert differing["plain"] > 0
+    assert differing["meshplan"] == 0
+    assert [len(steps) for steps in runs.values()] == [6, 6]
+    assert (tmp_path / "hsdp_tp.png").read_bytes().startswith(PNG)
+    assert f"| meshplan | 0 of 6 | 0 of {len(runs['plain'][0]['differing'])} | 0 |" in done.stdout
+
+
+def test_the_page_is_what_its_numbers_say() -> None:
+    folder = ROOT / "docs" / "training"
+    module = example()
+    numbers = json.loads((folder / "hsdp_tp.json").read_text())
+    runs = {run: [module.Step(**step) for step in steps] for run, steps in numbers.items()}
+    assert module.table(runs) in (folder / "hsdp_tp.md").read_text()
+    assert all(len(steps) == 50 for steps in runs.values())
+    assert not any(any(step.differing.values()) for step in runs["meshplan"])
+    assert (folder / "hsdp_tp.png").read_bytes().startswith(PNG)
+
+
+def test_wrong_number_of_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--mesh", "2,2,1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "--nproc-per-node 4" in done.stderr
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_hsdp_tp", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
