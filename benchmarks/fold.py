@@ -1,94 +1,74 @@
 """The local reduction alone: compiled, in plain torch, and a copy of as many bytes, in one run.
 
 Eight leaves of 16 MiB on one thread. The fold reads all leaves and writes one result; the copy
-moves as many bytes in all, half of them read and half written. Medians; memory is touched before.
+moves as many bytes in all, half of them read and half written. So the bar of 0.8 of the machine's
+bandwidth for copies is 1.25 of the copy's time. Memory is touched before.
 
-    python benchmarks/fold.py [--rounds 15] [--json FILE]
+    python -m benchmarks.fold
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 
+from benchmarks.record import Case, Figures, at_most
+from benchmarks.script import Suite, run
+from benchmarks.timing import in_turn
 from meshplan import contract, kernel
 
 LEAVES, BYTES = 8, 16 << 20
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Medians in milliseconds; the ratio is that of the copy's time to the fold's."""
-
-    dtype: str
-    compiled_ms: float
-    copy_ms: float
-    torch_ms: float
-    of_copy_bandwidth: float
-
-
-def median_ms(function: Callable[[], object], rounds: int) -> float:
-    """The median of ``rounds`` calls, after one that is not counted."""
-    function()
-    samples = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        function()
-        samples.append((time.perf_counter() - started) * 1000)
-    return statistics.median(samples)
-
-
-def measure(dtype: torch.dtype, rounds: int) -> Row:
+def measure(dtype: torch.dtype, nbytes: int, rounds: int) -> Case:
     """One dtype, the three in turn."""
-    numel = BYTES // dtype.itemsize
+    numel = nbytes // dtype.itemsize
     leaves = [torch.randn(numel).to(dtype) for _ in range(LEAVES)]
     half = torch.zeros(numel * (LEAVES + 1) // 2, dtype=dtype)
     other = torch.zeros_like(half)
-    compiled = median_ms(lambda: kernel.reduce_leaves(leaves, "sum", (LEAVES,)), rounds)
-    copy = median_ms(lambda: other.copy_(half), rounds)
-    plain = median_ms(lambda: contract.reduce_leaves(leaves, "sum", (LEAVES,)), max(3, rounds // 5))
+    ways = {
+        "compiled": lambda: kernel.reduce_leaves(leaves, "sum", (LEAVES,)),
+        "copy": lambda: other.copy_(half),
+        "in torch": lambda: contract.reduce_leaves(leaves, "sum", (LEAVES,)),
+    }
     name = str(dtype).removeprefix("torch.")
-    return Row(name, compiled, copy, plain, copy / compiled)
+    return Case(
+        name=f"fold of {LEAVES} leaves of {nbytes >> 10} KiB, {name}",
+        unit="ms",
+        runs={way: Figures.of(s) for way, s in in_turn(ways, rounds, scale=1e3).items()},
+        peers=("copy", "in torch"),
+        parameters={"dtype": name, "leaves": LEAVES, "bytes": nbytes},
+        bars=(at_most(1.25, "compiled", "copy"),),
+    )
 
 
-def main() -> None:
-    """Run, print, and write the JSON if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if not kernel.available():
-        raise SystemExit(str(kernel.why_not()))
+def cases(smoke: bool) -> Iterator[Case]:
+    """Large leaves of each dtype, and leaves of 4 elements."""
     torch.set_num_threads(1)
-    rows = [measure(dtype, options.rounds) for dtype in (torch.float32, torch.bfloat16)]
+    for dtype in DTYPES:
+        yield measure(dtype, 1 << 12 if smoke else BYTES, 2 if smoke else 15)
     small = [torch.ones(4) for _ in range(LEAVES)]
-    call = 1000 * median_ms(lambda: kernel.reduce_leaves(small, "sum", (LEAVES,)), 1000)
-    print(f"torch {torch.__version__}, {LEAVES} leaves of {BYTES >> 20} MiB, one thread")
-    print(f"{'':10}{'compiled':>10}{'copy':>10}{'torch':>10}{'of copy':>9}  (bar 0.80)")
-    for row in rows:
-        print(
-            f"{row.dtype:10}{row.compiled_ms:8.1f}ms{row.copy_ms:8.1f}ms{row.torch_ms:8.1f}ms"
-            f"{row.of_copy_bandwidth:9.2f}"
-        )
-    print(f"a call on 4 elements: {call:.0f} us")
-    if options.json:
-        found = {
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "rounds": options.rounds,
-            "rows": [asdict(row) for row in rows],
-            "call_us": call,
-        }
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    ways = {
+        "compiled": lambda: kernel.reduce_leaves(small, "sum", (LEAVES,)),
+        "in torch": lambda: contract.reduce_leaves(small, "sum", (LEAVES,)),
+    }
+    samples = in_turn(ways, 3 if smoke else 1000, scale=1e6)
+    yield Case(
+        name=f"fold of {LEAVES} leaves of 4 elements, float32",
+        unit="us",
+        runs={way: Figures.of(s) for way, s in samples.items()},
+        peers=("in torch",),
+    )
 
+
+def why_not() -> str | None:
+    """Without a compiled library there is nothing to measure."""
+    return None if kernel.available() else str(kernel.why_not())
+
+
+SUITE = Suite(__doc__ or "", cases, lambda smoke: len(DTYPES) + 1, why_not)
 
 if __name__ == "__main__":
-    main()
+    run(SUITE)

@@ -1,0 +1,130 @@
+"""The page of what was measured: ``performance.md``, with a picture for each benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.picture import draw
+from benchmarks.record import Bar, Case
+
+__all__ = ["write_page"]
+
+HEAD = """\
+# Performance
+
+Made by one command; do not edit. All figures of a case come from one run, in which what is compared
+took turns in the same processes; a call is as slow as its slowest rank; shown are medians and, in
+brackets, the 95th percentile. Ratios are those of medians.
+
+    make bench
+"""
+
+
+def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
+    """Write page and pictures.
+
+    Args:
+        found: as ``schema.json`` has it.
+        folder: where ``performance.md`` and the folder ``performance`` are.
+
+    Returns:
+        The files.
+    """
+    pictures = folder / "performance"
+    pictures.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    parts = [HEAD, "\n".join(_machine(found)), "\n## Bars\n", "\n".join(_bars(found)), ""]
+    for suite in found["benchmarks"]:
+        cases = [Case.from_json(case) for case in suite["cases"]]
+        title = suite["title"].rstrip(".")
+        parts += [f"## {title}\n"]
+        if suite["skipped"]:
+            parts += [f"    {suite['command']}\n", f"Left out here: {suite['skipped']}.\n"]
+            continue
+        parts += [
+            suite["about"] + "\n",
+            f"    {suite['command']}\n",
+            f"{suite['seconds']:.0f} s in all.\n",
+        ]
+        drawn = draw(suite["name"], cases, pictures)
+        if drawn:
+            files += drawn
+            parts += [f"![{title}](performance/{suite['name']}.png)\n"]
+        parts += ["\n".join(_table(cases)) + "\n"]
+    page = folder / "performance.md"
+    page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+    return [page, *files]
+
+
+def _machine(found: dict[str, Any]) -> Iterator[str]:
+    it = found["machine"]
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| machine | {it['processor']}, {it['cores']} cores, {it['memory_gib']:g} GiB |"
+    yield f"| GPU | {it['gpu'] or 'none'} |"
+    yield f"| system | {it['system']}, {it['architecture']} |"
+    yield f"| with | torch {it['torch']}, Python {it['python']}, meshplan {it['meshplan']} |"
+    yield f"| date | {found['date']} |"
+    if found["smoke"]:
+        yield "| **not to be quoted** | small cases, to see that the benchmarks work |"
+
+
+@dataclass
+class _Goal:
+    """One bar, over all cases that have it."""
+
+    suite: str
+    unit: str
+    bar: Bar
+    values: list[float]
+    met: int = 0
+
+
+def _bars(found: dict[str, Any]) -> Iterator[str]:
+    goals: dict[tuple[str, str, Bar], _Goal] = {}
+    for suite in found["benchmarks"]:
+        for case in (Case.from_json(case) for case in suite["cases"]):
+            for bar in case.bars:
+                unit = "" if bar.to is not None else f" {case.unit}"
+                key = (suite["name"], unit, bar)
+                goal = goals.setdefault(key, _Goal(suite["name"], unit, bar, []))
+                goal.values.append(case.value(bar))
+                goal.met += case.met(bar)
+    yield "| benchmark | what | bar | best | worst | cases | |"
+    yield "|---|---|---|---|---|---|---|"
+    for goal in goals.values():
+        best, worst = min(goal.values), max(goal.values)
+        if goal.bar.kind == "at least":
+            best, worst = worst, best
+        of = goal.bar.of if goal.bar.to is None else f"{goal.bar.of} / {goal.bar.to}"
+        verdict = "met" if goal.met == len(goal.values) else "**not met**"
+        yield (
+            f"| {goal.suite} | {of} | {goal.bar.kind} {goal.bar.limit:g}{goal.unit} | "
+            f"{best:.3g}{goal.unit} | {worst:.3g}{goal.unit} | {goal.met} of {len(goal.values)} | "
+            f"{verdict} |"
+        )
+
+
+def _table(cases: Sequence[Case]) -> Iterator[str]:
+    """A table for each group of neighbours that ran the same things."""
+    before: tuple[object, ...] = ()
+    for case in cases:
+        runs = tuple(case.runs)
+        ratios = [(of, to) for of, to, _ in case.ratios]
+        if before != (runs, case.unit, ratios):
+            if before:
+                yield ""
+            heads = [*(f"{name}, {case.unit}" for name in runs)]
+            heads += [f"{of} / {to}" for of, to in ratios]
+            yield f"| | ranks | {' | '.join(heads)} |"
+            yield "|---" * (2 + len(heads)) + "|"
+            before = (runs, case.unit, ratios)
+        cells = [
+            f"{run.median:.4g} ({run.p95:.4g})" if run.samples > 1 else f"{run.median:.4g}"
+            for run in case.runs.values()
+        ]
+        cells += [f"{value:.3g}" for _, _, value in case.ratios]
+        yield f"| {case.name} | {case.ranks} | {' | '.join(cells)} |"

@@ -1,0 +1,157 @@
+"""Pictures of cases, as PNG and SVG: lines over a parameter, or bars beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import Case
+
+__all__ = ["draw"]
+
+# Over which parameter lines run; each value of the others has a panel of its own.
+_LINES = {"allreduce_cpu": "bytes", "allreduce_gpu": "bytes", "lint": "world_size"}
+_LINES |= {"groups": "world_size", "memory": "bytes"}
+# Colours that are told apart without seeing red or green (Okabe and Ito).
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+# Figures farther apart than that would not be seen beside each other.
+_DECADES = 50
+_LABELS = {"bytes": "bytes", "world_size": "ranks"}
+
+
+def draw(name: str, cases: Sequence[Case], folder: Path) -> list[Path]:
+    """Draw the cases of a benchmark.
+
+    Args:
+        name: of the benchmark, and of the files.
+        cases: any.
+        folder: of the files.
+
+    Returns:
+        The PNG and the SVG; nothing where there are no cases.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = _panels(name, cases)
+    if not panels:
+        return []
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(6 * columns, 3.6 * rows), squeeze=False, layout="constrained"
+    )
+    flat = list(axes.flat)
+    for axis, (title, fill) in zip(flat, panels, strict=False):
+        axis.set_title(title, fontsize=10)
+        fill(axis)
+    for axis in flat[len(panels) :]:
+        axis.set_axis_off()
+    files = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with matplotlib.rc_context({"svg.hashsalt": "meshplan"}):
+        figure.savefig(files[0], dpi=120)
+        figure.savefig(files[1], metadata={"Date": None})
+    pyplot.close(figure)
+    return files
+
+
+_Panel = tuple[str, Callable[[Any], None]]
+
+
+def _panels(name: str, cases: Sequence[Case]) -> list[_Panel]:
+    over = _LINES.get(name)
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        shared = {k: v for k, v in case.parameters.items() if k != over}
+        if over in case.parameters:
+            key: tuple[object, ...] = (over, case.unit, tuple(case.runs), *shared.items())
+        else:
+            key = (None, case.unit, tuple(case.runs))
+        groups.setdefault(key, []).append(case)
+    panels: list[_Panel] = []
+    for key, group in groups.items():
+        if key[0] is not None and len(group) > 1:
+            words = [f"{v} ranks" if k == "world_size" else str(v) for k, v in key[3:]]  # type: ignore[misc]
+            panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g, str(over))))  # type: ignore[misc]
+        else:
+            panels.append(("", lambda axis, g=group: _bars(axis, g)))  # type: ignore[misc]
+    return panels
+
+
+def _lines(axis: Any, cases: Sequence[Case], over: str) -> None:
+    x = [int(case.parameters[over]) for case in cases]
+    for run, colour in zip(cases[0].runs, _COLOURS, strict=False):
+        figures = [case.runs[run] for case in cases]
+        axis.plot(x, [f.median for f in figures], "o-", color=colour, label=run, markersize=3)
+        axis.fill_between(
+            x,
+            [f.median for f in figures],
+            [f.p95 for f in figures],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+    axis.set_xscale("log", base=2)
+    if over == "world_size":
+        axis.set_xticks(x, [_short(ranks, x[:i]) for i, ranks in enumerate(x)], fontsize=8)
+        axis.minorticks_off()
+    every = [figures.median for case in cases for figures in case.runs.values()]
+    if min(every) > 0 and max(every) > 10 * min(every):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.set_xlabel(_LABELS[over])
+    axis.set_ylabel(cases[0].unit)
+    axis.grid(alpha=0.3)
+    if len(cases[0].runs) > 1:
+        _legend(axis)
+    else:
+        axis.set_title(next(iter(cases[0].runs)), fontsize=10)
+
+
+def _short(number: int, before: Sequence[int]) -> str:
+    """A label, where there is room for it."""
+    if any(number < 1.5 * other for other in before):
+        return ""
+    for unit, letter in ((1_000_000, "M"), (1_000, "k")):
+        if number >= unit and number % unit == 0:
+            return f"{number // unit}{letter}"
+    return str(number)
+
+
+def _bars(axis: Any, cases: Sequence[Case]) -> None:
+    runs = list(cases[0].runs)
+    height = 0.8 / len(runs)
+    for number, (run, colour) in enumerate(zip(runs, _COLOURS, strict=False)):
+        y = [place + number * height for place in range(len(cases))]
+        medians = [case.runs[run].median for case in cases]
+        bars = axis.barh(y, medians, height, color=colour, label=run)
+        axis.bar_label(bars, [f"{value:.3g}" for value in medians], fontsize=7, padding=2)
+    middle = height * (len(runs) - 1) / 2
+    axis.set_yticks([place + middle for place in range(len(cases))])
+    axis.set_yticklabels([_folded(case.name) for case in cases], fontsize=7)
+    axis.invert_yaxis()
+    every = [case.runs[run].median for case in cases for run in runs]
+    if min(every) > 0 and max(every) > _DECADES * min(every):
+        axis.set_xscale("log")
+    axis.margins(x=0.15)
+    axis.set_xlabel(cases[0].unit)
+    if len(runs) > 1:
+        _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    """Below, where no figure is."""
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+
+
+def _folded(text: str, width: int = 34) -> str:
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)

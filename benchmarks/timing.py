@@ -1,0 +1,147 @@
+"""What is compared takes turns in one process, and a call is as slow as its slowest rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.record import Figures
+
+__all__ = ["in_blocks", "in_turn", "on_ranks", "seconds", "slowest"]
+
+_TIMEOUT = 600.0
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Of one call."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def in_turn(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    scale: float = 1.0,
+    before: Callable[[], object] | None = None,
+    warm_up: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds times ``scale`` of each function, in rounds in which each has its turn.
+
+    Args:
+        functions: by name.
+        rounds: that count, after ``warm_up`` that do not.
+        scale: 1e3 for milliseconds.
+        before: called before each function, and not timed.
+        warm_up: how many rounds fill caches.
+    """
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(warm_up + rounds):
+        for name, function in functions.items():
+            if before is not None:
+                before()
+            sample = seconds(function) * scale
+            if number >= warm_up:
+                found[name].append(sample)
+    return found
+
+
+def in_blocks(
+    functions: Mapping[str, Callable[[], object]], calls: int, *, scale: float = 1.0, turns: int = 3
+) -> dict[str, list[float]]:
+    """Seconds times ``scale`` of each function, called again and again in its turn.
+
+    For calls in which ranks meet: one that follows another kind of call would pay for how far
+    apart that has left them. The first two calls of each block do not count.
+
+    Args:
+        functions: by name.
+        calls: of each function that count, at least; in ``turns`` blocks.
+    """
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(turns):
+        for name, function in functions.items():
+            samples = [seconds(function) * scale for _ in range(2 + -(-calls // turns))]
+            found[name] += samples[2:]
+    return found
+
+
+def slowest(samples: Mapping[str, list[float]]) -> dict[str, Figures]:
+    """The same on every rank: of each call, what the slowest rank took. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dict(samples))
+    return {
+        name: Figures.of([max(ranks) for ranks in zip(*(one[name] for one in every), strict=True)])
+        for name in samples
+    }
+
+
+def on_ranks(
+    world_size: int, function: Callable[..., Iterator[Any]], *arguments: Any
+) -> Iterator[Any]:
+    """What ``function(*arguments)`` yields on rank 0 of a job on this machine, over gloo.
+
+    Args:
+        world_size: how many processes are started, afresh: nothing of this one is in them.
+        function: of a module; a generator, which every rank runs to its end.
+
+    Raises:
+        RuntimeError: a rank has failed, or nothing came for ten minutes.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(rank, world_size, f"file://{folder}/store", sender, function, arguments),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        sender.close()
+        try:
+            while True:
+                if not receiver.poll(_TIMEOUT):
+                    raise RuntimeError(f"nothing came from {world_size} ranks in {_TIMEOUT:g} s")
+                try:
+                    yield receiver.recv()
+                except EOFError:
+                    break
+            for process in processes:
+                process.join(60)
+            codes = [process.exitcode for process in processes]
+            if any(codes):
+                raise RuntimeError(f"ranks ended with exit codes {codes}")
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    store: str,
+    sender: Any,
+    function: Callable[..., Iterator[Any]],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=store)
+    dist.barrier()
+    if rank:
+        sender.close()
+    for found in function(*arguments):
+        if rank == 0:
+            sender.send(found)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,197 @@
+"""The benchmarks work: cases, bars, the JSON of one schema, the page and its pictures. No times."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from expecttest import TestCase
+
+from benchmarks.__main__ import SUITES
+from benchmarks.page import write_page
+from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
+from benchmarks.script import about, row_of
+
+pytestmark = [pytest.mark.timeout(420), pytest.mark.processes]
+
+ROOT = Path(__file__).parents[1]
+SHAPE = json.loads((ROOT / "benchmarks" / "schema.json").read_text())
+CASE = Case(
+    name="all-reduce of 1 KiB",
+    unit="ms",
+    runs={
+        "gloo": Figures.of([4.0, 2.0, 3.0]),
+        "ordered": Figures.of([6.0]),
+        "peer": Figures.of([0.5]),
+    },
+    peers=("gloo", "ordered"),
+    ranks=2,
+    parameters={"bytes": 1024, "world_size": 2},
+    bars=(at_most(0.1, "peer", "gloo"), at_least(2.0, "ordered", "gloo"), at_most(1.0, "peer")),
+)
+
+
+def of_one_suite(*cases: Case) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "date": "2026-01-01",
+        "smoke": False,
+        "machine": machine(),
+        "benchmarks": [
+            {
+                "name": "allreduce_cpu",
+                "title": "All-reduces.",
+                "about": "How.",
+                "command": "python -m benchmarks.allreduce_cpu",
+                "seconds": 1.0,
+                "skipped": None,
+                "cases": [case.to_json() for case in cases],
+            },
+            {
+                "name": "allreduce_gpu",
+                "title": "All-reduces on a GPU.",
+                "about": "How.",
+                "command": "python -m benchmarks.allreduce_gpu",
+                "seconds": 0.0,
+                "skipped": "no GPU",
+                "cases": [],
+            },
+        ],
+    }
+
+
+def check(found: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(SHAPE)
+    jsonschema.Draft202012Validator(SHAPE).validate(found)
+
+
+def test_figures() -> None:
+    assert Figures.of([3.0]) == Figures(3.0, 3.0, 1)
+    found = Figures.of([float(n) for n in range(101)])
+    assert found == Figures(50.0, 95.0, 101)
+
+
+def test_ratios_are_to_each_peer_and_bars_are_exact() -> None:
+    assert CASE.ratios == [("peer", "gloo", 0.5 / 3), ("peer", "ordered", 0.5 / 6)]
+    assert [CASE.met(bar) for bar in CASE.bars] == [False, True, True]
+    assert not CASE.met(at_most(0.166, "peer", "gloo"))
+
+
+def test_json_there_and_back() -> None:
+    check(of_one_suite(CASE))
+    assert Case.from_json(json.loads(json.dumps(CASE.to_json()))) == CASE
+
+
+class TestTexts(TestCase):
+    maxDiff = None
+
+    def test_a_case(self) -> None:
+        self.assertExpectedInline(
+            row_of(CASE),
+            """\
+all-reduce of 1 KiB, 2 ranks
+    ms: gloo 3 (p95 3.9), ordered 6 (p95 6), peer 0.5 (p95 0.5)
+    peer/gloo 0.167 (at most 0.1: NOT MET)
+    peer/ordered 0.0833
+    peer 0.5 (at most 1: met)
+    ordered/gloo 2 (at least 2: met)""",
+        )
+
+    def test_the_page(self) -> None:
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        larger = Case.from_json(CASE.to_json() | {"parameters": {"bytes": 4096, "world_size": 2}})
+        files = write_page(of_one_suite(CASE, larger), folder)
+        assert [str(file.relative_to(folder)) for file in files] == [
+            "performance.md",
+            "performance/allreduce_cpu.png",
+            "performance/allreduce_cpu.svg",
+        ]
+        text = files[0].read_text()
+        self.assertExpectedInline(
+            text[text.index("## Bars") :],
+            """\
+## Bars
+
+| benchmark | what | bar | best | worst | cases | |
+|---|---|---|---|---|---|---|
+| allreduce_cpu | peer / gloo | at most 0.1 | 0.167 | 0.167 | 0 of 2 | **not met** |
+| allreduce_cpu | ordered / gloo | at least 2 | 2 | 2 | 2 of 2 | met |
+| allreduce_cpu | peer | at most 1 ms | 0.5 ms | 0.5 ms | 2 of 2 | met |
+
+## All-reduces
+
+How.
+
+    python -m benchmarks.allreduce_cpu
+
+1 s in all.
+
+![All-reduces](performance/allreduce_cpu.png)
+
+| | ranks | gloo, ms | ordered, ms | peer, ms | peer / gloo | peer / ordered |
+|---|---|---|---|---|---|---|
+| all-reduce of 1 KiB | 2 | 3 (3.9) | 6 | 0.5 | 0.167 | 0.0833 |
+| all-reduce of 1 KiB | 2 | 3 (3.9) | 6 | 0.5 | 0.167 | 0.0833 |
+
+## All-reduces on a GPU
+
+    python -m benchmarks.allreduce_gpu
+
+Left out here: no GPU.
+""",
+        )
+
+
+def test_every_suite_says_what_it_is_and_how_to_run_it() -> None:
+    scripts = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "SUITE = Suite(" in path.read_text()
+    }
+    assert scripts == set(SUITES)
+    for name in SUITES:
+        doc = re.match(r'"""(.*?)"""', (ROOT / "benchmarks" / f"{name}.py").read_text(), re.S)
+        assert doc is not None
+        title, how = about(doc[1])
+        assert title.endswith(".")
+        assert "python -m" not in how
+        assert f"    python -m benchmarks.{name}\n" in doc[1]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_all_of_them_in_small(tmp_path: Path) -> None:
+    done = run("--smoke", "--json", f"{tmp_path}/found.json", "--page", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    check(found)
+    assert found["smoke"] is True
+    assert [suite["name"] for suite in found["benchmarks"]] == list(SUITES)
+    for suite in found["benchmarks"]:
+        assert bool(suite["cases"]) != bool(suite["skipped"]), suite["name"]
+    page = (tmp_path / "performance.md").read_text()
+    assert "not to be quoted" in page
+    for link in re.findall(r"\]\((performance/\S+)\)", page):
+        assert (tmp_path / link).stat().st_size > 5000
+
+
+def test_a_suite_that_does_not_exist() -> None:
+    done = run("dispach")
+    assert done.returncode == 2
+    assert "no suite 'dispach'; write some of dispatch, planner, fold" in done.stderr
