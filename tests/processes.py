@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -113,8 +114,11 @@ def child(
     sender: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    # A forked rank starts with what earlier tests of its parent left in the report.
+    # A forked rank starts with what earlier tests of its parent left in the report, and with what
+    # they compiled.
     meshplan.clear_report()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     os.environ["MESHPLAN_TEST_STORE"] = store
     try:
         if backend is not None:
