@@ -57,3 +57,54 @@ def test_id_tells_topologies_apart() -> None:
     ]
     assert len({topology.id for topology in made}) == len(made)
     assert Topology.of([0, 0, 0, 0, 1, 1, 1, 1]).id == made[0].id
+
+
+def test_what_is_written_is_read() -> None:
+    links = Links(network=Link(5e-6, 25e9), launch=1e-5, group=0.25, uses=7)
+    assert Links.loads(links.dumps()) == links
+    assert Links.loads(links.dumps({"ranks": 8})) == links
+    assert Links.loads("{}") == Links()
+    slow = Links.loads('{"network": {"latency": 0, "bandwidth": 1000}}')
+    assert slow == Links(network=Link(0.0, 1000.0))
+
+
+class TestFiles(TestCase):
+    def test_text(self) -> None:
+        self.assertExpectedInline(
+            str(Links()),
+            """domain 0.6 us, 450 GB/s; node 1 us, 63 GB/s; network 2.7 us, 50 GB/s; launch 6.6 us""",
+        )
+
+    def test_what_cannot_be_read(self) -> None:
+        messages = []
+        for text in (
+            "network: 5",
+            "[]",
+            "[" * 100_000,
+            '{"nvlink": {}}',
+            '{"network": 5e-6}',
+            '{"network": {"latency": 5e-6}}',
+            '{"network": {"latency": "5us", "bandwidth": 1e9}}',
+            '{"network": {"latency": NaN, "bandwidth": 1e9}}',
+            '{"launch": true}',
+            '{"launch": -1}',
+            '{"uses": 1.5}',
+        ):
+            with pytest.raises(TopologyError) as caught:
+                Links.loads(text)
+            messages.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(messages),
+            """\
+MP211: links are no JSON: Expecting value: line 1 column 1 (char 0); write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: links are []; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: links are no JSON: nested too deeply; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: links have no "nvlink"; write some of domain, node, network, launch, group, uses
+MP211: network is 5e-06; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: network is {"latency": 5e-06}; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: network.latency is "5us", not a number; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found latency=nan, bandwidth=1000000000.0; write for example Link(latency=2.7e-6, bandwidth=50e9)
+MP211: launch is true, not a number; write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
+MP211: launch and group are times of 0 or more seconds and uses is 1 or more, found launch=-1, group=0.5, uses=10000; leave out what you do not know
+MP211: uses is a whole number, found 1.5; write 10000""",
+        )

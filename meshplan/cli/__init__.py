@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from meshplan.cli import _lint, _plan, _probe, _rule, _simulate, _topo
+from meshplan.cli import _links, _lint, _plan, _probe, _rule, _simulate, _topo
 
 __all__ = ["main"]
 
-_VERBS = (_lint, _plan, _probe, _rule, _simulate, _topo)
+_VERBS = (_links, _lint, _plan, _probe, _rule, _simulate, _topo)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

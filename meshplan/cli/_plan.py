@@ -16,6 +16,7 @@ from meshplan.cli._arguments import (
     placements_of,
     quoted,
 )
+from meshplan.cli._links import add_links, given_links, linked
 from meshplan.cli._where import add_where, found_cluster
 from meshplan.errors import MeshplanError, PolicyError
 
@@ -49,6 +50,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--path", default="exchange", help="exchange (default) or reference")
     add_where(parser)
+    add_links(parser)
     parser.add_argument(
         "--explain", action="store_true", help="also the plans that lost, and why they lost"
     )
@@ -131,12 +133,17 @@ def _text_of(given: argparse.Namespace) -> str:
 def _problem(given: argparse.Namespace) -> Problem:
     from meshplan.lint import parse_mesh
     from meshplan.planner import CONTRACT_PATHS, POLICIES, Problem
+    from meshplan.topology import Topology
 
     for name, example in _NEEDED.items():
         if getattr(given, name) is None:
             raise PolicyError(f"no {example.split()[0]}; write {' '.join(_NEEDED.values())}")
     layout = parse_mesh(given.mesh)
     cluster = found_cluster(given, layout.highest_rank + 1)
+    links = given_links(given)
+    topology = None if cluster is None else linked(cluster.topology, links)
+    if topology is None and links is not None:
+        topology = Topology.unknown(layout.highest_rank + 1, links)
     choice_of(given.policy, "--policy", POLICIES)
     choice_of(given.path, "--path", CONTRACT_PATHS)
     return Problem.of(
@@ -147,7 +154,7 @@ def _problem(given: argparse.Namespace) -> Problem:
         path=given.path,
         dtype=None if given.dtype is None else dtype_of(given.dtype),
         shape=None if given.shape is None else _shape(given.shape),
-        topology=None if cluster is None else cluster.topology,
+        topology=topology,
     )
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan.cli._probe import DTYPES, NUMELS, ProbeRow, ProbeUsageError
-from meshplan.errors import GroupStateError
+from meshplan.cli._ranks import default_group
 from meshplan.flatten import discover
 from meshplan.layout import Layout
 from meshplan.lint import parse_mesh
@@ -45,7 +43,10 @@ def run_probe(given: argparse.Namespace) -> tuple[dict[str, Any], list[ProbeRow]
     if not wide:
         raise ProbeUsageError(f"the mesh {layout} has no axis larger than 1: nothing is reduced")
     backend = given.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    with _default_group(backend, given) as device:
+    if backend == "nccl_model":
+        nccl_model.register()
+        nccl_model.configure(domain_size=given.domain_size, algorithm=given.algorithm or "ring")
+    with default_group(backend, given.timeout) as device:
         store = c10d._get_default_store()
         cluster = discover(store, dist.get_rank(), world_size, given.timeout)
         dtypes = [getattr(torch, name) for name in given.dtype or DTYPES[:2]]
@@ -55,29 +56,6 @@ def run_probe(given: argparse.Namespace) -> tuple[dict[str, Any], list[ProbeRow]
             rows += _over(layout, axes, [(d, n) for d in dtypes for n in numels], device)
     about = f"{backend} ({nccl_model.ABOUT})" if backend == "nccl_model" else backend
     return {"mesh": str(layout), "backend": about, "origin": cluster.origin}, rows
-
-
-@contextmanager
-def _default_group(backend: str, given: argparse.Namespace) -> Iterator[torch.device]:
-    """The default group while it is needed, and the device that its tensors are on."""
-    device = torch.device("cpu")
-    if backend == "nccl":
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if not dist.is_nccl_available() or local_rank >= torch.cuda.device_count():
-            raise GroupStateError(
-                f"backend nccl needs a GPU for each rank, and local rank {local_rank} has none "
-                "here; write --backend gloo"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    if backend == "nccl_model":
-        nccl_model.register()
-        nccl_model.configure(domain_size=given.domain_size, algorithm=given.algorithm or "ring")
-    dist.init_process_group(backend, timeout=timedelta(seconds=given.timeout))
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _over(

@@ -1,4 +1,7 @@
-"""``meshplan simulate``: which replicas come out of all-reduces in the order of the NCCL model."""
+"""``meshplan simulate``: which replicas come out of all-reduces in the order of the NCCL model.
+
+With ``--cost``, what they cost: ``_simulate_cost``.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from meshplan.cli._arguments import (
     placements_of,
     steps_of,
 )
+from meshplan.cli._columns import columns
+from meshplan.cli._links import add_links
+from meshplan.cli._simulate_cost import cost
 from meshplan.cli._where import add_where, found_cluster, needed
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
@@ -56,9 +62,11 @@ def add(subparsers: Any) -> None:
     """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "simulate",
-        help="how many different replicas come out of all-reduces, on a given mesh",
+        help="how many different replicas come out of all-reduces, on a given mesh, or their cost",
         description="Add random numbers in the order of a model of NCCL, rank by rank, and compare "
-        "the replicas bit by bit.",
+        "the replicas bit by bit. With --cost: predict the time and the bytes of meshplan's plan, "
+        "of torch's all-reduces axis by axis, and of one ring and one tree over all axes; without "
+        "--mesh, on clusters of 8 to 100000 GPUs.",
         epilog=f"A {_MODEL}.",
     )
     parser.add_argument("--mesh", metavar="AXES", help="names and sizes: ddp=8,fsdp=5")
@@ -86,8 +94,12 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help=f"elements of the message (default: {_MOST}, fewer for thousands of ranks)",
     )
-    parser.add_argument("--seed", default="0", help="of the random numbers (default: 0)")
+    parser.add_argument("--seed", help="of the random numbers (default: 0)")
     parser.add_argument("--table", action="store_true", help="nine reference meshes instead")
+    parser.add_argument(
+        "--cost", action="store_true", help="predict time and bytes instead, from those of links"
+    )
+    add_links(parser)
     parser.add_argument("--output-format", default="text", help="text (default) or json")
     parser.set_defaults(run=run)
 
@@ -95,7 +107,12 @@ def add(subparsers: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print the simulation; the exit status. What differs is no error: 0."""
     try:
-        text = _table(given) if given.table else _one(given)
+        if given.cost:
+            text = cost(given)
+        elif given.links is not None:
+            raise PolicyError("links decide what is fast, not what differs; write --cost too")
+        else:
+            text = _table(given) if given.table else _one(given)
     except MeshplanError as error:
         sys.stderr.write(f"meshplan: {error}\n")
         return 2
@@ -112,7 +129,7 @@ class _Options:
         self.algorithms = [name for name in _ALGORITHMS if given.algo in (name, "both")]
         self.dtype = dtype_of(given.dtype)
         self.given = None if given.numel is None else number_of(given.numel, "--numel")
-        self.seed = number_of(given.seed, "--seed", least=0)
+        self.seed = number_of(given.seed or "0", "--seed", least=0)
         self.name = str(self.dtype).removeprefix("torch.")
 
     def numel(self, ranks: int, orders: int) -> int:
@@ -193,7 +210,7 @@ def _one(given: argparse.Namespace) -> str:
     if not cells:
         lines.append("nothing is reduced: no partial axis has 2 ranks or more")
     else:
-        lines += _columns([("order", "algorithm", "replicas", "differ"), *cells])
+        lines += columns([("order", "algorithm", "replicas", "differ"), *cells])
     return "\n".join([*lines, _MODEL])
 
 
@@ -276,17 +293,8 @@ def _table(given: argparse.Namespace) -> str:
     if given.output_format == "json":
         return json.dumps({**options.to_json(numel), "meshes": found}, indent=2)
     first = f"different replicas / largest share of elements that differ; {options.text(numel)}"
-    return "\n".join([first, *_columns(rows), _MODEL])
+    return "\n".join([first, *columns(rows), _MODEL])
 
 
 def _named(steps: Sequence[Sequence[str]]) -> str:
     return ", ".join("+".join(step) for step in steps)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows with a line below the first, columns as wide as they need."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in ruled
-    ]

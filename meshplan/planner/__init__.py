@@ -13,6 +13,9 @@ from meshplan.planner._hazards import hazards as hazards
 from meshplan.planner._placing import follows_default_order as follows_default_order
 from meshplan.planner._plan import Plan as Plan
 from meshplan.planner._planner import plan as plan
+from meshplan.planner._prediction import Prediction as Prediction
+from meshplan.planner._prediction import predict_backend as predict_backend
+from meshplan.planner._prediction import predict_plan as predict_plan
 from meshplan.planner._problem import CONTRACT_PATHS as CONTRACT_PATHS
 from meshplan.planner._problem import POLICIES as POLICIES
 from meshplan.planner._problem import ContractPath as ContractPath
@@ -31,6 +34,8 @@ from meshplan.planner._step import Path as Path
 from meshplan.planner._step import Step as Step
 from meshplan.planner._torch_steps import refuse_unpinned_scatter as refuse_unpinned_scatter
 from meshplan.planner._torch_steps import short_of_policy as short_of_policy
+from meshplan.planner._units import in_bytes as in_bytes
+from meshplan.planner._units import in_time as in_time
 
 __all__ = [
     "CONTRACT_PATHS",
@@ -44,6 +49,7 @@ __all__ = [
     "Hazard",
     "Path",
     "Plan",
+    "Prediction",
     "Policy",
     "Problem",
     "Siblings",
@@ -55,9 +61,13 @@ __all__ = [
     "check_policy",
     "follows_default_order",
     "hazards",
+    "in_bytes",
+    "in_time",
     "nccl_order",
     "near_blocks",
     "plan",
+    "predict_backend",
+    "predict_plan",
     "refuse_unpinned_scatter",
     "share_of",
     "short_of_policy",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from meshplan.planner._cost import Cost
 from meshplan.planner._problem import Problem
 from meshplan.planner._search import NOMINAL_ELEMENTS
 from meshplan.planner._step import Step
+from meshplan.planner._units import in_bytes, in_time
 
 __all__ = ["MAX_CANDIDATES", "Candidate", "explain"]
 
@@ -60,7 +60,7 @@ def _size(problem: Problem) -> str:
 
 def _figures(cost: Cost) -> str:
     links = [
-        f"{_bytes(sent)} {name}"
+        f"{in_bytes(sent)} {name}"
         for name, sent in (("domain", cost.domain), ("node", cost.node), ("network", cost.network))
         if sent
     ]
@@ -68,9 +68,9 @@ def _figures(cost: Cost) -> str:
         f" ({', '.join(links)})" if len(links) > 1 else "".join(f" {n.split()[-1]}" for n in links)
     )
     return (
-        f"{_time(cost.nanoseconds)}, {cost.collectives} "
-        f"collective{'s' if cost.collectives != 1 else ''}, {_bytes(cost.sent)} out{out}, "
-        f"{_bytes(cost.peak)} memory"
+        f"{in_time(cost.nanoseconds)}, {cost.collectives} "
+        f"collective{'s' if cost.collectives != 1 else ''}, {in_bytes(cost.sent)} out{out}, "
+        f"{in_bytes(cost.peak)} memory"
         + (f", new group {' and '.join(cost.creates)}" if cost.creates else "")
     )
 
@@ -83,28 +83,15 @@ def _why(best: Cost, other: Cost) -> str:
         ("inside domains", other.domain, best.domain),
     ):
         if more > less:
-            reasons.append(f"{_bytes(more - less)} more {name}")
+            reasons.append(f"{in_bytes(more - less)} more {name}")
     extra = other.collectives - best.collectives
     if extra > 0:
         reasons.append(f"{extra} more collective{'s' if extra > 1 else ''}")
     reasons += [f"a new group {name}" for name in other.creates if name not in best.creates]
     if other.peak > best.peak:
-        reasons.append(f"{_bytes(other.peak - best.peak)} more memory")
+        reasons.append(f"{in_bytes(other.peak - best.peak)} more memory")
     slower = other.nanoseconds - best.nanoseconds
-    time = f"{_time(slower)} slower" if slower else "as fast"
+    time = f"{in_time(slower)} slower" if slower else "as fast"
     if not slower and not reasons:
         return "as good in all, and later in the list"
     return f"{time}, {', '.join(reasons) or 'more messages'}"
-
-
-def _time(nanoseconds: int) -> str:
-    if nanoseconds < 1000:
-        return f"{nanoseconds} ns"
-    return f"{nanoseconds / 1e3:.1f} us" if nanoseconds < 1e6 else f"{nanoseconds / 1e6:.2f} ms"
-
-
-def _bytes(count: int) -> str:
-    if count < 1000:
-        return f"{count} B"
-    power = min(int(math.log10(count)) // 3, 4)
-    return f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"

@@ -115,6 +115,7 @@ class Groups:
             self._domains = self._nodes * (int(self._domains.max()) + 1) + self._domains
         self._peers: dict[tuple[tuple[int, ...], int, bool], Peers] = {}
         self._near: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._spans: dict[tuple[int, ...], int] = {}
 
     def peers(self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False) -> Peers:
         """The peers in a group over ``axes``; or in a block of ``inner`` consecutive ranks of it,
@@ -123,6 +124,19 @@ class Groups:
         if key not in self._peers:
             self._peers[key] = self._nearest(axes, inner, across)
         return self._peers[key]
+
+    def nodes(self, axes: tuple[int, ...]) -> int:
+        """On how many nodes a group over ``axes`` sits, the most of any; each rank on its own if
+        nobody knows."""
+        if axes not in self._spans:
+            if self._nodes is None:
+                self._spans[axes] = math.prod(self.layout.sizes[i] for i in axes)
+            else:
+                with _disable_current_modes():
+                    ordered = self._nodes[self._members(axes, 1, False)].sort(dim=1).values
+                    steps = (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+                    self._spans[axes] = 1 + int(steps.max())
+        return self._spans[axes]
 
     def blocks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """How many consecutive ranks of a group over ``axes`` may be reduced first, near by.

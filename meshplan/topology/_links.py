@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from meshplan.errors import TopologyError
 
-__all__ = ["Link", "Links"]
+__all__ = ["LINKED", "Link", "Links"]
+
+# The classes of links, the nearest first.
+LINKED = ("domain", "node", "network")
+_MEASURED = "measured"
+_EXAMPLE = 'write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +76,59 @@ class Links:
                 f"launch={self.launch}, group={self.group}, uses={self.uses}; leave out what you "
                 "do not know"
             )
+
+    @classmethod
+    def loads(cls, text: str) -> Links:
+        """From JSON, as ``dumps`` and ``meshplan links`` write it; what is left out is the default.
+
+        Raises:
+            TopologyError: no JSON, a name that is none of ours, or figures that cannot be.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            reason = error if isinstance(error, ValueError) else "nested too deeply"
+            raise TopologyError(f"links are no JSON: {reason}; {_EXAMPLE}") from error
+        if not isinstance(found, dict):
+            raise TopologyError(f"links are {_shown(found)}; {_EXAMPLE}")
+        found.pop(_MEASURED, None)
+        known = {field.name: field.default for field in fields(cls)}
+        given: dict[str, Any] = {}
+        for name, value in found.items():
+            if name not in known:
+                raise TopologyError(
+                    f"links have no {_shown(name)}; write some of {', '.join(known)}"
+                )
+            given[name] = _link(name, value) if name in LINKED else _number(name, value)
+        if not isinstance(given.get("uses", 1), int):
+            raise TopologyError(f"uses is a whole number, found {given['uses']}; write 10000")
+        return cls(**given)
+
+    def dumps(self, measured: dict[str, Any] | None = None) -> str:
+        """As JSON that ``loads`` reads, with how it was measured if that is known."""
+        about = {} if measured is None else {_MEASURED: measured}
+        return json.dumps({**asdict(self), **about}, indent=2)
+
+    def __str__(self) -> str:
+        classes = (
+            f"{name} {link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"
+            for name, link in ((name, getattr(self, name)) for name in LINKED)
+        )
+        return f"{'; '.join(classes)}; launch {self.launch * 1e6:.3g} us"
+
+
+def _link(name: str, value: Any) -> Link:
+    if not isinstance(value, dict) or set(value) != {"latency", "bandwidth"}:
+        raise TopologyError(f"{name} is {_shown(value)}; {_EXAMPLE}")
+    return Link(**{key: _number(f"{name}.{key}", found) for key, found in value.items()})
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TopologyError(f"{name} is {_shown(value)}, not a number; {_EXAMPLE}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,147 @@
+"""What ``meshplan links`` does on every rank: time exchanges over each class of links, and fit.
+
+Every class has its groups: the ranks of a domain, one rank of each domain of a node, one rank of
+each node. All groups of a class exchange at the same time, as they do in a job, so that what they
+share (a bus, an adapter, a core) is in the figures. Ranks over the size that all groups of a class
+have are left out of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from meshplan.cli._ranks import default_group
+from meshplan.errors import TopologyError
+from meshplan.flatten import discover
+from meshplan.topology import Topology
+from meshplan.topology._fit_links import Exchange, fit_links
+
+__all__ = ["groups_by_class", "measure", "time_exchanges"]
+
+# Bytes for each peer: latency decides, neither, and bandwidth.
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+
+
+def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]:
+    """The links as JSON, and a line about them; the same on all ranks.
+
+    Raises:
+        TopologyError: a job of one rank, or figures that tell nothing.
+        GroupAgreementError: ranks that did not come.
+        GroupStateError: no GPU for this rank.
+        RuntimeError, ValueError: from torch, where the ranks cannot be connected.
+    """
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    with default_group(backend, timeout) as device:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            raise TopologyError("one rank has no links; start two ranks or more")
+        store = c10d._get_default_store()
+        cluster = discover(store, rank, world_size, timeout)
+        found = time_exchanges(cluster.topology, device, repeat)
+    links, error = fit_links(found)
+    about: dict[str, Any] = {
+        "ranks": world_size,
+        "topology": str(cluster.topology),
+        "backend": backend,
+        "torch": torch.__version__,
+        "exchanges": len(found),
+        "median_error": round(error, 4),
+    }
+    line = f"{links}; {len(found)} exchanges, median error {error:.0%}; {cluster.topology}"
+    return links.dumps(about), line
+
+
+def groups_by_class(topology: Topology) -> dict[str, list[list[int]]]:
+    """Groups of equal size over each class of links; classes without two such ranks are left out.
+
+    Where nobody knows domains, the ranks of a node are taken for ``node``.
+    """
+    ranks = range(topology.world_size)
+    nodes = [0 if topology.nodes is None else int(topology.nodes[rank]) for rank in ranks]
+    if topology.domains is None:
+        near = _grouped([(nodes[rank],) for rank in ranks])
+        found = {"node": near, "network": _across(near)}
+    else:
+        domains = [int(topology.domains[rank]) for rank in ranks]
+        near = _grouped([(nodes[rank], domains[rank]) for rank in ranks])
+        of_node: dict[int, list[list[int]]] = defaultdict(list)
+        for group in near:
+            of_node[nodes[group[0]]].append(group)
+        found = {
+            "domain": near,
+            "node": [group for one in of_node.values() for group in _across(one)],
+            "network": _across(_grouped([(nodes[rank],) for rank in ranks])),
+        }
+    even = {name: _even(groups) for name, groups in found.items()}
+    return {name: groups for name, groups in even.items() if groups}
+
+
+def time_exchanges(topology: Topology, device: torch.device, repeat: int) -> list[Exchange]:
+    """All exchanges of all classes, on every rank of the default group; the same on all of them."""
+    found = []
+    for name, groups in groups_by_class(topology).items():
+        size = len(groups[0])
+        pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
+        for these in [pairs, groups] if size > 2 else [pairs]:
+            found += _over(name, these, device, repeat)
+    return found
+
+
+def _over(
+    name: str, groups: Sequence[Sequence[int]], device: torch.device, repeat: int
+) -> list[Exchange]:
+    # Every rank takes part in the creation of every group.
+    made = [dist.new_group(list(group)) for group in groups]
+    rank = dist.get_rank()
+    mine = next((one for one, group in zip(made, groups, strict=True) if rank in group), None)
+    size = len(groups[0])
+    found = []
+    for each in SIZES:
+        sent = torch.ones(size * each, dtype=torch.uint8, device=device)
+        came = torch.empty_like(sent)
+        times = []
+        # The first ones connect and warm up.
+        for turn in range(repeat + 2):
+            dist.barrier()
+            start = time.perf_counter()
+            if mine is not None:
+                dist.all_to_all_single(came, sent, group=mine)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn >= 2:
+                times.append(float(took))
+        found.append(Exchange(name, size - 1, each, median(times)))
+    if mine is not None:
+        dist.destroy_process_group(mine)
+    return found
+
+
+def _grouped(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Ranks with the same key, in the order of their first."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, key in enumerate(keys):
+        found[key].append(rank)
+    return list(found.values())
+
+
+def _across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The first of each group, the second of each, and so on while all have one."""
+    return [list(ranks) for ranks in zip(*groups, strict=False)]
+
+
+def _even(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Those of two or more, cut to the smallest of them."""
+    several = [group for group in groups if len(group) > 1]
+    size = min(map(len, several), default=0)
+    return [list(group[:size]) for group in several]

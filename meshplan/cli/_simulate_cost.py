@@ -1,0 +1,230 @@
+"""``meshplan simulate --cost``: what all-reduces would cost, on one mesh or on growing clusters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshplan.cli._arguments import choice_of, dtype_of, number_of, placements_of, steps_of
+from meshplan.cli._columns import columns
+from meshplan.cli._links import given_links, linked
+from meshplan.cli._where import found_cluster, needed
+from meshplan.errors import PolicyError
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshplan.planner import Prediction
+    from meshplan.topology import Links, Topology
+
+__all__ = ["CLUSTERS", "NODE", "NUMELS", "cost"]
+
+# GPUs of the clusters without --mesh, on nodes of so many that NVLink joins; and elements.
+CLUSTERS = (8, 64, 512, 4096, 32_768, 100_000)
+NODE = 8
+NUMELS = (1 << 14, 1 << 22, 1 << 28)
+_MODEL = (
+    "alpha-beta model; arithmetic, contention between jobs and the creation of groups are left out"
+)
+_Steps = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    found: Prediction
+
+    def to_json(self, plan: Prediction) -> dict[str, Any]:
+        return {"way": self.name, **self.found.to_json(), "to_meshplan": self.to(plan)}
+
+    def to(self, plan: Prediction) -> float | None:
+        """Its time as a multiple of that of meshplan's plan."""
+        own = plan.cost.nanoseconds
+        return float(f"{self.found.cost.nanoseconds / own:.4g}") if own else None
+
+
+def cost(given: argparse.Namespace) -> str:
+    """The text of the answer.
+
+    Raises:
+        MeshplanError: options that cannot be understood, or do not fit each other.
+    """
+    choice_of(given.output_format, "--output-format", ("text", "json"))
+    choice_of(given.algo, "--algo", ("tree", "ring", "both"))
+    if given.seed is not None:
+        raise PolicyError("--cost draws no random numbers; leave out --seed")
+    if given.table and given.mesh is not None:
+        raise PolicyError("--table has meshes of its own; leave out --mesh")
+    dtype = dtype_of(given.dtype)
+    links = given_links(given)
+    if given.mesh is None:
+        return _clusters(given, dtype, links)
+    return _one(given, dtype, links)
+
+
+def _one(given: argparse.Namespace, dtype: torch.dtype, links: Links | None) -> str:
+    from meshplan.lint import parse_mesh
+    from meshplan.planner import NOMINAL_ELEMENTS, Problem
+
+    layout = parse_mesh(given.mesh)
+    topology = linked(needed(found_cluster(given, layout.highest_rank + 1)).topology, links)
+    numel = NOMINAL_ELEMENTS if given.numel is None else number_of(given.numel, "--numel")
+    src = ["P"] * len(layout.axes) if given.src is None else placements_of(given.src, "--from")
+    problem = Problem.of(
+        layout, src, ["R"] * len(src), dtype=dtype, shape=(numel,), topology=topology
+    )
+    wide = tuple(
+        layout.axes[i]
+        for i, spec in enumerate(problem.src)
+        if spec.kind == "partial" and layout.sizes[i] > 1
+    )
+    orders = [(_named(steps), steps) for steps in (steps_of(o, "--order") for o in given.order)]
+    rows = _rows(problem, wide, orders, given)
+    plan = rows[0].found
+    if given.output_format == "json":
+        return json.dumps(
+            {
+                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
+                "topology": str(topology),
+                **_about(dtype, topology),
+                "numel": numel,
+                "rows": [row.to_json(plan) for row in rows],
+            },
+            indent=2,
+        )
+    lines = [f"mesh {layout}, {topology}; {_message(numel, dtype)}"]
+    if not wide:
+        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
+    else:
+        lines += columns([_HEAD, *(_cells(row, plan) for row in rows)])
+    return "\n".join([*lines, f"links: {topology.links}", _MODEL])
+
+
+def _rows(
+    problem: Any,
+    wide: tuple[str, ...],
+    orders: Sequence[tuple[str, _Steps]],
+    given: argparse.Namespace,
+) -> list[_Row]:
+    """Meshplan's plan first; then torch's sequence, or the orders that were asked for; then all
+    axes at once."""
+    from meshplan.planner import predict_backend, predict_plan
+
+    rows = [_Row("meshplan", predict_plan(problem))]
+    if not orders and not given.flat and len(wide) > 1:
+        orders = [("torch, axis by axis", tuple((axis,) for axis in wide))]
+    algorithms: list[Any] = ["ring", "tree"] if given.algo == "both" else [given.algo]
+    every: Any = "best" if given.algo == "both" else given.algo
+    for name, steps in orders:
+        rows.append(_Row(name, predict_backend(problem, steps, every)))
+    if wide and (given.flat or not given.order):
+        for one in algorithms:
+            rows.append(_Row(f"one {one}", predict_backend(problem, [wide], one)))
+    return rows
+
+
+def _clusters(given: argparse.Namespace, dtype: torch.dtype, links: Links | None) -> str:
+    from meshplan.layout import Layout
+    from meshplan.planner import Problem
+    from meshplan.topology import Topology
+
+    clash = {
+        "--order": given.order,
+        "--flat": given.flat,
+        "--from": given.src,
+        "--domain-size": given.domain_size,
+        "--node-size": given.node_size,
+        "--hosts": given.hosts,
+        "--topology": given.topology,
+        "--rank-order": given.rank_order,
+    }
+    taken = [option for option, value in clash.items() if value]
+    if taken:
+        raise PolicyError(
+            f"{taken[0]} is of one mesh; write --mesh ddp=8,fsdp=5 for example, or leave it out"
+        )
+    numels = NUMELS if given.numel is None else (number_of(given.numel, "--numel"),)
+    blocks: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for numel in numels:
+        cells: list[Sequence[str]] = []
+        for ranks in CLUSTERS:
+            layout = Layout.of(ddp=ranks // NODE, fsdp=NODE)
+            topology = linked(Topology.uniform(ranks, node_size=NODE, domain_size=NODE), links)
+            problem = Problem.of(
+                layout, ["P", "P"], ["R", "R"], dtype=dtype, shape=(numel,), topology=topology
+            )
+            wide = tuple(a for a, size in zip(layout.axes, layout.sizes, strict=True) if size > 1)
+            rows = _rows(problem, wide, [("torch, axis by axis", tuple((a,) for a in wide))], given)
+            found = {row.name: row.to_json(rows[0].found) for row in rows}
+            mesh = dict(zip(layout.axes, layout.sizes, strict=True))
+            blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": [*found.values()]})
+            head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
+            cells.append([str(ranks), *_across(rows)])
+        lines += [f"{_message(numel, dtype)}:", *columns([head, *cells]), ""]
+    if given.output_format == "json":
+        return json.dumps({**_about(dtype, topology), "clusters": blocks}, indent=2)
+    first = (
+        f"predicted times of all-reduces over (ddp, fsdp), fsdp={NODE} on nodes of {NODE}, and of "
+        "each as a multiple of meshplan's"
+    )
+    return "\n".join([first, *lines, f"links: {topology.links}", _MODEL])
+
+
+def _across(rows: Sequence[_Row]) -> list[str]:
+    from meshplan.planner import in_bytes, in_time
+
+    plan = rows[0].found
+    times = [
+        in_time(row.found.cost.nanoseconds)
+        + ("" if row is rows[0] else f" ({_ratio(row.to(plan))})")
+        for row in rows
+    ]
+    return [*times, ", ".join(in_bytes(row.found.cost.network) for row in rows)]
+
+
+_HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
+
+
+def _cells(row: _Row, plan: Prediction) -> tuple[str, ...]:
+    from meshplan.planner import in_bytes, in_time
+
+    found = row.found
+    steps = ", ".join(
+        f"{'+'.join(axes)} {how}" for axes, how in zip(found.steps, found.how, strict=True)
+    )
+    links = (found.cost.network, found.cost.node, found.cost.domain)
+    return (
+        row.name,
+        steps,
+        in_time(found.cost.nanoseconds),
+        _ratio(row.to(plan)),
+        *(in_bytes(sent) for sent in links),
+    )
+
+
+def _ratio(found: float | None) -> str:
+    if found is None:
+        return ""
+    return f"{found:.2f}" if found >= 1 else f"{found:.2g}"
+
+
+def _about(dtype: torch.dtype, topology: Topology) -> dict[str, Any]:
+    links = json.loads(topology.links.dumps())
+    return {"dtype": str(dtype).removeprefix("torch."), "links": links, "model": _MODEL}
+
+
+def _message(numel: int, dtype: torch.dtype) -> str:
+    from meshplan.planner import in_bytes
+
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"{numel} element{'s' if numel > 1 else ''} of {name} ({in_bytes(numel * dtype.itemsize)})"
+    )
+
+
+def _named(steps: _Steps) -> str:
+    return ", ".join("+".join(step) for step in steps)

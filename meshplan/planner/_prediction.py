@@ -1,0 +1,181 @@
+"""What all-reduces cost in the alpha-beta model: meshplan's plan, and a backend's rings and trees.
+
+A backend is taken as NCCL takes itself when it chooses between its algorithms (NCCL 2.21 to 2.30,
+src/graph/tuning.cc): a latency for each hop and one bandwidth. Over a group of p ranks on m nodes,
+with at least g of its ranks on each node, n bytes take
+
+    ring: launch + (2 (p - 1) - h) near + h far + 2 n (p - 1) / p / bus
+    tree: launch + 2 ((p / m - 1) near + floor(log2 m) far) + 2 n / bus
+
+with h = 2 m hops between nodes, none if m = 1. There near and far are the latencies inside nodes
+and between them, and bus is the slowest link on the way: inside nodes that of one rank, between
+nodes that of g ranks, each with an adapter of its own. What NCCL multiplies on top (protocols, its
+correction for trees of middle sizes) is left out, and so is arithmetic, for all alike. The plan of
+meshplan costs what the planner took it for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from meshplan.errors import PlacementError
+from meshplan.planner._cost import Cost, Groups, groups_of
+from meshplan.planner._planner import plan
+from meshplan.planner._problem import Problem
+from meshplan.planner._search import NOMINAL_ELEMENTS
+from meshplan.planner._sequence import checked_steps
+from meshplan.planner._siblings import ALGORITHMS, Algorithm
+
+__all__ = ["Prediction", "predict_backend", "predict_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a way to all-reduce costs, on the rank for which it is worst.
+
+    Attributes:
+        steps: labels of the axes of each reduction, in order.
+        how: for each step, ``"ring"``, ``"tree"``, or the path of meshplan in words.
+        cost: time in nanoseconds, messages in bytes that leave a rank; no creation of groups, and
+            no memory where the backend reduces in place.
+    """
+
+    steps: tuple[tuple[str, ...], ...]
+    how: tuple[str, ...]
+    cost: Cost
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; bytes and nanoseconds."""
+        steps = [
+            {"axes": list(axes), "how": how} for axes, how in zip(self.steps, self.how, strict=True)
+        ]
+        return {"steps": steps, "cost": self.cost.to_json()}
+
+
+def predict_plan(problem: Problem) -> Prediction:
+    """What meshplan's plan costs once its groups are there.
+
+    Args:
+        problem: every axis replicated, or from partial to replicated.
+
+    Raises:
+        PlacementError: another redistribution than an all-reduce.
+    """
+    _check(problem)
+    planned = plan(problem)
+    if not planned.candidates:
+        # Nothing to reduce, or a policy that leaves it to the backend.
+        return predict_backend(problem, [step.axes for step in planned.reductions])
+    cost = planned.candidates[0].cost
+    groups = groups_of(problem.layout, problem.topology)
+    share = groups.creation(cost.creates).nanoseconds
+    labels = problem.layout.axes
+    return Prediction(
+        steps=tuple(tuple(labels[i] for i in step.axes) for step in planned.reductions),
+        how=tuple(_path_of(step.path, step.inner) for step in planned.reductions),
+        cost=replace(cost, nanoseconds=cost.nanoseconds - share),
+    )
+
+
+def predict_backend(
+    problem: Problem,
+    steps: Sequence[Sequence[int | str]],
+    algorithm: Algorithm | Literal["best"] = "best",
+) -> Prediction:
+    """What a sequence of the backend's all-reduces costs.
+
+    Args:
+        problem: every axis replicated, or from partial to replicated. Without a shape, as the
+            planner: ``NOMINAL_ELEMENTS``.
+        steps: the axes of each all-reduce, by position or label.
+        algorithm: of every step; ``"best"``: for each step the one that takes less time.
+
+    Raises:
+        PlacementError: another redistribution than an all-reduce, or steps that do not make it.
+        AxisNameError: the mesh has no such axis.
+    """
+    _check(problem)
+    groups = groups_of(problem.layout, problem.topology)
+    elements = NOMINAL_ELEMENTS if problem.shape is None else math.prod(problem.shape)
+    size = elements * (4 if problem.dtype is None else problem.dtype.itemsize)
+    tried: tuple[Algorithm, ...] = ALGORITHMS if algorithm == "best" else (algorithm,)
+    axes = checked_steps(problem, steps)
+    chosen = [
+        min(((_COSTS[name](groups, step, size), name) for name in tried), key=_time)
+        for step in axes
+    ]
+    labels = problem.layout.axes
+    return Prediction(
+        steps=tuple(tuple(labels[i] for i in step) for step in axes),
+        how=tuple(name for _, name in chosen),
+        cost=Cost.total([cost for cost, _ in chosen]),
+    )
+
+
+def _check(problem: Problem) -> None:
+    for axis, src, dst in zip(problem.layout.axes, problem.src, problem.dst, strict=True):
+        if dst.kind != "replicate" or src.kind not in ("partial", "replicate"):
+            raise PlacementError(
+                f"only all-reduces are predicted, found {src.text} -> {dst.text} on axis {axis}; "
+                "write P or R before, and R after"
+            )
+
+
+def _path_of(path: str | None, inner: int) -> str:
+    return f"{path} in blocks of {inner}" if inner > 1 else str(path)
+
+
+def _time(found: tuple[Cost, str]) -> int:
+    return found[0].nanoseconds
+
+
+def _ring(groups: Groups, axes: tuple[int, ...], size: int) -> Cost:
+    way = _Way(groups, axes)
+    hops = 2 * (way.ranks - 1)
+    between = min(2 * way.nodes, hops) if way.nodes > 1 else 0
+    latency = (hops - between) * way.near + between * way.far
+    return way.cost(latency, hops * -(-size // way.ranks))
+
+
+def _tree(groups: Groups, axes: tuple[int, ...], size: int) -> Cost:
+    way = _Way(groups, axes)
+    depth = way.ranks // way.nodes - 1
+    latency = 2 * (depth * way.near + (way.nodes.bit_length() - 1) * way.far)
+    return way.cost(latency, 2 * size)
+
+
+_COSTS = {"ring": _ring, "tree": _tree}
+
+
+class _Way:
+    """The links of the group for which they are worst: latencies in s, the bus in bytes per s."""
+
+    def __init__(self, groups: Groups, axes: tuple[int, ...]) -> None:
+        links, peers = groups.links, groups.peers(axes)
+        self._links = links
+        self.ranks = 1 + peers.domain + peers.node + peers.network
+        self.nodes = groups.nodes(axes)
+        self.on_node = 1 + peers.domain + peers.node
+        self.by_domain = peers.node == 0
+        # A rank that is alone on its node is the worst off, and others may still sit together.
+        inside = links.domain if self.by_domain else links.node
+        self.near, self.far = inside.latency, links.network.latency
+        widths = [inside.bandwidth] if self.on_node > 1 else []
+        if self.nodes > 1:
+            widths.append(self.on_node * links.network.bandwidth)
+        self.bus = min(widths)
+
+    def cost(self, latency: float, moved: int) -> Cost:
+        """Of ``moved`` bytes through every rank, a share of them on to another node."""
+        network = -(-moved // self.on_node) if self.nodes > 1 else 0
+        inside = moved if self.on_node > 1 else 0
+        return Cost(
+            nanoseconds=round((self._links.launch + latency + moved / self.bus) * 1e9),
+            collectives=1,
+            domain=inside if self.by_domain else 0,
+            node=0 if self.by_domain else inside,
+            network=network,
+        )

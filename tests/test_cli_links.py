@@ -1,0 +1,130 @@
+"""``meshplan links``: which ranks exchange, what a job of them writes, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.cli import _links
+from meshplan.cli._links_run import groups_by_class
+from meshplan.topology import Links, Topology
+
+ROOT = Path(__file__).parents[1]
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    count = draw(st.integers(2, 12))
+    nodes = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    domains = draw(st.none() | st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    return Topology.of(nodes, domains)
+
+
+@given(topologies())
+def test_groups_have_links_of_their_class_and_one_size(topology: Topology) -> None:
+    for name, groups in groups_by_class(topology).items():
+        assert len({len(group) for group in groups}) == 1
+        assert len(groups[0]) > 1
+        ranks = [rank for group in groups for rank in group]
+        assert len(set(ranks)) == len(ranks)
+        for group in groups:
+            for i, left in enumerate(group):
+                for right in group[:i]:
+                    found = topology.link_class([left, right])
+                    # Where nobody knows domains, a node is all that is known.
+                    assert found in ((name, "unknown") if topology.domains is None else (name,))
+
+
+@given(topologies())
+def test_every_class_that_there_is_has_a_group(topology: Topology) -> None:
+    ranks = range(topology.world_size)
+    there = {topology.link_class([left, right]) for left in ranks for right in range(left)}
+    # An unknown link inside a node is measured as one of the node.
+    expected = {"node" if name == "unknown" else name for name in there}
+    assert set(groups_by_class(topology)) == expected
+
+
+def test_nothing_known_is_one_node() -> None:
+    assert groups_by_class(Topology.unknown(3)) == {"node": [[0, 1, 2]]}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(110)
+def test_a_job_of_two_hosts(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from meshplan.cli import main; "
+        "os.environ['MESHPLAN_HOST'] = 'host%d' % (int(os.environ['RANK']) // 2); "
+        "sys.exit(main(['links', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "--no-python", sys.executable, "-c", script]
+    path = tmp_path / "links.json"
+    done = subprocess.run(
+        [*command, "--output", str(path), "--repeat", "2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["measured"]["ranks"] == 4
+    assert found["measured"]["topology"] == "2 nodes of 2"
+    assert found["measured"]["backend"] == "gloo"
+    # Two classes with pairs and no larger groups, at four sizes each.
+    assert found["measured"]["exchanges"] == 8
+    links = Links.loads(path.read_text())
+    assert links.domain == Links().domain
+    assert links.node != Links().node
+    assert links.network != Links().network
+    assert "8 exchanges, median error" in done.stderr
+
+
+class TestRefusals(TestCase):
+    def said(self, *words: str, ranks: bool = True) -> str:
+        parser = argparse.ArgumentParser(prog="meshplan")
+        _links.add(parser.add_subparsers(dest="verb"))
+        given = parser.parse_args(["links", *words])
+        job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"} if ranks else {}
+        out = io.StringIO()
+        with mock.patch.dict(os.environ, job), redirect_stderr(out):
+            assert given.run(given) == 2
+        return out.getvalue().strip()
+
+    def test_options(self) -> None:
+        found = [
+            self.said(ranks=False),
+            self.said("--repeat", "0"),
+            self.said("--timeout", "nan"),
+        ]
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+meshplan: MP402: links are measured on all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR is not set; write: torchrun --nproc-per-node 8 -m meshplan links --output links.json
+meshplan: MP402: --repeat 0: write a whole number from 1 to 10000
+meshplan: MP402: --timeout nan is not a positive number of seconds""",
+        )
+
+    @pytest.mark.processes
+    def test_one_rank(self) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "1", "-m", "meshplan", "links"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        )
+        assert done.returncode != 0
+        assert "rank 0: MP211: one rank has no links; start two ranks or more" in done.stderr

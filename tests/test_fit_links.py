@@ -1,0 +1,86 @@
+"""Figures that are fitted to exchanges: what they were made of comes out again."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshplan.errors import TopologyError
+from meshplan.topology import Link, Links
+from meshplan.topology._fit_links import Exchange, fit_links, predicted
+
+SIZES = (1 << 10, 1 << 16, 1 << 22)
+
+
+def made(links: Links, classes: tuple[str, ...], peers: tuple[int, ...]) -> list[Exchange]:
+    """Exchanges that take exactly what the model says."""
+    bare = [Exchange(name, n, size, 1.0) for name in classes for n in peers for size in SIZES]
+    return [Exchange(o.link, o.peers, o.size, predicted(links, o)) for o in bare]
+
+
+links = st.builds(
+    Link, st.floats(1e-7, 1e-3), st.floats(1e7, 1e12).filter(lambda width: width < 1e12)
+)
+
+
+@given(links, links, links, st.floats(1e-6, 1e-3))
+def test_what_they_were_made_of_predicts_them(
+    domain: Link, node: Link, network: Link, launch: float
+) -> None:
+    truth = Links(domain=domain, node=node, network=network, launch=launch)
+    found = made(truth, ("domain", "node", "network"), (1, 7))
+    fitted, error = fit_links(found)
+    assert error < 1e-3
+    for one in found:
+        assert predicted(fitted, one) == pytest.approx(one.seconds, rel=0.02)
+
+
+def test_the_figures_themselves() -> None:
+    truth = Links(domain=Link(2e-5, 1e9), network=Link(1e-4, 1e8), launch=3e-4)
+    fitted, error = fit_links(made(truth, ("domain", "network"), (1, 3)))
+    assert error < 1e-9
+    assert fitted.launch == pytest.approx(truth.launch)
+    for name in ("domain", "network"):
+        assert getattr(fitted, name).latency == pytest.approx(getattr(truth, name).latency)
+        assert getattr(fitted, name).bandwidth == pytest.approx(getattr(truth, name).bandwidth)
+    # Of nodes nothing was measured.
+    assert fitted.node == truth.node
+
+
+def test_none_is_below_zero() -> None:
+    # Faster than any launch at a small size: least squares alone would take a negative latency.
+    fitted, _ = fit_links(
+        [
+            Exchange("node", 1, 1 << 10, 1e-5),
+            Exchange("node", 7, 1 << 10, 0.9e-5),
+            Exchange("node", 1, 1 << 22, 4e-3),
+            Exchange("node", 7, 1 << 22, 30e-3),
+        ]
+    )
+    assert fitted.node.latency == 0
+    assert fitted.launch > 0
+
+
+def test_other_figures_stay() -> None:
+    before = Links(network=Link(1.0, 1.0), group=2.0, uses=3)
+    fitted, _ = fit_links(made(Links(), ("node",), (1, 2)), before)
+    assert (fitted.network, fitted.group, fitted.uses) == (before.network, 2.0, 3)
+
+
+class TestRefusals(TestCase):
+    def test_nothing_and_no_bandwidth(self) -> None:
+        messages = []
+        flat = [Exchange("node", n, size, 1e-4) for n in (1, 2) for size in SIZES]
+        for found in ([], [Exchange("node", 1, 1, 0.0)], flat):
+            with pytest.raises(TopologyError) as caught:
+                fit_links(found)
+            messages.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(messages),
+            """\
+MP211: no link was measured; time exchanges between two ranks or more
+MP211: no link was measured; time exchanges between two ranks or more
+MP211: the bandwidth of node cannot be told: large exchanges took no longer than small ones; measure larger sizes, on a machine that does nothing else""",
+        )
