@@ -36,6 +36,7 @@ SUITES = (
     "allreduce_cpu",
     "allreduce_gpu",
     "hierarchical",
+    "scaling",
     "groups",
     "memory",
     "lint",

@@ -12,7 +12,7 @@ __all__ = ["draw"]
 
 # Over which parameter lines run; each value of the others has a panel of its own.
 _LINES = {"allreduce_cpu": "bytes", "allreduce_gpu": "bytes", "lint": "world_size"}
-_LINES |= {"groups": "world_size", "memory": "bytes"}
+_LINES |= {"groups": "world_size", "memory": "bytes", "scaling": "world_size"}
 # Colours that are told apart without seeing red or green (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 # Figures farther apart than that would not be seen beside each other.

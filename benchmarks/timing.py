@@ -95,7 +95,9 @@ def on_ranks(
     Raises:
         RuntimeError: a rank has failed, or nothing came for ten minutes.
     """
-    context = multiprocessing.get_context("spawn")
+    # Torch is imported once, in the process that all ranks are forked from.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "meshplan.testing", "torch.distributed.tensor"])
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [

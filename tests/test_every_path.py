@@ -87,6 +87,9 @@ def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
     for case in known:
         leaf = case.leaves[rank]
         offsets = range(16) if leaf.numel() == 17 else (0, 1, 6)
+        if leaf.numel() > 5000 and world_size > 4:
+            # Many ranks on few cores, and the offsets of few ranks have been seen.
+            offsets = (1,)
         for offset in offsets if leaf.numel() else (0,):
             mine = at_byte(leaf, offset) if leaf.numel() else leaf
             compare(mine, case.whole, 0, f"{case.name} at byte {offset}")

@@ -1,6 +1,7 @@
 // Every (rank, block) of the peer protocol as a thread, against a plain reading of the contract.
 //
-//   peer_harness random WORLD SEED    random calls, flags that wrap; prints the wrong elements
+//   peer_harness random WORLD SEED [CALLS]
+//                                     random calls, flags that wrap; prints the wrong elements
 //   peer_harness missing WORLD        the last rank leaves out a call: who is named, by whom
 //   peer_harness differs WORLD        the last rank brings another size: the same
 #include <barrier>
@@ -180,17 +181,16 @@ Case random_case(std::mt19937& chance, i32 world, bool push) {
   return call;
 }
 
-int random_calls(i32 world_size, u32 seed) {
-  constexpr int kCalls = 60;
+int random_calls(i32 world_size, u32 seed, std::size_t all_calls) {
   long wrong = 0, failed = 0;
   for (bool push : {false, true}) {
     const World world(world_size, push);
     std::mt19937 chance(seed + push);
     const auto ranks = std::size_t(world_size);
     std::vector<Case> calls;
-    std::vector<std::vector<std::vector<u8>>> in(kCalls), out(kCalls);
+    std::vector<std::vector<std::vector<u8>>> in(all_calls), out(all_calls);
     std::vector<int> used;  // blocks, which may change from call to call
-    for (std::size_t i = 0; i < kCalls; ++i) {
+    for (std::size_t i = 0; i < all_calls; ++i) {
       calls.push_back(random_case(chance, world_size, push));
       used.push_back(1 + int(chance() % kBlocks));
       const Case& call = calls[i];
@@ -211,7 +211,7 @@ int random_calls(i32 world_size, u32 seed) {
       for (i32 b = 0; b < kBlocks; ++b) {
         threads.emplace_back([&, r, b] {
           std::mt19937 skew(seed * 977 + u32(r * 31 + b));
-          for (std::size_t i = 0; i < kCalls; ++i) {
+          for (std::size_t i = 0; i < all_calls; ++i) {
             for (u32 naps = skew() % 3 ? 0 : skew() % 20; naps > 0; --naps) std::this_thread::yield();
             const Case& call = calls[i];
             u8* source = in[i][std::size_t(r)].data();
@@ -227,7 +227,7 @@ int random_calls(i32 world_size, u32 seed) {
     }
     for (std::thread& thread : threads) thread.join();
     for (long count : bad) failed += count;
-    for (std::size_t i = 0; i < kCalls; ++i) {
+    for (std::size_t i = 0; i < all_calls; ++i) {
       const Case& call = calls[i];
       i64 first = 0;
       for (std::size_t r = 0; r < ranks; ++r) {
@@ -246,8 +246,8 @@ int random_calls(i32 world_size, u32 seed) {
       }
     }
   }
-  std::printf("world %d: %d calls pulled and pushed, %ld failed, %ld elements wrong\n", world_size,
-              kCalls, failed, wrong);
+  std::printf("world %d: %zu calls pulled and pushed, %ld failed, %ld elements wrong\n", world_size,
+              all_calls, failed, wrong);
   return wrong + failed != 0;
 }
 
@@ -284,6 +284,9 @@ int main(int count, char** words) {
   if (count < 3) return 2;
   const std::string what = words[1];
   const i32 world = std::atoi(words[2]);
-  if (what == "random") return random_calls(world, count > 3 ? u32(std::atoi(words[3])) : 1);
+  if (what == "random") {
+    const u32 seed = count > 3 ? u32(std::atoi(words[3])) : 1;
+    return random_calls(world, seed, count > 4 ? std::size_t(std::atoi(words[4])) : 60);
+  }
   return fault(what, world);
 }
