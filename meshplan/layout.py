@@ -68,7 +68,12 @@ class Layout:
     def of(cls, ranks: Iterable[int] | None = None, /, **axes: int) -> Layout:
         """A layout from axis names and sizes, e.g. ``Layout.of(ddp=8, fsdp=5, tp=1)``.
 
-        ``ranks``: global ranks, row-major; 0..n-1 if not given.
+        Args:
+            ranks: global ranks, row-major; 0..n-1 if not given.
+            **axes: size of each axis by name, outermost first.
+
+        Raises:
+            LayoutError: sizes and ranks that do not describe a mesh.
         """
         return cls(
             sizes=tuple(axes.values()),

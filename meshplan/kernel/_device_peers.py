@@ -61,7 +61,12 @@ def check() -> None:
 
 
 def device_region_bytes(ranks: int, blocks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``."""
+    """Bytes of one rank's region in a group of ``ranks``.
+
+    Args:
+        ranks: of the group.
+        blocks: of a kernel at most.
+    """
     return int(library().mp_peer_bytes(ranks, blocks, _tile(ranks), 1))
 
 

@@ -46,6 +46,7 @@ from meshplan.kernel._library import available, library
 __all__ = ["DIGEST_VERSION", "digest_table", "digest_words"]
 
 DIGEST_VERSION = "v1"
+"""Digests of one version compare; other bits of a digest are another version."""
 
 _LANES, _WORDS = 2, 256
 _BLOCK_BYTES = 4 * _WORDS

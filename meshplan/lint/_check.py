@@ -47,7 +47,11 @@ def _placed(job: Job, cluster: Cluster) -> Iterator[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Most severe first, then by place and code; what is equal stays in its order."""
+    """Most severe first, then by place and code; what is equal stays in its order.
+
+    Args:
+        findings: of one job or several.
+    """
     return tuple(
         sorted(
             findings,

@@ -38,9 +38,13 @@ __all__ = [
 ]
 
 Policy = Literal["deterministic", "consistent", "fast"]
+"""What runs under the contract, strictest first; see ``meshplan.install``."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""All of ``Policy``, strictest first."""
 ContractPath = Literal["exchange", "reference"]
+"""The paths that plans under the contract are made with."""
 CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
+"""All of ``ContractPath``."""
 
 _DIM = re.compile(r"\d{1,9}", re.ASCII)
 _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
@@ -196,6 +200,13 @@ class Problem:
         topology: Topology | None = None,
     ) -> Problem:
         """From torch placements or their text.
+
+        Args:
+            layout: of the mesh.
+            src, dst: a placement for each axis, before and after: torch's, or ``R``, ``S(0)``,
+                ``P``, ``P(avg)``.
+            policy, path, dtype, scatter, shape, topology: the attributes.
+            contract: ``Contract()`` if ``None``.
 
         Raises:
             PlacementError: placements that do not fit the mesh or the shape, or that cannot be

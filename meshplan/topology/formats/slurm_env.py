@@ -25,6 +25,9 @@ def placement(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     and ``plane=N``. What stands after the first ``:`` or ``,`` of a distribution is about sockets
     and cores and changes no node; ``Pack`` does change them.
 
+    Args:
+        environ: variables of the process.
+
     Raises:
         TopologyInputError: values that are not well formed or that contradict each other.
     """
