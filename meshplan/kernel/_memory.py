@@ -42,7 +42,7 @@ class SharedMemory:
     """Mapped memory behind a header of ``HEADER_BYTES``. ``close`` unmaps it.
 
     Args:
-        descriptor: of the file; the caller closes it.
+        descriptor: of the file, which is mapped and not closed here.
         size: bytes, the header included.
     """
 
