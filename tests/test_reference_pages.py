@@ -83,19 +83,34 @@ def test_every_name_is_on_its_page() -> None:
         assert re.search(rf"^##+ {re.escape(own)}$", page, re.M), name
 
 
+def parameters(node: ast.FunctionDef) -> set[str]:
+    given = node.args
+    names = {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    names |= {arg.arg for arg in (given.vararg, given.kwarg) if arg}
+    return names - {"self", "cls"}
+
+
 def test_every_parameter_is_told_of() -> None:
     untold = []
     for name, node in functions():
         told = ast.get_docstring(node) or ""
-        given = node.args
-        names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-        names += [arg.arg for arg in (given.vararg, given.kwarg) if arg]
         untold += [
             f"{name}: {one}"
-            for one in names
-            if one not in ("self", "cls") and not re.search(rf"(?<!\w){one}(?!\w)", told)
+            for one in parameters(node)
+            if not re.search(rf"(?<!\w){one}(?!\w)", told)
         ]
     assert not untold
+
+
+def test_what_is_told_of_is_a_parameter() -> None:
+    wrong = []
+    for name, node in functions():
+        for section, lines in reference._sections(ast.get_docstring(node) or ""):
+            if section == "Args":
+                told = re.findall(r"^    (?! )([*\w, ]+):", "\n".join(lines), re.M)
+                names = {one.strip(" *") for found in told for one in found.split(",")}
+                wrong += [f"{name}: {one}" for one in names - parameters(node)]
+    assert not wrong
 
 
 def test_every_error_raised_is_told_of() -> None:

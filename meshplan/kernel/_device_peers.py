@@ -66,6 +66,9 @@ def device_region_bytes(ranks: int, blocks: int) -> int:
     Args:
         ranks: of the group.
         blocks: of a kernel at most.
+
+    Raises:
+        RuntimeError: the compiled library is not available, and why.
     """
     return int(library().mp_peer_bytes(ranks, blocks, _tile(ranks), 1))
 

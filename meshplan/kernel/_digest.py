@@ -66,6 +66,9 @@ def digest_table(tensors: Sequence[Tensor]) -> Tensor:
     Beside the tensors at most 64 MiB are used. 16 bytes for each tensor leave its device, those of
     all tensors of a device together.
 
+    Args:
+        tensors: with data of their own; not changed.
+
     Returns:
         int64 CPU tensor [number of tensors, 2].
     """

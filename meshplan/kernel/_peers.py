@@ -30,6 +30,9 @@ def region_bytes(ranks: int) -> int:
 
     Args:
         ranks: of the group.
+
+    Raises:
+        RuntimeError: the compiled library is not available, and why.
     """
     return int(library().mp_peer_bytes(ranks, 1, _tile(ranks), 0))
 

@@ -22,6 +22,9 @@ def findings_of(jobs: Sequence[tuple[Job, Cluster]]) -> Iterator[Finding]:
 
     Args:
         jobs: meshes and their use, each with where its ranks sit.
+
+    Raises:
+        TopologyError: a cluster that lacks a rank of its job.
     """
     for job, cluster in jobs:
         yield from flattening_findings(job)

@@ -251,6 +251,10 @@ def check_reach(topology: Topology, layout: Layout) -> None:
 def check_policy(policy: str, path: str) -> None:
     """Refuse a policy or path that does not exist.
 
+    Args:
+        policy: a word of ``POLICIES``.
+        path: a word of ``CONTRACT_PATHS``.
+
     Raises:
         PolicyError: names what exists.
     """

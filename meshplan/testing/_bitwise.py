@@ -97,8 +97,14 @@ def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensor")
 def replica_fingerprints(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[str]:
     """sha256 of dtype, shape and raw bytes of each rank's tensor, in the order of the group.
 
-    Every rank of ``group`` (default: all ranks) must call it. The tensor, on any device and of any
-    strides, is hashed on the CPU; only digests travel, by ``all_gather_object``.
+    Every rank of ``group`` must call it. Only digests travel, by ``all_gather_object``.
+
+    Args:
+        tensor: this rank's, on any device and of any strides; hashed on the CPU.
+        group: ``None``: all ranks.
+
+    Returns:
+        Hexadecimal digests, the same list on every rank.
 
     Raises:
         GroupStateError: no process group is initialised, or this rank is not in ``group``.

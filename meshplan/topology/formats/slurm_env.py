@@ -82,6 +82,11 @@ def rank_order(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ..
     ``block`` fills one node after the other, ``cyclic`` gives each node one rank in turn, and
     ``plane=N`` gives each N in turn; a node that is full is passed over. Any other: ``None``.
 
+    Args:
+        nodes: how many there are.
+        per_node: ranks of each.
+        order: as ``SLURM_DISTRIBUTION`` has it.
+
     Raises:
         TopologyInputError: ``per_node`` is not about ``nodes`` nodes, or N is below 1.
     """
