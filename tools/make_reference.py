@@ -200,6 +200,7 @@ def page_of(name: str) -> str:
     return f"{name}.md"
 
 
+@cache
 def pages() -> dict[str, str]:
     """All pages by file name."""
     parts: dict[str, list[str]] = {}
@@ -220,6 +221,8 @@ def _page(one: Module) -> str:
             for name in one.public
         ]
         out.append("")
+    if one.name in TOGETHER:
+        out += _contents(one)
     for name in one.public:
         what = find(one.name, name)
         if homes()[what.module.name, what.name] != one.name:
@@ -228,8 +231,20 @@ def _page(one: Module) -> str:
             if what.module not in public_modules():
                 out += _inner(what.module, name)
             continue
-        out += _entry(what, name, lead + "#", one.name)
+        shown = name if lead == "#" else f"{one.name.rpartition('.')[2]}.{name}"
+        out += _entry(what, shown, lead + "#", one.name)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+
+
+def _contents(package: Module) -> list[str]:
+    """A table of the modules that stand on the page of ``package``."""
+    out = ["| module | |", "|---|---|"]
+    for one in public_modules():
+        if page_of(one.name) == f"{package.name}.md" and one != package:
+            anchor = one.name.replace(".", "")
+            doc = ast.get_docstring(one.tree) or ""
+            out.append(f"| [`{one.name.rpartition('.')[2]}`](#{anchor}) | {_summary(doc)} |")
+    return [*out, ""]
 
 
 def _inner(one: Module, name: str) -> list[str]:
