@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test test-dist test-gpu check bench bench-smoke bench-gpu golden clean
+.PHONY: help setup demo test test-dist test-gpu check bench bench-smoke bench-gpu golden reference clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -63,6 +63,9 @@ bench-gpu: ## the kernels for GPUs beside a plain copy and torch's own all-reduc
 
 golden: setup ## write the golden file of the contract anew
 	$(BIN)/python tools/make_golden.py
+
+reference: setup ## write docs/reference anew, from the docstrings
+	$(BIN)/python tools/make_reference.py
 
 clean: ## remove what setup and the tools made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

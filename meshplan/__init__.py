@@ -1,7 +1,10 @@
 """meshplan: DTensor replicas that agree bit for bit.
 
-import meshplan
-meshplan.install()
+Two lines put every redistribution that starts from ``Partial`` under the contract:
+
+    import meshplan
+
+    meshplan.install()
 """
 
 from __future__ import annotations

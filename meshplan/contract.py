@@ -60,8 +60,11 @@ __all__ = [
 ]
 
 Op = Literal["sum", "avg", "max", "min", "product"]
+"""The reductions of the contract."""
 OPS: tuple[Op, ...] = get_args(Op)
+"""All of ``Op``."""
 CONTRACT_VERSION = "v1"
+"""First part of every ``Contract.id``; other bits are another version."""
 
 _ORDERS = ("tree", "rank")
 _ACCUMULATES = ("wide", "float64")
@@ -104,6 +107,9 @@ class Contract:
     def of_id(cls, name: str) -> Contract:
         """The contract whose ``id`` is ``name``.
 
+        Args:
+            name: as ``id`` gives it.
+
         Raises:
             ContractError: there is none, or it is of another version.
         """
@@ -125,6 +131,10 @@ class Contract:
 
 def check_dtype(op: str, dtype: torch.dtype) -> None:
     """Refuse what the contract does not define, before anything is sent.
+
+    Args:
+        op: the reduction, a word of ``OPS``.
+        dtype: of the leaves.
 
     Raises:
         ContractError: unknown ``op``.
@@ -183,7 +193,11 @@ def reduce_leaves(
 
 
 def partial_dtype(op: str, dtype: torch.dtype, contract: Contract) -> torch.dtype:
-    """The dtype of what ``combine_leaves`` returns for leaves of ``dtype``."""
+    """The dtype of what ``combine_leaves`` returns for leaves of ``dtype``.
+
+    Args:
+        op, dtype, contract: as for ``reduce_leaves``; ``dtype`` is the leaves'.
+    """
     exact = op in ("max", "min") or contract.rounding == "node"
     return dtype if exact else contract.accumulator(dtype)
 
@@ -296,6 +310,9 @@ def _folded(
 def check_parts(op: str, dtype: torch.dtype, contract: Contract) -> None:
     """Refuse to do a reduction in parts that has none.
 
+    Args:
+        op, dtype, contract: as for ``reduce_leaves``; ``dtype`` is the leaves'.
+
     Raises:
         ContractError: a fold of floats in ``order="rank"``.
     """
@@ -311,6 +328,12 @@ def checked_leaves(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
 ) -> list[Tensor]:
     """The leaves as plain values, once it is clear that they fill ``shape``.
+
+    Args:
+        leaves, op, shape, divisor: as for ``reduce_leaves``.
+
+    Returns:
+        The leaves, detached and without a lazy negation; views.
 
     Raises:
         ContractError, ContractTypeError: as ``reduce_leaves``.

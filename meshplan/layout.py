@@ -68,7 +68,12 @@ class Layout:
     def of(cls, ranks: Iterable[int] | None = None, /, **axes: int) -> Layout:
         """A layout from axis names and sizes, e.g. ``Layout.of(ddp=8, fsdp=5, tp=1)``.
 
-        ``ranks``: global ranks, row-major; 0..n-1 if not given.
+        Args:
+            ranks: global ranks, row-major; 0..n-1 if not given.
+            **axes: size of each axis by name, outermost first.
+
+        Raises:
+            LayoutError: sizes and ranks that do not describe a mesh.
         """
         return cls(
             sizes=tuple(axes.values()),
@@ -174,7 +179,18 @@ class Layout:
             return bool((groups[:, 1:] > groups[:, :-1]).all())
 
     def group_of(self, rank: int, axes: Iterable[str | int] | str | int) -> tuple[int, ...] | None:
-        """The ordered global ranks of ``rank``'s group over ``axes``; ``None`` if outside."""
+        """The ordered global ranks of ``rank``'s group over ``axes``.
+
+        Args:
+            rank: a global rank.
+            axes: labels or positions of the reduced axes.
+
+        Returns:
+            By mesh coordinate, row-major; ``None`` if ``rank`` is outside the mesh.
+
+        Raises:
+            AxisNameError: an axis that the mesh does not have.
+        """
         coordinate = self.coordinate(rank)
         if coordinate is None:
             return None

@@ -15,7 +15,9 @@ from meshplan.planner import Step
 __all__ = ["PATHS", "Choice", "PathChoice", "choose"]
 
 PathChoice = Literal["auto", "one_shot", "two_shot", "exchange", "reference", "native"]
+"""How data may be asked to move; no bit depends on it but by ``native``, outside the contract."""
 PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
+"""All of ``PathChoice``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,11 @@ class Work(dist.Work):
     """A collective under way, as torch's own asynchronous collectives return it.
 
     A failure is raised by ``wait``. How long it can take is bounded by the process group's timeout.
+
+    Args:
+        future: of what runs on the lane.
+        event: of a GPU: recorded behind the collective; ``None`` on CPUs.
+        held: what is kept alive until the collective has ended.
     """
 
     def __init__(self, future: Future[Any], event: Any = None, held: Any = None) -> None:

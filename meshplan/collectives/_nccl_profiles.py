@@ -166,6 +166,7 @@ _ALL = (
     ),
 )
 NCCL_PROFILES: Mapping[str, NcclProfile] = MappingProxyType({one.name: one for one in _ALL})
+"""All profiles by name, read-only."""
 
 DETERMINISTIC_NCCL_ENV: Mapping[str, str] = MappingProxyType(NCCL_PROFILES["ring"].env)
 """Variables of the profile ``ring``."""

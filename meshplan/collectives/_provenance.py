@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 MAX_RECORDS = 1024
+"""Kinds of events that a process keeps for its report; older ones are dropped and counted."""
 _LOG = logging.getLogger("meshplan")
 
 Kind = Literal["redistribution", "collective"]
@@ -80,7 +81,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a collective is run for: ``asked``, ``planned``, ``group``, ``kind`` of its events."""
+    """What a collective is run for, in the words of its events.
+
+    Attributes:
+        asked: the redistribution or the call.
+        planned: the step of the plan.
+        group: the axes or the group that it runs over.
+        kind: ``redistribution`` or ``collective``.
+    """
 
     asked: str
     planned: str

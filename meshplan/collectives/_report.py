@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["SCHEMA_VERSION", "Report"]
 
 SCHEMA_VERSION = 1
+"""Of ``Report.to_json()``, where it is ``version``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,12 @@ class DeterministicAllReduceConfig:
     def of(
         cls, mode: str, op: str, contract: str, strict: bool, group: dist.ProcessGroup
     ) -> DeterministicAllReduceConfig:
-        """A config out of what operators take: ``contract`` is the id of ``ordered``."""
+        """A config out of what operators take.
+
+        Args:
+            mode, op, strict, group: the fields.
+            contract: ``Contract.id`` of ``ordered``.
+        """
         ordered = Contract.of_id(contract)
         chosen = mode in CONTRACT_MODES
         return cls(

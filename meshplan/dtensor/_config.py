@@ -93,11 +93,20 @@ class Config:
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
-        """A policy as ``install`` takes it, made hashable."""
+        """A policy as ``install`` takes it, made hashable.
+
+        Args:
+            choice: a policy, or policies by axis name.
+        """
         return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
 
     def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
-        """The policy of a reduction over ``axes``: the strictest of theirs."""
+        """The policy of a reduction over ``axes``: the strictest of theirs.
+
+        Args:
+            layout: of the mesh.
+            axes: positions; those of size 1 do not count.
+        """
         if isinstance(self.policy, str):
             return self.policy
         named = dict(self.policy)
@@ -114,6 +123,9 @@ class Config:
         """Whether groups whose ranks can share memory are to.
 
         On GPUs only if it is asked for by name: what is the faster path there was never measured.
+
+        Args:
+            device_type: of the mesh: ``cpu``, ``cuda``.
         """
         if self.path == "auto" and self.one_shot:
             return True

@@ -119,6 +119,7 @@ def install(
             another number of ranks than the job has is found in the first redistribution.)
         GroupAgreementError: with ``topology="live"``, ranks that did not come.
         UnsupportedTorchError: an untested torch version, or one whose seam has moved.
+        InstallError: called where torch compiles.
     """
     global _active
     refuse_in_graph("meshplan.install")
@@ -178,6 +179,13 @@ def installed(**arguments: Any) -> Iterator[None]:
     """``install(**arguments)`` for a ``with`` block; then what was installed before it, if any.
 
     For the whole process, not for one thread.
+
+    Args:
+        **arguments: those of ``install``.
+
+    Raises:
+        InstallError, UnsupportedTorchError, PolicyError, ContractError, TopologyError,
+            GroupAgreementError: as ``install``.
     """
     global _active
     refuse_in_graph("meshplan.installed")

@@ -43,6 +43,7 @@ def prepare(
     Raises:
         AxisNameError: an axis that the mesh does not have.
         GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
+        InstallError: called where torch compiles.
     """
     refuse_in_graph("meshplan.prepare")
     config = current_config() or Config()
@@ -85,6 +86,9 @@ def shutdown() -> int:
 
     Every rank calls it, before ``destroy_process_group()``. What is installed stays installed;
     the next reduction creates its group anew.
+
+    Raises:
+        InstallError: called where torch compiles.
     """
     refuse_in_graph("meshplan.shutdown")
     begin_epoch()

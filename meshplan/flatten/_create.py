@@ -51,7 +51,12 @@ def this_rank() -> int:
 
 
 def default_timeout(device_type: str, group: ProcessGroup | None = None) -> float:
-    """Seconds that ``group`` (the default group) allows its own collectives; torch's if unknown."""
+    """Seconds that ``group`` allows its own collectives; torch's if unknown.
+
+    Args:
+        device_type: of the tensors.
+        group: ``None``: the default group.
+    """
     options = None
     try:
         backend = (group or c10d._get_default_group())._get_backend(torch.device(device_type))

@@ -42,6 +42,7 @@ from meshplan.layout import Layout
 __all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
 
 MAX_GROUPS = 64
+"""Groups that a registry creates at most, and that share memory at most."""
 
 
 class GroupRegistry:
@@ -49,6 +50,10 @@ class GroupRegistry:
 
     Thread-safe: threads wait for each other where they need the same group, and only there. Else
     one of them could wait for ranks whose threads wait the other way round.
+
+    Args:
+        max_groups: that it creates at most, and of those that share memory at most; a member that
+            has reached it refuses for all.
     """
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
@@ -224,7 +229,11 @@ class GroupRegistry:
             raise refusal(verdict, group.ranks, this_rank(), wait, "a reduction")
 
     def handle(self, group: Group) -> Handle:
-        """A handle for a group that ``get`` has just returned."""
+        """A handle for a group that was just found.
+
+        Args:
+            group: from ``get`` or ``of``.
+        """
         world = dist.group.WORLD
         assert world is not None
         return Handle(Known.of(group), weakref.ref(world))

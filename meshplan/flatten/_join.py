@@ -285,7 +285,11 @@ def _reason(
 
 
 def shown_failure(failure: BaseException) -> str:
-    """What a backend says, without where in its source and without its advice."""
+    """What a backend says, without where in its source and without its advice.
+
+    Args:
+        failure: what the backend raised.
+    """
     first = str(failure).splitlines()[0] if str(failure) else ""
     return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
 

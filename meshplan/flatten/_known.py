@@ -52,7 +52,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A found group, to be had again without a look-up while its default group lives."""
+    """A found group, to be had again without a look-up while its default group lives.
+
+    Attributes:
+        known: the group, without a hold on the process group.
+        default: the default group that it belongs to.
+    """
 
     known: Known
     default: weakref.ref[ProcessGroup]
@@ -80,7 +85,12 @@ class Block:
     size: int
 
     def of(self, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The ranks out of ``ranks`` that go with ``rank``, in the same order."""
+        """The ranks out of ``ranks`` that go with ``rank``, in the same order.
+
+        Args:
+            ranks: global ranks of the whole group, in order.
+            rank: one of them.
+        """
         block, place = divmod(ranks.index(rank), self.size)
         if self.kind == "outer":
             return ranks[place :: self.size]

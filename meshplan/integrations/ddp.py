@@ -1,8 +1,9 @@
 """``DistributedDataParallel`` under the contract: a communication hook that adds in a fixed order.
 
-from meshplan.integrations import ddp
-model = torch.nn.parallel.DistributedDataParallel(module)
-ddp.register(model)
+    from meshplan.integrations import ddp
+
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    ddp.register(model)
 
 Which bucket a gradient comes to lie in, how large buckets are and which of them is reduced first
 cannot change a bit: an element is the sum of the ranks' elements in the contract's order, over the

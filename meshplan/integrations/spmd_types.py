@@ -116,6 +116,12 @@ def installed(**arguments: Any) -> Iterator[ModuleType]:
 
     For the whole process, not for one thread. Backward of what is computed in the block follows
     only if it runs in the block as well.
+
+    Args:
+        **arguments: those of ``install``.
+
+    Raises:
+        InstallError, PolicyError, ContractError: as ``install``.
     """
     with _lock:
         before = _active

@@ -36,7 +36,11 @@ def flat_bytes(tensor: Tensor) -> Tensor | None:
 
 
 def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """All bytes in pieces of ``size``, a multiple of 8; the last one may be shorter.
+    """All bytes of a tensor in pieces of one size; the last one may be shorter.
+
+    Args:
+        tensor: of any dtype, strides and device.
+        size: bytes, a multiple of 8.
 
     Returns:
         Contiguous 1-D uint8 tensors on the tensor's device. Where the cuts are does not depend on

@@ -16,7 +16,10 @@ from meshplan.kernel._library import DTYPES, OPS, PeerCall, Signature
 __all__ = ["PEER_MODES", "Arithmetic", "Key", "PeerMode", "describe", "prepared"]
 
 PeerMode = Literal["one_shot", "two_shot"]
+"""How ranks reduce in each other's memory: all bring all of it, or a part each and then the
+results."""
 PEER_MODES: tuple[PeerMode, ...] = get_args(PeerMode)
+"""All of ``PeerMode``."""
 _MODES = ("one_shot", "two_shot", "scatter")
 
 

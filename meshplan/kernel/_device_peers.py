@@ -61,7 +61,15 @@ def check() -> None:
 
 
 def device_region_bytes(ranks: int, blocks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``."""
+    """Bytes of one rank's region in a group of ``ranks``.
+
+    Args:
+        ranks: of the group.
+        blocks: of a kernel at most.
+
+    Raises:
+        RuntimeError: the compiled library is not available, and why.
+    """
     return int(library().mp_peer_bytes(ranks, blocks, _tile(ranks), 1))
 
 

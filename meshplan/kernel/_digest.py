@@ -46,6 +46,7 @@ from meshplan.kernel._library import available, library
 __all__ = ["DIGEST_VERSION", "digest_table", "digest_words"]
 
 DIGEST_VERSION = "v1"
+"""Digests of one version compare; other bits of a digest are another version."""
 
 _LANES, _WORDS = 2, 256
 _BLOCK_BYTES = 4 * _WORDS
@@ -64,6 +65,9 @@ def digest_table(tensors: Sequence[Tensor]) -> Tensor:
 
     Beside the tensors at most 64 MiB are used. 16 bytes for each tensor leave its device, those of
     all tensors of a device together.
+
+    Args:
+        tensors: with data of their own; not changed.
 
     Returns:
         int64 CPU tensor [number of tensors, 2].

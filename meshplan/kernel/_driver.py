@@ -15,6 +15,7 @@ from typing import Any, Literal
 __all__ = ["IPC_HANDLE_BYTES", "Driver", "DriverError", "DriverKind"]
 
 DriverKind = Literal["cuda", "hip"]
+"""Whose driver a GPU is reached through."""
 IPC_HANDLE_BYTES = 64
 
 _LIBRARIES: dict[DriverKind, str] = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}

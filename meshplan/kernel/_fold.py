@@ -37,7 +37,14 @@ def reduce_leaves(
     *,
     divisor: int | None = None,
 ) -> Tensor:
-    """As ``meshplan.contract.reduce_leaves``, bit for bit."""
+    """As ``meshplan.contract.reduce_leaves``, bit for bit.
+
+    Args:
+        leaves, op, shape, contract, divisor: as there.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as there.
+    """
     if not _serves(leaves):
         return definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor)
     leaves = checked_leaves(leaves, op, shape, divisor)
@@ -60,6 +67,13 @@ def reduce_into(
     """``reduce_leaves`` into ``out``: contiguous, and one of the leaves or apart from them all.
 
     For eager use: tracing does not see that ``out`` changes.
+
+    Args:
+        out: of the leaves' shape, dtype and device.
+        leaves, op, shape, contract, divisor: as for ``reduce_leaves``.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as for ``reduce_leaves``.
     """
     if not _serves(leaves):
         out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
@@ -77,7 +91,14 @@ def reduce_into(
 def combine_leaves(
     leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
 ) -> Tensor:
-    """As ``meshplan.contract.combine_leaves``; NaNs aside, bit for bit."""
+    """As ``meshplan.contract.combine_leaves``; NaNs aside, bit for bit.
+
+    Args:
+        leaves, op, shape, contract: as there.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as there.
+    """
     if not _serves(leaves):
         return definition.combine_leaves(leaves, op, shape, contract)
     leaves = checked_leaves(leaves, op, shape, None)
@@ -95,7 +116,14 @@ def finish_partials(
     dtype: torch.dtype,
     divisor: int | None = None,
 ) -> Tensor:
-    """As ``meshplan.contract.finish_partials``, bit for bit."""
+    """As ``meshplan.contract.finish_partials``, bit for bit.
+
+    Args:
+        partials, op, shape, contract, dtype, divisor: as there.
+
+    Raises:
+        ContractError, ContractTypeError, ContractStateError: as there.
+    """
     wanted = partial_dtype(op, dtype, contract)
     missing = op == "avg" and divisor is None
     if not _serves(partials) or partials[0].dtype is not wanted or missing:
@@ -205,6 +233,7 @@ def _write(
 
 
 OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
+"""The library of torch in which meshplan registers its operators."""
 OPERATORS.define(  # type: ignore[no-untyped-call]
     "fold(Tensor[] leaves, str op, int[] shape, str order, str accumulate, str rounding, "
     "ScalarType dtype, int? divisor, int part) -> Tensor",

@@ -32,8 +32,9 @@ __all__ = [
 # These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
 ABI = 5
 MAX_PEERS = 72
-# Of a kernel on a GPU; they have to run at once.
+"""Ranks of a communicator at most."""
 MAX_BLOCKS = 32
+"""Blocks of a kernel on a GPU at most; they have to run at once."""
 DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,

@@ -39,7 +39,12 @@ class Handle:
 
 
 class SharedMemory:
-    """Mapped memory behind a header of ``HEADER_BYTES``. ``close`` unmaps it."""
+    """Mapped memory behind a header of ``HEADER_BYTES``. ``close`` unmaps it.
+
+    Args:
+        descriptor: of the file, which is mapped and not closed here.
+        size: bytes, the header included.
+    """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -53,6 +58,9 @@ class SharedMemory:
     @classmethod
     def create(cls, size: int) -> SharedMemory:
         """New memory of ``size`` bytes behind the header, all zero, reserved at once.
+
+        Args:
+            size: bytes, without the header.
 
         Raises:
             OSError: there is not so much.
@@ -76,6 +84,9 @@ class SharedMemory:
     @classmethod
     def open(cls, handle: Handle) -> SharedMemory:
         """The memory that another process has made.
+
+        Args:
+            handle: of memory that ``unshare`` was not called on.
 
         Raises:
             OSError: it cannot be opened, or is another one.
@@ -103,7 +114,12 @@ class SharedMemory:
         return Handle(os.getpid(), self._descriptor, nonce, self.size)
 
     def note(self, place: int, number: int) -> None:
-        """Write a number of 32 bits for the others to read."""
+        """Write a number of 32 bits for the others to read.
+
+        Args:
+            place: from 0 on, in the header.
+            number: 0 to 2**32 - 1.
+        """
         assert self._map is not None
         start = _NOTES + 4 * place
         self._map[start : start + 4] = number.to_bytes(4, "little")

@@ -26,7 +26,14 @@ _UNKNOWN, _ENDED = -1, -2
 
 
 def region_bytes(ranks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``."""
+    """Bytes of one rank's region in a group of ``ranks``.
+
+    Args:
+        ranks: of the group.
+
+    Raises:
+        RuntimeError: the compiled library is not available, and why.
+    """
     return int(library().mp_peer_bytes(ranks, 1, _tile(ranks), 0))
 
 

@@ -41,7 +41,11 @@ class TransportError(RuntimeError):
 
 
 class Regions(Protocol):
-    """One region for each rank, mapped."""
+    """One region for each rank, mapped.
+
+    Attributes:
+        addresses: of the regions in this process, in group order.
+    """
 
     addresses: tuple[int, ...]
 
@@ -50,15 +54,25 @@ class Regions(Protocol):
 
 
 class Transport(Protocol):
-    """A way to share memory. ``name`` is for people."""
+    """A way to share memory."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """In the words of the report."""
 
     def open(
         self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
     ) -> Regions:
         """Zeroed regions of ``nbytes`` for all members, who call this together.
+
+        Args:
+            device: this rank's GPU.
+            nbytes: of each region.
+            rank: this rank's place in the group.
+            exchange: tells all members a text and returns theirs, in group order; raises
+                ``TransportError`` if one is missing.
+            farewell: tells all members that this one has unmapped theirs; whether all of them have
+                said so in time.
 
         Raises:
             TransportError: not on this machine, or a member was missing.
@@ -73,7 +87,14 @@ class Ipc:
     def open(
         self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
     ) -> Regions:
-        """As ``Transport`` says."""
+        """As ``Transport`` says.
+
+        Args:
+            device, nbytes, rank, exchange, farewell: as there.
+
+        Raises:
+            TransportError: as there.
+        """
         driver = device.driver
         try:
             with driver.current():
@@ -141,7 +162,14 @@ class Symmetric:
     def open(
         self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
     ) -> Regions:
-        """As ``Transport`` says. ``exchange`` and ``farewell`` are torch's own affair."""
+        """As ``Transport`` says. ``exchange`` and ``farewell`` are torch's own affair.
+
+        Args:
+            device, nbytes, rank, exchange, farewell: as there.
+
+        Raises:
+            TransportError: as there.
+        """
         where = torch.device(device.type, device.driver.index)
         try:
             tensor = _SymmetricMemory.empty_strided_p2p(

@@ -22,6 +22,9 @@ def findings_of(jobs: Sequence[tuple[Job, Cluster]]) -> Iterator[Finding]:
 
     Args:
         jobs: meshes and their use, each with where its ranks sit.
+
+    Raises:
+        TopologyError: a cluster that lacks a rank of its job.
     """
     for job, cluster in jobs:
         yield from flattening_findings(job)
@@ -47,7 +50,11 @@ def _placed(job: Job, cluster: Cluster) -> Iterator[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Most severe first, then by place and code; what is equal stays in its order."""
+    """Most severe first, then by place and code; what is equal stays in its order.
+
+    Args:
+        findings: of one job or several.
+    """
     return tuple(
         sorted(
             findings,

@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 __all__ = ["SEVERITIES", "Finding", "Fix", "Report", "Severity", "Source"]
 
 Severity = Literal["info", "warning", "error"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # ascending
+"""How severe a finding is."""
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""All of ``Severity``, ascending."""
 
 
 @dataclass(frozen=True, slots=True)

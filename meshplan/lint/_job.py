@@ -11,16 +11,22 @@ from meshplan.lint._finding import Source
 
 __all__ = ["Framework", "Job", "Role", "role_of"]
 
-# replicate: the parameters are the same along it, gradients are summed along it.
-# shard: the parameters are cut along it, gradients are summed along it (FSDP, ZeRO).
-# model: ranks along it hold different parts of a layer and replicas of its small parameters.
-# apart: ranks along it hold other parameters altogether (pipeline stages, experts).
 Role = Literal["replicate", "shard", "model", "apart"]
+"""What an axis is for.
 
-# How gradients are reduced. dtensor: `Partial` to `Replicate`, one axis after the other, whatever
-# the axis is called. fsdp2: reduce-scatter along shard axes, then all-reduce along replicate axes.
-# ddp: one all-reduce over all data axes.
+* replicate: the parameters are the same along it, gradients are summed along it.
+* shard: the parameters are cut along it, gradients are summed along it (FSDP, ZeRO).
+* model: ranks along it hold different parts of a layer and replicas of its small parameters.
+* apart: ranks along it hold other parameters altogether (pipeline stages, experts).
+"""
+
 Framework = Literal["dtensor", "fsdp2", "ddp"]
+"""How gradients are reduced.
+
+* dtensor: `Partial` to `Replicate`, one axis after the other, whatever the axis is called.
+* fsdp2: reduce-scatter along shard axes, then all-reduce along replicate axes.
+* ddp: one all-reduce over all data axes.
+"""
 
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(

@@ -56,6 +56,10 @@ def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> Jo
 
     ``rewrite`` of its jobs gives the arguments as one line for a shell.
 
+    Args:
+        words: the arguments, as a program gets them.
+        world_size: as for `read_jobs`.
+
     Raises:
         LayoutError: no option in them that gives the size of an axis, or sizes that cannot be.
     """

@@ -50,7 +50,11 @@ class Selection:
         )
 
     def wants(self, code: str) -> bool:
-        """Whether the findings of a rule are asked for."""
+        """Whether the findings of a rule are asked for.
+
+        Args:
+            code: of the rule.
+        """
         return _longest(code, self.selected) > _longest(code, self.ignored)
 
 

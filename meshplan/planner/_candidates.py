@@ -14,11 +14,17 @@ from meshplan.planner._units import in_bytes, in_time
 __all__ = ["MAX_CANDIDATES", "Candidate", "explain"]
 
 MAX_CANDIDATES = 6
+"""Plans that a ``Plan`` keeps for ``explain``, itself among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A whole plan and what it costs."""
+    """A whole plan and what it costs.
+
+    Attributes:
+        steps: in the order in which they run.
+        cost: of all of them.
+    """
 
     steps: tuple[Step, ...]
     cost: Cost

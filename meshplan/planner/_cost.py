@@ -61,7 +61,11 @@ class Cost:
 
     @classmethod
     def total(cls, parts: Sequence[Cost]) -> Cost:
-        """All of them, one after the other."""
+        """All of them, one after the other.
+
+        Args:
+            parts: of the steps; the peak is the largest, the rest is added.
+        """
         return cls(
             nanoseconds=sum(part.nanoseconds for part in parts),
             collectives=sum(part.collectives for part in parts),
@@ -228,7 +232,13 @@ def groups_of(layout: Layout, topology: Topology | None) -> Groups:
 def near_blocks(
     layout: Layout, topology: Topology | None, axes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The sizes of blocks that some plan may reduce first, in a group over ``axes``."""
+    """The sizes of blocks that some plan may reduce first, in a group over ``axes``.
+
+    Args:
+        layout: of the mesh.
+        topology: where ranks sit; ``None`` if nobody knows.
+        axes: positions, ascending.
+    """
     return groups_of(layout, topology).blocks(axes)
 
 

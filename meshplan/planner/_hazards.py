@@ -90,7 +90,13 @@ def are_uniform(
 
     Stricter than that `hazards` finds none that may differ: it does not rely on which orders of
     additions are the same. Much faster, since no order is looked at. ``False`` if nodes are
-    unknown. Arguments and errors as for `hazards`.
+    unknown.
+
+    Args:
+        problem, topology, steps, sort_ranks: as for `hazards`.
+
+    Raises:
+        TopologyError, PlacementError, AxisNameError: as `hazards`.
     """
     check_reach(topology, problem.layout)
     if not topology.known:

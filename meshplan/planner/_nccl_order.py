@@ -49,6 +49,9 @@ def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]
 
     Source: NCCL 2.30.7, src/init.cc (node numbering after the intra-node search).
 
+    Args:
+        node_of_member: for each group rank an integer that names its node.
+
     Raises:
         LayoutError: the group has no member.
     """
@@ -68,6 +71,9 @@ def ring_order(node_of_member: Sequence[int]) -> tuple[int, ...]:
 
     Source: NCCL 2.30.7, src/graph/search.cc (order tried first on NVSwitch hosts) and
     src/graph/rings.cc.
+
+    Args:
+        node_of_member: for each group rank an integer that names its node.
     """
     nodes = nodes_of_group(node_of_member)
     if len(nodes) == 1:
@@ -181,6 +187,9 @@ def tree_tree(node_of_member: Sequence[int]) -> Tree:
     node hears child 1, the second (the first if it is alone) hears child 0.
 
     Source: NCCL 2.30.7, src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
+
+    Args:
+        node_of_member: for each group rank an integer that names its node.
     """
     nodes = nodes_of_group(node_of_member)
     heads: list[Tree | None] = [None] * len(nodes)
@@ -266,5 +275,9 @@ def canonical(tree: Tree) -> Tree:
 
 
 def same_bits(first: Tree, second: Tree) -> bool:
-    """True if both trees give equal bits on all finite data: equal up to commuted additions."""
+    """True if both trees give equal bits on all finite data: equal up to commuted additions.
+
+    Args:
+        first, second: over the same group ranks.
+    """
     return draw(canonical(first)) == draw(canonical(second))

@@ -38,9 +38,13 @@ __all__ = [
 ]
 
 Policy = Literal["deterministic", "consistent", "fast"]
+"""What runs under the contract, strictest first; see ``meshplan.install``."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""All of ``Policy``, strictest first."""
 ContractPath = Literal["exchange", "reference"]
+"""The paths that plans under the contract are made with."""
 CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
+"""All of ``ContractPath``."""
 
 _DIM = re.compile(r"\d{1,9}", re.ASCII)
 _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
@@ -197,6 +201,13 @@ class Problem:
     ) -> Problem:
         """From torch placements or their text.
 
+        Args:
+            layout: of the mesh.
+            src, dst: a placement for each axis, before and after: torch's, or ``R``, ``S(0)``,
+                ``P``, ``P(avg)``.
+            policy, path, dtype, scatter, shape, topology: the attributes.
+            contract: ``Contract()`` if ``None``.
+
         Raises:
             PlacementError: placements that do not fit the mesh or the shape, or that cannot be
                 combined.
@@ -239,6 +250,10 @@ def check_reach(topology: Topology, layout: Layout) -> None:
 
 def check_policy(policy: str, path: str) -> None:
     """Refuse a policy or path that does not exist.
+
+    Args:
+        policy: a word of ``POLICIES``.
+        path: a word of ``CONTRACT_PATHS``.
 
     Raises:
         PolicyError: names what exists.

@@ -21,8 +21,8 @@ from meshplan.planner._reductions import Bytes, Way, reduction_cost, ways
 
 __all__ = ["NOMINAL_ELEMENTS", "Found", "Move", "search"]
 
-# Without a shape: a bucket of gradients, 16 MiB of float32.
 NOMINAL_ELEMENTS = 1 << 22
+"""Elements that plans are compared for without a shape: 16 MiB of float32, a gradient bucket."""
 
 _Node = tuple[bool, State] | tuple[State, Way]
 

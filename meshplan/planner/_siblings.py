@@ -22,6 +22,7 @@ from meshplan.topology import Topology
 __all__ = ["ALGORITHMS", "Algorithm", "Siblings"]
 
 Algorithm: TypeAlias = Literal["ring", "tree"]
+"""Algorithms of NCCL whose order of additions is modelled."""
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
@@ -92,6 +93,13 @@ class Siblings:
         """A number for each of ``groups``: equal if and only if both add in the same order.
 
         For ``ring`` that means: in the same order for every chunk of the message.
+
+        Args:
+            algorithm: ``ring`` or ``tree``.
+            groups: int64: positions of groups in ``members``.
+
+        Returns:
+            int64, of the shape of ``groups``.
         """
         patterns = self.pattern[groups]
         table = torch.zeros(len(self._first_group), dtype=torch.int64, device="cpu")
@@ -106,7 +114,14 @@ class Siblings:
         return tuple(place(rank) for rank in order.ring_order(labels))
 
     def tree(self, algorithm: Algorithm, group: int, chunk: int) -> order.Tree:
-        """The association in a group, with global ranks as leaves; ``chunk`` is for the ring."""
+        """The association in a group, with global ranks as leaves.
+
+        Args:
+            algorithm: ``ring`` or ``tree``.
+            group: its position in ``members``.
+            chunk: of the message: each of them starts at another rank of a ring. Of no account for
+                a tree.
+        """
         labels = self._labels[int(self.pattern[group])].tolist()
         ranks = self.members[group].tolist()
         if algorithm == "ring":

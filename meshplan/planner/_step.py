@@ -13,6 +13,7 @@ from meshplan.planner._problem import Spec
 __all__ = ["Path", "Step"]
 
 Path = Literal["exchange", "reference", "native"]
+"""How a step is planned to move its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,11 @@ class Step:
         return f"{self._what(layout)}{bits}: {self.why}"
 
     def brief(self, layout: Layout) -> str:
-        """What is done, without the reason."""
+        """What is done, without the reason.
+
+        Args:
+            layout: of the mesh; names the axes.
+        """
         path = "" if self.kind in ("slice", "torch") else f", {self._path_text()}"
         return f"{self._what(layout)}{path}"
 
@@ -129,7 +134,11 @@ class Step:
         return f"{self.kind} {op} over {over}{to}"
 
     def to_json(self, layout: Layout) -> dict[str, Any]:
-        """A JSON-ready dict; axes by label."""
+        """A JSON-ready dict; axes by label.
+
+        Args:
+            layout: of the mesh; names the axes.
+        """
         return {
             "kind": self.kind,
             "axes": [layout.axes[i] for i in self.axes],

@@ -20,6 +20,9 @@ def short_of_policy(plan: Plan) -> tuple[Step, ...]:
     """The reductions that torch does outside the contract though the policy asks for it.
 
     Not those whose bits no order can change: where at most one summand of an element is not zero.
+
+    Args:
+        plan: of a redistribution.
     """
     steps = tuple(_reductions(plan))
     if may_be_native(plan.problem, [step.axes[0] for step in steps]):

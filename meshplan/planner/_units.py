@@ -8,7 +8,11 @@ __all__ = ["in_bytes", "in_time"]
 
 
 def in_time(nanoseconds: int) -> str:
-    """A time to four figures or fewer: ns, us, ms or s."""
+    """A time to four figures or fewer: ns, us, ms or s.
+
+    Args:
+        nanoseconds: 0 or more.
+    """
     if nanoseconds < 1000:
         return f"{nanoseconds} ns"
     if nanoseconds < 1e9:
@@ -17,7 +21,11 @@ def in_time(nanoseconds: int) -> str:
 
 
 def in_bytes(count: int) -> str:
-    """A size to one decimal: B, kB, MB, GB or TB, in powers of 1000."""
+    """A size to one decimal: B, kB, MB, GB or TB, in powers of 1000.
+
+    Args:
+        count: bytes.
+    """
     if count < 1000:
         return f"{count} B"
     power = min(int(math.log10(count)) // 3, 4)

@@ -76,5 +76,12 @@ class ReplicaCheck:
         return self.last
 
     def hook(self, *_: object) -> None:
-        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``."""
+        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``.
+
+        Args:
+            *_: what the optimizer passes; not looked at.
+
+        Raises:
+            ReplicaDivergenceError: as ``check()``.
+        """
         self()

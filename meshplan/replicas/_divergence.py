@@ -45,7 +45,13 @@ class Elements:
     def of(
         cls, rank: int, difference: Difference, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Elements:
-        """From what was found on ``rank``."""
+        """From what was found on ``rank``.
+
+        Args:
+            rank: the global rank.
+            difference: from the reference, in elements.
+            shape, dtype: of the local tensor.
+        """
         any_differs = difference.count > 0
         return cls(
             rank=rank,
@@ -58,7 +64,11 @@ class Elements:
         )
 
     def line(self, reference: int) -> str:
-        """In words."""
+        """In words.
+
+        Args:
+            reference: the global rank that is compared with.
+        """
         if self.shapes is not None:
             mine, theirs = map(list, self.shapes)
             return f"its local shape is {mine}, that of rank {reference} {theirs}"
@@ -111,7 +121,11 @@ class Divergence:
         return tuple(rank for ranks in self.classes[1:] for rank in ranks)
 
     def lines(self, layout: Layout) -> list[str]:
-        """In words, for a message."""
+        """In words, for a message.
+
+        Args:
+            layout: of the mesh; names the coordinates.
+        """
         along, replicated = ", ".join(self.axes), ", ".join(self.replicated)
         rest = "" if self.axes == self.replicated else f", though replicated along {replicated}"
         lines = [

@@ -51,6 +51,9 @@ def first_difference(actual: Tensor, expected: Tensor) -> str | None:
     index and multi-index, both values and bit patterns, and for float16, bfloat16, float32 and
     float64 the distance in units in the last place (0 between -0.0 and +0.0). The last index of a
     complex tensor is 0 for the real and 1 for the imaginary part. Devices may differ.
+
+    Args:
+        actual, expected: tensors of any dtype and device.
     """
     for what, found, wanted in (
         ("dtype", actual.dtype, expected.dtype),
@@ -79,6 +82,10 @@ def first_difference(actual: Tensor, expected: Tensor) -> str | None:
 def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensor") -> None:
     """Assert that dtype, shape and every bit agree; NaN payloads and signs of zeros count.
 
+    Args:
+        actual, expected: as for ``first_difference``.
+        what: the name in the message.
+
     Raises:
         AssertionError: with ``what`` and the words of ``first_difference``.
     """
@@ -90,8 +97,14 @@ def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensor")
 def replica_fingerprints(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[str]:
     """sha256 of dtype, shape and raw bytes of each rank's tensor, in the order of the group.
 
-    Every rank of ``group`` (default: all ranks) must call it. The tensor, on any device and of any
-    strides, is hashed on the CPU; only digests travel, by ``all_gather_object``.
+    Every rank of ``group`` must call it. Only digests travel, by ``all_gather_object``.
+
+    Args:
+        tensor: this rank's, on any device and of any strides; hashed on the CPU.
+        group: ``None``: all ranks.
+
+    Returns:
+        Hexadecimal digests, the same list on every rank.
 
     Raises:
         GroupStateError: no process group is initialised, or this rank is not in ``group``.
@@ -108,6 +121,11 @@ def assert_replicas_equal(
     """Assert that ``tensor`` has the same dtype, shape and bits on all ranks of ``group``.
 
     Every rank of ``group`` must call it.
+
+    Args:
+        tensor: this rank's.
+        group: ``None``: all ranks.
+        what: the name in the message.
 
     Raises:
         AssertionError: on every rank alike, with the global ranks in classes of equal bits, e.g.

@@ -41,6 +41,7 @@ __all__ = [
 
 _NAME = "nccl_model"
 ABOUT = "model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL"
+"""What the model is, in one line, for what prints its results."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHERS = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
 _List: TypeAlias = list[Tensor]

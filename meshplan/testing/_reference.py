@@ -120,13 +120,21 @@ def reference_reduce_tensors(
     *,
     divisor: int | None = None,
 ) -> Tensor:
-    """``reference_reduce`` on tensors, which are read and written as integers only. Slow: for up
-    to some thousand elements.
+    """``reference_reduce`` on tensors, which are read and written as integers only.
 
-    ``leaves`` are of one shape and dtype, any strides, any device; the other arguments are those
-    of ``reference_reduce``. Returns a new contiguous tensor of the leaves' shape and dtype on the
-    device of the first leaf. Raises as ``reference_reduce``, and ContractTypeError for leaves that
-    differ in shape or dtype.
+    Slow: for up to some thousand elements.
+
+    Args:
+        leaves: one tensor per coordinate, row-major; of one shape and dtype, any strides, any
+            device.
+        op, shape, contract, divisor: as for ``reference_reduce``.
+
+    Returns:
+        A new contiguous tensor of the leaves' shape and dtype on the device of the first leaf.
+
+    Raises:
+        ContractError: as ``reference_reduce``, or no leaves.
+        ContractTypeError: as ``reference_reduce``, or leaves that differ in shape or dtype.
     """
     if not leaves:
         raise ContractError("a reduction needs leaves, found none; give one leaf per coordinate")

@@ -81,6 +81,9 @@ class Links:
     def loads(cls, text: str) -> Links:
         """From JSON, as ``dumps`` and ``meshplan links`` write it; what is left out is the default.
 
+        Args:
+            text: one JSON object; latencies in seconds, bandwidths in bytes per second.
+
         Raises:
             TopologyError: no JSON, a name that is none of ours, or figures that cannot be.
         """

@@ -26,6 +26,11 @@ _LARGEST_HOST = 16
 def cluster_of(inputs: Inputs, world_size: int, environ: Mapping[str, str]) -> Cluster | None:
     """Where the ranks of a job of ``world_size`` sit; ``None`` if nothing says anything of it.
 
+    Args:
+        inputs: what the user says.
+        world_size: ranks of the job.
+        environ: variables of the process; those of Slurm tell nodes.
+
     Raises:
         TopologyError: numbers that do not fit each other, the files or the job.
         TopologyInputError: a file, or variables, that cannot be understood.

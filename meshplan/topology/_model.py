@@ -22,7 +22,9 @@ from meshplan.topology._links import Links
 __all__ = ["LINK_CLASSES", "LinkClass", "Topology"]
 
 LinkClass = Literal["domain", "node", "network", "unknown"]
+"""Nearest first: NVLink or xGMI; another link of a node; between nodes; not known."""
 LINK_CLASSES: tuple[LinkClass, ...] = get_args(LinkClass)
+"""All of ``LinkClass``, in its order."""
 _DOMAIN, _NODE, _NETWORK, _UNKNOWN = range(4)
 
 
@@ -90,8 +92,15 @@ class Topology:
     ) -> Topology:
         """Consecutive ranks share a node; the last node may hold fewer.
 
-        ``domain_size``: consecutive ranks of one domain, counted anew in each node; the last
-        domain of a node may hold fewer. ``None`` if it is not known which GPUs NVLink joins.
+        Args:
+            world_size: ranks.
+            node_size: consecutive ranks of one node.
+            domain_size: consecutive ranks of one domain, counted anew in each node; the last domain
+                of a node may hold fewer. ``None`` if it is not known which GPUs NVLink joins.
+            links: what links cost.
+
+        Raises:
+            TopologyError: as for the class.
         """
         given = cls(world_size, node_size, domain_size, links)
         if node_size <= world_size:
@@ -109,6 +118,14 @@ class Topology:
         """From the node, and the domain if known, of rank 0, 1, 2, ...
 
         Maps that `uniform` could have made give a topology equal to that of `uniform`.
+
+        Args:
+            node_of_rank: a number of each rank; equal: on one node.
+            domain_of_rank: the same for domains; compared only between ranks of one node.
+            links: what links cost.
+
+        Raises:
+            TopologyError: as for the class.
         """
         nodes = tuple(node_of_rank)
         domains = None if domain_of_rank is None else tuple(domain_of_rank)
@@ -125,7 +142,15 @@ class Topology:
 
     @classmethod
     def unknown(cls, world_size: int, links: Links = Links()) -> Topology:
-        """Ranks of which nobody knows where they sit."""
+        """Ranks of which nobody knows where they sit.
+
+        Args:
+            world_size: ranks.
+            links: what links cost.
+
+        Raises:
+            TopologyError: as for the class.
+        """
         return cls(world_size, None, None, links)
 
     @property
@@ -171,7 +196,10 @@ class Topology:
         return None if self.node_map is None else rank // self.node_map
 
     def nodes_of(self, ranks: Tensor) -> Tensor | None:
-        """The node of each rank of an int64 CPU tensor, in its shape; ``None`` if unknown.
+        """The node of each rank, in the shape of ``ranks``; ``None`` if unknown.
+
+        Args:
+            ranks: int64 on the CPU, any shape.
 
         Raises:
             TopologyError: a rank that does not exist.

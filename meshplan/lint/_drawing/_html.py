@@ -62,8 +62,13 @@ def draw_html(
 ) -> str:
     """The picture of `draw_svg` with the text of the hazards and tables, as one HTML page.
 
-    Pointing at a rank shows where it is and brings out its group. Arguments and errors are those
-    of `draw_svg`.
+    Pointing at a rank shows where it is and brings out its group.
+
+    Args:
+        layout, topology, axes, hazards, title, hosts: as for `draw_svg`.
+
+    Raises:
+        AxisNameError, TopologyError: as `draw_svg`.
     """
     found = picture(layout, topology, axes, hazards, hosts)
     name = headline(found, title)

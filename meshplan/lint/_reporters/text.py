@@ -23,6 +23,10 @@ def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
 
     On a terminal, if ``rich`` is installed, and unless ``NO_COLOR`` is set to something
     (https://no-color.org).
+
+    Args:
+        stream: that is written to.
+        environment: the variables of the process.
     """
     return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
 

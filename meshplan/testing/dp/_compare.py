@@ -46,32 +46,42 @@ class ParameterDifference:
 
 @dataclass(frozen=True, slots=True)
 class GradientSummary:
-    """All parameters, by name in sorted order; the totals have the meaning of the fields there."""
+    """How two sets of gradients differ: by parameter, and in total.
+
+    Attributes:
+        parameters: by name, in sorted order.
+    """
 
     parameters: dict[str, ParameterDifference]
 
     @property
     def numel(self) -> int:
+        """Elements of all parameters."""
         return sum(one.numel for one in self.parameters.values())
 
     @property
     def bitwise_equal(self) -> bool:
+        """Whether all bits of all parameters agree."""
         return all(one.bitwise_equal for one in self.parameters.values())
 
     @property
     def mismatch_count(self) -> int:
+        """Elements that do not match, of all parameters."""
         return sum(one.mismatch_count for one in self.parameters.values())
 
     @property
     def max_abs_diff(self) -> float:
+        """The largest of the parameters; 0.0 without parameters."""
         return max((one.max_abs_diff for one in self.parameters.values()), default=0.0)
 
     @property
     def max_rel_diff(self) -> float:
+        """The largest of the parameters; 0.0 without parameters."""
         return max((one.max_rel_diff for one in self.parameters.values()), default=0.0)
 
     @property
     def max_ulps(self) -> int | None:
+        """The largest of the parameters; ``None`` if that of some parameter is not known."""
         found = [one.max_ulps for one in self.parameters.values()]
         known = [ulps for ulps in found if ulps is not None]
         return max(known, default=0) if len(known) == len(found) else None
@@ -130,7 +140,11 @@ def compare_gradients(
 ) -> GradientSummary:
     """Assert that two sets of gradients agree: in every bit, unless a tolerance is given.
 
-    Arguments and result are those of ``gradient_summary``.
+    Args:
+        candidate, reference, rtol, atol: as for ``gradient_summary``.
+
+    Returns:
+        What ``gradient_summary`` gives.
 
     Raises:
         AssertionError: elements that do not match, with the numbers of each parameter.

@@ -45,12 +45,22 @@ def distributed_dp_gradients(
     The global batch is the parts in the order of the group's ranks. They may differ in size, and
     be empty on some ranks. Each rank runs its own samples one by one and combines their gradients
     into subtrees; the values of the subtrees, at most ``2 * log2(samples)`` per rank, are
-    exchanged, and every rank joins them. Bits, arguments and result are those of ``dp_gradients``
-    over the whole batch, on all ranks.
+    exchanged, and every rank joins them. The bits are those of ``dp_gradients`` over the whole
+    batch, on all ranks.
 
     Before a sample is run the ranks compare what the bits depend on: parameters and buffers bit by
-    bit, arguments, torch's version, threads, kind of processor. Every rank of ``group`` (default:
-    all ranks) must call this; a rank that fails makes all others raise too.
+    bit, arguments, torch's version, threads, kind of processor. Every rank of ``group`` must
+    call this; a rank that fails makes all others raise too.
+
+    Args:
+        model, loss_fn, op, divisor, samples_per_leaf, seed, contract: as for ``dp_gradients``;
+            alike on all ranks.
+        local_inputs, local_targets: this rank's part of the batch, as ``inputs`` and ``targets``
+            there.
+        group: ``None``: all ranks.
+
+    Returns:
+        As ``dp_gradients``: by parameter name, the same bits on every rank.
 
     Raises:
         ContractError, ContractTypeError, ContractStateError: as ``dp_gradients``.

@@ -159,6 +159,12 @@ def distributed_active_token_count(
 
     Every rank of the group must call it. Counted in integers, rounded to ``reduction_dtype`` once.
 
+    Args:
+        local_mask: any shape; what is not zero is active.
+        local_values: of the same shape.
+        group: as for ``distributed_masked_sum``.
+        reduction_dtype: of the result.
+
     Returns:
         Scalar of ``reduction_dtype`` on the device of what was counted.
 

@@ -58,6 +58,10 @@ def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
 def active_token_count(mask: Tensor | None, values: Tensor | None = None) -> Tensor:
     """How many elements are active: of ``mask``, or without it all of ``values``.
 
+    Args:
+        mask: any shape; what is not zero is active.
+        values: of the same shape.
+
     Returns:
         float32 scalar on the device of the mask, or of the values.
 
@@ -71,6 +75,13 @@ def active_token_count(mask: Tensor | None, values: Tensor | None = None) -> Ten
 
 def masked_mean(values: Tensor, mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
     """``masked_sum`` divided by ``active_token_count``, which is taken for at least ``eps``.
+
+    Args:
+        values, mask: as for ``masked_sum``.
+        eps: least denominator, so that the mean of nothing is 0; with 0 it is NaN.
+
+    Returns:
+        float32 scalar on the device of ``values``.
 
     Raises:
         ShardError: as ``masked_sum``, or ``eps`` is negative or not finite.
@@ -116,6 +127,11 @@ def sharded_active_token_count(
     """How many elements are active in all shards: of the masks, or without them of the values.
 
     Counted in integers and rounded to ``reduction_dtype`` once.
+
+    Args:
+        mask_shards: one per shard, any shapes.
+        value_shards: of the shapes of the masks.
+        reduction_dtype: of the result.
 
     Returns:
         Scalar of ``reduction_dtype`` on the device of the shards.

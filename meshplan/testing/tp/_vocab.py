@@ -26,6 +26,10 @@ def vocab_shard_ranges(vocab_size: int, tp_size: int) -> list[tuple[int, int]]:
 
     Where the vocabulary does not divide evenly, the first ranks hold one token more.
 
+    Args:
+        vocab_size: tokens.
+        tp_size: ranks.
+
     Raises:
         ShardError: a size below one, or more ranks than tokens.
     """
@@ -41,6 +45,10 @@ def vocab_shard_ranges(vocab_size: int, tp_size: int) -> list[tuple[int, int]]:
 
 def shard_logits_by_vocab(logits: Tensor, tp_size: int) -> list[Tensor]:
     """Views ``logits[..., start:stop]``, one per range of ``vocab_shard_ranges``.
+
+    Args:
+        logits: [..., vocabulary], any dtype.
+        tp_size: ranks.
 
     Raises:
         ShardError: logits without a dim, or as ``vocab_shard_ranges``.

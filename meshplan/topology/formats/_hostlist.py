@@ -17,6 +17,9 @@ _Range = tuple[int, int, int]  # first, last, digits
 def hostlist(text: str) -> list[str]:
     """Names that a list of hosts stands for, in its order: ``tux[08-10],foo`` is four names.
 
+    Args:
+        text: as Slurm writes it.
+
     Raises:
         TopologyInputError: brackets that are nested or left open, a range that is none, or more
             than 1,000,000 names.

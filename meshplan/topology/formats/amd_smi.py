@@ -25,12 +25,15 @@ _ASK = ASK.format("amd-smi topology")
 
 
 def recognises(text: str) -> bool:
-    """Whether one of the headings of the tables is in it."""
+    """Whether one of the headings of the tables is in ``text``."""
     return _TABLE.search(text) is not None
 
 
 def read(text: str) -> Reading:
     """Domains by the table of link types; one host, so its GPUs are one node.
+
+    Args:
+        text: what ``amd-smi topology`` printed.
 
     Raises:
         TopologyInputError: no table, a link type that is not known, or a row that does not fit.

@@ -19,6 +19,7 @@ from meshplan.topology.formats._xml import Element, number, parse, root_tag, spa
 __all__ = ["KIND", "read", "recognises"]
 
 KIND = "hwloc XML"
+"""``Reading.kind`` of what is read here."""
 
 _MATRICES = {"NVLinkBandwidth": "nvml", "XGMIBandwidth": "rsmi"}
 _DISTANCES = ("distances2", "distances2hetero")
@@ -31,7 +32,7 @@ _SWITCH_TYPE = re.compile(r"0680 \[10de:", re.IGNORECASE)
 
 
 def recognises(text: str) -> bool:
-    """Whether the root is ``<topology>`` and hwloc's words are in it."""
+    """Whether the root is ``<topology>`` and hwloc's words are in ``text``."""
     return root_tag(text) == "topology" and ("<object" in text or "hwloc" in text[:1000])
 
 
@@ -40,6 +41,9 @@ def read(text: str) -> Reading:
 
     All switches count as one: between them there are links that NVML does not list. A link to a
     CPU joins nothing.
+
+    Args:
+        text: what ``lstopo`` exports as XML.
 
     Raises:
         TopologyInputError: not XML, or not this format.

@@ -24,7 +24,7 @@ _LARGEST = 4096  # GPUs of one host
 
 
 def recognises(text: str) -> bool:
-    """Whether it is JSON of Kubernetes that lists nodes."""
+    """Whether ``text`` is JSON of Kubernetes that lists nodes."""
     start = text[:200].lstrip("\ufeff \t\r\n")
     return start.startswith("{") and '"apiVersion"' in text and _LIST.search(text) is not None
 
@@ -34,6 +34,9 @@ def read(text: str) -> Reading:
 
     A host without a clique is a node of its own. GPUs that only the capacity of a host tells have
     no index, so nothing is told about nodes then.
+
+    Args:
+        text: what ``kubectl get nodes -o json`` printed.
 
     Raises:
         TopologyInputError: not JSON, not a list of nodes, or a label that is not well formed.

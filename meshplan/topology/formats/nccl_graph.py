@@ -16,6 +16,7 @@ from meshplan.topology.formats._xml import Element, number, parse, root_tag
 __all__ = ["KIND", "read", "recognises"]
 
 KIND = "NCCL graph XML"
+"""``Reading.kind`` of what is read here."""
 
 # The graphs whose order of GPUs is the order of additions; in the others a switch adds.
 _GRAPHS = {"0": "ring", "1": "tree"}
@@ -24,12 +25,15 @@ _GPUS_SHOWN = 72
 
 
 def recognises(text: str) -> bool:
-    """Whether the root is ``<graphs>``."""
+    """Whether the root of ``text`` is ``<graphs>``."""
     return root_tag(text) == "graphs"
 
 
 def read(text: str) -> Reading:
     """The order of GPUs per channel, as notes; domains and nodes are not in this format.
+
+    Args:
+        text: the file of ``NCCL_GRAPH_DUMP_FILE``.
 
     Raises:
         TopologyInputError: not XML, or not this format.

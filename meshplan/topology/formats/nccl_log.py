@@ -22,12 +22,15 @@ _SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
 
 
 def recognises(text: str) -> bool:
-    """Whether there is a line of NCCL in it."""
+    """Whether there is a line of NCCL in ``text``."""
     return MARK in text
 
 
 def read(text: str) -> Reading:
     """Nodes of the largest communicator, if lines of all its ranks are in the log.
+
+    Args:
+        text: what a job logs with ``NCCL_DEBUG=INFO``.
 
     Raises:
         TopologyInputError: no line of NCCL.

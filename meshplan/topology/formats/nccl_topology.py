@@ -25,6 +25,7 @@ __all__ = ["KIND", "read", "recognises"]
 Pairs = dict[tuple[int, int], tuple[int, int]]
 
 KIND = "NCCL topology XML"
+"""``Reading.kind`` of what is read here."""
 
 _LINKS = ("nvlink", "xgmi")
 _SWITCH_CLASS = "0x068000"
@@ -38,7 +39,7 @@ _HIDDEN_SWITCH = -1
 
 
 def recognises(text: str) -> bool:
-    """Whether the root is ``<system>``."""
+    """Whether the root of ``text`` is ``<system>``."""
     return root_tag(text) == "system"
 
 
@@ -47,6 +48,9 @@ def read(text: str) -> Reading:
 
     All switches of one host count as one, as for NCCL: the links between them are not listed. The
     hidden switch is one for the whole file, as only a clique of hosts is dumped into one file.
+
+    Args:
+        text: the file of ``NCCL_TOPO_DUMP_FILE``.
 
     Raises:
         TopologyInputError: not XML, or not this format.

@@ -51,7 +51,7 @@ class _Gpu:
 
 
 def recognises(text: str) -> bool:
-    """Whether near its beginning there is a link of a GPU with its state. Never raises."""
+    """Whether there is a link of a GPU with its state near the beginning of ``text``."""
     gpu = False
     for _, line in lines(text[:HEAD]):
         if gpu and (_LINK.match(line) or _NONE.match(line)):
@@ -62,6 +62,9 @@ def recognises(text: str) -> bool:
 
 def read(text: str) -> Reading:
     """How many links of each GPU are active. Which GPUs they join is not told.
+
+    Args:
+        text: what ``nvidia-smi nvlink -s`` printed.
 
     Raises:
         TopologyInputError: no GPU with links, outputs of several hosts, or more than can be one

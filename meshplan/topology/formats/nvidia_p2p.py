@@ -25,13 +25,16 @@ _COMMAND = re.compile(
 
 
 def recognises(text: str) -> bool:
-    """Whether near its beginning there is a row of such a table. Never raises."""
+    """Whether near the beginning of ``text`` there is a row of such a table. Never raises."""
     # X alone could be a row of `topo -m` for one GPU.
     return any(set(row.cells) - {"X"} for row in _WORDS.rows(text))
 
 
 def read(text: str) -> Reading:
     """GPUs joined by NVLink if the table is of NVLink; otherwise that this is not known.
+
+    Args:
+        text: what ``nvidia-smi topo -p2p n`` printed.
 
     Raises:
         TopologyInputError: no such table, tables of several hosts or letters, or more than can be

@@ -33,7 +33,7 @@ Counts = dict[tuple[int, int], int]
 
 
 def recognises(text: str) -> bool:
-    """Whether near its beginning there is a row of such a table. Never raises."""
+    """Whether near the beginning of ``text`` there is a row of such a table. Never raises."""
     for row in _WORDS.rows(text):
         if set(row.cells) - {"X"} or (row.cells and _CPUS.match(row.tail.strip())):
             return True
@@ -42,6 +42,9 @@ def recognises(text: str) -> bool:
 
 def read(text: str) -> Reading:
     """GPUs joined by NVLink, and how many links each pair has. Hosts are not told.
+
+    Args:
+        text: what ``nvidia-smi topo -m`` printed.
 
     Raises:
         TopologyInputError: no such table, tables of several hosts, or more than can be one host.

@@ -26,12 +26,15 @@ _ASK = ASK.format("rocm-smi --showtopo")
 
 
 def recognises(text: str) -> bool:
-    """Whether one of the headings of rocm-smi is in it."""
+    """Whether one of the headings of rocm-smi is in ``text``."""
     return _BANNER.search(text) is not None
 
 
 def read(text: str) -> Reading:
     """Domains by the table of link types; one host, so its GPUs are one node.
+
+    Args:
+        text: what ``rocm-smi --showtopo`` printed.
 
     Raises:
         TopologyInputError: no heading of rocm-smi, a link type that is not known, or a row that

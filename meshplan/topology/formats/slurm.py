@@ -32,12 +32,15 @@ _SHOWN = 64  # blocks in the notes before "... N more"
 
 
 def recognises(text: str) -> bool:
-    """Whether there is a block, a switch or a named topology in it."""
+    """Whether there is a block, a switch or a named topology in ``text``."""
     return _CONF.search(text) is not None or _YAML.search(text) is not None
 
 
 def read(text: str) -> Reading:
     """Names of blocks or switches; notes tell how many hosts each has.
+
+    Args:
+        text: ``topology.conf`` or ``topology.yaml``.
 
     Raises:
         TopologyInputError: neither file, a line that is not understood, or a list of hosts that

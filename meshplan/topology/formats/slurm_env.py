@@ -25,6 +25,9 @@ def placement(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     and ``plane=N``. What stands after the first ``:`` or ``,`` of a distribution is about sockets
     and cores and changes no node; ``Pack`` does change them.
 
+    Args:
+        environ: variables of the process.
+
     Raises:
         TopologyInputError: values that are not well formed or that contradict each other.
     """
@@ -78,6 +81,11 @@ def rank_order(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ..
 
     ``block`` fills one node after the other, ``cyclic`` gives each node one rank in turn, and
     ``plane=N`` gives each N in turn; a node that is full is passed over. Any other: ``None``.
+
+    Args:
+        nodes: how many there are.
+        per_node: ranks of each.
+        order: as ``SLURM_DISTRIBUTION`` has it.
 
     Raises:
         TopologyInputError: ``per_node`` is not about ``nodes`` nodes, or N is below 1.
