@@ -158,7 +158,14 @@ def test_limits(book: Book) -> None:
         book.add_shortcut(number, group)
     assert book.shortcuts == 1
     assert book.short(2 * _book.MAX_SHORTCUTS) == group
-    for number in range(_book.MAX_MEETINGS + 1):
+    for number in range(_book.MAX_MEETINGS):
+        assert book.why_no_meeting() is None
         book.add_meeting(number)
-    assert book.has_met(_book.MAX_MEETINGS)
-    assert not book.has_met(0)
+    # None was forgotten: its members would not meet again for it.
+    assert all(book.has_met(number) for number in range(_book.MAX_MEETINGS))
+    assert book.why_no_meeting() == (
+        "1024 different reductions in blocks were agreed on, which is the limit; "
+        "call meshplan.shutdown() between phases that use different meshes"
+    )
+    book.take_created()
+    assert book.why_no_meeting() is None

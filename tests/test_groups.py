@@ -9,6 +9,7 @@ import time
 import weakref
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from meshplan.contract import Contract, reduce_leaves
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._partial import PlannedPartial
 from meshplan.errors import GroupAgreementError, GroupStateError
-from meshplan.flatten import Block, Group, GroupRegistry, _join, registry
+from meshplan.flatten import Block, Group, GroupRegistry, _book, _join, registry
 from meshplan.flatten._create import group_name
 from meshplan.layout import Layout
 from meshplan.planner import Step
@@ -387,6 +388,57 @@ def test_shutdown_and_again() -> None:
     # Over axis 1, ranks (2, 1) descend and need a group of their own; (0, 3) have the axis group.
     assert [r[1] for r in run_ranks(ranks, 4)] == [1, 2, 2, 1]
     assert {(r[0], r[2], r[3]) for r in run_ranks(ranks, 4)} == {(2, 0, 4.0)}
+
+
+def test_shutdown_destroys_the_others_where_torch_fails_for_one() -> None:
+    def ranks(rank: int) -> tuple[str, int, int]:
+        mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
+        group(mesh, 0, 1)
+        group(mesh, 1)
+        real, calls = dist.destroy_process_group, []
+
+        def fails_at_first(pg: dist.ProcessGroup) -> None:
+            calls.append(pg)
+            real(pg)
+            if len(calls) == 1:
+                raise RuntimeError("of torch's own")
+
+        with (
+            mock.patch.object(dist, "destroy_process_group", fails_at_first),
+            pytest.raises(RuntimeError) as caught,
+        ):
+            meshplan.shutdown()
+        return str(caught.value), len(calls), len(registry())
+
+    found = run_ranks(ranks, 4)
+    assert [calls for _, calls, _ in found] == [1, 2, 2, 1]
+    assert {(said, left) for said, _, left in found} == {("of torch's own", 0)}
+
+
+def test_no_more_meetings_on_one_rank_is_an_error_on_all() -> None:
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        layout = Layout.from_mesh(mesh)
+        # What is remembered from now on is of this default group.
+        assert len(registry()) == 0
+        if rank == 2:
+            for number in range(_book.MAX_MEETINGS):
+                registry()._book.add_meeting(number)
+        said = []
+        for turn in range(2):
+            try:
+                registry().meet(mesh, layout, (0, 1), token="t", timeout=10.0)
+                said.append("agreed")
+            except GroupStateError as error:
+                said.append(str(error))
+            if turn == 0:
+                meshplan.shutdown()
+        return said
+
+    found = run_ranks(ranks, 4)
+    assert {said[1] for said in found} == {"agreed"}
+    assert {said[0][:6] for said in found} == {"MP503:"}
+    assert all("rank 2" in said[0] and "1024 different reductions" in said[0] for said in found)
 
 
 def test_default_group_destroyed_and_made_again() -> None:

@@ -131,11 +131,22 @@ class Book:
         """Whether this meeting was added."""
         return meeting in self._meetings
 
+    def why_no_meeting(self) -> str | None:
+        """Why another one cannot be added, if it cannot.
+
+        None is forgotten to make room: ranks have met with different others, and one that had
+        forgotten would wait for those that have not.
+        """
+        if len(self._meetings) < MAX_MEETINGS:
+            return None
+        return (
+            f"{MAX_MEETINGS} different reductions in blocks were agreed on, which is the limit; "
+            "call meshplan.shutdown() between phases that use different meshes"
+        )
+
     def add_meeting(self, meeting: Hashable) -> None:
         """Remember that members have agreed on something."""
         with self._lock:
-            if len(self._meetings) >= MAX_MEETINGS:
-                self._meetings.clear()
             self._meetings.add(meeting)
 
     def signatures(self, name: str, make: Callable[[], Signatures]) -> Signatures:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -200,6 +200,7 @@ class GroupRegistry:
                 token=token,
                 timeout=wait,
                 use=f"threads on {layout}" if beside else "",
+                objection=self._book.why_no_meeting(),
             )
             self._book.add_meeting(key)
 
@@ -246,8 +247,10 @@ class GroupRegistry:
         forgets the groups that are its parent's, and destroys none of them.
         """
         created = self._book.take_created()
-        for group in created:
-            dist.destroy_process_group(group.pg)
+        with ExitStack() as stack:
+            # All of them, whatever one of them raises.
+            for group in reversed(created):
+                stack.callback(dist.destroy_process_group, group.pg)
         return len(created)
 
     def unlock_fork(self) -> None:

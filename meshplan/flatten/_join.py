@@ -129,6 +129,7 @@ def agree_on(
     token: str,
     timeout: float,
     use: str = "",
+    objection: str | None = None,
 ) -> None:
     """Agree with the other ranks to reduce together, without a group of all of them.
 
@@ -138,7 +139,8 @@ def agree_on(
     if backend != "fake":
         # The name of the whole group: a rank that would reduce over that is found as well.
         name = group_name(ranks, backend, device_type, use)
-        _agreed(name, ranks, rank=rank, token=f"{token}, in blocks", timeout=timeout)
+        token = f"{token}, in blocks"
+        _agreed(name, ranks, rank=rank, token=token, timeout=timeout, objection=objection)
 
 
 def _agreed(
