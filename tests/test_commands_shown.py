@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -110,7 +113,7 @@ ELSEWHERE = ("make ", ". ", "OMP_NUM_THREADS=1 torchrun ")
 )
 def test_commands_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in os.environ:
+    for name in list(os.environ):
         if name.startswith(("NCCL_", "SLURM_", "LOCAL_WORLD_SIZE")):
             monkeypatch.delenv(name)
     text = page.read_text(encoding="utf-8")
@@ -131,6 +134,61 @@ def test_commands_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
             else:
                 assert command.startswith(ELSEWHERE), command
     assert compared
+
+
+def steps(node: Any) -> list[dict[str, Any]]:
+    """All steps of workflows and all hooks that a YAML block has, at any depth."""
+    if isinstance(node, list):
+        return [step for one in node for step in steps(one)]
+    if not isinstance(node, dict):
+        return []
+    mine = [node] if {"uses", "run", "script", "hooks"} & set(node) else []
+    return mine + [step for one in node.values() for step in steps(one)]
+
+
+def lint_lines(block: Any, inputs: set[str], hook: dict[str, Any]) -> list[str]:
+    """The lint commands that a YAML block comes to, by the action or the hook as well."""
+    found = []
+    for step in steps(block):
+        if str(step.get("uses", "")).startswith("OWNER/meshplan@"):
+            given = {"output-format": "github"} | step["with"]
+            assert set(given) <= inputs
+            extra = [f"--{key} {given[key]}" for key in given if key.startswith("output-")]
+            found.append(" ".join(["meshplan lint", given["args"], *extra]))
+        for line in [step.get("run", ""), *step.get("script", ())]:
+            if line.startswith("meshplan "):
+                found.append(line)
+        for used in step.get("hooks", ()):
+            assert used["id"] == hook["id"]
+            assert re.search(used["files"], "meshplan.toml")
+            found.append(" ".join([hook["entry"], *used["args"], "meshplan.toml"]))
+    return found
+
+
+def test_files_for_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = pytest.importorskip("yaml").safe_load
+    monkeypatch.chdir(tmp_path)
+    inputs = set(load((ROOT / "action.yml").read_text(encoding="utf-8"))["inputs"])
+    (hook,) = load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "howto" / "lint-in-ci.md").read_text(encoding="utf-8")
+    jagged, accepted = blocks(text, "toml")
+    lines = [lint_lines(load(block.text), inputs, hook) for block in blocks(text, "yaml")]
+    assert [len(one) for one in lines] == [1] * 5
+    for (line,) in lines:
+        for config, status in ((jagged, 1), (accepted, 0)):
+            Path("meshplan.toml").write_text(config.text)
+            found, out, err = run(*shlex.split(line)[1:])
+            assert (found, err) == (status, ""), line
+            written = re.search(r"--output-file (\S+)", line)
+            report = Path(written[1]).read_text() if written else out
+            if "sarif" in line:
+                assert json.loads(report)["version"] == "2.1.0"
+            elif "junit" in line:
+                assert ElementTree.fromstring(report).tag == "testsuites"
+            else:
+                assert ("MP101" in report) == (status == 1)
+        if written:
+            assert f": {written[1]}\n" in text  # the next step reads what this one has written
 
 
 # What other verbs print is shown by the tests of the formats.
