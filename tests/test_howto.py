@@ -6,6 +6,10 @@ import os
 
 import pytest
 
+# What pages import, once: ranks are forked with it.
+import meshplan.dtensor
+import meshplan.replicas
+import meshplan.testing  # noqa: F401
 from tests.pages import ROOT, blocks, run_python
 from tests.processes import run_ranks
 
@@ -31,4 +35,6 @@ def test_blocks_run(page: str) -> None:
         run_python(f"docs/howto/{page}", text, rank=rank)
         return settings() == before
 
-    assert run_ranks(ranks, 4, timeout=220) == [True] * 4
+    # A page about what needs no job is run by one process.
+    size = 4 if "init_process_group" in text else 1
+    assert run_ranks(ranks, size, timeout=220) == [True] * size

@@ -8,6 +8,10 @@ import re
 
 import pytest
 
+# What pages import, once: ranks are forked with it.
+import meshplan.dtensor
+import meshplan.replicas
+import meshplan.testing  # noqa: F401
 from tests.pages import ROOT, blocks
 from tests.processes import run_ranks
 

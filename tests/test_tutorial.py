@@ -9,6 +9,10 @@ import os
 
 import pytest
 
+# What pages import, once: ranks are forked with it.
+import meshplan.dtensor
+import meshplan.replicas
+import meshplan.testing  # noqa: F401
 from tests.pages import ROOT, run_python
 from tests.processes import run_ranks
 from tests.test_probe import free_port
