@@ -1,23 +1,26 @@
-"""Commands that the action, the hook and the pages of rules show: they exist, and print that."""
+"""Commands that the action, the hook, the pages of rules and the documents show: they print that."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
 from meshplan.cli import main
 from meshplan.lint._rules import RULES, rule_page
+from tests.pages import ROOT, blocks, commands
 from tests.test_topology_merge import matrix
 
-ROOT = Path(__file__).parents[1]
 SHOWN = "\n".join(
     [
         *(
@@ -89,7 +92,7 @@ def test_examples_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     documents = text + (ROOT / "README.md").read_text(encoding="utf-8")
     shown = "\n".join(re.findall(r"`[^`\n]+`|^\$ .*", documents, re.M))
     verbs = set(re.findall(r"\bmeshplan ([a-z]+)\b", shown))
-    assert verbs == {"lint", "rule", "topo", "simulate", "plan", "probe", "doctor"}
+    assert verbs == {"lint", "rule", "topo", "simulate", "plan", "links", "probe", "doctor"}
     lint = "\n".join(re.findall(r"meshplan lint [^\n`|]*", shown))
     options = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", lint))
     assert options - {"--tensor-model-parallel-size"} <= set(
@@ -98,6 +101,94 @@ def test_examples_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for command in re.findall(r"meshplan ((?:simulate|plan) --[^`\n]*)", shown):
         code, _, err = run(*shlex.split(command))
         assert (code, err) == (0, "")
+
+
+# Pages all of whose commands can be run anywhere, but for those that install or start something.
+PAGES = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+ELSEWHERE = ("make ", ". ", "OMP_NUM_THREADS=1 torchrun ")
+
+
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if "```console" in one.read_text()], ids=lambda path: path.name
+)
+def test_commands_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("NCCL_", "SLURM_", "LOCAL_WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    text = page.read_text(encoding="utf-8")
+    status, compared = 0, 0
+    for block in blocks(text):
+        if block.language == "toml":
+            Path("meshplan.toml").write_text(block.text)
+        if block.language != "console":
+            continue
+        for command, shown in commands(block):
+            words = shlex.split(command)
+            if words == ["echo", "$?"]:
+                assert shown == f"{status}\n", command
+            elif words[0] == "meshplan":
+                status, out, err = run(*words[1:])
+                assert out + err == shown, command
+                compared += 1
+            else:
+                assert command.startswith(ELSEWHERE), command
+    assert compared
+
+
+def steps(node: Any) -> list[dict[str, Any]]:
+    """All steps of workflows and all hooks that a YAML block has, at any depth."""
+    if isinstance(node, list):
+        return [step for one in node for step in steps(one)]
+    if not isinstance(node, dict):
+        return []
+    mine = [node] if {"uses", "run", "script", "hooks"} & set(node) else []
+    return mine + [step for one in node.values() for step in steps(one)]
+
+
+def lint_lines(block: Any, inputs: set[str], hook: dict[str, Any]) -> list[str]:
+    """The lint commands that a YAML block comes to, by the action or the hook as well."""
+    found = []
+    for step in steps(block):
+        if str(step.get("uses", "")).startswith("OWNER/meshplan@"):
+            given = {"output-format": "github"} | step["with"]
+            assert set(given) <= inputs
+            extra = [f"--{key} {given[key]}" for key in given if key.startswith("output-")]
+            found.append(" ".join(["meshplan lint", given["args"], *extra]))
+        for line in [step.get("run", ""), *step.get("script", ())]:
+            if line.startswith("meshplan "):
+                found.append(line)
+        for used in step.get("hooks", ()):
+            assert used["id"] == hook["id"]
+            assert re.search(used["files"], "meshplan.toml")
+            found.append(" ".join([hook["entry"], *used["args"], "meshplan.toml"]))
+    return found
+
+
+def test_files_for_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = pytest.importorskip("yaml").safe_load
+    monkeypatch.chdir(tmp_path)
+    inputs = set(load((ROOT / "action.yml").read_text(encoding="utf-8"))["inputs"])
+    (hook,) = load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "howto" / "lint-in-ci.md").read_text(encoding="utf-8")
+    jagged, accepted = blocks(text, "toml")
+    lines = [lint_lines(load(block.text), inputs, hook) for block in blocks(text, "yaml")]
+    assert [len(one) for one in lines] == [1] * 5
+    for (line,) in lines:
+        for config, status in ((jagged, 1), (accepted, 0)):
+            Path("meshplan.toml").write_text(config.text)
+            found, out, err = run(*shlex.split(line)[1:])
+            assert (found, err) == (status, ""), line
+            written = re.search(r"--output-file (\S+)", line)
+            report = Path(written[1]).read_text() if written else out
+            if "sarif" in line:
+                assert json.loads(report)["version"] == "2.1.0"
+            elif "junit" in line:
+                assert ElementTree.fromstring(report).tag == "testsuites"
+            else:
+                assert ("MP101" in report) == (status == 1)
+        if written:
+            assert f": {written[1]}\n" in text  # the next step reads what this one has written
 
 
 # What other verbs print is shown by the tests of the formats.

@@ -1,20 +1,22 @@
-"""The Python blocks of the pages under docs/howto run as they stand, in their order."""
+"""The Python blocks of the pages under docs/howto run as they stand, and print what is shown."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import re
-import warnings
-from pathlib import Path
 
 import pytest
 
+# What pages import, once: ranks are forked with it.
+import meshplan.dtensor
+import meshplan.replicas
+import meshplan.testing  # noqa: F401
+from tests.pages import ROOT, blocks, run_python
 from tests.processes import run_ranks
 
-FOLDER = Path(__file__).parents[1] / "docs" / "howto"
-PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
+FOLDER = ROOT / "docs" / "howto"
+PAGES = sorted(
+    path.name for path in FOLDER.glob("*.md") if blocks(path.read_text(encoding="utf-8"), "python")
+)
 
 
 def settings() -> dict[str, str]:
@@ -22,21 +24,17 @@ def settings() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "MESHPLAN_"))}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.processes
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_run(page: str) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (FOLDER / page).read_text(), re.M | re.S)
-    assert blocks
+    text = (FOLDER / page).read_text(encoding="utf-8")
 
     def ranks(rank: int) -> bool:
-        names: dict[str, object] = {"__name__": "__main__"}
         before = settings()
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            # There is a process group already, so the page's profile of NCCL comes late.
-            warnings.filterwarnings("ignore", message="a process group exists already")
-            for number, block in enumerate(blocks, start=1):
-                exec(compile(block, f"{page}, block {number}", "exec"), names)
+        run_python(f"docs/howto/{page}", text, rank=rank)
         return settings() == before
 
-    assert run_ranks(ranks, 4, timeout=100) == [True] * 4
+    # A page about what needs no job is run by one process.
+    size = 4 if "init_process_group" in text else 1
+    assert run_ranks(ranks, size, timeout=220) == [True] * size
