@@ -191,6 +191,24 @@ class TestInputs:
         Path("sub/meshplan.toml").write_text('mesh = "ddp=8,fsdp=5"\ntopology = ["host"]\n')
         assert lint("sub/meshplan.toml")[0] == 1
 
+    def test_ignores_of_a_configuration_whose_mesh_is_not_judged(self, lint: Any) -> None:
+        comment = "  # meshplan: ignore[MP101] two racks, agreed"
+        Path("meshplan.toml").write_text(f'mesh = "ddp=8,fsdp=5"{comment}\ndomain-size = 8\n')
+        words = ("--select", "MP1", "--ignore", "MP105", "--output-format", "json")
+        for more, ignored in (((), 2), (("--mesh", "ddp=5,fsdp=8"), 0)):
+            code, out, _ = lint(*words, *more)
+            assert (code, findings(out), json.loads(out)["ignored"]) == (0, {}, ignored)
+
+    def test_a_mesh_at_the_root_of_any_toml(self, lint: Any) -> None:
+        Path("configs").mkdir()
+        Path("configs/mesh.toml").write_text('mesh = "ddp=8,fsdp=5"\n')
+        assert lint("configs/mesh.toml", "--domain-size", "8")[0] == 1
+        # Below a table it is somebody else's.
+        Path("configs/other.toml").write_text('[model]\nmesh = "ddp=8,fsdp=5"\n')
+        code, _, err = lint("configs/other.toml", "--domain-size", "8")
+        assert code == 2
+        assert "no mesh in it that meshplan can read" in err
+
     def test_ignores(self, lint: Any) -> None:
         comment = "# meshplan: ignore[MP1] the loss is reduced elsewhere\n"
         Path("train.py").write_text(TRAIN.replace("mesh =", comment + "mesh ="))
@@ -408,7 +426,7 @@ meshplan: MP402: --live asks the ranks where they sit; leave out the options tha
 meshplan: MP402: --timeout is for --live; leave it out
 meshplan: MP402: --ranks are those of one --mesh, found 2
 meshplan: nothing is expected after --, found 'y'; see meshplan --help
-meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo'); see meshplan --help
+meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'links', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo'); see meshplan --help
 """,
         )
 

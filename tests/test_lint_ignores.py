@@ -71,6 +71,8 @@ class Shown(TestCase):
             "# meshplan: ignore[] because\n",
             "# meshplan: ignore[E501] because\n",
             "# meshplan: ignore[MP1011] because\n",
+            "# meshplan: ignore[MP999] because\n",
+            "# meshplan: ignore[MP7] because\n",
             "# meshplan: ignore[MP101,] because\n",
             "# meshplan:ignore\n",
         )
@@ -83,9 +85,20 @@ MP402: train.py:1: this ignores nothing, as it names no rule; write for example 
 MP402: train.py:1: '' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: 'E501' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: 'MP1011' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: 'MP999' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: 'MP7' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: '' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: this ignores nothing, as it names no rule; write for example # meshplan: ignore[MP101] why it is right here
 """,
+        )
+
+    def test_a_finding_on_another_line(self) -> None:
+        text = "[parallelism]\ntp = 5  # meshplan: ignore[MP101] two racks\n"
+        kept, count, unused = take_out([finding("MP101", 1)], {"train.py": ignores(text)})
+        assert (len(kept), count) == (1, 0)
+        self.assertExpectedInline(
+            unused[0].message,
+            """no finding of MP101 on line 2 to ignore; there is one on line 1: put the comment there, or take it out""",
         )
 
     def test_unused(self) -> None:

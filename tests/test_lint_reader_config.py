@@ -63,6 +63,7 @@ class Shown(TestCase):
                 ("pyproject.toml", '[project]\nname = "x"\n[tool.meshplan]\nmesh = "dp=2"\n'),
                 ("other.toml", '[[tool.meshplan.mesh]]\naxes = "a=2"\n'),
                 ("ours.toml", '[[mesh]]\naxes = "a=2"\n'),
+                ("configs/mesh.toml", '# a job\nmesh = "ddp=8,fsdp=5"\ndomain-size = 8\n'),
             )
         )
         self.assertExpectedInline(
@@ -78,6 +79,7 @@ conf/meshplan.toml:1 (tp=4) model: dtensor
 pyproject.toml:4 (dp=2) replicate: dtensor
 other.toml:1 (a=2) replicate: dtensor
 ours.toml:1 (a=2) replicate: dtensor
+configs/mesh.toml:2 (ddp=8, fsdp=5) replicate shard: dtensor
 """,
         )
 

@@ -73,6 +73,9 @@ def asked_of(given: argparse.Namespace) -> Asked:
         files.append(read_arguments(given.arguments, world_size=size))
     if config is not None and not files:
         files = [config[1]]
+    elif config is not None and config[0] not in given.files:
+        # Of its meshes none is judged, so that its comments have nothing to take out.
+        del asked.texts[config[0]]
     live = _live(given)
     for file in files:
         asked.skipped += file.skipped

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
+from meshplan.lint._rules import RULES
 
 __all__ = ["Ignore", "ignores", "take_out"]
 
@@ -63,7 +64,7 @@ def ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
         if given is None:
             raise PolicyError(f"{where}: this ignores nothing, as it names no rule; {_EXAMPLE}")
         codes = tuple(code.strip() for code in given["codes"].split(","))
-        wrong = next((code for code in codes if not _CODE.fullmatch(code)), None)
+        wrong = next((code for code in codes if not _is_of_a_rule(code)), None)
         if wrong is not None:
             raise PolicyError(f"{where}: '{wrong[:40]}' is no code of a rule; {_EXAMPLE}")
         reason = given["reason"].strip()
@@ -97,12 +98,17 @@ def take_out(
         used |= {(file, one.line) for one in about}
         kept += [] if about else [finding]
     unused = [
-        _unused(file, one)
+        _unused(file, one, kept)
         for file, comments in given.items()
         for one in comments
         if (file, one.line) not in used
     ]
     return tuple(kept), len(findings) - len(kept), tuple(unused)
+
+
+def _is_of_a_rule(code: str) -> bool:
+    """Whether it is a code, or the beginning of one."""
+    return bool(_CODE.fullmatch(code)) and any(known.startswith(code) for known in RULES)
 
 
 def _targets(text: str) -> list[int]:
@@ -115,12 +121,23 @@ def _targets(text: str) -> list[int]:
     return found
 
 
-def _unused(file: str, ignore: Ignore) -> Finding:
+def _unused(file: str, ignore: Ignore, findings: Sequence[Finding]) -> Finding:
     codes = ", ".join(ignore.codes)
+    lines = {
+        one.source.line
+        for one in findings
+        if one.source.file == file
+        and one.source.line is not None
+        and one.code.startswith(ignore.codes)
+    }
+    cure = "take the comment out"
+    if lines:
+        # A finding stands where its mesh begins, which may be a table of its own.
+        cure = f"there is one on line {min(lines)}: put the comment there, or take it out"
     return Finding(
         code="MP190",
         severity="warning",
-        message=f"no finding of {codes} on line {ignore.target} to ignore; take the comment out",
+        message=f"no finding of {codes} on line {ignore.target} to ignore; {cure}",
         source=Source(file, ignore.line),
         data={"codes": list(ignore.codes), "line": ignore.target, "reason": ignore.reason},
     )

@@ -37,14 +37,21 @@ _MESH_KEYS = (
 _ROLES: tuple[Role, ...] = get_args(Role)
 _FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 _OURS = re.compile(r"^[ \t]*(?:\[\[?[ \t]*tool[ \t]*\.[ \t]*meshplan|\[\[[ \t]*mesh)\b", re.M)
+# A mesh at the root, which ends with the first table.
+_ROOT_MESH = re.compile(r"^[ \t]*mesh[ \t]*=[ \t]*[\"'][^\"'\n]*=", re.M)
+_TABLE = re.compile(r"^[ \t]*\[", re.M)
 
 
 def recognises(name: str, text: str) -> bool:
-    """Whether this is a configuration of the linter, by name or by its tables."""
+    """Whether this is a configuration of the linter, by its name, its tables or its mesh."""
     base = name.replace("\\", "/").rpartition("/")[2]
     if base in ("meshplan.toml", ".meshplan.toml", "pyproject.toml"):
         return True
-    return base.endswith(".toml") and bool(_OURS.search(text))
+    if not base.endswith(".toml"):
+        return False
+    table = _TABLE.search(text)
+    root = text if table is None else text[: table.start()]
+    return bool(_OURS.search(text) or _ROOT_MESH.search(root))
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
