@@ -26,7 +26,7 @@ from benchmarks.record import Bar, Case, Figures, at_least, at_most
 from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, on_ranks, slowest
 from meshplan import kernel
-from meshplan.collectives import Source, StepGroups, run_reduction
+from meshplan.collectives import Purpose, StepGroups, run_reduction
 from meshplan.contract import Contract
 from meshplan.flatten import registry
 from meshplan.layout import Layout
@@ -68,10 +68,10 @@ def ways(world_size: int) -> dict[str, Callable[[Tensor], object]]:
         path="exchange",
         contract=contract,
     )
-    groups, source = StepGroups(group.pg), Source("", "", "")
+    groups, purpose = StepGroups(group.pg), Purpose("", "", "")
 
     def exchange(tensor: Tensor) -> None:
-        result = run_reduction(tensor, step, groups, source=source)
+        result = run_reduction(tensor, step, groups, purpose=purpose)
         torch.ops._c10d_functional.wait_tensor(result)
 
     def peer(tensor: Tensor) -> None:

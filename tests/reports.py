@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from meshplan.lint._finding import Finding, Fix, Report, Source
+from meshplan.lint._finding import Finding, Fix, LintReport, Source
 from meshplan.lint._rules import RULES
 
-PLAIN = Report(
+PLAIN = LintReport(
     findings=(
         Finding(
             code="MP101",
@@ -44,10 +44,10 @@ PLAIN = Report(
     judged=("(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8",),
     ignored=2,
 )
-EMPTY = Report(findings=(), judged=("(dp=8): 1 node of 8",))
+EMPTY = LintReport(findings=(), judged=("(dp=8): 1 node of 8",))
 # What could break a format: its own escapes, tags, commands, links, controls of a terminal, bytes
 # that are not UTF-8, and marks that turn the direction of writing.
-HOSTILE = Report(
+HOSTILE = LintReport(
     findings=(
         Finding(
             code="MP101",
@@ -86,7 +86,7 @@ FINDINGS = st.builds(
     data=st.dictionaries(TEXTS, st.one_of(st.none(), st.floats(), TEXTS), max_size=3),
 )
 REPORTS = st.builds(
-    Report,
+    LintReport,
     findings=st.lists(FINDINGS, max_size=4).map(tuple),
     judged=st.lists(TEXTS, max_size=2).map(tuple),
     ignored=st.integers(0, 3),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.flatten._agree import Verdict, arrived, open_round, roll_call, vote
+from meshplan.flatten._agree import VoteResult, arrived, open_round, roll_call, vote
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,10 +25,10 @@ def members(
     tokens: dict[int, str] | None = None,
     vetoes: dict[int, str] | None = None,
     timeout: float = 5.0,
-) -> dict[int, Verdict]:
+) -> dict[int, VoteResult]:
     """Ranks of ``come`` arrive after that many seconds; returns what each of them read."""
 
-    def member(rank: int) -> Verdict:
+    def member(rank: int) -> VoteResult:
         time.sleep(come[rank])
         prefix, refused = open_round(store, "group", rank)
         return refused or vote(
@@ -116,9 +116,9 @@ def test_all_members_read_the_same(late: list[int], gone: set[int]) -> None:
     found = members(dist.HashStore(), ranks, come, timeout=1.0 if gone else 20.0)
     (verdict,) = {v.dumps() for v in found.values()}
     if gone:
-        assert set(Verdict.loads(verdict).missing) == gone
+        assert set(VoteResult.loads(verdict).missing) == gone
     else:
-        assert Verdict.loads(verdict).unanimous
+        assert VoteResult.loads(verdict).unanimous
 
 
 def test_a_timeout_beside_the_last_arrival_decides_once() -> None:
@@ -126,14 +126,14 @@ def test_a_timeout_beside_the_last_arrival_decides_once() -> None:
     for delay in (0.048, 0.05, 0.052):
         store = dist.HashStore()
         barrier = threading.Barrier(2)
-        results: list[Verdict] = []
+        results: list[VoteResult] = []
 
         def member(
             rank: int,
             pause: float,
             store: dist.Store = store,
             barrier: threading.Barrier = barrier,
-            results: list[Verdict] = results,
+            results: list[VoteResult] = results,
         ) -> None:
             prefix, _ = open_round(store, "group", rank)
             barrier.wait()

@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan.collectives import Source, StepGroups, _audit, _run
+from meshplan.collectives import Purpose, StepGroups, _audit, _run
 from meshplan.contract import Contract
 from meshplan.dtensor import _calls
 from meshplan.errors import AuditError, FallbackRefusedError, GroupAgreementError, PeerTimeoutError
@@ -316,11 +316,11 @@ def test_counts_are_bounded_and_go_with_their_groups(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_calls, "MAX_REDUCTIONS", 3)
     one, other = Peers(), Peers()
     before = len(_calls._COUNTS)
-    sources = [Source(f"asked {n}", "planned", "a") for n in range(4)]
+    sources = [Purpose(f"asked {n}", "planned", "a") for n in range(4)]
     assert [_calls.next_call(groups(one), sources[0]) for _ in range(3)] == [1, 2, 3]
     assert _calls.next_call(groups(other), sources[0]) == 1
     # Of another group of the same ranks.
-    assert _calls.next_call(groups(one), Source("asked 0", "planned", "b")) == 1
+    assert _calls.next_call(groups(one), Purpose("asked 0", "planned", "b")) == 1
     assert [_calls.next_call(groups(one), source) for source in sources] == [4, 1, 1, 1]
     # The fourth made all of them begin anew.
     assert [_calls.next_call(groups(one), source) for source in sources[::3]] == [1, 2]

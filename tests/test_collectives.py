@@ -15,7 +15,7 @@ from expecttest import TestCase
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from meshplan.collectives import Source, StepGroups, clear_report, report, run_reduction
+from meshplan.collectives import Purpose, StepGroups, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.planner import Step
@@ -50,7 +50,7 @@ def run(
         tensor,
         wanted,
         groups or StepGroups(dist.group.WORLD),
-        source=Source("asked", "planned", "world"),
+        purpose=Purpose("asked", "planned", "world"),
         strict=strict,
     )
     return torch.ops._c10d_functional.wait_tensor(result)

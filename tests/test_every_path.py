@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshplan import kernel
-from meshplan.collectives import Source, StepGroups, run_reduction
+from meshplan.collectives import Purpose, StepGroups, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.flatten import registry
 from meshplan.layout import Layout
@@ -73,7 +73,7 @@ def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
                     scatter=scatter,
                 )
                 result = run_reduction(
-                    mine, step, groups, source=Source("", "", ""), path=path, strict=True
+                    mine, step, groups, purpose=Purpose("", "", ""), path=path, strict=True
                 )
                 result = torch.ops._c10d_functional.wait_tensor(result)
                 expected = whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshplan.collectives import Source, StepGroups, _in_place, clear_report, report, run_reduction
+from meshplan.collectives import Purpose, StepGroups, _in_place, clear_report, report, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.errors import CollectiveError
 from meshplan.kernel import _fold, large_pages, reduce_into
@@ -46,8 +46,8 @@ def step(ranks: int, op: str = "sum", **more: Any) -> Step:
 def run(tensor: Tensor, wanted: Step) -> tuple[Tensor, tuple[str, ...]]:
     """The result on the default group, and what the report says was sent."""
     clear_report()
-    source = Source("asked", "planned", "world")
-    result = run_reduction(tensor, wanted, StepGroups(dist.group.WORLD), source=source)
+    purpose = Purpose("asked", "planned", "world")
+    result = run_reduction(tensor, wanted, StepGroups(dist.group.WORLD), purpose=purpose)
     (entry,) = report().entries
     return torch.ops._c10d_functional.wait_tensor(result), entry["sends"]
 
@@ -187,8 +187,8 @@ def test_tracing_sees_one_operator() -> None:
         for mode in ("real", "fake", "symbolic"):
 
             def reduce(tensor: Tensor) -> Tensor:
-                source = Source("asked", "planned", "world")
-                return run_reduction(tensor, step(2), StepGroups(group), source=source)
+                purpose = Purpose("asked", "planned", "world")
+                return run_reduction(tensor, step(2), StepGroups(group), purpose=purpose)
 
             graph = make_fx(reduce, tracing_mode=mode)(torch.ones(numel)).graph
             names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
@@ -204,8 +204,8 @@ def test_ranks_that_run_a_graph_call_what_the_others_call(compiled: tuple[int, .
 
     def ranks(rank: int) -> None:
         def reduce(tensor: Tensor) -> Tensor:
-            source = Source("asked", "planned", "world")
-            result = run_reduction(tensor, step(3), StepGroups(dist.group.WORLD), source=source)
+            purpose = Purpose("asked", "planned", "world")
+            result = run_reduction(tensor, step(3), StepGroups(dist.group.WORLD), purpose=purpose)
             return torch.ops._c10d_functional.wait_tensor(result)
 
         call = (

@@ -16,7 +16,7 @@ from hypothesis import given
 
 import meshplan
 from meshplan.errors import PolicyError
-from meshplan.lint._finding import Finding, Report, Source
+from meshplan.lint._finding import Finding, LintReport, Source
 from meshplan.lint._reporters import FORMATS, render, wants_color
 from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
 
@@ -335,7 +335,7 @@ def test_formats() -> None:
 
 @pytest.mark.parametrize("output_format", FORMATS)
 @given(report=REPORTS)
-def test_any_report(report: Report, output_format: str) -> None:
+def test_any_report(report: LintReport, output_format: str) -> None:
     """Can be written as UTF-8, has no character that a terminal obeys, and ends its last line."""
     found = render(report, output_format)
     found.encode("utf-8")
@@ -346,7 +346,7 @@ def test_any_report(report: Report, output_format: str) -> None:
 
 
 @given(REPORTS)
-def test_concise_is_one_line_for_each_finding(report: Report) -> None:
+def test_concise_is_one_line_for_each_finding(report: LintReport) -> None:
     lines = render(report, "concise").split("\n")[:-1]
     assert len(lines) == len(report.findings)
     for line, finding in zip(lines, report.findings, strict=True):
@@ -354,7 +354,7 @@ def test_concise_is_one_line_for_each_finding(report: Report) -> None:
 
 
 @given(REPORTS)
-def test_json_says_it_all(report: Report) -> None:
+def test_json_says_it_all(report: LintReport) -> None:
     def refuse(number: str) -> None:
         raise AssertionError(number)
 
@@ -370,7 +370,7 @@ def test_json_says_it_all(report: Report) -> None:
 
 
 @given(REPORTS)
-def test_github_is_one_command_for_each_finding(report: Report) -> None:
+def test_github_is_one_command_for_each_finding(report: LintReport) -> None:
     lines = render(report, "github").split("\n")[:-1]
     assert len(lines) == len(report.findings)
     for line in lines:
@@ -382,7 +382,7 @@ def test_github_is_one_command_for_each_finding(report: Report) -> None:
 
 
 @given(REPORTS)
-def test_junit_counts(report: Report) -> None:
+def test_junit_counts(report: LintReport) -> None:
     root = ElementTree.fromstring(render(report, "junit").encode("utf-8"))
     suite = root[0]
     assert (root.tag, suite.tag) == ("testsuites", "testsuite")
@@ -401,7 +401,7 @@ def test_files_are_relative_to_where_the_linter_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = [str(tmp_path / "a" / "b.toml"), "./a/../b.toml", "../b.toml", "/b.toml"]
-    report = Report(tuple(Finding("MP101", "error", "m", Source(name)) for name in names))
+    report = LintReport(tuple(Finding("MP101", "error", "m", Source(name)) for name in names))
     files = [line.split(",")[0] for line in render(report, "github").splitlines()]
     assert files == [
         "::error file=a/b.toml",
@@ -431,7 +431,7 @@ def test_without_rich_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE])
-def test_colors_change_nothing_else(report: Report) -> None:
+def test_colors_change_nothing_else(report: LintReport) -> None:
     pytest.importorskip("rich")
     colored = render(report, "text", color=True)
     assert "\x1b[1m" in colored

@@ -13,28 +13,28 @@ import pytest
 from expecttest import TestCase
 from hypothesis import given
 
-from meshplan.lint._finding import Finding, Report, Source
+from meshplan.lint._finding import Finding, LintReport, Source
 from meshplan.lint._reporters import render
 from meshplan.lint._rules import RULES
 from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
 
 SUBSET = json.loads((Path(__file__).parent / "schemas" / "sarif_subset.json").read_text())
-ALL_RULES = Report(
+ALL_RULES = LintReport(
     tuple(Finding(r.code, r.severity, r.summary, Source("mesh.toml", 1)) for r in RULES.values())
 )
 
 
-def run_of(report: Report) -> Any:
+def run_of(report: LintReport) -> Any:
     return json.loads(render(report, "sarif"))["runs"][0]
 
 
-def prints(report: Report) -> list[str]:
+def prints(report: LintReport) -> list[str]:
     return [result["partialFingerprints"]["meshplan/v1"] for result in run_of(report)["results"]]
 
 
 def at(file: str = "", line: int | None = None, option: str = "") -> Any:
     finding = Finding("MP101", "error", "m", Source(file, line, option))
-    return run_of(Report((finding,)))["results"][0]["locations"][0]
+    return run_of(LintReport((finding,)))["results"][0]["locations"][0]
 
 
 class TestSarif(TestCase):
@@ -223,20 +223,20 @@ class TestSarif(TestCase):
 
     def test_braces_and_brackets(self) -> None:
         finding = Finding("MP101", "error", "{0} of {1-3} [a](b)", Source("f"))
-        text = run_of(Report((finding,)))["results"][0]["message"]["text"]
+        text = run_of(LintReport((finding,)))["results"][0]["message"]["text"]
         self.assertExpectedInline(text, """{{0}} of {{1-3}} [a] (b)""")
 
 
 @pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE, ALL_RULES])
-def test_the_subset_that_is_written(report: Report) -> None:
+def test_the_subset_that_is_written(report: LintReport) -> None:
     jsonschema.Draft202012Validator.check_schema(SUBSET)
     jsonschema.Draft202012Validator(SUBSET).validate(json.loads(render(report, "sarif")))
 
 
 @given(REPORTS)
-def test_any_report_is_in_the_subset(report: Report) -> None:
+def test_any_report_is_in_the_subset(report: LintReport) -> None:
     # An empty message is no message; the linter writes none.
-    report = Report(tuple(replace(f, message=f.message or "m") for f in report.findings))
+    report = LintReport(tuple(replace(f, message=f.message or "m") for f in report.findings))
     jsonschema.Draft202012Validator(SUBSET).validate(json.loads(render(report, "sarif")))
 
 
@@ -245,13 +245,13 @@ def test_any_report_is_in_the_subset(report: Report) -> None:
     reason="set MESHPLAN_SARIF_SCHEMA to a copy of OASIS's sarif-schema-2.1.0.json",
 )
 @pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE, ALL_RULES])
-def test_the_schema_of_the_standard(report: Report) -> None:
+def test_the_schema_of_the_standard(report: LintReport) -> None:
     schema = json.loads(Path(os.environ["MESHPLAN_SARIF_SCHEMA"]).read_text(encoding="utf-8"))
     jsonschema.Draft4Validator(schema).validate(json.loads(render(report, "sarif")))
 
 
 @given(REPORTS)
-def test_rules_are_those_that_are_referred_to(report: Report) -> None:
+def test_rules_are_those_that_are_referred_to(report: LintReport) -> None:
     run = run_of(report)
     ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert len(set(ids)) == len(ids)
@@ -264,14 +264,14 @@ def test_fingerprints_do_not_depend_on_lines_or_on_other_findings() -> None:
     first, second = (Finding("MP101", "error", word, Source("f", 1)) for word in ("a", "b"))
     moved = replace(first, source=Source("f", 40))
     elsewhere = replace(first, source=Source("g", 1))
-    assert prints(Report((first, second))) == prints(Report((moved, second)))
-    assert prints(Report((second, first))) == prints(Report((first, second)))[::-1]
-    assert prints(Report((first,))) != prints(Report((elsewhere,)))
-    one, other = prints(Report((first, moved)))
+    assert prints(LintReport((first, second))) == prints(LintReport((moved, second)))
+    assert prints(LintReport((second, first))) == prints(LintReport((first, second)))[::-1]
+    assert prints(LintReport((first,))) != prints(LintReport((elsewhere,)))
+    one, other = prints(LintReport((first, moved)))
     assert (one[:-2], one[-2:], other[-2:]) == (other[:-2], ":1", ":2")
 
 
 def test_fingerprints_stay_as_they_are() -> None:
     """Another value would close and reopen every alert of every user."""
     finding = Finding("MP101", "error", "m", Source("configs/mesh.toml", 3), "(dp=8)")
-    assert prints(Report((finding,))) == ["4ae91a0be84eb11dcd28184d8811d58a:1"]
+    assert prints(LintReport((finding,))) == ["4ae91a0be84eb11dcd28184d8811d58a:1"]

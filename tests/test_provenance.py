@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import meshplan
-from meshplan.collectives import Source, StepGroups, run_reduction
+from meshplan.collectives import Purpose, StepGroups, run_reduction
 from meshplan.collectives._provenance import Event, _Events
 from meshplan.contract import Contract
 from meshplan.planner import Step
@@ -280,8 +280,8 @@ def test_what_really_ran_is_in_the_report() -> None:
             path="exchange",
             contract=Contract(),
         )
-        source = Source("all_reduce", "planned", "world", kind="collective")
-        run_reduction(torch.ones(2), step, StepGroups(dist.group.WORLD), source=source)
+        purpose = Purpose("all_reduce", "planned", "world", kind="collective")
+        run_reduction(torch.ones(2), step, StepGroups(dist.group.WORLD), purpose=purpose)
         (entry,) = meshplan.report(json=True)["entries"]
         assert (entry["kind"], entry["ranks"]) == ("collective", 4)
 

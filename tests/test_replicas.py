@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import meshplan
 from meshplan.errors import GroupAgreementError, ReplicaDivergenceError, SignatureMismatchError
 from meshplan.replicas import ReplicaCheck, ReplicaReport, _look, _verify, verify_replicas
-from meshplan.replicas._tensors import Source
+from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
 from tests.processes import run_ranks
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 R, S = Replicate(), Shard(0)
 
 
-def error(source: Source, mesh: DeviceMesh | None, **options: int) -> meshplan.MeshplanError:
+def error(source: TensorSource, mesh: DeviceMesh | None, **options: int) -> meshplan.MeshplanError:
     with pytest.raises((ReplicaDivergenceError, SignatureMismatchError)) as caught:
         verify_replicas(source, mesh, **options)
     return caught.value  # type: ignore[return-value]

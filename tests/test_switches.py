@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
-from meshplan.collectives import PATHS, Source, StepGroups, one_shot_switch, run_reduction
+from meshplan.collectives import PATHS, Purpose, StepGroups, one_shot_switch, run_reduction
 from meshplan.contract import Contract, reduce_leaves
 from meshplan.dtensor import current_config
 from meshplan.dtensor._config import Config
@@ -237,7 +237,7 @@ class TestForced(TestCase):
                     torch.ones(2),
                     step,
                     StepGroups(dist.group.WORLD),
-                    source=Source("all_reduce", "planned", "world", kind="collective"),
+                    purpose=Purpose("all_reduce", "planned", "world", kind="collective"),
                     path="auto",
                     strict=True,
                     one_shot=True,

@@ -15,7 +15,7 @@ from meshplan.lint import (
     SEVERITIES,
     Finding,
     Job,
-    Report,
+    LintReport,
     Selection,
     Settings,
     check_environment,
@@ -60,7 +60,7 @@ def judged(given: argparse.Namespace) -> int:
     return 1 if fails and not given.exit_zero else 0
 
 
-def _report(given: argparse.Namespace, asked: Asked, selection: Selection) -> Report:
+def _report(given: argparse.Namespace, asked: Asked, selection: Selection) -> LintReport:
     comments = {name: ignores(text, file=name) for name, text in asked.texts.items()}
     found = list(findings_of(asked.jobs))
     found += check_environment(
@@ -76,7 +76,7 @@ def _report(given: argparse.Namespace, asked: Asked, selection: Selection) -> Re
     kept, ignored, unused = take_out(found, comments)
     wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]
     about = [f"{job.source}: {job.layout} on {cluster.topology}" for job, cluster in asked.jobs]
-    return Report(in_order(wanted), tuple(dict.fromkeys(about)), ignored)
+    return LintReport(in_order(wanted), tuple(dict.fromkeys(about)), ignored)
 
 
 def _draw(given: argparse.Namespace, jobs: Sequence[tuple[Job, Cluster]]) -> None:
@@ -102,7 +102,7 @@ def _draw(given: argparse.Namespace, jobs: Sequence[tuple[Job, Cluster]]) -> Non
         _save(name, text)
 
 
-def _write(given: argparse.Namespace, report: Report, output_format: str) -> None:
+def _write(given: argparse.Namespace, report: LintReport, output_format: str) -> None:
     if given.fix:
         if output_format not in ("text", "concise"):
             raise PolicyError(
@@ -123,7 +123,7 @@ def _write(given: argparse.Namespace, report: Report, output_format: str) -> Non
 
 def _write_fixes(findings: Sequence[Finding]) -> None:
     """The findings on standard error, and the diffs, one for each source, on standard output."""
-    sys.stderr.write(render(Report(tuple(findings)), "concise"))
+    sys.stderr.write(render(LintReport(tuple(findings)), "concise"))
     seen = set()
     for finding in findings:
         # One mesh is often found fault with twice, and one change cures both.

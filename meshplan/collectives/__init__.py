@@ -20,7 +20,7 @@ from meshplan.collectives._nccl_profiles import (
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._provenance import MAX_RECORDS as MAX_RECORDS
 from meshplan.collectives._provenance import Event as Event
-from meshplan.collectives._provenance import Source as Source
+from meshplan.collectives._provenance import Purpose as Purpose
 from meshplan.collectives._provenance import clear_report as clear_report
 from meshplan.collectives._provenance import count_untouched as count_untouched
 from meshplan.collectives._provenance import record as record
@@ -55,7 +55,7 @@ __all__ = [
     "NcclSetting",
     "PathChoice",
     "Report",
-    "Source",
+    "Purpose",
     "StepGroups",
     "Work",
     "clear_report",

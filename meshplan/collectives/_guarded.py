@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan.collectives._groups import StepGroups
-from meshplan.collectives._provenance import Source
+from meshplan.collectives._provenance import Purpose
 from meshplan.errors import CollectiveError, GroupStateError, MeshplanError
 from meshplan.flatten import missing_members, shown_failure
 
@@ -24,7 +24,7 @@ _busy: dict[ProcessGroup, list[threading.Thread]] = {}
 
 
 def guarded(
-    run: Callable[[], _Result], groups: StepGroups, device_type: str, source: Source
+    run: Callable[[], _Result], groups: StepGroups, device_type: str, purpose: Purpose
 ) -> _Result:
     """Run what a reduction sends.
 
@@ -32,7 +32,7 @@ def guarded(
         run: sends it on ``groups``.
         groups: a step's.
         device_type: of the tensors.
-        source: what was asked, planned and found, for the words of an error.
+        purpose: what was asked, planned and found, for the words of an error.
 
     Raises:
         GroupStateError: another thread of this process is in a reduction over one of the groups.
@@ -46,10 +46,10 @@ def guarded(
             owner = _busy.setdefault(group, mine)
             if owner is not mine:
                 raise GroupStateError(
-                    f"thread {mine[0].name!r} came to a reduction over {source.group} while thread "
-                    f"{owner[0].name!r} is in one: ranks meet in the order of their calls, and "
-                    "threads have no order that is the same on all ranks; reduce over one mesh on "
-                    "one thread, or give each thread a mesh of its own"
+                    f"thread {mine[0].name!r} came to a reduction over {purpose.group} while "
+                    f"thread {owner[0].name!r} is in one: ranks meet in the order of their calls, "
+                    "and threads have no order that is the same on all ranks; reduce over one mesh "
+                    "on one thread, or give each thread a mesh of its own"
                 )
             taken.append(group)
         return run()
@@ -57,11 +57,11 @@ def guarded(
         raise
     except RuntimeError as error:
         # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
-        note = f"meshplan: in {source.asked}, {source.planned}, on {source.group}"
+        note = f"meshplan: in {purpose.asked}, {purpose.planned}, on {purpose.group}"
         if _is_of_memory(error):
             error.add_note(note)
             raise
-        failed = _failed(error, groups, device_type, source.group)
+        failed = _failed(error, groups, device_type, purpose.group)
         failed.add_note(note)
         raise failed from error
     finally:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan.collectives._members import groups_of, where
-from meshplan.collectives._provenance import Source
+from meshplan.collectives._provenance import Purpose
 from meshplan.collectives._request import DeterministicAllReduceConfig, op_named
 from meshplan.collectives._run import run_reduction
 from meshplan.collectives._switches import one_shot_switch
@@ -61,7 +61,7 @@ def reduced_in_order(
         tensor.detach(),
         step,
         groups,
-        source=Source(asked, planned, where(groups.flat), "collective"),
+        purpose=Purpose(asked, planned, where(groups.flat), "collective"),
         path="reference" if gathers else config.mode,
         strict=config.strict,
         one_shot=one_shot_switch(),

@@ -19,7 +19,7 @@ __all__ = [
     "MAX_RECORDS",
     "Event",
     "Kind",
-    "Source",
+    "Purpose",
     "clear_report",
     "count_untouched",
     "record",
@@ -80,7 +80,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Purpose:
     """What a collective is run for, in the words of its events.
 
     Attributes:

@@ -20,7 +20,7 @@ from meshplan.collectives._guarded import guarded
 from meshplan.collectives._hierarchical import hierarchical_exchange, hierarchical_scatter
 from meshplan.collectives._in_place import exchange_over_gloo, is_over_gloo
 from meshplan.collectives._peers import peer_all_reduce, peer_scatter
-from meshplan.collectives._provenance import MAX_RECORDS, Event, Source, record
+from meshplan.collectives._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.collectives._scatter import (
     exchange_scatter,
     native_scatter,
@@ -55,7 +55,7 @@ def run_reduction(
     step: Step,
     groups: StepGroups,
     *,
-    source: Source,
+    purpose: Purpose,
     path: str = "exchange",
     strict: bool = False,
     one_shot: bool | None = None,
@@ -69,7 +69,7 @@ def run_reduction(
             Others run on the backend's own all-reduce, which the report shows as a fallback.
         step: an ``all_reduce`` or ``reduce_scatter``.
         groups: the step's.
-        source: what was asked and planned, for the report.
+        purpose: what was asked and planned, for the report.
         path: one of ``PATHS``, for what was planned as an exchange.
         strict: refuse a fallback.
         one_shot: where path is ``auto``: always one-shot, or never; ``None``: what is faster.
@@ -110,17 +110,17 @@ def run_reduction(
             )
             if choice.fallback and strict:
                 raise FallbackRefusedError(
-                    f"{source.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
+                    f"{purpose.asked}: {tensor.dtype} would run on the backend's own {step.op}, in "
                     "its own order; convert the tensor, or write strict=False"
                 ) from error
     if choice.fallback and strict:
         if choice.path == "native":
             raise FallbackRefusedError(
-                f"{source.asked}: path native is outside the contract; write another path, or "
+                f"{purpose.asked}: path native is outside the contract; write another path, or "
                 "strict=False"
             )
         raise FallbackRefusedError(
-            f"{source.asked}: path {choice.wanted} was asked for and {choice.path} would run: "
+            f"{purpose.asked}: path {choice.wanted} was asked for and {choice.path} would run: "
             f"{choice.why}; write another path, or strict=False"
         )
     traced = is_traced(tensor)
@@ -128,7 +128,7 @@ def run_reduction(
     with _NO_SPAN if traced else span(step.kind, step.op, choice.path):
         run = partial(_reduced, summand, step, groups, choice.path)
         kind = tensor.device.type
-        reduced, sends = run() if traced else _checked(run, groups, kind, choice.path, source)
+        reduced, sends = run() if traced else _checked(run, groups, kind, choice.path, purpose)
     result = reduced
     # A graph keeps what is waited for where its result is of no use, backward's copies included:
     # what is finished must not be waited for there.
@@ -139,7 +139,7 @@ def run_reduction(
     if tensor.is_complex() and not numbers.is_complex():
         result = torch.view_as_complex(result)
     contract = None if choice.path == "native" else step.contract
-    event = _event(source, path, choice, sends, tensor.dtype, contract, step.sizes, traced)
+    event = _event(purpose, path, choice, sends, tensor.dtype, contract, step.sizes, traced)
     seconds = time.perf_counter() - started
     audits = bool(audit) and contract is not None and not traced and summand.numel() > 0
     difference = _audit.audit(summand, reduced, step, groups) if audits else None
@@ -148,7 +148,7 @@ def run_reduction(
     nbytes = 0 if traced else tensor.nbytes
     record(event, elements=numel, nbytes=nbytes, seconds=seconds, audited=audits)
     if difference is not None:
-        raise _audit.audit_error(difference, source.asked, step, choice.path, tensor, audit)
+        raise _audit.audit_error(difference, purpose.asked, step, choice.path, tensor, audit)
     return result
 
 
@@ -170,12 +170,12 @@ def _checked(
     groups: StepGroups,
     device_type: str,
     path: str,
-    source: Source,
+    purpose: Purpose,
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Under the guard. What is the backend's own goes on beside the caller, as it does in torch."""
     if device_type == "cpu" and path != "native":
         run = partial(_finished, run)
-    return guarded(run, groups, device_type, source)
+    return guarded(run, groups, device_type, purpose)
 
 
 def _finished(run: Callable[[], tuple[Tensor, tuple[str, ...]]]) -> tuple[Tensor, tuple[str, ...]]:
@@ -224,7 +224,7 @@ def _sends(step: Step, path: str, result: Tensor) -> tuple[str, ...]:
 
 @lru_cache(maxsize=MAX_RECORDS)
 def _event(
-    source: Source,
+    purpose: Purpose,
     path: str,
     choice: Choice,
     sends: tuple[str, ...],
@@ -234,15 +234,15 @@ def _event(
     traced: bool,
 ) -> Event:
     return Event(
-        asked=source.asked,
-        planned=source.planned,
+        asked=purpose.asked,
+        planned=purpose.planned,
         ran=choice.path,
         sends=sends,
-        group=source.group,
+        group=purpose.group,
         dtype=str(dtype).removeprefix("torch."),
         why=choice.why,
         fallback=choice.fallback,
-        kind=source.kind,
+        kind=purpose.kind,
         path=path,
         contract=contract.id if contract else None,
         ranks=math.prod(sizes),

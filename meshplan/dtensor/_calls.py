@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import Any
 
-from meshplan.collectives import Source, StepGroups
+from meshplan.collectives import Purpose, StepGroups
 
 __all__ = ["MAX_REDUCTIONS", "next_call"]
 
@@ -24,14 +24,14 @@ _COUNTS: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def next_call(groups: StepGroups, source: Source) -> int:
+def next_call(groups: StepGroups, purpose: Purpose) -> int:
     """Count one call of a reduction over ``groups``; the first is 1."""
     owner = groups.levels[0] if groups.peers is None else groups.peers
     with _LOCK:
         # The text of a hierarchical step names both its groups: other reductions over one of them
         # are not those of all ranks.
-        counts = _COUNTS.setdefault(owner, {}).setdefault(source.group, {})
-        key = (source.asked, source.planned)
+        counts = _COUNTS.setdefault(owner, {}).setdefault(purpose.group, {})
+        key = (purpose.asked, purpose.planned)
         if key not in counts and len(counts) >= MAX_REDUCTIONS:
             counts.clear()
         counts[key] = counts.get(key, 0) + 1

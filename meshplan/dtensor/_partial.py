@@ -14,13 +14,13 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from meshplan.collectives import Source, StepGroups, is_traced, run_reduction
+from meshplan.collectives import Purpose, StepGroups, is_traced, run_reduction
 from meshplan.dtensor._calls import next_call
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._shard_order import mark
-from meshplan.flatten import Block, Group, Handle, registry, this_rank
+from meshplan.flatten import Block, Group, GroupHandle, registry, this_rank
 from meshplan.layout import Layout
 from meshplan.planner import Step
 
@@ -66,7 +66,7 @@ class PlannedPartial(Partial):
     _layout: Layout
     _config: Config
     _asked: str
-    _found: tuple[tuple[Handle, ...], Source] | None
+    _found: tuple[tuple[GroupHandle, ...], Purpose] | None
 
     def __init__(self, step: Step, layout: Layout, asked: str, config: Config) -> None:
         super().__init__(step.op)
@@ -84,17 +84,17 @@ class PlannedPartial(Partial):
     def _reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if isinstance(tensor, funcol.AsyncCollectiveTensor):
             tensor = tensor.wait()
-        groups, source = self._groups(mesh)
+        groups, purpose = self._groups(mesh)
         if self._config.debug and not torch.compiler.is_compiling():
             self._compare(tensor, mesh)
-        call = self._audited_call(tensor, groups, source)
+        call = self._audited_call(tensor, groups, purpose)
         if call:
             self._compare(tensor, mesh, f", audit of call {call}")
         result = run_reduction(
             tensor,
             self._step,
             groups,
-            source=source,
+            purpose=purpose,
             path=self._config.path,
             strict=self._config.strict,
             one_shot=self._config.one_shot,
@@ -102,7 +102,7 @@ class PlannedPartial(Partial):
         )
         return result if is_traced(tensor) else _under_way(result)
 
-    def _audited_call(self, tensor: torch.Tensor, groups: StepGroups, source: Source) -> int:
+    def _audited_call(self, tensor: torch.Tensor, groups: StepGroups, purpose: Purpose) -> int:
         """Which call of this reduction it is, if it is one to audit; else 0."""
         every = self._config.audit
         if every is None or self._step.contract is None or is_traced(tensor):
@@ -110,7 +110,7 @@ class PlannedPartial(Partial):
         # One process that plays one rank of a job that does not exist gathers nothing.
         if any(dist.get_backend(group) == "fake" for group in groups.levels):
             return 0
-        call = next_call(groups, source)
+        call = next_call(groups, purpose)
         return 0 if (call - 1) % every else call
 
     def _compare(self, tensor: torch.Tensor, mesh: DeviceMesh, more: str = "") -> None:
@@ -124,12 +124,12 @@ class PlannedPartial(Partial):
             assert group is not None
             registry().compare(group, mesh.device_type, signature)
 
-    def _groups(self, mesh: DeviceMesh) -> tuple[StepGroups, Source]:
+    def _groups(self, mesh: DeviceMesh) -> tuple[StepGroups, Purpose]:
         if self._found is not None:
-            handles, source = self._found
+            handles, purpose = self._found
             alive = [group for handle in handles if (group := handle.group()) is not None]
             if len(alive) == len(handles):
-                return self._in_place(alive), source
+                return self._in_place(alive), purpose
         step = self._step
         if step.inner > 1:
             config = self._config
@@ -145,10 +145,10 @@ class PlannedPartial(Partial):
         groups = [self._find(mesh, step.axes, block, peers) for block in self._blocks()]
         if step.gather_axes:
             groups.append(self._find(mesh, step.gather_axes))
-        source = Source(self._asked, step.line(self._layout), self._text(groups))
+        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
         handles = tuple(registry().handle(group) for group in groups)
-        object.__setattr__(self, "_found", (handles, source))
-        return self._in_place(groups), source
+        object.__setattr__(self, "_found", (handles, purpose))
+        return self._in_place(groups), purpose
 
     def _blocks(self) -> tuple[Block | None, ...]:
         """The groups that reduce; ``None`` stands for the whole group."""

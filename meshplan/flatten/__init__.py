@@ -7,8 +7,8 @@ from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._discover import discover as discover
 from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
 from meshplan.flatten._groups import Block as Block
+from meshplan.flatten._groups import GroupHandle as GroupHandle
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
-from meshplan.flatten._groups import Handle as Handle
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import Group as Group
 from meshplan.flatten._join import shown_failure as shown_failure
@@ -20,7 +20,7 @@ __all__ = [
     "Block",
     "Group",
     "GroupRegistry",
-    "Handle",
+    "GroupHandle",
     "beside_main",
     "default_timeout",
     "discover",

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["Verdict", "arrived", "open_round", "roll_call", "vote"]
+__all__ = ["VoteResult", "arrived", "open_round", "roll_call", "vote"]
 
 _FIRST_POLL_SECONDS = 0.0005
 _LAST_POLL_SECONDS = 0.1
@@ -33,7 +33,7 @@ _POLLS_PER_SECOND = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VoteResult:
     """What all members read.
 
     Attributes:
@@ -64,7 +64,7 @@ class Verdict:
         )
 
     @classmethod
-    def loads(cls, text: str) -> Verdict:
+    def loads(cls, text: str) -> VoteResult:
         found = json.loads(text)
         return cls(
             missing=tuple(found["missing"]),
@@ -74,7 +74,7 @@ class Verdict:
         )
 
 
-def open_round(store: Store, name: str, rank: int) -> tuple[str, Verdict | None]:
+def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | None]:
     """Enter the first vote on ``name`` that is this rank's to take part in.
 
     Args:
@@ -93,7 +93,7 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, Verdict | None]
         number += 1
         verdict = None
         if store.check([f"{prefix}/verdict"]):
-            verdict = Verdict.loads(store.get(f"{prefix}/verdict").decode())
+            verdict = VoteResult.loads(store.get(f"{prefix}/verdict").decode())
             if verdict.veto is None:
                 continue
         # Written once: a vote in which this rank was before, even one that was never decided
@@ -113,7 +113,7 @@ def vote(
     timeout: float,
     veto: str | None = None,
     answer: Callable[[], str] | None = None,
-) -> Verdict:
+) -> VoteResult:
     """Arrive with ``token`` and return what all members decide, within ``timeout`` seconds.
 
     Args:
@@ -130,7 +130,7 @@ def vote(
     deadline = time.monotonic() + timeout
     store.set(f"{prefix}/token/{rank}", token)
     if veto is not None:
-        return _decide(store, prefix, Verdict(veto=(rank, veto)))
+        return _decide(store, prefix, VoteResult(veto=(rank, veto)))
     # The token's own count goes first: who sees the total complete sees every token counted.
     store.add(f"{prefix}/count/{token}", 1)
     if store.add(f"{prefix}/total", 1) == len(ranks):
@@ -144,7 +144,7 @@ def vote(
             return _decide(store, prefix, _judge(store, prefix, ranks, token, answer))
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)
-    return Verdict.loads(store.get(verdict).decode())
+    return VoteResult.loads(store.get(verdict).decode())
 
 
 def arrived(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def roll_call(
     head, _, number = prefix.rpartition("/")
     last = f"{head}/{int(number) - 1}/verdict"
     if int(number) and store.check([last]):
-        absent = Verdict.loads(store.get(last).decode()).missing
+        absent = VoteResult.loads(store.get(last).decode()).missing
         if rank in absent:
             return tuple(r for r in absent if r != rank) or None
     return vote(store, prefix, ranks=ranks, rank=rank, token="failed", timeout=wait).missing
@@ -196,19 +196,19 @@ def _judge(
     ranks: Sequence[int],
     token: str,
     answer: Callable[[], str] | None,
-) -> Verdict:
+) -> VoteResult:
     if store.add(f"{prefix}/count/{token}", 0) == len(ranks):
-        return Verdict(answer=answer() if answer else "")
+        return VoteResult(answer=answer() if answer else "")
     missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
     if missing:
-        return Verdict(missing=missing)
+        return VoteResult(missing=missing)
     tokens = {r: store.get(f"{prefix}/token/{r}").decode() for r in ranks}
     # All have arrived with one token, and the last of them has not written its verdict yet.
     if len(set(tokens.values())) == 1:
-        return Verdict(answer=answer() if answer else "")
-    return Verdict(tokens=tokens)
+        return VoteResult(answer=answer() if answer else "")
+    return VoteResult(tokens=tokens)
 
 
-def _decide(store: Store, prefix: str, verdict: Verdict) -> Verdict:
+def _decide(store: Store, prefix: str, verdict: VoteResult) -> VoteResult:
     decided: bytes = store.compare_set(f"{prefix}/verdict", "", verdict.dumps())
-    return Verdict.loads(decided.decode())
+    return VoteResult.loads(decided.decode())

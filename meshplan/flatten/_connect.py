@@ -14,8 +14,15 @@ from dataclasses import asdict
 from torch._C._distributed_c10d import Store
 
 from meshplan import kernel
-from meshplan.flatten._agree import Verdict, open_round, vote
-from meshplan.kernel import MAX_PEERS, Handle, HostCommunicator, SharedMemory, host, region_bytes
+from meshplan.flatten._agree import VoteResult, open_round, vote
+from meshplan.kernel import (
+    MAX_PEERS,
+    HostCommunicator,
+    MemoryHandle,
+    SharedMemory,
+    host,
+    region_bytes,
+)
 
 __all__ = ["connect"]
 
@@ -31,7 +38,7 @@ def connect(
     objection: str | None = None,
     wait: float,
     timeout: float,
-) -> HostCommunicator | str | Verdict:
+) -> HostCommunicator | str | VoteResult:
     """Map memory with the other members.
 
     Args:
@@ -108,7 +115,7 @@ def _mapped(
             if store.check([f"{prefix}/mapped/verdict"]) or time.monotonic() > deadline:
                 return None, f"rank {ranks[0]} has shared no memory"
             time.sleep(0.001)
-        memory = SharedMemory.open(Handle(**json.loads(store.get(key))))
+        memory = SharedMemory.open(MemoryHandle(**json.loads(store.get(key))))
         memory.note(ranks.index(rank), os.getpid())
         return memory, None
     except OSError as error:

@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from meshplan import kernel
-from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._agree import VoteResult, open_round, vote
 from meshplan.kernel import (
     MAX_BLOCKS,
     MAX_PEERS,
@@ -69,7 +69,7 @@ def connect_devices(
     find: Callable[[], Device] | None = None,
     transports: Sequence[Transport] | None = None,
     lanes: int = 512,
-) -> DeviceCommunicator | str | Verdict:
+) -> DeviceCommunicator | str | VoteResult:
     """Reach the memory of the other members' GPUs.
 
     Args:

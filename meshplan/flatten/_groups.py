@@ -33,13 +33,13 @@ from meshplan.flatten._join import (
     refusal,
     with_peers,
 )
-from meshplan.flatten._known import Block, Handle, Key, Known
+from meshplan.flatten._known import Block, GroupHandle, Key, Known
 from meshplan.flatten._signatures import Signatures
 from meshplan.flatten._threads import beside_main
 from meshplan.flatten._turns import Turns
 from meshplan.layout import Layout
 
-__all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "Handle", "registry"]
+__all__ = ["MAX_GROUPS", "Block", "Group", "GroupRegistry", "GroupHandle", "registry"]
 
 MAX_GROUPS = 64
 """Groups that a registry creates at most, and that share memory at most."""
@@ -229,7 +229,7 @@ class GroupRegistry:
         if not verdict.unanimous:
             raise refusal(verdict, group.ranks, this_rank(), wait, "a reduction")
 
-    def handle(self, group: Group) -> Handle:
+    def handle(self, group: Group) -> GroupHandle:
         """A handle for a group that was just found.
 
         Args:
@@ -237,7 +237,7 @@ class GroupRegistry:
         """
         world = dist.group.WORLD
         assert world is not None
-        return Handle(Known.of(group), weakref.ref(world))
+        return GroupHandle(Known.of(group), weakref.ref(world))
 
     def shutdown(self) -> int:
         """Destroy the created groups, in name order, and forget all. Returns how many.

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._spans import span
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
-from meshplan.flatten._agree import Verdict, arrived, open_round, vote
+from meshplan.flatten._agree import VoteResult, arrived, open_round, vote
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect
 from meshplan.flatten._connect_devices import connect_devices
@@ -195,7 +195,7 @@ def with_peers(
     found = meet(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
     )
-    if isinstance(found, Verdict):
+    if isinstance(found, VoteResult):
         raise refusal(found, group.ranks, rank, wait)
     if isinstance(found, str):
         _LOG.info("[AR] %s: path exchange, no peers: %s", group, found)
@@ -310,7 +310,7 @@ def _create(
 
 
 def refusal(
-    verdict: Verdict,
+    verdict: VoteResult,
     ranks: tuple[int, ...],
     rank: int,
     timeout: float,

@@ -14,7 +14,7 @@ from meshplan.flatten._forks import inherited
 from meshplan.flatten._join import Group, Origin
 from meshplan.kernel import Communicator
 
-__all__ = ["Block", "Handle", "Key", "Known"]
+__all__ = ["Block", "GroupHandle", "Key", "Known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class GroupHandle:
     """A found group, to be had again without a look-up while its default group lives.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from meshplan.errors import SignatureMismatchError
-from meshplan.flatten._agree import Verdict, open_round, vote
+from meshplan.flatten._agree import VoteResult, open_round, vote
 
 __all__ = ["Signatures"]
 
@@ -35,7 +35,7 @@ class Signatures:
         prefix, _ = open_round(store, f"signatures/{name}", rank)
         return cls(store, ranks, rank, prefix)
 
-    def compare(self, mine: str, timeout: float) -> Verdict:
+    def compare(self, mine: str, timeout: float) -> VoteResult:
         """Meet the other members with ``mine``.
 
         Returns:

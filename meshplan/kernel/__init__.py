@@ -31,7 +31,7 @@ from meshplan.kernel._library import MAX_BLOCKS as MAX_BLOCKS
 from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
 from meshplan.kernel._library import available as available
 from meshplan.kernel._library import why_not as why_not
-from meshplan.kernel._memory import Handle as Handle
+from meshplan.kernel._memory import MemoryHandle as MemoryHandle
 from meshplan.kernel._memory import SharedMemory as SharedMemory
 from meshplan.kernel._memory import host as host
 from meshplan.kernel._pages import large_pages as large_pages
@@ -58,7 +58,7 @@ __all__ = [
     "DeviceCommunicator",
     "DriverError",
     "DriverKind",
-    "Handle",
+    "MemoryHandle",
     "HostCommunicator",
     "Ipc",
     "PeerMode",

@@ -14,7 +14,7 @@ import os
 import secrets
 from dataclasses import dataclass
 
-__all__ = ["HEADER_BYTES", "Handle", "SharedMemory", "host"]
+__all__ = ["HEADER_BYTES", "MemoryHandle", "SharedMemory", "host"]
 
 HEADER_BYTES = 4096
 _NONCE_BYTES = 16
@@ -23,7 +23,7 @@ _NOTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class MemoryHandle:
     """How another process of the host finds the memory.
 
     Attributes:
@@ -82,7 +82,7 @@ class SharedMemory:
         return memory
 
     @classmethod
-    def open(cls, handle: Handle) -> SharedMemory:
+    def open(cls, handle: MemoryHandle) -> SharedMemory:
         """The memory that another process has made.
 
         Args:
@@ -106,12 +106,12 @@ class SharedMemory:
         return memory
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> MemoryHandle:
         """For the others, until ``unshare``."""
         assert self._map is not None
         assert self._descriptor is not None
         nonce = self._map[:_NONCE_BYTES].hex()
-        return Handle(os.getpid(), self._descriptor, nonce, self.size)
+        return MemoryHandle(os.getpid(), self._descriptor, nonce, self.size)
 
     def note(self, place: int, number: int) -> None:
         """Write a number of 32 bits for the others to read.

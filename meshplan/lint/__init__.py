@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshplan.lint._finding import SEVERITIES as SEVERITIES
     from meshplan.lint._finding import Finding as Finding
     from meshplan.lint._finding import Fix as Fix
-    from meshplan.lint._finding import Report as Report
+    from meshplan.lint._finding import LintReport as LintReport
     from meshplan.lint._finding import Severity as Severity
     from meshplan.lint._finding import Source as Source
     from meshplan.lint._ignores import ignores as ignores
@@ -40,7 +40,7 @@ _WHERE = {
     "Framework": "_job",
     "Job": "_job",
     "JobFile": "_job_file",
-    "Report": "_finding",
+    "LintReport": "_finding",
     "Role": "_job",
     "Selection": "_select",
     "Settings": "_settings",

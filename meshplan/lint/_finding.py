@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["SEVERITIES", "Finding", "Fix", "Report", "Severity", "Source"]
+__all__ = ["SEVERITIES", "Finding", "Fix", "LintReport", "Severity", "Source"]
 
 Severity = Literal["info", "warning", "error"]
 """How severe a finding is."""
@@ -76,7 +76,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LintReport:
     """The findings of one run, most severe first, and what they are about.
 
     Attributes:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import PolicyError
 from meshplan.replicas._divergence import ReplicaReport
-from meshplan.replicas._tensors import Source
+from meshplan.replicas._tensors import TensorSource
 from meshplan.replicas._verify import verify_replicas
 
 __all__ = ["ReplicaCheck"]
@@ -34,7 +34,7 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        source: Source,
+        source: TensorSource,
         mesh: DeviceMesh | None = None,
         *,
         every: int = 100,

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshplan.errors import ReplicaInputError
 
-__all__ = ["NamedTensor", "Source", "named_tensors"]
+__all__ = ["NamedTensor", "TensorSource", "named_tensors"]
 
-Source = (
+TensorSource = (
     nn.Module | torch.optim.Optimizer | Tensor | Mapping[str, Any] | Iterable[Tensor | nn.Module]
 )
 
@@ -49,7 +49,7 @@ class NamedTensor:
         return f"{self.name}: {dtype}{list(self.shape)}{placed}"
 
 
-def named_tensors(source: Source, *, grads: bool = False) -> list[NamedTensor]:
+def named_tensors(source: TensorSource, *, grads: bool = False) -> list[NamedTensor]:
     """All tensors of ``source``, in an order that does not depend on how they are held.
 
     Args:

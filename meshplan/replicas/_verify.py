@@ -33,7 +33,7 @@ from meshplan.replicas._elements import index_of
 from meshplan.replicas._look import look
 from meshplan.replicas._sets import check_sets, set_words
 from meshplan.replicas._talk import Talk
-from meshplan.replicas._tensors import NamedTensor, Source, named_tensors
+from meshplan.replicas._tensors import NamedTensor, TensorSource, named_tensors
 
 __all__ = ["digest", "verify_replicas"]
 
@@ -76,7 +76,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def verify_replicas(
-    source: Source,
+    source: TensorSource,
     mesh: DeviceMesh | None = None,
     *,
     grads: bool = False,

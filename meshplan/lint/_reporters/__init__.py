@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from meshplan.errors import PolicyError
-from meshplan.lint._finding import Report
+from meshplan.lint._finding import LintReport
 from meshplan.lint._reporters import concise, github, json, junit, sarif, text
 from meshplan.lint._reporters.text import wants_color
 
 __all__ = ["FORMATS", "render", "wants_color"]
 
-_PLAIN: Mapping[str, Callable[[Report], str]] = {
+_PLAIN: Mapping[str, Callable[[LintReport], str]] = {
     "concise": concise.render,
     "json": json.render,
     "sarif": sarif.render,
@@ -25,7 +25,7 @@ _PLAIN: Mapping[str, Callable[[Report], str]] = {
 FORMATS: tuple[str, ...] = ("text", *_PLAIN)
 
 
-def render(report: Report, output_format: str, *, color: bool = False) -> str:
+def render(report: LintReport, output_format: str, *, color: bool = False) -> str:
     """A report in one of ``FORMATS``: nothing, or lines that all end in a newline.
 
     Args:

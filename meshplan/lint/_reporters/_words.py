@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from meshplan.lint._finding import SEVERITIES, Finding, Fix, Report, Source
+from meshplan.lint._finding import SEVERITIES, Finding, Fix, LintReport, Source
 
 __all__ = ["body", "counts", "fix_line", "lines_of", "one_line", "where", "whole"]
 
@@ -54,7 +54,7 @@ def body(finding: Finding) -> Iterator[str]:
         yield f"Fix: {fix_line(fix)}"
 
 
-def counts(report: Report) -> str:
+def counts(report: LintReport) -> str:
     """``1 error, 2 warnings; 1 ignored by comments``."""
     found = Counter(finding.severity for finding in report.findings)
     parts = [

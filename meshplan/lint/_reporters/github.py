@@ -5,7 +5,7 @@ The form and the escapes: https://docs.github.com/actions/reference/workflow-com
 
 from __future__ import annotations
 
-from meshplan.lint._finding import Finding, Report
+from meshplan.lint._finding import Finding, LintReport
 from meshplan.lint._reporters._places import relative
 from meshplan.lint._reporters._words import body, one_line, where
 
@@ -14,7 +14,7 @@ __all__ = ["render"]
 _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
-def render(report: Report) -> str:
+def render(report: LintReport) -> str:
     """One command for each finding; nothing if there are none."""
     return "".join(_command(finding) + "\n" for finding in report.findings)
 

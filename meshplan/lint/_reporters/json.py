@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import meshplan
-from meshplan.lint._finding import Finding, Fix, Report
+from meshplan.lint._finding import Finding, Fix, LintReport
 
 __all__ = ["fix_entry", "plain", "render"]
 
 
-def render(report: Report) -> str:
+def render(report: LintReport) -> str:
     """``findings``, ``judged``, ``ignored``, ``version`` (of meshplan)."""
     found = {
         "findings": [_finding(finding) for finding in report.findings],

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape, quoteattr
 
-from meshplan.lint._finding import Finding, Report
+from meshplan.lint._finding import Finding, LintReport
 from meshplan.lint._reporters._words import body, one_line, where, whole
 
 __all__ = ["render"]
 
 
-def render(report: Report) -> str:
+def render(report: LintReport) -> str:
     """One suite; its counts are those of its tests."""
     cases = [_case(finding) for finding in report.findings] or [
         f"    <testcase {_attributes(name=judged, classname='meshplan')}/>"

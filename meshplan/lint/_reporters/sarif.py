@@ -15,7 +15,7 @@ from typing import Any
 
 import meshplan
 from meshplan.errors import PolicyError
-from meshplan.lint._finding import Finding, Report, Severity, Source
+from meshplan.lint._finding import Finding, LintReport, Severity, Source
 from meshplan.lint._reporters._places import uri
 from meshplan.lint._reporters._words import body, one_line, where
 from meshplan.lint._reporters.json import fix_entry, plain
@@ -38,7 +38,7 @@ _MARKUP = re.compile(r"^#+ |^```.*\n|`", re.MULTILINE)
 _LINK = re.compile(r"<(https://[^>]+)>")
 
 
-def render(report: Report) -> str:
+def render(report: LintReport) -> str:
     """One run; its rules are those that found something."""
     codes = sorted({finding.code for finding in report.findings})
     seen: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TextIO
 
-from meshplan.lint._finding import Finding, Fix, Report
+from meshplan.lint._finding import Finding, Fix, LintReport
 from meshplan.lint._reporters._words import counts, fix_line, lines_of, one_line, where
 
 __all__ = ["render", "wants_color"]
@@ -31,7 +31,7 @@ def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
 
 
-def render(report: Report, *, color: bool = False) -> str:
+def render(report: LintReport, *, color: bool = False) -> str:
     """The report; ``color`` has no effect where ``rich`` is not installed."""
     lines = list(_lines(report))
     if color and find_spec("rich") is not None:
@@ -39,7 +39,7 @@ def render(report: Report, *, color: bool = False) -> str:
     return "".join("".join(text for text, _ in line) + "\n" for line in lines)
 
 
-def _lines(report: Report) -> Iterator[_Line]:
+def _lines(report: LintReport) -> Iterator[_Line]:
     shown: dict[tuple[Fix, ...], str] = {}
     for finding in report.findings:
         yield from _finding(finding)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 import meshplan
 from meshplan.dtensor import discovered
 from meshplan.flatten import _agree, _join
-from meshplan.flatten._agree import Verdict
+from meshplan.flatten._agree import VoteResult
 from meshplan.testing import first_difference
 from tests.multinode.workers.common import FOLDER, RANK, leaves, run, start, summand
 
@@ -38,7 +38,7 @@ def die_once(name: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def vote(*given: Any, **named: Any) -> Verdict:
+def vote(*given: Any, **named: Any) -> VoteResult:
     """Of ranks that have entered it, the last one never arrives."""
     die_once("while-voting")
     return _agree.vote(*given, **named)
