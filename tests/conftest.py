@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -37,3 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if name == "test_demo" else 2 if name in _LAST else 1
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed() -> Iterator[None]:
+    """What a test installs in its own process, it takes away: others would run under it."""
+    yield
+    dtensor = sys.modules.get("meshplan.dtensor")
+    if dtensor is not None and dtensor.current_config() is not None:
+        dtensor.uninstall()
+        pytest.fail("meshplan is still installed in the tests' own process")
