@@ -14,6 +14,7 @@ from meshplan.cli._arguments import (
     dtype_of,
     number_of,
     placements_of,
+    refused,
     steps_of,
 )
 from meshplan.cli._where import add_where, found_cluster, needed
@@ -97,8 +98,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         text = _table(given) if given.table else _one(given)
     except MeshplanError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)
     sys.stdout.write(text + "\n")
     return 0
 
