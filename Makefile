@@ -1,5 +1,6 @@
 # One verb each. `make demo` and `make test` set everything up on a fresh machine.
 #   TORCH="torch==2.15.0" make test    another torch than constraints-cpu.txt names
+#   make test-matrix VERSIONS="2.11.0 2.15.0"    some versions of torch
 #   PYTHON=python3.12 make test        another interpreter (3.11 or newer)
 
 PYTHON ?= python3
@@ -11,7 +12,8 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test test-dist test-gpu check bench bench-smoke bench-gpu golden reference clean
+.PHONY: help setup demo test test-dist test-matrix test-gpu check packages bench bench-smoke
+.PHONY: bench-gpu golden reference man clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -42,6 +44,9 @@ test: setup ## all tests
 test-dist: setup ## jobs over several hosts and broken ones: what `make test` leaves out, and its like
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'dist or multinode'
 
+test-matrix: setup ## the seam with each version of torch, and docs/torch-versions.md of that
+	$(BIN)/python tools/test_matrix.py $(VERSIONS)
+
 test-gpu: ## what only a GPU can show, with the torch, pytest and compilers of this machine
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	$(PYTHON) -m pytest -c tests/gpu.ini tests/test_gpu.py
@@ -50,6 +55,9 @@ check: setup ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+packages: setup ## dist/: source and wheels, installed and tried with a compiler and without
+	$(BIN)/python tools/check_packages.py
 
 bench: setup ## all benchmarks, and docs/performance.md of what they say: half an hour
 	$(BIN)/python -m benchmarks --json docs/performance/performance.json --page docs
@@ -67,5 +75,8 @@ golden: setup ## write the golden file of the contract anew
 reference: setup ## write docs/reference anew, from the docstrings
 	$(BIN)/python tools/make_reference.py
 
+man: setup ## write the manual page of the command line anew
+	$(BIN)/python tools/make_man.py
+
 clean: ## remove what setup and the tools made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

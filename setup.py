@@ -1,8 +1,8 @@
 """Builds with what it finds: a C++ compiler gives the CPU library, nvcc the kernels for CUDA.
 
-Without either the package is pure Python. The kernels' sources are installed in any case, so that
-they can be compiled at first use. ``MESHPLAN_CUDA_ARCHITECTURES`` says for which GPUs nvcc
-compiles; if it is empty, for none.
+Without either the package is pure Python, and a wheel of it is for any machine. The kernels'
+sources are installed in any case, so that they can be compiled at first use.
+``MESHPLAN_CUDA_ARCHITECTURES`` says for which GPUs nvcc compiles; if it is empty, for none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
@@ -40,12 +41,11 @@ ARCHITECTURES = os.environ.get("MESHPLAN_CUDA_ARCHITECTURES", "80,90,100").split
 
 
 class BuildExtensions(build_ext):
-    """Has nvcc write a file that CUDA's driver loads."""
+    """Has nvcc write a file that CUDA's driver loads. No name has the interpreter in it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.split(".")[-1] == "_device":
-            return os.path.join(*fullname.split(".")) + ".fatbin"
-        return super().get_ext_filename(fullname)
+        suffix = ".fatbin" if fullname.split(".")[-1] == "_device" else ".so"
+        return os.path.join(*fullname.split(".")) + suffix
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name != DEVICE.name:
@@ -84,7 +84,16 @@ class BuildPackage(build_py):
         return {path: os.path.join(folder, path) for path in sorted(glob("csrc/*"))}
 
 
+class BuildWheel(bdist_wheel):
+    """Is for any Python; for this platform where something was compiled, else for any machine."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        built = self.get_finalized_command("build_ext").get_outputs()
+        self.root_is_pure = not any(map(os.path.exists, built))
+        return "py3", "none", "any" if self.root_is_pure else super().get_tag()[2]
+
+
 setup(
     ext_modules=[CPU, *([DEVICE] if NVCC and ARCHITECTURES != [""] else [])],
-    cmdclass={"build_ext": BuildExtensions, "build_py": BuildPackage},
+    cmdclass={"build_ext": BuildExtensions, "build_py": BuildPackage, "bdist_wheel": BuildWheel},
 )

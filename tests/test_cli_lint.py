@@ -426,7 +426,7 @@ meshplan: MP402: --live asks the ranks where they sit; leave out the options tha
 meshplan: MP402: --timeout is for --live; leave it out
 meshplan: MP402: --ranks are those of one --mesh, found 2
 meshplan: nothing is expected after --, found 'y'; see meshplan --help
-meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'links', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo'); see meshplan --help
+meshplan: argument verb: invalid choice: 'nonsense' (choose from 'doctor', 'links', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo', 'completion'); see meshplan --help
 """,
         )
 

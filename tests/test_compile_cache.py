@@ -137,9 +137,12 @@ def test_other_groups_before(planned: bool) -> None:
         (found,) = run_ranks(ranks, 1, init=False, timeout=200)
         return found  # type: ignore[no-any-return]
 
-    assert one(0)["misses"] == 1
-    again = one(3)
-    assert (again["fx"], again["misses"]) == ((1, 0) if planned else (0, 1))
+    first, again = one(0), one(3)
+    if planned:
+        assert (first["misses"], again["fx"], again["misses"]) == (1, 1, 0)
+    else:
+        # torch 2.12 keeps no such graph, and does not count it as missing.
+        assert (again["fx"], again["misses"]) == (0, first["misses"])
 
 
 def test_the_users_own_tag() -> None:

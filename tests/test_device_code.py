@@ -169,6 +169,28 @@ def test_where_nothing_can_be_kept(
     assert "set MESHPLAN_CACHE" in caplog.text
 
 
+@pytest.mark.parametrize("bits", [0o770, 0o707, None])
+def test_what_others_may_have_put_there_is_not_taken(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bits: int | None,
+) -> None:
+    use(monkeypatch, Slow(tmp_path / "log", 0.0))
+    expected = device_code("cuda", "sm_90")
+    (image,) = cache_folder().glob("*.image")
+    image.write_bytes(b"of somebody else")
+    assert device_code("cuda", "sm_90") == b"of somebody else"
+    if bits is None:
+        monkeypatch.setattr(os, "geteuid", lambda: cache_folder().stat().st_uid + 1)
+    else:
+        cache_folder().chmod(bits)
+    with caplog.at_level(logging.WARNING, logger="meshplan"):
+        assert device_code("cuda", "sm_90") == expected
+    why = "belongs to another user" if bits is None else "chmod go-w"
+    assert why in caplog.text
+
+
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MESHPLAN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")

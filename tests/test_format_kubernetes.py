@@ -94,6 +94,13 @@ def test_refused(text: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_more_gpus_than_any_job_has_ranks() -> None:
+    """A file of some megabytes must not fill the memory."""
+    many = [node(f"n{i}", None, "4096") for i in range(1025)]
+    with pytest.raises(TopologyInputError, match="more than 4194304 GPUs"):
+        read(listed(*many))
+
+
 def test_the_line_of_what_is_not_json() -> None:
     with pytest.raises(TopologyInputError) as error:
         read(listed(node("a")).replace('"kind": "Node"', "kind"))

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.dtensor import _install, current_config
+from meshplan.dtensor._cache_key import remove_tag
 from meshplan.errors import InstallError
 
 TORCHS_OWN = _redistribute._optimize_transform_infos
@@ -28,6 +29,7 @@ def _always_out() -> object:
     yield
     _redistribute._optimize_transform_infos = TORCHS_OWN
     _install._active = None
+    remove_tag()
 
 
 def patched_attributes() -> dict[str, object]:

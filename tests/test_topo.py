@@ -113,6 +113,30 @@ meshplan: MP212: /nowhere/at/all: cannot be read: No such file or directory
         )
 
 
+def test_nothing_that_a_terminal_obeys_comes_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names are what a file says they are, in the report and in errors."""
+    label = "\\u001b]0;title\\u0007\\u202e"
+    nodes = (
+        '{"apiVersion": "v1", "kind": "NodeList", "items": [{"kind": "Node", '
+        f'"metadata": {{"name": "{label}", "labels": {{"nvidia.com/gpu.count": "COUNT"}}}}}}]}}'
+    )
+    (tmp_path / "8.json").write_text(nodes.replace("COUNT", "8"))
+    (tmp_path / "x.json").write_text(nodes.replace("COUNT", "x"))
+    call = 'init_device_mesh("cpu", (8, sizes["\x1b]0;title\x07"]), mesh_dim_names=("a", "b"))\n'
+    (tmp_path / "job.py").write_text("import torch\n" + call)
+    for words, expected in (
+        (["topo", str(tmp_path / "8.json")], 0),
+        (["topo", str(tmp_path / "x.json")], 2),
+        (["lint", "--domain-size", "8", str(tmp_path / "job.py")], 2),
+    ):
+        assert main(words) == expected
+        said = "".join(capsys.readouterr())
+        assert "\\x1b]0;title\\x07" in said
+        assert said.replace("\n", "").isprintable()
+
+
 def test_several_files_are_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = []
     for name, text in (("one", PAIRS), ("two", PARTIAL)):

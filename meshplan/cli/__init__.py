@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from meshplan.cli import _links, _lint, _plan, _probe, _rule, _simulate, _topo
+from meshplan import __version__
+from meshplan.cli import _completion, _links, _lint, _plan, _probe, _rule, _simulate, _topo
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
-_VERBS = (_links, _lint, _plan, _probe, _rule, _simulate, _topo)
+_VERBS = (_links, _lint, _plan, _probe, _rule, _simulate, _topo, _completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,17 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse would take what follows for names of files.
     at = words.index("--") if "--" in words else len(words)
     own, others = words[:at], words[at + 1 :]
-    parser = _Parser(prog="meshplan", description="DTensor replicas that agree.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
-    doctor = "which paths this machine has, and what to do for those that it lacks"
-    asked = verbs.add_parser("doctor", help=doctor, description=f"{doctor.capitalize()}.")
-    asked.set_defaults(run=_run_doctor)
-    for verb in _VERBS:
-        verb.add(verbs)
-    given = parser.parse_args(own, argparse.Namespace(arguments=others))
+    command = parser()
+    given = command.parse_args(own, argparse.Namespace(arguments=others))
     run: Callable[[argparse.Namespace], int] = given.run
     if others and given.verb != "lint":
-        parser.error(f"nothing is expected after --, found {others[0]!r}")
+        command.error(f"nothing is expected after --, found {others[0]!r}")
     try:
         status = run(given)
         sys.stdout.flush()
@@ -43,6 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line, for what is made of it: completion and the manual page."""
+    command = _Parser(prog="meshplan", description="DTensor replicas that agree.")
+    command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    verbs = command.add_subparsers(dest="verb", required=True, metavar="verb")
+    doctor = "which paths this machine has, and what to do for those that it lacks"
+    asked = verbs.add_parser("doctor", help=doctor, description=f"{doctor.capitalize()}.")
+    asked.set_defaults(run=_run_doctor)
+    for verb in _VERBS:
+        verb.add(verbs)
+    return command
 
 
 def _run_doctor(_: argparse.Namespace) -> int:

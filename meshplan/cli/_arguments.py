@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from meshplan.errors import PolicyError
+from meshplan.lint._reporters._words import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,7 @@ __all__ = [
     "number_of",
     "placements_of",
     "quoted",
+    "refused",
     "steps_of",
 ]
 
@@ -104,6 +107,15 @@ def steps_of(text: str, option: str) -> tuple[tuple[str, ...], ...]:
                 f"{option} ddp,fsdp, or {option} ddp+fsdp at once"
             )
     return steps
+
+
+def refused(error: Exception) -> int:
+    """Say in one line why a command cannot be run; the exit status.
+
+    Names that files gave may be in it: nothing is left that a terminal or a runner obeys.
+    """
+    sys.stderr.write(f"meshplan: {one_line(str(error))}\n")
+    return 2
 
 
 def quoted(text: str) -> str:

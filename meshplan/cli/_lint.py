@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
+from meshplan.cli._arguments import refused
 from meshplan.cli._where import add_where
 from meshplan.errors import MeshplanError
 
@@ -125,5 +125,4 @@ def run(given: argparse.Namespace) -> int:
     try:
         return judged(given)
     except MeshplanError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)

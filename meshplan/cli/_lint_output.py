@@ -29,6 +29,7 @@ from meshplan.lint import (
     wants_color,
 )
 from meshplan.lint._jagged import Jagged
+from meshplan.lint._reporters._words import where
 from meshplan.topology import Cluster
 
 __all__ = ["judged"]
@@ -134,7 +135,7 @@ def _write_fixes(findings: Sequence[Finding]) -> None:
         sys.stdout.write(diff)
         if not diff:
             sys.stderr.write(
-                f"meshplan: {finding.source}: no other mesh can be written here that cures "
+                f"meshplan: {where(finding.source)}: no other mesh can be written here that cures "
                 f"{finding.code}; {finding.fixes[0].title}\n"
             )
 

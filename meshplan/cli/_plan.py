@@ -15,6 +15,7 @@ from meshplan.cli._arguments import (
     dtype_of,
     placements_of,
     quoted,
+    refused,
 )
 from meshplan.cli._links import add_links, given_links, linked
 from meshplan.cli._where import add_where, found_cluster
@@ -63,8 +64,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         text = _text_of(given)
     except MeshplanError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)
     sys.stdout.write(text + "\n")
     return 0
 

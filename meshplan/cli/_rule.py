@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshplan.cli._arguments import refused
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules import ERRORS, RULES, code_of, rule_page
 
@@ -33,8 +34,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         text = rule(given.codes, given.all, given.output_format)
     except MeshplanError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)
     sys.stdout.write(text)
     return 0
 

@@ -17,6 +17,7 @@ from meshplan.cli._arguments import (
     dtype_of,
     number_of,
     placements_of,
+    refused,
     steps_of,
 )
 from meshplan.cli._columns import columns
@@ -114,8 +115,7 @@ def run(given: argparse.Namespace) -> int:
         else:
             text = _table(given) if given.table else _one(given)
     except MeshplanError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)
     sys.stdout.write(text + "\n")
     return 0
 

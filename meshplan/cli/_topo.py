@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from meshplan.cli._arguments import refused
 from meshplan.errors import TopologyInputError
+from meshplan.lint._reporters._words import one_line
 from meshplan.topology import Reading
 from meshplan.topology._files import read_file
 
@@ -33,8 +35,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         text = topo(given.files, given.output_format)
     except TopologyInputError as error:
-        sys.stderr.write(f"meshplan: {error}\n")
-        return 2
+        return refused(error)
     sys.stdout.write(text + "\n")
     return 0
 
@@ -65,7 +66,8 @@ def _text(name: str, reading: Reading) -> str:
         if len(reading.names) > 20:
             lines[-1] += f" ... ({len(reading.names)})"
     lines += [f"  {note}" for note in reading.notes]
-    return "\n".join(lines)
+    # Names are what the file says they are: nothing is left that a terminal obeys.
+    return "\n".join(map(one_line, lines))
 
 
 def _ranges(group: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """The compiled library: a plain C interface, loaded through ctypes, without torch's headers.
 
 It is built by ``pip install`` where a C++ compiler is found, and lies beside this module. One
-binary serves all versions of torch; ctypes gives the interpreter lock back while it runs.
+binary serves all versions of torch and of Python; ctypes gives the interpreter lock back while it
+runs.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
-    files = sorted(Path(__file__).parent.glob("_cpu*.so"))
+    # In a checkout an earlier build may have left one that has the interpreter in its name.
+    files = sorted(Path(__file__).parent.glob("_cpu*.so"), reverse=True)
     if not files:
         return None, (
             "meshplan was installed without a C++ compiler, so that reductions on CPUs run in "

@@ -14,13 +14,15 @@ from typing import Any
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Note, Reading
 
-__all__ = ["read", "recognises"]
+__all__ = ["MOST", "read", "recognises"]
 
 _CLIQUE = "nvidia.com/gpu.clique"
 _COUNT = "nvidia.com/gpu.count"
 _LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
 _SHOWN = 64  # cliques in the notes before "... N more"
 _LARGEST = 4096  # GPUs of one host
+MOST = 1 << 22
+"""GPUs of all hosts, as many as a mesh may have ranks."""
 
 
 def recognises(text: str) -> bool:
@@ -62,6 +64,8 @@ def read(text: str) -> Reading:
     if untold:
         notes.append(Note(f"{untold} of {len(gpu_hosts)} hosts with GPUs have no label {_COUNT}"))
     elif gpu_hosts:
+        if sum(count for _, _, count in gpu_hosts) > MOST:
+            raise TopologyInputError(f"more than {MOST} GPUs by {_COUNT}; is a number wrong?")
         groups: dict[str, list[int]] = {}
         gpu = 0
         for index, (_, clique, count) in enumerate(hosts):

@@ -1,0 +1,60 @@
+"""Figures and names that pages at the root share with the sources."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import meshplan
+from meshplan.lint import _read_jobs, _spec
+from meshplan.topology import _files
+from meshplan.topology.formats import _hostlist, _xml, kubernetes
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_one_version() -> None:
+    cite = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == meshplan.__version__ == cite["version"]
+    assert (project["name"], project["license"]) == (cite["title"], cite["license"])
+
+
+def test_what_can_be_cited() -> None:
+    """The keys that version 1.2.0 of the format requires, and no key that it does not know."""
+    cite = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cite)
+    assert cite["cff-version"] == "1.2.0"
+    assert cite["type"] in ("software", "dataset")
+    known = {"abstract", "keywords", "license", "type", "version"}
+    assert set(cite) <= known | {"cff-version", "message", "title", "authors"}
+    # An entity has a name; a person would have family-names.
+    assert all(set(author) == {"name"} for author in cite["authors"])
+
+
+def test_bounds_of_files() -> None:
+    text = " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
+    bounds = text.partition("Bounds: ")[2].partition(". ")[0]
+    assert re.findall(r"[\d,]+\d", bounds) == [
+        str(_files.MAX_BYTES >> 20),
+        f"{_read_jobs.MAX_CHARACTERS:,}",
+        f"{_xml.MAX_ELEMENTS:,}",
+        str(_xml.MAX_DEPTH),
+        f"{_hostlist.MOST:,}",
+        f"{_spec.MAX_RANKS:,}",
+    ]
+    assert kubernetes.MOST == _spec.MAX_RANKS
+
+
+def test_what_pages_name_exists() -> None:
+    for page in ("CONTRIBUTING.md", "SECURITY.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        verbs = set(re.findall(r"`make ([a-z-]+)`", text))
+        assert verbs <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+        paths = re.findall(r"`((?:meshplan|tests|tools|docs|benchmarks|csrc)/[^`*]*)`", text)
+        paths += re.findall(r"\]\(([^)#:]+)\)", text)
+        made_up = {"tests/test_format_NAME.py"}
+        assert [p for p in paths if p not in made_up and not (ROOT / p).exists()] == []

@@ -1,0 +1,28 @@
+"""The manual page is what its script writes, and says nothing that roff does not know."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshplan.cli import parser
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "man" / "meshplan.1"
+
+
+def test_it_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "tools" / "make_man.py"))
+    assert script["page"](parser()) == PAGE.read_text(encoding="utf-8"), "run make man"
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="there is no groff")
+def test_groff_has_no_warnings() -> None:
+    command = ["groff", "-mandoc", "-ww", "-Tutf8", str(PAGE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    assert "meshplan lint" in done.stdout

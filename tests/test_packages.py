@@ -1,0 +1,75 @@
+"""What packages hold, and what they say of themselves. `make packages` installs and tries them."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import meshplan
+
+ROOT = Path(__file__).parents[1]
+BUILD = """
+import sys
+from setuptools import build_meta
+# Each of them leaves arguments of its own there.
+folder = sys.argv[1]
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
+"""
+
+
+def tracked() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what belongs to it is known from git")
+@pytest.mark.timeout(120)
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """Both packages of a copy of the checkout, built where no program is found."""
+    script = runpy.run_path(str(ROOT / "tools" / "check_packages.py"))
+    files = [path for path in tracked() if (ROOT / path).is_file()]
+    for path in files:
+        target = tmp_path / "copy" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, target)
+    (tmp_path / "empty").mkdir()
+    environment = {key: text for key, text in os.environ.items() if key not in ("CC", "CXX")}
+    environment |= {"PATH": str(tmp_path / "empty"), "MESHPLAN_CUDA_ARCHITECTURES": ""}
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(dist)],
+        cwd=tmp_path / "copy",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    version = meshplan.__version__
+    source, wheel = (dist / f"meshplan-{version}{e}" for e in (".tar.gz", "-py3-none-any.whl"))
+    assert script["in_source"](source) == set(files) | script["MADE"]
+    assert script["in_wheel"](wheel) == script["wheel_files"](files, compiled=())
+    with zipfile.ZipFile(wheel) as archive:
+        info = f"meshplan-{version}.dist-info"
+        about = archive.read(f"{info}/METADATA").decode()
+        tags = archive.read(f"{info}/WHEEL").decode()
+        licence = archive.read(f"{info}/licenses/LICENSE")
+    assert "\nRoot-Is-Purelib: true\nTag: py3-none-any\n" in tags
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    # torch and networkx, and nothing else, unless an extra is asked for.
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", about, re.M)
+    assert needed == ["torch", "networkx"]
+    assert re.findall("^License-Expression: (.*)$", about, re.M) == ["BSD-3-Clause"]
