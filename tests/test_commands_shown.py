@@ -92,7 +92,9 @@ def test_examples_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     documents = text + (ROOT / "README.md").read_text(encoding="utf-8")
     shown = "\n".join(re.findall(r"`[^`\n]+`|^\$ .*", documents, re.M))
     verbs = set(re.findall(r"\bmeshplan ([a-z]+)\b", shown))
-    assert verbs == {"lint", "rule", "topo", "simulate", "plan", "links", "probe", "doctor"}
+    assert verbs == {
+        *("lint", "rule", "topo", "simulate", "plan", "links", "probe", "doctor", "completion"),
+    }
     lint = "\n".join(re.findall(r"meshplan lint [^\n`|]*", shown))
     options = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", lint))
     assert options - {"--tensor-model-parallel-size"} <= set(
