@@ -1,4 +1,7 @@
-"""Pictures of cases, as PNG and SVG: lines over a parameter, or bars beside each other."""
+"""Pictures of cases, as PNG and SVG.
+
+Lines over a parameter, bars beside each other, or points of what was predicted and measured.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ def _panels(name: str, cases: Sequence[Case]) -> list[_Panel]:
         groups.setdefault(key, []).append(case)
     panels: list[_Panel] = []
     for key, group in groups.items():
-        if key[0] is not None and len(group) > 1:
+        if key[2] == ("predicted", "measured"):
+            panels.append(("", lambda axis, g=group: _points(axis, g)))  # type: ignore[misc]
+        elif key[0] is not None and len(group) > 1:
             words = [f"{v} ranks" if k == "world_size" else str(v) for k, v in key[3:]]  # type: ignore[misc]
             panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g, str(over))))  # type: ignore[misc]
         else:
@@ -141,6 +146,25 @@ def _bars(axis: Any, cases: Sequence[Case]) -> None:
     axis.set_xlabel(cases[0].unit)
     if len(runs) > 1:
         _legend(axis)
+
+
+def _points(axis: Any, cases: Sequence[Case]) -> None:
+    """Predicted over measured; on the line they are the same."""
+    ways = list(dict.fromkeys(str(case.parameters["way"]) for case in cases))
+    for way, colour in zip(ways, _COLOURS, strict=False):
+        these = [case for case in cases if case.parameters["way"] == way]
+        x = [case.runs["measured"].median for case in these]
+        y = [case.runs["predicted"].median for case in these]
+        axis.plot(x, y, "o", color=colour, label=way, markersize=4)
+    every = [run.median for case in cases for run in case.runs.values()]
+    ends = (0.8 * min(every), 1.25 * max(every))
+    axis.plot(ends, ends, "-", color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel(f"measured, {cases[0].unit}")
+    axis.set_ylabel(f"predicted, {cases[0].unit}")
+    axis.grid(alpha=0.3)
+    _legend(axis)
 
 
 def _legend(axis: Any) -> None:

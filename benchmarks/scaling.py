@@ -140,7 +140,7 @@ def measure(hosts: int, sizes: tuple[int, ...], calls: int) -> Iterator[Case]:
                 },
                 peers=("measured",),
                 ranks=ranks,
-                parameters={"hosts": hosts},
+                parameters={"hosts": hosts, "way": name, "message": f"{numel * 4 >> 10} KiB"},
             )
         meshplan.shutdown()
     yield Case(
