@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.cli import _links
-from meshplan.cli._links_run import groups_by_class
+from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, groups_by_class
 from meshplan.topology import Links, Topology
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +54,17 @@ def test_every_class_that_there_is_has_a_group(topology: Topology) -> None:
     # An unknown link inside a node is measured as one of the node.
     expected = {"node" if name == "unknown" else name for name in there}
     assert set(groups_by_class(topology)) == expected
+
+
+def test_a_large_job_needs_neither_large_groups_nor_many() -> None:
+    topology = Topology.uniform(4000, node_size=8, domain_size=4)
+    found = groups_by_class(topology)
+    assert found["domain"][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found["node"][:2] == [[0, 4], [1, 5]]
+    # The first rank of eight nodes, and of the next eight.
+    assert found["network"][:2] == [[8 * node for node in range(i, i + 8)] for i in (0, 8)]
+    assert {len(groups) for groups in found.values()} == {MOST_GROUPS}
+    assert max(len(group) for groups in found.values() for group in groups) == MOST_RANKS
 
 
 def test_nothing_known_is_one_node() -> None:

@@ -2,8 +2,9 @@
 
 Every class has its groups: the ranks of a domain, one rank of each domain of a node, one rank of
 each node. All groups of a class exchange at the same time, as they do in a job, so that what they
-share (a bus, an adapter, a core) is in the figures. Ranks over the size that all groups of a class
-have are left out of it.
+share (a bus, an adapter, a core) is in the figures. Groups are cut to ``MOST_RANKS``, which tell
+launch and latency apart, and ranks over the size that all groups of a class have are left out; of
+very large jobs the first ``MOST_GROUPS`` are enough, as each takes its time to be made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -24,7 +26,9 @@ from meshplan.flatten import discover
 from meshplan.topology import Topology
 from meshplan.topology._fit_links import Exchange, fit_links
 
-__all__ = ["groups_by_class", "measure", "time_exchanges"]
+__all__ = ["MOST_GROUPS", "MOST_RANKS", "groups_by_class", "measure", "time_exchanges"]
+
+MOST_RANKS, MOST_GROUPS = 8, 128
 
 # Bytes for each peer: latency decides, neither, and bandwidth.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -63,7 +67,8 @@ def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]
 def groups_by_class(topology: Topology) -> dict[str, list[list[int]]]:
     """Groups of equal size over each class of links; classes without two such ranks are left out.
 
-    Where nobody knows domains, the ranks of a node are taken for ``node``.
+    At most ``MOST_GROUPS`` of at most ``MOST_RANKS``, and no rank is in two of one class. Where
+    nobody knows domains, the ranks of a node are taken for ``node``.
     """
     ranks = range(topology.world_size)
     nodes = [0 if topology.nodes is None else int(topology.nodes[rank]) for rank in ranks]
@@ -141,7 +146,12 @@ def _across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _even(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Those of two or more, cut to the smallest of them."""
+    """Those of two or more, cut in pieces of one size."""
     several = [group for group in groups if len(group) > 1]
-    size = min(map(len, several), default=0)
-    return [list(group[:size]) for group in several]
+    size = min((MOST_RANKS, *map(len, several)))
+    pieces = (
+        list(group[first : first + size])
+        for group in several
+        for first in range(0, len(group) - size + 1, size)
+    )
+    return list(islice(pieces, MOST_GROUPS))
