@@ -98,7 +98,8 @@ def measure(hosts: int, sizes: tuple[int, ...], calls: int) -> Iterator[Case]:
     """Links, predictions and what was predicted, on every rank of a job."""
     ranks = dist.get_world_size()
     cluster = discover(c10d._get_default_store(), dist.get_rank(), ranks, 60.0)
-    links, fitted = fit_links(time_exchanges(cluster.topology, torch.device("cpu"), calls))
+    found = time_exchanges(cluster.topology, torch.device("cpu"), calls, 60.0)
+    links, fitted = fit_links(found)
     topology = replace(cluster.topology, links=links)
     shape = (hosts, ranks // hosts) if hosts > 1 or ranks < 4 else (2, ranks // 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
@@ -127,12 +128,12 @@ def measure(hosts: int, sizes: tuple[int, ...], calls: int) -> Iterator[Case]:
                 summand.full_tensor,
             )
             samples = slowest(in_blocks({n: call for n, (_, call) in runs.items()}, calls))
-        for name, (found, _) in runs.items():
-            told = found.cost.nanoseconds / 1e6
+        for name, (prediction, _) in runs.items():
+            told = prediction.cost.nanoseconds / 1e6
             seen = samples[name]
             errors.append(abs(told / (seen.median * 1e3) - 1))
             yield Case(
-                name=f"{name} ({', '.join(found.how)}), {numel * 4 >> 10} KiB, {where}",
+                name=f"{name} ({', '.join(prediction.how)}), {numel * 4 >> 10} KiB, {where}",
                 unit="ms",
                 runs={
                     "predicted": Figures.of([told]),

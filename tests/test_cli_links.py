@@ -8,18 +8,22 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr
+import time
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.cli import _links
-from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, groups_by_class
+from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, groups_by_class, time_exchanges
 from meshplan.topology import Links, Topology
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +73,25 @@ def test_a_large_job_needs_neither_large_groups_nor_many() -> None:
 
 def test_nothing_known_is_one_node() -> None:
     assert groups_by_class(Topology.unknown(3)) == {"node": [[0, 1, 2]]}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_rank_that_is_away_is_an_error_in_time() -> None:
+    """The groups of an exchange wait as long as was said, not for torch's half an hour."""
+
+    def ranks(rank: int) -> float:
+        late = mock.patch.object(
+            dist, "all_to_all_single", side_effect=lambda *_, **__: time.sleep(12)
+        )
+        started = time.monotonic()
+        with late if rank == 2 else nullcontext(), pytest.raises(RuntimeError):
+            time_exchanges(Topology.unknown(3), torch.device("cpu"), 1, 3.0)
+        return time.monotonic() - started
+
+    found = run_ranks(ranks, 3, timeout=55, collective_timeout=30.0)
+    # Ranks 0 and 1 know while rank 2 is still away.
+    assert max(found[:2]) < 12 <= found[2]
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -50,7 +51,7 @@ def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]
             raise TopologyError("one rank has no links; start two ranks or more")
         store = c10d._get_default_store()
         cluster = discover(store, rank, world_size, timeout)
-        found = time_exchanges(cluster.topology, device, repeat)
+        found = time_exchanges(cluster.topology, device, repeat, timeout)
     links, error = fit_links(found)
     about: dict[str, Any] = {
         "ranks": world_size,
@@ -90,22 +91,35 @@ def groups_by_class(topology: Topology) -> dict[str, list[list[int]]]:
     return {name: groups for name, groups in even.items() if groups}
 
 
-def time_exchanges(topology: Topology, device: torch.device, repeat: int) -> list[Exchange]:
-    """All exchanges of all classes, on every rank of the default group; the same on all of them."""
+def time_exchanges(
+    topology: Topology, device: torch.device, repeat: int, timeout: float
+) -> list[Exchange]:
+    """All exchanges of all classes, on every rank of the default group; the same on all of them.
+
+    Args:
+        topology: where the ranks of the default group sit.
+        device: what is exchanged lies there.
+        repeat: how often each is timed.
+        timeout: seconds for each of them; a rank that does not come is an error of the backend's.
+    """
     found = []
     for name, groups in groups_by_class(topology).items():
         size = len(groups[0])
         pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
         for these in [pairs, groups] if size > 2 else [pairs]:
-            found += _over(name, these, device, repeat)
+            found += _over(name, these, device, repeat, timedelta(seconds=timeout))
     return found
 
 
 def _over(
-    name: str, groups: Sequence[Sequence[int]], device: torch.device, repeat: int
+    name: str,
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+    repeat: int,
+    timeout: timedelta,
 ) -> list[Exchange]:
-    # Every rank takes part in the creation of every group.
-    made = [dist.new_group(list(group)) for group in groups]
+    # Every rank takes part in the creation of every group. Left alone they wait half an hour.
+    made = [dist.new_group(list(group), timeout=timeout) for group in groups]
     rank = dist.get_rank()
     mine = next((one for one, group in zip(made, groups, strict=True) if rank in group), None)
     size = len(groups[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
@@ -53,7 +54,8 @@ def run_probe(given: argparse.Namespace) -> tuple[dict[str, Any], list[ProbeRow]
         numels = given.numel or NUMELS
         rows = []
         for axes in [*((i,) for i in wide), *combinations(wide, 2)]:
-            rows += _over(layout, axes, [(d, n) for d in dtypes for n in numels], device)
+            cases = [(d, n) for d in dtypes for n in numels]
+            rows += _over(layout, axes, cases, device, timedelta(seconds=given.timeout))
     about = f"{backend} ({nccl_model.ABOUT})" if backend == "nccl_model" else backend
     return {"mesh": str(layout), "backend": about, "origin": cluster.origin}, rows
 
@@ -63,10 +65,14 @@ def _over(
     axes: tuple[int, ...],
     cases: Sequence[tuple[torch.dtype, int]],
     device: torch.device,
+    timeout: timedelta,
 ) -> list[ProbeRow]:
     groups = layout.siblings(axes).tolist()
-    # As DeviceMesh makes them: every rank takes part in the creation of every group.
-    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    # As DeviceMesh makes them: every rank takes part in the creation of every group. Left alone
+    # they wait half an hour.
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        groups, timeout=timeout
+    )
     place = next(ranks for ranks in groups if dist.get_rank() in ranks).index(dist.get_rank())
     rows = []
     for dtype, numel in cases:
