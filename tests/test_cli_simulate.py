@@ -339,7 +339,13 @@ meshplan: MP211: 9 hosts of 4 GPUs take 36 ranks, and the mesh has 40; write --h
         found.append(refused(*many.split()))
         found += [
             refused("--table", *words.split())
-            for words in ("--mesh a=2", "--flat", "--hosts 2", "--dtype int8")
+            for words in (
+                "--mesh a=2",
+                "--flat",
+                "--hosts 2",
+                "--rank-order cyclic",
+                "--dtype int8",
+            )
         ]
         self.assertExpectedInline(
             "".join(found),
@@ -366,6 +372,7 @@ meshplan: MP402: 5 axes have more than 24 orders; write one, for example --order
 meshplan: MP402: --table has meshes and orders of its own; leave out --mesh
 meshplan: MP402: --table has meshes and orders of its own; leave out --flat
 meshplan: MP402: --table has meshes and orders of its own; leave out --hosts
+meshplan: MP402: --table has meshes and orders of its own; leave out --rank-order
 meshplan: MP402: sums of torch.int8 are not simulated; write one of float32, bfloat16, float16, float64
 """,
         )

@@ -23,7 +23,7 @@ from meshplan.cli._arguments import (
 from meshplan.cli._columns import columns
 from meshplan.cli._links import add_links
 from meshplan.cli._simulate_cost import cost
-from meshplan.cli._where import add_where, found_cluster, needed
+from meshplan.cli._where import add_where, found_cluster, given_places, needed
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
 if TYPE_CHECKING:
@@ -265,11 +265,8 @@ def _table(given: argparse.Namespace) -> str:
         "--order": given.order,
         "--flat": given.flat,
         "--from": given.src,
-        "--domain-size": given.domain_size,
-        "--node-size": given.node_size,
-        "--hosts": given.hosts,
     }
-    taken = [option for option, value in clash.items() if value]
+    taken = [*(option for option, value in clash.items() if value), *given_places(given)]
     if taken:
         raise PolicyError(f"--table has meshes and orders of its own; leave out {taken[0]}")
     orders: tuple[_Steps, ...] = (

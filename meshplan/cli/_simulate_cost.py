@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan.cli._arguments import choice_of, dtype_of, number_of, placements_of, steps_of
 from meshplan.cli._columns import columns
 from meshplan.cli._links import given_links, linked
-from meshplan.cli._where import found_cluster, needed
+from meshplan.cli._where import found_cluster, given_places, needed
 from meshplan.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -131,17 +131,8 @@ def _clusters(given: argparse.Namespace, dtype: torch.dtype, links: Links | None
     from meshplan.planner import Problem
     from meshplan.topology import Topology
 
-    clash = {
-        "--order": given.order,
-        "--flat": given.flat,
-        "--from": given.src,
-        "--domain-size": given.domain_size,
-        "--node-size": given.node_size,
-        "--hosts": given.hosts,
-        "--topology": given.topology,
-        "--rank-order": given.rank_order,
-    }
-    taken = [option for option, value in clash.items() if value]
+    orders = {"--order": given.order, "--flat": given.flat, "--from": given.src}
+    taken = [*(option for option, value in orders.items() if value), *given_places(given)]
     if taken:
         raise PolicyError(
             f"{taken[0]} is of one mesh; write --mesh ddp=8,fsdp=5 for example, or leave it out"

@@ -12,7 +12,7 @@ from meshplan.errors import TopologyError
 if TYPE_CHECKING:
     from meshplan.topology import Cluster, Inputs
 
-__all__ = ["add_where", "found_cluster", "inputs_of", "needed", "number"]
+__all__ = ["add_where", "found_cluster", "given_places", "inputs_of", "needed", "number"]
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
@@ -44,6 +44,12 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         metavar="ORDER",
         help="block (default), cyclic, plane=N, or a file with the host of each rank",
     )
+
+
+def given_places(given: argparse.Namespace) -> list[str]:
+    """The options of `add_where` that were given, for verbs that have places of their own."""
+    options = ("--topology", "--hosts", "--node-size", "--domain-size", "--rank-order")
+    return [one for one in options if getattr(given, one[2:].replace("-", "_"))]
 
 
 def inputs_of(given: argparse.Namespace) -> Inputs:
