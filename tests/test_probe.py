@@ -9,15 +9,21 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import time
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from expecttest import TestCase
 
 from meshplan.cli import _probe
 from meshplan.cli._probe import ProbeRow, add, probe
+from meshplan.cli._probe_run import _over
+from meshplan.layout import Layout
 from tests.processes import run_ranks
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -101,6 +107,25 @@ fsdp        2 of 5   float32  1021      2        73.2%   equal
 ddp x fsdp  1 of 10  float32  1021      1        0.0%    equal
 groups with the same inputs had different bits over: fsdp (seen in this run; equal bits are no proof for other sizes, placements or versions)""",
         )
+
+    @pytest.mark.processes
+    @pytest.mark.timeout(60)
+    def test_a_rank_that_is_away_is_an_error_in_time(self) -> None:
+        """The groups wait as long as was said, not for torch's half an hour."""
+
+        def ranks(rank: int) -> float:
+            late = mock.patch.object(
+                dist, "all_reduce", side_effect=lambda *_, **__: time.sleep(12)
+            )
+            cases = [(torch.float32, 7)]
+            started = time.monotonic()
+            with late if rank == 2 else nullcontext(), pytest.raises(RuntimeError):
+                _over(Layout.of(a=3), (0,), cases, torch.device("cpu"), timedelta(seconds=3))
+            return time.monotonic() - started
+
+        found = run_ranks(ranks, 3, timeout=55, collective_timeout=30.0)
+        # Ranks 0 and 1 know while rank 2 is still away.
+        assert max(found[:2]) < 12 <= found[2]
 
     @pytest.mark.processes
     def test_json(self) -> None:

@@ -154,12 +154,17 @@ class Groups:
         return self._near[axes]
 
     def _blocks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        group = self._members(axes, 1, False)
-        if self._nodes is None or _are_constant(self._nodes[group]):
+        if self._nodes is None:
             return ()
+        group = self._members(axes, 1, False)
+        step = _even_step(self._nodes[group])
+        if step == group.shape[1]:
+            return ()
+        steps = [step]
+        if self._domains is not None:
+            steps.append(_even_step(self._domains[group]))
         subtrees = _subtrees([self.layout.sizes[i] for i in axes])
-        near = [place[group] for place in (self._nodes, self._domains) if place is not None]
-        found = {_largest(subtrees, place) for place in near}
+        found = {max((b for b in subtrees if step % b == 0), default=1) for step in steps}
         return tuple(sorted(found - {1}, reverse=True))
 
     def _nearest(self, axes: tuple[int, ...], inner: int, across: bool) -> Peers:
@@ -267,13 +272,12 @@ def _subtrees(sizes: Sequence[int]) -> list[int]:
     return found[:-1]
 
 
-def _largest(blocks: Sequence[int], where: Tensor) -> int:
-    """The largest block that has one value of ``where`` all through; 1 if none has."""
-    for block in sorted(blocks, reverse=True):
-        if _are_constant(where.reshape(-1, block)):
-            return block
-    return 1
-
-
-def _are_constant(rows: Tensor) -> bool:
-    return bool((rows == rows[:, :1]).all())
+def _even_step(rows: Tensor) -> int:
+    """The largest block of consecutive columns that has one value in each row, in every block."""
+    width = rows.shape[1]
+    changes = (rows[:, 1:] != rows[:, :-1]).any(dim=0).nonzero().flatten() + 1
+    step = width
+    while len(changes):
+        step = math.gcd(step, int(changes[0]))
+        changes = changes[changes % step != 0]
+    return step
