@@ -18,8 +18,8 @@ namespace {
 #define MP_APART _Pragma("GCC ivdep")
 
 // Elements. Long enough for each leaf to be read as a stream, short enough for a stack of tiles to
-// stay near.
-constexpr i64 kTile = 4096;
+// stay in the first cache: for bfloat16 in trees of six, 4096 take 1.7 times as long.
+constexpr i64 kTile = 1024;
 
 struct Fold {
   void* out;
@@ -55,39 +55,93 @@ MP_INLINED void store(void* to, i64 start, const Acc* __restrict__ from, i64 cou
   }
 }
 
+// What one walk over a tile does: a step, or all of a subtree of four or eight leaves, so that its
+// partial results stay in registers. The additions are the same.
+enum class Walk : i32 { load, load2, with, top2, load4, load8 };
+
+struct Pass {
+  Walk walk;
+  const Instruction* steps;
+};
+
+bool starts_load4(const Instruction* step, const Instruction* end) {
+  return end - step >= 3 && step[0].what == Do::load2 && step[1].what == Do::load2 &&
+         step[2].what == Do::top2;
+}
+
+std::vector<Pass> passes(const Schedule& schedule) {
+  std::vector<Pass> found;
+  const Instruction* step = schedule.steps;
+  const Instruction* const end = step + schedule.count;
+  while (step < end) {
+    if (!starts_load4(step, end)) {
+      found.push_back({Walk(step->what), step});
+      step += 1;
+    } else if (starts_load4(step + 3, end) && end - step >= 7 && step[6].what == Do::top2) {
+      found.push_back({Walk::load8, step});
+      step += 7;
+    } else {
+      found.push_back({Walk::load4, step});
+      step += 3;
+    }
+  }
+  return found;
+}
+
 // In: leaves. Acc: partial results. Round: what each node is rounded to (Acc: not at all).
 template <class In, class Acc, class Round, class Out, class Op>
 MP_INLINED void sweep(const Fold& call) {
   auto node = [](Acc a, Acc b) {
     return Convert<Acc>::from(Convert<Round>::from(Op::node(a, b)));
   };
+  const auto leaf = [](const void* from, i64 index) {
+    return Convert<Acc>::from(load<In>(from, index));
+  };
+  const std::vector<Pass> all = passes(call.schedule);
   const i64 room = std::min(kTile, call.numel);
   std::vector<Acc> stack(std::size_t(call.schedule.height * room));
   for (i64 start = 0; start < call.numel; start += kTile) {
     const i64 count = call.numel - start < kTile ? call.numel - start : kTile;
     Acc* top = stack.data() - room;
-    for (i32 s = 0; s < call.schedule.count; ++s) {
-      const Instruction step = call.schedule.steps[s];
-      const void* a = call.leaves[step.a];
-      const void* b = call.leaves[step.b];
-      switch (step.what) {
-        case Do::load:
+    for (const Pass& pass : all) {
+      const void* in[8];
+      const auto take = [&](i32 step, i32 at) {
+        in[at] = static_cast<const char*>(call.leaves[pass.steps[step].a]) + start * i64(sizeof(In));
+        in[at + 1] =
+            static_cast<const char*>(call.leaves[pass.steps[step].b]) + start * i64(sizeof(In));
+      };
+      take(0, 0);
+      switch (pass.walk) {
+        case Walk::load:
           top += room;
-          MP_APART for (i64 i = 0; i < count; ++i) top[i] = Convert<Acc>::from(load<In>(a, start + i));
+          MP_APART for (i64 i = 0; i < count; ++i) top[i] = leaf(in[0], i);
           break;
-        case Do::load2:
+        case Walk::load2:
           top += room;
-          MP_APART for (i64 i = 0; i < count; ++i)
-            top[i] = node(Convert<Acc>::from(load<In>(a, start + i)),
-                          Convert<Acc>::from(load<In>(b, start + i)));
+          MP_APART for (i64 i = 0; i < count; ++i) top[i] = node(leaf(in[0], i), leaf(in[1], i));
           break;
-        case Do::with:
-          MP_APART for (i64 i = 0; i < count; ++i)
-            top[i] = node(top[i], Convert<Acc>::from(load<In>(a, start + i)));
+        case Walk::with:
+          MP_APART for (i64 i = 0; i < count; ++i) top[i] = node(top[i], leaf(in[0], i));
           break;
-        case Do::top2:
+        case Walk::top2:
           top -= room;
           MP_APART for (i64 i = 0; i < count; ++i) top[i] = node(top[i], top[i + room]);
+          break;
+        case Walk::load4:
+          top += room;
+          take(1, 2);
+          MP_APART for (i64 i = 0; i < count; ++i)
+            top[i] = node(node(leaf(in[0], i), leaf(in[1], i)), node(leaf(in[2], i), leaf(in[3], i)));
+          break;
+        case Walk::load8:
+          top += room;
+          take(1, 2);
+          take(3, 4);
+          take(4, 6);
+          MP_APART for (i64 i = 0; i < count; ++i)
+            top[i] = node(
+                node(node(leaf(in[0], i), leaf(in[1], i)), node(leaf(in[2], i), leaf(in[3], i))),
+                node(node(leaf(in[4], i), leaf(in[5], i)), node(leaf(in[6], i), leaf(in[7], i))));
           break;
       }
     }

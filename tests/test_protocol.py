@@ -167,8 +167,8 @@ MUTANTS = {
     "flags that do not wrap": ("host.h", "i32(load(flag) - wanted) < 0", "load(flag) < wanted"),
     "from zero": (
         "cpu.cpp",
-        "top[i] = node(Convert<Acc>::from(load<In>(a, start + i)),",
-        "top[i] = node(node(Acc(0), Convert<Acc>::from(load<In>(a, start + i))),",
+        "top[i] = node(leaf(in[0], i), leaf(in[1], i));",
+        "top[i] = node(node(Acc(0), leaf(in[0], i)), leaf(in[1], i));",
     ),
     "rounded at every node": ("cpu.cpp", "if (how.node == 1) {", "if (true) {"),
     "no rule for NaN": (
