@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -179,6 +181,47 @@ def test_operations(operation: str) -> None:
                     assert Case(mesh, src, (R, R), (5, 3), dtype).check() == EXCHANGE
 
     run_ranks(ranks, 6)
+
+
+@pytest.mark.parametrize("policy", ["deterministic", "consistent", "fast"])
+def test_bitwise_operations_are_left_to_torch(policy: Any) -> None:
+    """The contract has none of them, and no order can change them: no fallback, even if strict."""
+    given = [[6, 12, 5, -1], [7, 3, 4, 1 << 40], [14, -8, 7, 255], [15, 2, 6, 0]]
+    operations = {"band": operator.and_, "bor": operator.or_, "bxor": operator.xor}
+
+    def ranks(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        with meshplan.installed(policy=policy, strict=True, debug=True, audit=1):
+            for (name, operation), dst in itertools.product(
+                operations.items(), [(R, R), (R, S(0)), (S(0), R)]
+            ):
+                other = Partial(name)
+                for src in ((other, other), (other, R), (R, other)):
+                    mine = [given[r] for r in members(rank, src)]
+                    whole = torch.tensor(
+                        [functools.reduce(operation, row) for row in zip(*mine, strict=True)]
+                    )
+                    local = torch.tensor(given[rank])
+                    d = DTensor.from_local(local, mesh, src, run_check=False)
+                    found = d.redistribute(mesh, dst)
+                    for axis, placement in enumerate(dst):
+                        if isinstance(placement, Shard):
+                            whole = whole.chunk(2)[mesh.get_local_rank(axis)]
+                    assert found.to_local().tolist() == whole.tolist(), (name, src, dst)
+        assert not meshplan.report().fallbacks
+        return str(meshplan.report())
+
+    def members(rank: int, src: tuple[Placement, ...]) -> list[int]:
+        """The ranks whose summands make the result of ``rank``."""
+        return [
+            r
+            for r in range(4)
+            if (src[0] is not R or r // 2 == rank // 2) and (src[1] is not R or r % 2 == rank % 2)
+        ]
+
+    report = run_ranks(ranks, 4)[0]
+    if policy == "deterministic":
+        assert "left to torch: bits are combined one by one: every order gives the same" in report
 
 
 @pytest.mark.parametrize("path", ["exchange", "reference", "auto"])

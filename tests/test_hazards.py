@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import Replicate, _MaskPartial
+from torch.distributed.tensor.placement_types import Partial, Replicate, _MaskPartial
 
 from meshplan.errors import AxisNameError, PlacementError, TopologyError
 from meshplan.layout import Layout
@@ -285,6 +285,7 @@ def test_norms_and_masks() -> None:
     assert ops(_NormPartial(2), Replicate()) == [("2-norm", (0,), "may differ", 1)]
     assert ops(_NormPartial(2), _NormPartial(2)) == []
     assert ops(_NormPartial(float("inf")), Replicate()) == []
+    assert ops(Partial("bxor"), Partial("bxor")) == []
     assert ops(_MaskPartial("sum"), Replicate()) == [("MaskP(", (0,), "may differ", 0)]
     # Unlike arithmetic is not merged: one step for each axis.
     assert ops(_NormPartial(2), "P") == [("sum", (1,), "may differ", 0)]

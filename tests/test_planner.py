@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from meshplan.contract import Contract
+from meshplan.contract import OPS, Contract
 from meshplan.errors import (
     ContractTypeError,
     PlacementError,
@@ -318,6 +318,13 @@ def test_torch_placements_are_read_by_exact_type() -> None:
         pass
 
     assert Spec.of(Mine("sum")).kind == "opaque"
+    for op in OPS:
+        assert (Spec.of(Partial(op)).kind, Spec.of(Partial(op)).op) == ("partial", op)
+    for op in ("band", "bor", "bxor"):
+        assert Spec.of(Partial(op)).kind == "opaque"
+        assert Spec.of(Partial(op)).any_order
+    assert Spec.of(Partial("another")).kind == "opaque"
+    assert not Spec.of(Partial("another")).any_order
 
 
 def test_norms_reduce_together_only_when_alike() -> None:

@@ -62,6 +62,8 @@ def test_not_short_of_the_policy() -> None:
         found = plan(Problem.of(small, (mine, R), (R, R), policy=policy))  # type: ignore[arg-type]
         assert len(short_of_policy(found)) == count
     assert short((_MaskPartial("max"), R, R), (R, R, R)) == ["MaskP"]
+    assert short((Partial("bor"), R, R), (R, R, R)) == []
+    assert short((Partial("another"), R, R), (R, R, R)) != []
     (step,) = planned((mask, R, R), (R, R, R)).steps
     assert step.why.endswith("every order gives the same bits")
 

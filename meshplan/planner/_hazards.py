@@ -293,7 +293,8 @@ def _is_exact(problem: Problem, axes: tuple[int, ...]) -> bool:
     if dtype is not None and not dtype.is_floating_point and not dtype.is_complex:
         return True
     specs = [problem.src[i] for i in axes]
-    return all(s.op in ("max", "min") or (s.norm is not None and math.isinf(s.norm)) for s in specs)
+    exact = ("max", "min", "band", "bor", "bxor")
+    return all(s.op in exact or (s.norm is not None and math.isinf(s.norm)) for s in specs)
 
 
 def _has_contract(problem: Problem, axes: tuple[int, ...]) -> bool:

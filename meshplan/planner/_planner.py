@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from meshplan.contract import Op
+from meshplan.contract import OPS, Op
 from meshplan.errors import ShardOrderError
 from meshplan.planner._candidates import MAX_CANDIDATES, Candidate
 from meshplan.planner._hazards import hazards
@@ -196,8 +196,9 @@ def _operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | None]:
     averaged = math.prod(sizes[i] for i in axes if problem.src[i].op == "avg")
     if averaged > 1:
         return "avg", averaged
-    ops: dict[str | None, Op] = {"max": "max", "min": "min", "product": "product"}
-    return ops.get(problem.src[axes[0]].op, "sum"), None
+    # An average over axes of size 1 is what is there, and what norms add up has no op of its own.
+    ops: dict[str | None, Op] = {**{op: op for op in OPS}, "avg": "sum", None: "sum"}
+    return ops[problem.src[axes[0]].op], None
 
 
 def _slice(problem: Problem, axis: int, dst: Spec) -> Step:
@@ -234,8 +235,8 @@ def _reason(problem: Problem, src: Spec, size: int) -> str:
         return "its siblings agree whatever the backend's order is"
     if src.kind == "partial":
         return f"policy {problem.policy} takes two or more axes of P -> R only"
-    if src.one_summand:
-        return "at most one summand of an element is not zero: every order gives the same bits"
+    if src.any_order:
+        return f"{src.any_order}: every order gives the same bits"
     if src.kind in ("norm", "opaque"):
         return f"{src.text} has arithmetic of its own"
     return "no reduction"

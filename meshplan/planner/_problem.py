@@ -46,6 +46,8 @@ ContractPath = Literal["exchange", "reference"]
 CONTRACT_PATHS: tuple[ContractPath, ...] = get_args(ContractPath)
 """All of ``ContractPath``."""
 
+_BITWISE = ("band", "bor", "bxor")
+_ONE = "at most one summand of an element is not zero"
 _DIM = re.compile(r"\d{1,9}", re.ASCII)
 _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
 
@@ -55,16 +57,16 @@ class Spec:
     """The placement on one axis.
 
     Attributes:
-        kind: ``partial`` only for torch's own ``Partial`` class; ``norm`` for the partial p-norm
-            that ``vector_norm`` leaves behind; ``opaque`` for other subclasses of ``Partial``,
-            whose arithmetic or side effects meshplan does not know; ``other`` for all the rest
-            (strided shards).
+        kind: ``partial`` only for torch's own ``Partial`` class with a reduction of the contract;
+            ``norm`` for the partial p-norm that ``vector_norm`` leaves behind; ``opaque`` for other
+            reductions and subclasses of ``Partial``, whose arithmetic or side effects meshplan does
+            not know; ``other`` for all the rest (strided shards).
         text: as torch prints it, e.g. ``P(sum)``, ``S(0)``, ``R``.
-        op: the reduction of a ``partial``.
+        op: the reduction of a ``Partial`` itself.
         dim: the tensor dim of a ``shard``.
         norm: the p of a ``norm``.
-        one_summand: of each element at most one rank's summand is not zero, so that no order of
-            additions can change a bit: what an embedding leaves whose rows are sharded.
+        any_order: of an ``opaque``: why no order can change a bit, if none can: bitwise
+            reductions, and what an embedding leaves whose rows are sharded.
     """
 
     kind: Literal["replicate", "shard", "partial", "norm", "opaque", "other"]
@@ -72,7 +74,7 @@ class Spec:
     op: str | None = None
     dim: int | None = None
     norm: float | None = None
-    one_summand: bool = False
+    any_order: str = ""
 
     @classmethod
     def of(cls, placement: Placement | str) -> Spec:
@@ -84,8 +86,11 @@ class Spec:
         if isinstance(placement, str):
             return cls._of_text(placement)
         text = str(placement)
-        if type(placement) is Partial:
+        if type(placement) is Partial and placement.reduce_op in OPS:
             return cls("partial", text, op=placement.reduce_op)
+        if type(placement) is Partial:
+            why = "bits are combined one by one" if placement.reduce_op in _BITWISE else ""
+            return cls("opaque", text, op=placement.reduce_op, any_order=why)
         if isinstance(placement, Replicate):
             return cls("replicate", text)
         if type(placement) is Shard:
@@ -93,7 +98,7 @@ class Spec:
         if type(placement) is _NormPartial:
             return cls("norm", text, norm=float(placement.norm_type))
         if type(placement) is _MaskPartial:
-            return cls("opaque", text, one_summand=placement.reduce_op == "sum")
+            return cls("opaque", text, any_order=_ONE if placement.reduce_op == "sum" else "")
         return cls("opaque" if isinstance(placement, Partial) else "other", text)
 
     @classmethod

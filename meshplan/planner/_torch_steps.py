@@ -19,7 +19,8 @@ _EVERYTHING = parse_choice("", PROTOCOLS)
 def short_of_policy(plan: Plan) -> tuple[Step, ...]:
     """The reductions that torch does outside the contract though the policy asks for it.
 
-    Not those whose bits no order can change: where at most one summand of an element is not zero.
+    Not those whose bits no order can change: bitwise ones, and where at most one summand of an
+    element is not zero.
 
     Args:
         plan: of a redistribution.
@@ -30,7 +31,7 @@ def short_of_policy(plan: Plan) -> tuple[Step, ...]:
     return tuple(
         step
         for step in steps
-        if step.src is not None and step.src.kind in ("norm", "opaque") and not step.src.one_summand
+        if step.src is not None and step.src.kind in ("norm", "opaque") and not step.src.any_order
     )
 
 
