@@ -54,6 +54,8 @@ from meshplan.testing import (
     order_sensitive,
     replica_fingerprints,
 )
+from meshplan.topology import Topology
+from tests.devices import FLOATS, INTEGERS
 from tests.processes import run_ranks, warm_compiler
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -181,6 +183,26 @@ def test_operations(operation: str) -> None:
                     assert Case(mesh, src, (R, R), (5, 3), dtype).check() == EXCHANGE
 
     run_ranks(ranks, 6)
+
+
+@pytest.mark.parametrize("path", ["auto", "exchange", "reference"])
+def test_every_dtype_of_the_contract_goes_every_way(path: Any) -> None:
+    """Also those that no backend sends, in messages of every kind, and through an audit."""
+    near = Topology.uniform(4, node_size=2)
+
+    def ranks(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        targets = [(R, R), (S(0), S(1)), (R, S(0))]
+        for topology in (None, near) if path == "exchange" else (None,):
+            with meshplan.installed(path=path, strict=True, topology=topology, audit=1):
+                for dtype, dst in itertools.product((*FLOATS, *INTEGERS), targets):
+                    Case(mesh, (P, P), dst, (5, 3), dtype).check()
+                # In place over gloo, with slices of one length and of two.
+                for rows in (1 << 17, (1 << 17) + 3):
+                    Case(mesh, (P, P), (R, R), (rows, 3), torch.int16).check()
+                    Case(mesh, (R, P), (R, R), (rows, 3), torch.int16).check()
+
+    run_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("policy", ["deterministic", "consistent", "fast"])

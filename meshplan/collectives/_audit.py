@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._scatter import shard_of
+from meshplan.collectives._wire import all_gather
 from meshplan.contract import reduce_leaves
 from meshplan.errors import AuditError
 from meshplan.planner import Step
@@ -139,8 +140,7 @@ def _reference(summand: Tensor, step: Step, groups: StepGroups) -> Tensor:
 def _gathered(tensor: Tensor, groups: StepGroups) -> Tensor:
     """Of all ranks in the order of their positions: by inner groups, then by the outer one."""
     for group in groups.levels:
-        sent = _ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
-        tensor = _ops.wait_tensor(sent)
+        tensor = _ops.wait_tensor(all_gather(tensor.contiguous(), group))
     return tensor
 
 

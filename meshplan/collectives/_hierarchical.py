@@ -17,6 +17,7 @@ from torch import Tensor
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import equal_slices
 from meshplan.collectives._scatter import gather_shard, parts_of, shard_of
+from meshplan.collectives._wire import all_gather, all_to_all
 from meshplan.kernel import combine_leaves, finish_partials
 from meshplan.planner import Step
 
@@ -43,10 +44,8 @@ def hierarchical_exchange(tensor: Tensor, step: Step, groups: StepGroups) -> Ten
     chunk = [outer.size() * width] * inner.size()
     partial = _combined(message, chunk, chunk[0], step, groups)
     own = _finished(partial, [width] * outer.size(), width, step, groups, tensor.dtype)
-    across = _ops.all_gather_into_tensor(own, outer.size(), outer.group_name)
-    gathered: Tensor = _ops.all_gather_into_tensor(
-        _ops.wait_tensor(across), inner.size(), inner.group_name
-    )
+    across = _ops.wait_tensor(all_gather(own, outer))
+    gathered = all_gather(across, inner)
     return gathered[: tensor.numel()].view(tensor.shape)
 
 
@@ -83,7 +82,7 @@ def _combined(
     assert step.contract is not None
     inner, _ = groups.nested
     ranks = inner.size()
-    sent = _ops.all_to_all_single(message, [own] * ranks, split, inner.group_name)
+    sent = all_to_all(message, [own] * ranks, split, inner)
     rows = _ops.wait_tensor(sent).view(ranks, own).unbind(0)
     return combine_leaves(rows, step.op, step.inner_sizes, step.contract)
 
@@ -101,6 +100,6 @@ def _finished(
     assert step.contract is not None
     _, outer = groups.nested
     blocks = outer.size()
-    sent = _ops.all_to_all_single(partial, [own] * blocks, split, outer.group_name)
+    sent = all_to_all(partial, [own] * blocks, split, outer)
     rows = _ops.wait_tensor(sent).view(blocks, own).unbind(0)
     return finish_partials(rows, step.op, step.outer_sizes, step.contract, dtype, step.divisor)

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import exchange
 from meshplan.collectives._tracing import is_traced, named_group
+from meshplan.collectives._wire import as_sent
 from meshplan.contract import Contract, Op
 from meshplan.kernel import OPERATORS, large_pages, reduce_into
 from meshplan.planner import Step
@@ -137,7 +138,7 @@ def _in_place(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
         for r, length in enumerate(lengths):
             if length > 0:
                 part = result[r * width :][:length]
-                works.append(dist.broadcast(part, group=group, group_src=r, async_op=True))
+                works.append(dist.broadcast(as_sent(part), group=group, group_src=r, async_op=True))
     finally:
         _wait(works)
     return result[: flat.numel()].view(tensor.shape)
@@ -159,15 +160,15 @@ def _leaves(
         sent = flat[other * width :][: lengths[other]]
         come, go = [0, 0], [0, 0]
         come[other], go[other] = own, sent.numel()
-        dist.all_to_all_single(place, sent, come, go, group)
+        dist.all_to_all_single(as_sent(place), as_sent(sent), come, go, group)
         mine = flat[rank * width :][:own]
         return [mine, place] if rank == 0 else [place, mine]
     if lengths[-1] == width:
-        dist.all_to_all_single(result, flat, group=group)
+        dist.all_to_all_single(as_sent(result), as_sent(flat), group=group)
         return result.view(ranks, width).unbind(0)
     # Parts of a shorter slice do not come to lie each in its place: they get another.
     leaves = result if own == width else flat.new_empty(ranks * own)
-    dist.all_to_all_single(leaves, flat, [own] * ranks, list(lengths), group)
+    dist.all_to_all_single(as_sent(leaves), as_sent(flat), [own] * ranks, list(lengths), group)
     return leaves.view(ranks, own).unbind(0)
 
 

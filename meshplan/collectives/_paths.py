@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
+from meshplan.collectives._wire import all_gather, all_to_all
 from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
@@ -37,9 +38,9 @@ def exchange(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     ranks = group.size()
     message, width = equal_slices(tensor, ranks)
     split = [width] * ranks
-    received = _ops.wait_tensor(_ops.all_to_all_single(message, split, split, group.group_name))
+    received = _ops.wait_tensor(all_to_all(message, split, split, group))
     own = _reduce_rows(received.view(ranks, width), step)
-    gathered: Tensor = _ops.all_gather_into_tensor(own, ranks, group.group_name)
+    gathered = all_gather(own, group)
     return gathered[: tensor.numel()].view(tensor.shape)
 
 
@@ -51,7 +52,7 @@ def reference(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     group = groups.flat
     ranks = group.size()
     flat = tensor.contiguous().view(-1)
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
+    gathered = _ops.wait_tensor(all_gather(flat, group))
     return _reduce_rows(gathered.view(ranks, flat.numel()), step).view(tensor.shape)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshplan.collectives._groups import StepGroups
 from meshplan.collectives._paths import native
+from meshplan.collectives._wire import all_gather, all_to_all
 from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
@@ -65,9 +66,7 @@ def exchange_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     ranks = group.size()
     parts = list(parts_of(tensor, step, ranks))
     own = parts[group.rank()].numel()
-    received = _ops.all_to_all_single(
-        torch.cat(parts), [own] * ranks, [part.numel() for part in parts], group.group_name
-    )
+    received = all_to_all(torch.cat(parts), [own] * ranks, [part.numel() for part in parts], group)
     rows = _ops.wait_tensor(received).view(ranks, own)
     shard = shard_of(tensor, step, group.rank())
     return gather_shard(_reduce(rows.unbind(0), step), shard.shape, groups)
@@ -78,7 +77,7 @@ def reference_scatter(tensor: Tensor, step: Step, groups: StepGroups) -> Tensor:
     group = groups.flat
     ranks = group.size()
     flat = tensor.contiguous().view(-1)
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(flat, ranks, group.group_name))
+    gathered = _ops.wait_tensor(all_gather(flat, group))
     rows = gathered.view(ranks, *tensor.shape).unbind(0)
     return _reduce([shard_of(row, step, group.rank()) for row in rows], step)
 
@@ -109,8 +108,7 @@ def gather_shard(finished: Tensor, shape: torch.Size, groups: StepGroups) -> Ten
     if finished.numel() < width:
         part = finished.new_zeros(width)
         part[: finished.numel()] = finished
-    gathered: Tensor = _ops.all_gather_into_tensor(part, ranks, groups.gather.group_name)
-    return gathered[:numel].view(shape)
+    return all_gather(part, groups.gather)[:numel].view(shape)
 
 
 def parts_of(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
