@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -497,6 +499,8 @@ MP901: DDP has called its hook for one parameter, as it does with optimize_ddp='
             said.append(error(IntegrationError, lambda: ddp.register(model, other)))
             ddp.register(model)
             said.append(error(RuntimeError, lambda: ddp.register(model)))
+            said.append(error(IntegrationError, lambda: copy.deepcopy(model)))
+            said.append(error(IntegrationError, lambda: pickle.dumps(model)))
             sparse = hooked(Sparse())
             loss = sparse(torch.tensor([1, 2]))
             said.append(error(IntegrationError, loss.backward))
@@ -521,10 +525,17 @@ MP901: state=None of meshplan_hook: a hook is not told over which process group 
 MP901: state=DDPReduction(group=None, contract=None, op='mean', mode='auto', dtype=None, strict=False, debug=False) of meshplan_hook: a hook is not told over which process group its model reduces; call meshplan.integrations.ddp.register(model), or write model.register_comm_hook(model.process_group, meshplan_hook)
 MP901: group=group 1 of 2 ranks of the reduction, and the model was made with group 0 of 2 ranks; leave group out
 register_comm_hook or register_builtin_comm_hook can only be called once.
+MP901: a DDP model whose gradients meshplan reduces is not copied or pickled: torch registers no hook on the copy, which would reduce in the backend's own order; copy model.module, wrap the copy in DistributedDataParallel and register it
+MP901: a DDP model whose gradients meshplan reduces is not copied or pickled: torch registers no hook on the copy, which would reduce in the backend's own order; copy model.module, wrap the copy in DistributedDataParallel and register it
 MP901: the gradient of a parameter of shape [5, 3] is torch.sparse_coo, and the contract is for dense ones; write sparse=False where its module is made
 MP901: 2 parameters in delay_all_reduce_named_params: DDP reduces them without its hook, in the backend's order; leave the argument out
 MP901: the model has mixed_precision, which is a hook of torch's, and DDP takes one only; leave it out: torch.autocast chooses the dtype of computations, DDPReduction(dtype=torch.bfloat16) that of what is sent""",
         )
+
+    def test_a_reduction_without_a_group_can_be_copied(self) -> None:
+        reduction = DDPReduction(contract=Contract("rank"), op="sum", dtype=torch.bfloat16)
+        assert copy.deepcopy(reduction) == reduction
+        assert pickle.loads(pickle.dumps(reduction)) == reduction
 
     def test_ranks_that_ask_for_different_things(self) -> None:
         def ranks(rank: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -26,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import meshplan
 from meshplan import Contract
-from meshplan.errors import MeshplanError
+from meshplan.errors import InstallError, MeshplanError
 from meshplan.integrations import fsdp
 from meshplan.integrations._fsdp_reduction import _Scale
 from meshplan.testing import (
@@ -354,6 +357,10 @@ def test_tensor_parallel_norms(keep: bool) -> None:
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with meshplan.installed():
             model = block(mesh, mp_policy=mixed)
+            # What an earlier call has set is taken back.
+            fsdp.apply(model, mesh, keep_reduce_dtype=not keep)
+            model(sequence(mesh)).float().square().sum().backward()
+            model.zero_grad()
             fsdp.apply(model, mesh, keep_reduce_dtype=keep)
             partials: dict[str, Tensor] = {}
 
@@ -523,7 +530,191 @@ def test_options() -> None:
     assert "contract" not in report, report
 
 
+FOUR = [summands(rank, 4) for rank in range(4)]
+
+
+def test_hooks_of_the_users() -> None:
+    """They run after the reduction over the replicas, where FSDP has one, and stay where not."""
+    means = {n: oracle([one[n] for one in FOUR], (2, 2), TREE, torch.float32) for n in SHAPES}
+    pairs = [[FOUR[0], FOUR[1]], [FOUR[2], FOUR[3]]]
+    inside = [
+        {n: oracle([one[n] for one in pair], (2,), TREE, torch.float32) for n in SHAPES}
+        for pair in pairs
+    ]
+    doubled = {n: mean * 2 for n, mean in means.items()}
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        seen = []
+
+        def of_users(model: nn.Module, function: Callable[[Tensor], None]) -> None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(function)
+
+        def double(reduced: Tensor) -> None:
+            seen.append(reduced.numel())
+            reduced.mul_(2)
+
+        def average(reduced: Tensor) -> None:
+            seen.append(reduced.numel())
+            dist.all_reduce(reduced, group=mesh.get_group("ddp"))
+            reduced.div_(2)
+
+        with meshplan.installed():
+            for flat in (False, True):
+                model = shard(Given(), mesh)
+                of_users(model, double)
+                # The second call takes back the first, and the hook stays the user's.
+                for _ in range(2):
+                    fsdp.apply(model, flat=flat)
+                model(FOUR[rank]).backward()
+                check(model, doubled, f"flat {flat}")
+                assert len(seen) == 3
+                seen.clear()
+            # The sum of two numbers has one order: what the backend adds is known.
+            model = shard(Given(), mesh["fsdp"])
+            of_users(model, average)
+            fsdp.apply(model)
+            model(FOUR[rank]).backward()
+            of_both = {n: (inside[0][n] + inside[1][n]) / 2 for n in SHAPES}
+            check(model, of_both, "over the replicas by the user")
+            assert len(seen) == 3
+
+    run_ranks(run, 4)
+
+
+def test_modules_of_one_list() -> None:
+    """They have one record of their parameters: nothing is taken twice, or given back twice."""
+    sums = {n: exactly([one[n] for one in FOUR], "sum", (2, 2)) for n in SHAPES}
+    means = {n: oracle([one[n] for one in FOUR], (2, 2), TREE, torch.float32) for n in SHAPES}
+    rows = [
+        {n: oracle([FOUR[r][n] for r in pair], (2,), TREE, torch.float32) for n in SHAPES}
+        for pair in ((0, 1), (2, 3))
+    ]
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        model = Given()
+        fully_shard([model.get_submodule("one"), model.get_submodule("two")], mesh=mesh["fsdp"])
+        fully_shard(model, mesh=mesh["fsdp"])
+        with meshplan.installed():
+            for replicate_over, wanted in (("ddp", means), ((), rows[rank // 2]), ("ddp", means)):
+                assert fsdp.apply(model, mesh, replicate=replicate_over) == ("", "one", "two")
+                model.zero_grad()
+                model(FOUR[rank]).backward()
+                check(model, wanted, f"replicas {replicate_over}")
+            divide_by(model, 1.0)
+            fsdp.apply(model, mesh, replicate="ddp")
+            model.zero_grad()
+            model(FOUR[rank]).backward()
+            check(model, sums, "a factor of the user's")
+
+    run_ranks(run, 4)
+
+
+def test_a_model_ends_with_its_last_reference() -> None:
+    def run(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        ends = []
+        with meshplan.installed():
+            for _ in range(2):
+                model = shard(Given(), mesh)
+                fsdp.apply(model)
+                model(THREE[rank]).backward()
+                ends.append(weakref.ref(model))
+                del model
+        gc.collect()
+        return [end() is None for end in ends]
+
+    assert run_ranks(run, 2) == [[True, True]] * 2
+
+
+def test_without_meshplan_nothing_of_a_step_is_begun() -> None:
+    """The error comes from the forward: FSDP does not go on after one in its backward."""
+    means = {n: oracle([one[n] for one in THREE], (3,), TREE, torch.float32) for n in SHAPES}
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+        model = shard(Given(), mesh)
+        with meshplan.installed():
+            fsdp.apply(model)
+            model(THREE[rank]).backward()
+        for _ in range(2):
+            with pytest.raises(InstallError, match=r"call meshplan\.install\(\) before the model"):
+                model(THREE[rank])
+        with meshplan.installed():
+            for _ in range(2):
+                model.zero_grad()
+                model(THREE[rank]).backward()
+                check(model, means, "installed again")
+
+    run_ranks(run, 3)
+
+
 class TestMessages(TestCase):
+    def test_what_was_set_by_others(self) -> None:
+        def run(rank: int) -> list[str]:
+            found = []
+
+            def refused(function: Callable[[], Any]) -> None:
+                with pytest.raises(MeshplanError) as caught:
+                    function()
+                found.append(str(caught.value))
+
+            class Own(DefaultReduceScatter):
+                pass
+
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+            with meshplan.installed():
+                model = Given({"last": (4,)})
+                fully_shard(model, mesh=mesh)
+                fsdp.apply(model)
+                given = {"last": torch.ones(4)}
+                loss = model(given)
+                own: Any = model
+                own.set_all_reduce_hook(lambda reduced: None)
+                refused(lambda: model(given))
+                refused(loss.backward)
+                model = Given({"last": (4,)})
+                fully_shard(model, mesh=mesh["fsdp"])
+                own = model
+                own.set_all_reduce_hook(lambda reduced: None)
+                refused(lambda: fsdp.apply(model, mesh, replicate="ddp"))
+                fsdp.apply(model)
+                own.set_custom_reduce_scatter(Own())
+                refused(lambda: model(given))
+                refused(lambda: fsdp.apply(model))
+            return found
+
+        self.assertExpectedInline(
+            "\n".join(run_ranks(run, 4)[0]),
+            """\
+MP901: set_all_reduce_hook was called after meshplan.integrations.fsdp.apply and has replaced what meshplan reduces by: gradients would not be reduced over all ranks; call apply again after it
+MP901: set_all_reduce_hook was called after meshplan.integrations.fsdp.apply and has replaced what meshplan reduces by: gradients would not be reduced over all ranks; call apply again after it
+MP901: the root module has an all-reduce hook, and replicate= has meshplan reduce over the replicas in its place; leave set_all_reduce_hook or replicate out
+MP901: set_custom_reduce_scatter was called after meshplan.integrations.fsdp.apply and has replaced what meshplan reduces by: gradients would not be reduced over all ranks; leave it out
+MP901: the root module has a reduce-scatter of its own, Own, and meshplan would replace it; leave set_custom_reduce_scatter out, or this module""",
+        )
+
+    def test_a_mesh_that_is_wrong_on_some_ranks_is_refused_on_all(self) -> None:
+        def run(rank: int) -> str:
+            mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("ddp", "fsdp"))
+            model = shard(Given(), mesh["fsdp"])
+            with meshplan.installed(), pytest.raises(MeshplanError) as caught:
+                fsdp.apply(model, mesh, replicate="ddp")
+            return str(caught.value)
+
+        found = run_ranks(run, 4)
+        assert found[0] == found[1]
+        self.assertExpectedInline(
+            "\n".join(found[1:]),
+            """\
+MP901: the root module is reduced over (fsdp) of (ddp=2, fsdp=2; ranks 0, 1, 3, 2), along which the ranks of some groups do not ascend: torch's groups are sorted; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
+MP901: the root module is reduced over ranks [2, 3], in this order, and no axes of (ddp=2, fsdp=2; ranks 0, 1, 3, 2) beside (ddp) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
+MP901: the root module is reduced over ranks [2, 3], in this order, and no axes of (ddp=2, fsdp=2; ranks 0, 1, 3, 2) beside (ddp) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each""",
+        )
+
     def test_refused(self) -> None:
         def run(rank: int) -> list[str]:
             found = []
@@ -561,7 +752,7 @@ MP112: no axis 'dp' in the mesh, it has ddp, fsdp; did you mean 'ddp'?
 MP901: the root module is reduced over ranks [0, 1], in this order, and no axes of (ddp=2; ranks 0, 2) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
 MP901: the root module is reduced over ranks [0, 1], in this order, and no axes of (ddp=2, fsdp=2) beside (fsdp) put this rank among them so; give apply the mesh of which fully_shard was given axes, whose ranks ascend along each
 MP402: no policy 'quick'; write 'deterministic' or 'consistent' or 'fast'
-MP601: meshplan was uninstalled, and this model's gradients are to be reduced by it; call meshplan.install() again""",
+MP601: meshplan was uninstalled, and this model's gradients are to be reduced by it; call meshplan.install() before the model's forward""",
         )
 
     def test_an_op_that_no_torch_asks_for(self) -> None:

@@ -20,6 +20,7 @@ from meshplan.contract import Contract, partial_dtype
 from meshplan.dtensor import Config, current_config, policy
 from meshplan.dtensor._config import PolicyChoice
 from meshplan.errors import InstallError, IntegrationError
+from meshplan.integrations._fsdp_torch import Taken
 from meshplan.kernel import finish_partials
 
 __all__ = ["Reduction", "Where"]
@@ -105,8 +106,35 @@ class Reduction(ReduceScatter):
         self._divides = divides
         self._choice = choice
         self._flat = flat
+        self._taken: Taken | None = None
         # What the hook is to finish: FSDP calls it right after the reduce-scatter, if it has one.
         self._begun: tuple[Tensor, _Scale] | None = None
+
+    def watch(self, taken: Taken) -> None:
+        """Refuse to reduce where what was set is there no more.
+
+        Args:
+            taken: what was set with this reduction.
+        """
+        self._taken = taken
+
+    def check(self) -> None:
+        """Refuse where the gradients would not be reduced as applied.
+
+        Raises:
+            InstallError: meshplan is not installed any more.
+            IntegrationError: somebody else has set what reduces.
+        """
+        self._config()
+        replaced = self._taken.replaced() if self._taken else ""
+        if replaced:
+            # A reduce-scatter of the user's has no place beside meshplan's.
+            hook = replaced == "set_all_reduce_hook"
+            advice = "call apply again after it" if hook else "leave it out"
+            raise IntegrationError(
+                f"{replaced} was called after meshplan.integrations.fsdp.apply and has replaced "
+                f"what meshplan reduces by: gradients would not be reduced over all ranks; {advice}"
+            )
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -133,9 +161,10 @@ class Reduction(ReduceScatter):
             async_op: return a ``Work``, which is finished.
 
         Raises:
-            IntegrationError: another ``op``.
+            IntegrationError: another ``op``, or somebody else has set FSDP's hook.
             InstallError: meshplan is not installed any more.
         """
+        self.check()
         scale = _Scale.of(op, group.size())
         if self.hooked(output_tensor.dtype):
             output_tensor.copy_(self._reduced(input_tensor, shard="sum"))
@@ -209,6 +238,6 @@ class Reduction(ReduceScatter):
         if config is None:
             raise InstallError(
                 "meshplan was uninstalled, and this model's gradients are to be reduced by it; "
-                "call meshplan.install() again"
+                "call meshplan.install() before the model's forward"
             )
         return config

@@ -8,7 +8,7 @@ methods set, and the class of the mesh's description, the same from torch 2.11 t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
-__all__ = ["Sharding", "shardings_of"]
+from meshplan.errors import IntegrationError
+
+__all__ = ["Sharding", "Taken", "shardings_of"]
 
 _TAKEN = (
     "_reduce_scatter_comm",
@@ -28,6 +30,37 @@ _TAKEN = (
     "mesh_info",
     "post_forward_mesh_info",
 )
+_Hook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was set on FSDP's record of parameters, and what had been there.
+
+    Attributes:
+        parameters: the record.
+        before, ours: by attribute.
+        hooks: whether the all-reduce hook is one of them.
+    """
+
+    parameters: Any
+    before: Mapping[str, Any]
+    ours: Mapping[str, Any]
+    hooks: bool
+
+    def replaced(self) -> str:
+        """What somebody else has set since of that which reduces, as torch's method for it."""
+        if self.parameters._reduce_scatter_comm is not self.ours["_reduce_scatter_comm"]:
+            return "set_custom_reduce_scatter"
+        if self.hooks and self.parameters._all_reduce_hook is not self.ours["_all_reduce_hook"]:
+            return "set_all_reduce_hook"
+        return ""
+
+    def give_back(self) -> None:
+        """Set what had been there. What somebody else has set since, such as a factor, stays."""
+        for name, value in self.before.items():
+            if getattr(self.parameters, name) is self.ours[name]:
+                setattr(self.parameters, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +91,30 @@ class Sharding:
     parameters: Any
     alone: bool
 
-    def take(
-        self, reduce_scatter: Any, hook: Callable[[Tensor], None] | None, factor: float | None
-    ) -> Callable[[], None]:
-        """Let FSDP reduce by ``reduce_scatter`` and then ``hook``; returns what undoes it."""
+    def take(self, reduce_scatter: Any, finish: _Hook | None, factor: float | None) -> Taken:
+        """Let FSDP reduce by ``reduce_scatter`` and then ``finish``.
+
+        A hook of the user's runs afterwards, as after the all-reduce of FSDP's own.
+
+        Raises:
+            IntegrationError: the user's own reduce-scatter, or a hook that may be what reduces over
+                the replicas. Nothing is set then.
+        """
         group = self.parameters
+        own = group._reduce_scatter_comm
+        if not type(own).__module__.startswith("torch."):
+            raise IntegrationError(
+                f"{self.where} has a reduce-scatter of its own, {type(own).__name__}, and meshplan "
+                "would replace it; leave set_custom_reduce_scatter out, or this module"
+            )
+        hook = group._all_reduce_hook
+        if finish is not None and hook is not None:
+            if self.replicate is None:
+                raise IntegrationError(
+                    f"{self.where} has an all-reduce hook, and replicate= has meshplan reduce over "
+                    "the replicas in its place; leave set_all_reduce_hook or replicate out"
+                )
+            finish = _one_after_the_other(finish, hook)
         before = {name: getattr(group, name) for name in _TAKEN}
         if self.alone:
             self.module.set_custom_reduce_scatter(reduce_scatter)
@@ -71,20 +123,19 @@ class Sharding:
         group.gradient_divide_factor = factor
         if self.replicate is not None:
             self._shards_only()
-        if self.alone and hook is not None:
-            self.module.set_all_reduce_hook(hook)
-        else:
-            # FSDP has no method to take a hook away, either.
-            group._all_reduce_hook = hook
+        if finish is not None:
+            if self.alone:
+                self.module.set_all_reduce_hook(finish)
+            else:
+                group._all_reduce_hook = finish
         ours = {name: getattr(group, name) for name in _TAKEN}
+        return Taken(group, before, ours, finish is not None)
 
-        def give_back() -> None:
-            for name, value in before.items():
-                # What somebody else has set since, such as another factor, stays.
-                if getattr(group, name) is ours[name]:
-                    setattr(group, name, value)
-
-        return give_back
+    @property
+    def undo(self) -> list[Callable[[], None]]:
+        """What takes back that which was set for these parameters. It is theirs."""
+        found: list[Callable[[], None]] = self.parameters.__dict__.setdefault("_meshplan_undo", [])
+        return found
 
     def divides(self) -> bool:
         """Whether FSDP divides gradients by a factor that was set."""
@@ -99,6 +150,14 @@ class Sharding:
         if group.post_forward_mesh_info == group.mesh_info:
             group.post_forward_mesh_info = info
         group.mesh_info = info
+
+
+def _one_after_the_other(first: _Hook, second: _Hook) -> _Hook:
+    def both(reduced: Tensor) -> None:
+        first(reduced)
+        second(reduced)
+
+    return both
 
 
 def shardings_of(name: str, module: FSDPModule) -> list[Sharding]:

@@ -17,7 +17,7 @@ What torch does not hand to hooks is not reduced here: ``delay_all_reduce_named_
 
 # Annotations are no strings in this module: torch compares those of a hook with types.
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -91,6 +91,15 @@ class DDPReduction:
                 f"dtype={self.dtype!r} for gradients to be sent in; write one of {words}, or "
                 "leave it out for their own"
             )
+
+    def __reduce__(self) -> tuple[type["DDPReduction"], tuple[object, ...]]:
+        if self.group is not None:
+            raise IntegrationError(
+                "a DDP model whose gradients meshplan reduces is not copied or pickled: torch "
+                "registers no hook on the copy, which would reduce in the backend's own order; "
+                "copy model.module, wrap the copy in DistributedDataParallel and register it"
+            )
+        return DDPReduction, tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def _config(self) -> DeterministicAllReduceConfig:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,9 +74,10 @@ def apply(
         The names of the modules that were taken; ``""`` is ``model`` itself.
 
     Raises:
-        InstallError: meshplan is not installed.
-        IntegrationError: no FSDP module, or a mesh that the shards do not lie on. FSDP then reduces
-            all by itself.
+        InstallError: meshplan is not installed; from a later forward, if it is not any more.
+        IntegrationError: no FSDP module, a mesh that the shards do not lie on, or a reduce-scatter
+            or hook of the user's in the place of what meshplan needs. FSDP then reduces all by
+            itself. A later forward raises it where what was set here has been replaced.
         AxisNameError: an axis that ``mesh`` does not have.
     """
     if current_config() is None:
@@ -92,8 +92,7 @@ def apply(
         raise IntegrationError(
             f"replicate={names} names axes of no mesh; write apply(model, mesh, replicate=...)"
         )
-    for module in model.modules():
-        _forget(module)
+    _forget(model)
     taken: dict[str, list[tuple[Sharding, Where]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -104,41 +103,86 @@ def apply(
         raise IntegrationError(
             "no module of the model is sharded; call torch.distributed.fsdp.fully_shard first"
         )
-    for found in taken.values():
-        fsdp_module = found[0][0].module
-        undo = _APPLIED.setdefault(fsdp_module, [])
-        for sharding, where in found:
-            reduction = Reduction(where, policy, flat, sharding.divides)
-            undo.append(_take(sharding, where, reduction))
-        dtype = found[0][0].reduce_dtype
-        if keep_reduce_dtype and dtype is not None and any(one.spread for one, _ in found):
-            # After FSDP's own, which puts the whole parameters in place.
-            hook = fsdp_module.register_forward_pre_hook(partial(_keep_dtype, dtype=dtype))
-            undo.append(hook.remove)
+    # Modules that fully_shard was given as one list have one record of their parameters.
+    reductions: dict[int, Reduction] = {}
+    try:
+        for found in taken.values():
+            for sharding, where in found:
+                if id(sharding.parameters) not in reductions:
+                    reduction = Reduction(where, policy, flat, sharding.divides)
+                    reductions[id(sharding.parameters)] = reduction
+                    _take(sharding, where, reduction)
+            _hook(found, reductions, keep_reduce_dtype)
+    except IntegrationError:
+        _forget(model)
+        raise
     return tuple(taken)
 
 
-# What undoes a call, by FSDP module. Owned by this module; an entry goes with its FSDP module.
-_APPLIED: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-
-
-def _take(sharding: Sharding, where: Where, reduction: Reduction) -> Callable[[], None]:
+def _take(sharding: Sharding, where: Where, reduction: Reduction) -> None:
     factor = sharding.factor
     if factor is None and where.replicate and where.shard:
         factor = float(where.ranks(where.shard) * where.ranks(where.replicate))
-    return sharding.take(reduction, reduction.finish if where.replicate else None, factor)
+    taken = sharding.take(reduction, reduction.finish if where.replicate else None, factor)
+    reduction.watch(taken)
+    sharding.undo.append(taken.give_back)
 
 
-def _forget(module: nn.Module) -> None:
-    """Take back what an earlier call has set."""
-    for undo in _APPLIED.pop(module, []):
-        undo()
+def _hook(
+    found: list[tuple[Sharding, Where]], reductions: dict[int, Reduction], keep_reduce_dtype: bool
+) -> None:
+    """What is done in each forward of one module."""
+    module, undo = found[0][0].module, found[0][0].undo
+    checks = [reductions[id(sharding.parameters)].check for sharding, _ in found]
+    # Before FSDP's own: after an error in the middle of its work it does not go on.
+    handle = module.register_forward_pre_hook(partial(_check, checks=checks), prepend=True)
+    undo.append(handle.remove)
+    dtype = found[0][0].reduce_dtype
+    if keep_reduce_dtype and dtype is not None and any(one.spread for one, _ in found):
+        keep = _KeepDtype(dtype)
+        # After FSDP's own, which puts the whole parameters in place.
+        undo.append(module.register_forward_pre_hook(keep).remove)
+        undo.append(keep.undo)
 
 
-def _keep_dtype(module: nn.Module, _: object, *, dtype: torch.dtype) -> None:
-    for parameter in _own_parameters(module):
-        if parameter.requires_grad and parameter.is_leaf and parameter.grad_dtype != dtype:
-            parameter.grad_dtype = dtype
+def _forget(model: nn.Module) -> None:
+    """Take back what an earlier call has set, the last first."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for sharding in shardings_of("", module):
+                while sharding.undo:
+                    sharding.undo.pop()()
+
+
+def _check(module: nn.Module, _: object, *, checks: list[Callable[[], None]]) -> None:
+    # A graph has no place for it, and the backward checks again.
+    if not torch.compiler.is_compiling():
+        for check in checks:
+            check()
+
+
+class _KeepDtype:
+    """Lets autograd keep the gradients of a module's parameters in a dtype from the start."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._before: list[tuple[weakref.ref[nn.Parameter], torch.dtype | None]] = []
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        for parameter in _own_parameters(module):
+            if not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            if parameter.grad_dtype != self._dtype:
+                self._before.append((weakref.ref(parameter), parameter.grad_dtype))
+                parameter.grad_dtype = self._dtype
+
+    def undo(self) -> None:
+        """Back to what it was, for parameters that are still there."""
+        while self._before:
+            reference, dtype = self._before.pop()
+            parameter = reference()
+            if parameter is not None and parameter.grad is None:
+                parameter.grad_dtype = dtype
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -176,6 +220,8 @@ def _axes(
     for count in range(len(wide) + 1):
         for axes in combinations(wide, count):
             if layout.group_of(dist.get_rank(), axes) == ranks:
+                # Refused on all ranks, where it would be on one.
+                _check_ascending(layout, axes, sharding)
                 return axes
     beside = f" beside {_labels(layout, without)}" if without else ""
     raise IntegrationError(
@@ -183,6 +229,15 @@ def _axes(
         f"{layout}{beside} put this rank among them so; give apply the mesh of which fully_shard "
         "was given axes, whose ranks ascend along each"
     )
+
+
+def _check_ascending(layout: Layout, axes: tuple[int, ...], sharding: Sharding) -> None:
+    if not layout.ascends(axes):
+        raise IntegrationError(
+            f"{sharding.where} is reduced over {_labels(layout, axes)} of {layout}, along which "
+            "the ranks of some groups do not ascend: torch's groups are sorted; give apply the "
+            "mesh of which fully_shard was given axes, whose ranks ascend along each"
+        )
 
 
 def _labels(layout: Layout, axes: tuple[int, ...]) -> str:
