@@ -8,7 +8,7 @@ import pytest
 import torch
 from expecttest import TestCase
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
 from meshplan.collectives import _run
@@ -51,6 +51,25 @@ def test_no_memory_is_raised_as_torch_does(error: RuntimeError) -> None:
     for text, (note,) in raised(error, type(error)):
         assert text == str(error)
         assert note.startswith("meshplan: in (P(sum)) -> (R) on (dp=2), ")
+
+
+def test_a_dtype_that_the_backend_has_not_is_no_failure_of_its_ranks() -> None:
+    """It is raised before anything is sent; the groups go on."""
+
+    def ranks(rank: int) -> tuple[str, str]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        given = torch.ones(4, dtype=torch.uint16)
+        d = DTensor.from_local(given, mesh, [Partial()], run_check=False)
+        with meshplan.installed(path="exchange"):
+            with pytest.raises(RuntimeError) as caught:
+                d.redistribute(mesh, [Shard(0)])
+            d = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+            assert d.redistribute(mesh, [Shard(0)]).to_local().tolist() == [2.0, 2.0]
+        return str(caught.value), caught.value.__notes__[0]
+
+    for text, note in run_ranks(ranks, 2):
+        assert text == "Invalid scalar type"
+        assert note.startswith("meshplan: in (P(sum)) -> (S(0)) on (dp=2), ")
 
 
 class TestMessages(TestCase):

@@ -37,7 +37,8 @@ def guarded(
     Raises:
         GroupStateError: another thread of this process is in a reduction over one of the groups.
         CollectiveError: the backend has failed.
-        RuntimeError: there is no memory; as torch raises it, with a note on where.
+        RuntimeError: there is no memory, or the backend has no such dtype; as torch raises it, with
+            a note on where.
     """
     mine = [threading.current_thread()]
     taken = []
@@ -58,7 +59,7 @@ def guarded(
     except RuntimeError as error:
         # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
         note = f"meshplan: in {purpose.asked}, {purpose.planned}, on {purpose.group}"
-        if _is_of_memory(error):
+        if _is_of_this_rank(error):
             error.add_note(note)
             raise
         failed = _failed(error, groups, device_type, purpose.group)
@@ -69,13 +70,16 @@ def guarded(
             del _busy[group]
 
 
-def _is_of_memory(error: RuntimeError) -> bool:
-    """Callers look for that by its type, or, for torch's allocator on the CPU, by its words.
+def _is_of_this_rank(error: RuntimeError) -> bool:
+    """Whether there is no memory, or the backend has no such dtype: nothing was sent.
 
-    Anything else is the backend's: gloo raises its failures as plain ``RuntimeError``, some of
-    them, such as "Application timeout caused pair closure", without its name.
+    Callers look for the one by its type, or, for torch's allocator on the CPU, by its words; for
+    the other gloo and NCCL have words of their own. Anything else is a failure between ranks: gloo
+    raises them as plain ``RuntimeError``, some, such as "Application timeout caused pair closure",
+    without its name.
     """
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    words = ("DefaultCPUAllocator", "Invalid scalar type", "Unconvertible NCCL type")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _failed(
