@@ -244,6 +244,80 @@ train.py:1: not judged: data_parallel_shard_degree = -1 takes the ranks that are
         )
 
 
+_SHAPE = "shape = [5, 8]\n"
+_MESH = "init_device_mesh('cuda', shape)\n"
+_RANKS = "ranks = [[0, 1], [2, 3]]\n"
+_GRID = "DeviceMesh('cuda', ranks)\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _SHAPE + "shape.reverse()\n" + _MESH,
+        _SHAPE + _MESH + "shape.append(2)\n",
+        _SHAPE + "shape[1] = 5\n" + _MESH,
+        _SHAPE + "shape[1] += 1\n" + _MESH,
+        _SHAPE + "shape += [2]\n" + _MESH,
+        _SHAPE + "del shape[0]\n" + _MESH,
+        _SHAPE + "for shape[0] in (1, 2): pass\n" + _MESH,
+        _SHAPE + "shuffle(shape)\n" + _MESH,
+        _SHAPE + "random.shuffle(x=shape)\n" + _MESH,
+        _SHAPE + "self.shape = shape\n" + _MESH,
+        _SHAPE + "both = [shape]\n" + _MESH,
+        _SHAPE + "turn = shape.reverse\n" + _MESH,
+        _SHAPE + "other = shape\nother.reverse()\n" + _MESH,
+        _SHAPE + "other = shape\nother.pop()\nother = 1\n" + _MESH,
+        _SHAPE + "def print(x): x.reverse()\nprint(shape)\n" + _MESH,
+        _SHAPE + "def f():\n  shape.reverse()\n" + _MESH,
+        _SHAPE + "def f():\n  return shape\n" + _MESH,
+        "a, shape = 1, [5, 8]\nshape.reverse()\n" + _MESH,
+        "names = ['a', 'b']\nnames.reverse()\ninit_device_mesh('cuda', (5, 8), mesh_dim_names=names)\n",
+        "dims = []\nfor d in (5, 8):\n  dims.append(d)\ninit_device_mesh('cuda', dims)\n",
+        _RANKS + "ranks.reverse()\n" + _GRID,
+        _RANKS + "ranks[0].reverse()\n" + _GRID,
+        _RANKS + "for row in ranks: row.reverse()\n" + _GRID,
+        _RANKS + "first, second = ranks\nfirst.reverse()\n" + _GRID,
+        _RANKS + "list(ranks)[0].reverse()\n" + _GRID,
+        "ranks = ([0, 1], [2, 3])\nranks[0].reverse()\n" + _GRID,
+        "ranks = list(range(8))\nranks.reverse()\n" + _GRID,
+        "ranks = torch.arange(8)\nranks[0] = 8\n" + _GRID,
+        "ranks = torch.arange(8)\ngrid = ranks.view(2, 4)\ngrid.t_()\n" + _GRID,
+        "ranks = torch.arange(8)\nranks.view(2, 4)[0, 0] = 8\n" + _GRID,
+        "X = 5\nfrom cfg import *\ninit_device_mesh('cuda', (X, 8))\n",
+    ],
+)
+def test_what_may_be_changed_is_no_constant(text: str) -> None:
+    found = read_jobs("train.py", text)
+    assert found.jobs == ()
+    assert len(found.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _SHAPE + "print(shape, shape[0], len(shape), f'{shape}')\n" + _MESH,
+        _SHAPE + "logger.info('%s', shape)\n" + _MESH,
+        _SHAPE + "for i, n in enumerate(shape): print(i, n)\n" + _MESH,
+        _SHAPE + "pairs = dict(zip('ab', shape))\npairs.pop('a')\n" + _MESH,
+        _SHAPE + "assert 8 in shape and math.prod(shape) == world\n" + _MESH,
+        _SHAPE + "copy = list(shape)\ncopy.reverse()\n" + _MESH,
+        _SHAPE + "other = shape\nprint(other)\n" + _MESH,
+        _SHAPE + "a, b = shape\n" + _MESH,
+        _SHAPE + "f(*shape)\nn = [x * 2 for x in shape] + shape\n" + _MESH,
+        _SHAPE + "def f(shape):\n  shape.reverse()\n" + _MESH,
+        _SHAPE + _MESH.replace("shape", "tuple(shape)") + _MESH,
+        _SHAPE.replace("[5, 8]", "(5, 8)") + "f(shape)\nself.shape = shape\n" + _MESH,
+        "n = 5\nf(n)\nm = [n]\nm.pop()\nshape = (n, 8)\n" + _MESH,
+        "def f():\n  n = 5\n  init_device_mesh('cuda', (n, 8))\nfrom cfg import *\n",
+        _RANKS + "print(ranks[0], len(ranks[1]))\ndist.new_group(ranks[0])\n" + _GRID,
+        "ranks = torch.arange(8)\ngrid = ranks.view(2, 4)\nprint(grid.shape)\n" + _GRID,
+        "ranks = list(range(8))\nfor rank in ranks: print(rank)\n" + _GRID,
+    ],
+)
+def test_what_is_only_looked_at_is_a_constant(text: str) -> None:
+    assert len(read_jobs("train.py", text).jobs) == 1
+
+
 def test_constants_of_the_scope() -> None:
     text = """\
 n = 2

@@ -1,7 +1,8 @@
 """What names stand for in Python source: constants of a module and of its functions.
 
-Only a name that is bound once, by a plain assignment, stands for what it is bound to. Nothing is
-run.
+Only a name that is bound once, by a plain assignment, stands for what it is bound to, and only
+where no star import may bind it again (and, by `_changes`, where nothing changes it in place).
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Scope", "calls"]
+__all__ = ["Names", "Scope", "names"]
 
 _MAX_DEPTH = 20
 _NAMED = (
@@ -32,11 +33,13 @@ class Scope:
         is_class: whether this is the body of a class, whose names functions inside do not see.
         bound: to what each name is bound; ``None`` if more than once, or by something else than a
             plain assignment.
+        has_star: whether ``from module import *`` may bind any name here.
     """
 
     outer: Scope | None = None
     is_class: bool = False
     bound: dict[str, ast.expr | None] = field(default_factory=dict)
+    has_star: bool = False
 
     def bind(self, name: str, value: ast.expr | None) -> None:
         """Another binding of a name."""
@@ -51,36 +54,62 @@ class Scope:
         for _ in range(_MAX_DEPTH):
             if not isinstance(node, ast.Name) or scope is None:
                 break
-            start = scope
-            while scope is not None and (
-                node.id not in scope.bound or (scope.is_class and scope is not start)
-            ):
-                scope = scope.outer
-            found = None if scope is None else scope.bound[node.id]
+            scope = scope.binder(node.id)
+            found = None if scope is None or scope.has_star else scope.bound[node.id]
             if found is None:
                 return None
             node = found
         return None if scope is None or isinstance(node, ast.Name) else (node, scope)
 
+    def binder(self, name: str) -> Scope | None:
+        """The scope that binds a name that is used here; ``None`` if the file does not."""
+        scope: Scope | None = self
+        while scope is not None and (
+            name not in scope.bound or (scope.is_class and scope is not self)
+        ):
+            scope = scope.outer
+        return scope
 
-def calls(tree: ast.Module) -> list[tuple[ast.Call, Scope]]:
-    """All calls, each with the scope that it is in, in order of lines."""
-    found: list[tuple[ast.Call, Scope]] = []
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a file does with names.
+
+    Attributes:
+        calls: all calls, each with the scope that it is in, in order of lines.
+        loads: all uses of names but bindings, each with the scope that it is in.
+        scopes: all of them.
+    """
+
+    calls: list[tuple[ast.Call, Scope]]
+    loads: list[tuple[ast.Name, Scope]]
+    scopes: list[Scope]
+
+
+def names(tree: ast.Module) -> Names:
+    """The names of a file, with what they are bound to."""
+    found = Names([], [], [Scope()])
     plain: set[ast.expr] = set()
-    pending: list[tuple[ast.AST, Scope]] = [(tree, Scope())]
+    pending: list[tuple[ast.AST, Scope]] = [(tree, found.scopes[0])]
     while pending:
         node, scope = pending.pop()
         for name, value in _bindings(node, plain):
             scope.bind(name, value)
         if isinstance(node, ast.Global | ast.Nonlocal):
             _unbind_everywhere(node, scope)
+        if isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names):
+            scope.has_star = True
         if isinstance(node, ast.Call):
-            found.append((node, scope))
+            found.calls.append((node, scope))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.loads.append((node, scope))
         inner = scope
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             inner = Scope(scope, isinstance(node, ast.ClassDef))
+            found.scopes.append(inner)
         pending += [(child, inner) for child in ast.iter_child_nodes(node)]
-    return sorted(found, key=lambda one: (one[0].lineno, one[0].col_offset))
+    found.calls.sort(key=lambda one: (one[0].lineno, one[0].col_offset))
+    return found
 
 
 def _bindings(node: ast.AST, plain: set[ast.expr]) -> Iterator[tuple[str, ast.expr | None]]:

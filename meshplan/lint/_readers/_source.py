@@ -8,8 +8,9 @@ import warnings
 
 from meshplan.errors import LayoutError
 from meshplan.lint._readers._arithmetic import evaluate
+from meshplan.lint._readers._changes import unbind_changed
 from meshplan.lint._readers._edits import Number
-from meshplan.lint._readers._scopes import Scope, calls
+from meshplan.lint._readers._scopes import Scope, names
 
 __all__ = ["PythonSource", "dotted", "sliced", "text_of"]
 
@@ -32,16 +33,18 @@ class PythonSource:
         self.text = text
         self._world_size = world_size
         tree = _parsed(name, text)
-        self.calls = calls(tree)
         self._renamed: dict[str, str] = {}
         self.slices: list[tuple[str, ...]] = []
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 self._renamed |= {one.asname: one.name for one in node.names if one.asname}
-            elif isinstance(node, ast.Subscript) and len(names := sliced(node)) > 1:
-                self.slices.append(names)
+            elif isinstance(node, ast.Subscript) and len(several := sliced(node)) > 1:
+                self.slices.append(several)
+        found = names(tree)
+        self.calls = found.calls
+        unbind_changed(tree, found, self.called)
         # As Python's own parser counts lines; it does not see a byte-order mark.
-        ends = (found.end() for found in re.finditer(r"\r\n|\r|\n", text))
+        ends = (one.end() for one in re.finditer(r"\r\n|\r|\n", text))
         self._lines = [int(text.startswith("\ufeff")), *ends]
         self._numbers: dict[ast.expr, int | None] = {}
         self._depth = 0
@@ -139,8 +142,8 @@ def sliced(node: ast.AST) -> tuple[str, ...]:
     if not isinstance(node, ast.Subscript):
         return ()
     items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    names = [text_of(item) for item in items]
-    return tuple(name for name in names if name is not None) if None not in names else ()
+    texts = [text_of(item) for item in items]
+    return tuple(text for text in texts if text is not None) if None not in texts else ()
 
 
 def _parsed(name: str, text: str) -> ast.Module:
