@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from meshplan import __version__
 from meshplan.cli import _completion, _links, _lint, _plan, _probe, _rule, _simulate, _topo
+from meshplan.cli._streams import say
 
 __all__ = ["main", "parser"]
 
@@ -30,14 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = given.run
     if others and given.verb != "lint":
         command.error(f"nothing is expected after --, found {others[0]!r}")
-    try:
-        status = run(given)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has seen enough, as `head` has. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
+    return run(given)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +50,7 @@ def _run_doctor(_: argparse.Namespace) -> int:
     from meshplan.cli._doctor import doctor
 
     text, complete = doctor()
-    sys.stdout.write(text + "\n")
+    say(text + "\n")
     return 0 if complete else 1
 
 

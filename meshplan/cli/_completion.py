@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from meshplan.cli._streams import say
 
 __all__ = ["add", "completion", "run"]
 
@@ -101,7 +102,7 @@ def run(given: argparse.Namespace) -> int:
     """Print the script; the exit status."""
     from meshplan.cli import parser
 
-    sys.stdout.write(completion(given.shell, parser()))
+    say(completion(given.shell, parser()))
     return 0
 
 

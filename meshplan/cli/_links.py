@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshplan.cli._streams import say
 from meshplan.errors import MeshplanError, PolicyError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(given: argparse.Namespace) -> int:
         text, about = measure(given.backend, given.repeat, given.timeout)
         if rank == "0":
             if given.output is None:
-                sys.stdout.write(text + "\n")
+                say(text + "\n")
             else:
                 Path(given.output).write_text(text + "\n")
             sys.stderr.write(about + "\n")

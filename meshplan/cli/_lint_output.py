@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshplan.cli._lint_input import Asked, asked_of
 from meshplan.cli._nccl import driver_version, nccl_version, variables
+from meshplan.cli._streams import say
 from meshplan.errors import PolicyError
 from meshplan.lint import (
     SEVERITIES,
@@ -115,11 +116,7 @@ def _write(given: argparse.Namespace, report: LintReport, output_format: str) ->
     if given.output_file is not None:
         _save(given.output_file, render(report, output_format))
         return
-    color = wants_color(sys.stdout, os.environ)
-    text = render(report, output_format, color=color)
-    # Names of files may hold what the encoding of a terminal does not.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    say(render(report, output_format, color=wants_color(sys.stdout, os.environ)))
 
 
 def _write_fixes(findings: Sequence[Finding]) -> None:
@@ -132,7 +129,7 @@ def _write_fixes(findings: Sequence[Finding]) -> None:
             continue
         seen.add((finding.source, finding.fixes))
         diff = next((fix.diff for fix in finding.fixes if fix.diff), "")
-        sys.stdout.write(diff)
+        say(diff)
         if not diff:
             sys.stderr.write(
                 f"meshplan: {where(finding.source)}: no other mesh can be written here that cures "

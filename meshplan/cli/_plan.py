@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from meshplan.cli._arguments import (
     refused,
 )
 from meshplan.cli._links import add_links, given_links, linked
+from meshplan.cli._streams import say
 from meshplan.cli._where import add_where, found_cluster
 from meshplan.errors import MeshplanError, PolicyError
 
@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
         text = _text_of(given)
     except MeshplanError as error:
         return refused(error)
-    sys.stdout.write(text + "\n")
+    say(text + "\n")
     return 0
 
 

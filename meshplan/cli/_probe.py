@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshplan.cli._streams import say
 from meshplan.errors import LayoutError, MeshplanError
 
 __all__ = ["ProbeRow", "ProbeUsageError", "add", "probe"]
@@ -116,7 +117,7 @@ def probe(given: argparse.Namespace) -> int:
         return 2
     if rank == "0":
         shown = _json if given.output_format == "json" else _text
-        sys.stdout.write(shown(header, rows) + "\n")
+        say(shown(header, rows) + "\n")
     return 1 if any(row.differs for row in rows) else 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshplan.cli._arguments import refused
+from meshplan.cli._streams import say
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules import ERRORS, RULES, code_of, rule_page
 
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
         text = rule(given.codes, given.all, given.output_format)
     except MeshplanError as error:
         return refused(error)
-    sys.stdout.write(text)
+    say(text)
     return 0
 
 

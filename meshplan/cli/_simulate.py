@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from meshplan.cli._arguments import (
 from meshplan.cli._columns import columns
 from meshplan.cli._links import add_links
 from meshplan.cli._simulate_cost import cost
+from meshplan.cli._streams import say
 from meshplan.cli._where import add_where, found_cluster, given_places, needed
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 
@@ -116,7 +116,7 @@ def run(given: argparse.Namespace) -> int:
             text = _table(given) if given.table else _one(given)
     except MeshplanError as error:
         return refused(error)
-    sys.stdout.write(text + "\n")
+    say(text + "\n")
     return 0
 
 

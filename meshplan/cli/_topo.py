@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from meshplan.cli._arguments import refused
+from meshplan.cli._streams import say
 from meshplan.errors import TopologyInputError
 from meshplan.lint._reporters._words import one_line
 from meshplan.topology import Reading
@@ -36,7 +36,7 @@ def run(given: argparse.Namespace) -> int:
         text = topo(given.files, given.output_format)
     except TopologyInputError as error:
         return refused(error)
-    sys.stdout.write(text + "\n")
+    say(text + "\n")
     return 0
 
 
