@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,39 @@ def test_the_status_holds_where_the_reader_leaves(words: str, status: int) -> No
     # Nothing reads any more when the verb starts.
     out, err = shell(f"exec 3> >(exec true); wait $!; meshplan {words} >&3; echo $?")
     assert (out, err) == (f"{status}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (f"{LINT} ddp=5,fsdp=8 >&-", "it is closed"),
+        (f"{LINT} ddp=8,fsdp=5 >/dev/full", "No space left on device"),
+        (f"{LINT} ddp=8,fsdp=5 --fix >&-", "it is closed"),
+        ("rule --all >/dev/full", "No space left on device"),
+    ],
+)
+def test_standard_output_that_takes_nothing(command: str, reason: str) -> None:
+    _, err = shell(f"meshplan {command}; echo $? >&2")
+    *_, line, status = err.splitlines()
+    assert line == f"meshplan: MP402: standard output: cannot be written: {reason}"
+    assert status == "2"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_no_place_for_an_error(stream: str) -> None:
+    assert shell(f"meshplan {LINT} ddp=0 {stream}; echo $?") == ("2\n", "")
+
+
+def test_standard_output_that_is_not_needed(tmp_path: Path) -> None:
+    file = tmp_path / "report"
+    out, err = shell(f"meshplan {LINT} ddp=8,fsdp=5 --output-file {file} >&-; echo $?")
+    assert (out, err) == ("1\n", "")
+    assert "MP101" in file.read_text()
+
+
+@pytest.mark.parametrize("words", ["topo -", f"{LINT} ddp=8 --topology -"])
+def test_standard_input_that_is_closed(words: str) -> None:
+    out, err = shell(f"meshplan {words.replace(' --domain-size 8', '')} <&-; echo $?")
+    assert out == "2\n"
+    assert err == "meshplan: MP212: standard input: cannot be read: it is closed\n"

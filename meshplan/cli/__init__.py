@@ -9,7 +9,9 @@ from typing import NoReturn
 
 from meshplan import __version__
 from meshplan.cli import _completion, _links, _lint, _plan, _probe, _rule, _simulate, _topo
+from meshplan.cli._arguments import refused
 from meshplan.cli._streams import say
+from meshplan.errors import PolicyError
 
 __all__ = ["main", "parser"]
 
@@ -30,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = given.run
     if others and given.verb != "lint":
         command.error(f"nothing is expected after --, found {others[0]!r}")
-    return run(given)
+    try:
+        return run(given)
+    except PolicyError as error:
+        # What was found cannot be printed.
+        return refused(error)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING
 
+from meshplan.cli._streams import complain
 from meshplan.errors import PolicyError
 from meshplan.lint._reporters._words import one_line
 
@@ -114,7 +114,7 @@ def refused(error: Exception) -> int:
 
     Names that files gave may be in it: nothing is left that a terminal or a runner obeys.
     """
-    sys.stderr.write(f"meshplan: {one_line(str(error))}\n")
+    complain(f"meshplan: {one_line(str(error))}\n")
     return 2
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshplan.cli._streams import say
+from meshplan.cli._streams import complain, say
 from meshplan.errors import MeshplanError, PolicyError
 
 if TYPE_CHECKING:
@@ -84,14 +83,14 @@ def run(given: argparse.Namespace) -> int:
                 say(text + "\n")
             else:
                 Path(given.output).write_text(text + "\n")
-            sys.stderr.write(about + "\n")
+            complain(about + "\n")
     except PolicyError as error:
         # The same on all ranks.
         if rank == "0":
-            sys.stderr.write(f"meshplan: {error}\n")
+            complain(f"meshplan: {error}\n")
         return 2
     except (MeshplanError, RuntimeError, ValueError, OSError) as error:
-        sys.stderr.write(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
+        complain(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
         return 2
     return 0
 

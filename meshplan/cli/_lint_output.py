@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from meshplan.cli._lint_input import Asked, asked_of
 from meshplan.cli._nccl import driver_version, nccl_version, variables
-from meshplan.cli._streams import say
+from meshplan.cli._streams import complain, say
 from meshplan.errors import PolicyError
 from meshplan.lint import (
     SEVERITIES,
@@ -116,12 +117,14 @@ def _write(given: argparse.Namespace, report: LintReport, output_format: str) ->
     if given.output_file is not None:
         _save(given.output_file, render(report, output_format))
         return
-    say(render(report, output_format, color=wants_color(sys.stdout, os.environ)))
+    stream: TextIO | None = sys.stdout  # None where it is closed
+    color = stream is not None and wants_color(stream, os.environ)
+    say(render(report, output_format, color=color))
 
 
 def _write_fixes(findings: Sequence[Finding]) -> None:
     """The findings on standard error, and the diffs, one for each source, on standard output."""
-    sys.stderr.write(render(LintReport(tuple(findings)), "concise"))
+    complain(render(LintReport(tuple(findings)), "concise"))
     seen = set()
     for finding in findings:
         # One mesh is often found fault with twice, and one change cures both.
@@ -131,7 +134,7 @@ def _write_fixes(findings: Sequence[Finding]) -> None:
         diff = next((fix.diff for fix in finding.fixes if fix.diff), "")
         say(diff)
         if not diff:
-            sys.stderr.write(
+            complain(
                 f"meshplan: {where(finding.source)}: no other mesh can be written here that cures "
                 f"{finding.code}; {finding.fixes[0].title}\n"
             )

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshplan.cli._streams import say
+from meshplan.cli._streams import complain, say
 from meshplan.errors import LayoutError, MeshplanError
 
 __all__ = ["ProbeRow", "ProbeUsageError", "add", "probe"]
@@ -110,10 +109,10 @@ def probe(given: argparse.Namespace) -> int:
     except (ProbeUsageError, LayoutError) as error:
         # The same on all ranks.
         if rank == "0":
-            sys.stderr.write(f"meshplan: {error}\n")
+            complain(f"meshplan: {error}\n")
         return 2
     except (RuntimeError, ValueError) as error:
-        sys.stderr.write(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
+        complain(f"meshplan: rank {rank[:10]}: {' '.join(str(error).split())[:1000]}\n")
         return 2
     if rank == "0":
         shown = _json if given.output_format == "json" else _text

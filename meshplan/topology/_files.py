@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TextIO, cast
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
@@ -59,7 +59,10 @@ def content_of(name: str) -> str:
     """
     try:
         if name == "-":
-            content = sys.stdin.buffer.read(MAX_BYTES + 1)
+            stream: TextIO | None = sys.stdin
+            if stream is None:
+                raise OSError("it is closed")
+            content = stream.buffer.read(MAX_BYTES + 1)
         else:
             with Path(name).open("rb") as file:
                 content = file.read(MAX_BYTES + 1)
