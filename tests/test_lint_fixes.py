@@ -126,6 +126,13 @@ def test_a_file_that_cannot_express_it() -> None:
     assert all(fix.diff.startswith("--- job.toml\n") for fix in found if fix.mesh)
 
 
+def test_experts_stay_together() -> None:
+    orders = [fix for fix in fixes("ddp=2,fsdp=4,ep=5", 8, 8) if fix.startswith("order the axes")]
+    assert [fix.partition(" (")[0] for fix in orders] == [
+        "order the axes as --mesh fsdp=4,ddp=2,ep=5"  # and not ddp=2,ep=5,fsdp=4
+    ]
+
+
 def test_flattened_meshes_are_not_permuted() -> None:
     titles = fixes("ddp=8,fsdp=5", 8, 8, flattened=(("ddp", "fsdp"),))
     assert not any("permute" in title for title in titles)

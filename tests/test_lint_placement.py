@@ -70,6 +70,18 @@ class TestSpans:
         assert codes("fsdp=8,ddp=4", domain_size=8) == ["MP103"]
         assert codes("tp=8,pp=2,dp=4", domain_size=8) == ["MP103"]
 
+    @pytest.mark.parametrize(
+        "mesh", ["dp_replicate=2,fsdp=3,ep=32", "pp=2,fsdp=6,ep=32", "tp=8,ep=8", "fsdp=8,expert=8"]
+    )
+    def test_experts_are_not_moved_out(self, mesh: str) -> None:
+        assert codes(mesh, domain_size=8) == []
+
+    def test_experts_are_moved_in(self) -> None:
+        assert codes("ep=8,fsdp=4", domain_size=8) == ["MP103"]
+        mesh = "tp=2,fsdp=4,ep=4"
+        (found,) = placement_findings(job(mesh), cluster(mesh, domain_size=8))
+        assert found.data["order"] == ["fsdp", "tp", "ep"]
+
     def test_names_that_nobody_uses(self) -> None:
         assert codes("x=4,y=8", domain_size=8) == []
         assert codes("x=8,y=4", domain_size=8) == []

@@ -173,7 +173,7 @@ MP111: meshplan.toml:1: the size of axis 'dp' is a whole number from 1 up, found
 MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", { ddp = 8, fsdp = 5 }, or names with ranks beside them, found nothing
 MP402: meshplan.toml:3: 'role' is not a key here (did you mean 'roles'?); write one of axes, dims, flattened, framework, ranks, reduce-order, roles, sequence-parallel
 MP112: meshplan.toml:1: no axis 'tp' in the mesh, it has dp
-MP402: meshplan.toml:3: roles are replicate, shard, model, apart, found 'modle' for axis dp
+MP402: meshplan.toml:3: roles are replicate, shard, model, experts, apart, found 'modle' for axis dp
 MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, or a list of 1 roles
 MP402: meshplan.toml:4: framework is one of dtensor, fsdp2, ddp, found 'fsdp'
 MP112: meshplan.toml:1: no axis 'pd' in the mesh, it has dp

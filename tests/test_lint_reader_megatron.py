@@ -57,7 +57,7 @@ class Shown(TestCase):
             """\
 run.sh:10 (pp=1, dp=20, tp=2) apart shard model: fsdp2, sequence parallel
 run.sh:1 (pp=2, dp=4, tp=4) apart replicate model: ddp
-run.sh:1 (pp=2, edp=2, ep=2, etp=4) apart replicate apart model: ddp
+run.sh:1 (pp=2, edp=2, ep=2, etp=4) apart replicate experts model: ddp
 run.sh:2 (dp=2, tp=8) replicate model: ddp
 """,
         )
@@ -103,9 +103,9 @@ run.sh:2 (dp=2, tp=8) replicate model: ddp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) shard shard model: fsdp2, flattened dp+cp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-megatron-fsdp ... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
 --tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (dp=8, cp=2, tp=2) shard shard model: fsdp2, flattened dp+cp, sequence parallel
---tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (edp=4, ep=4, etp=2) shard apart model: fsdp2
+--tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-op... (edp=4, ep=4, etp=2) shard experts model: fsdp2
 --tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (dp=8, cp=2, tp=2) replicate replicate model: ddp, flattened dp+cp
---tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (edp=8, ep=4, etp=1) replicate apart model: ddp
+--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-paral... (edp=8, ep=4, etp=1) replicate experts model: ddp
 """,
         )
 

@@ -56,9 +56,9 @@ class Shown(TestCase):
 job.toml:5 (dp_replicate=8, dp_shard=5, tp=1) replicate shard model: fsdp2
 job.toml:2 (dp_shard=5, cp=2, tp=4) shard shard model: fsdp2, flattened dp_shard+cp, sequence parallel
 job.toml:1 (dp_replicate=2, dp_shard=8, tp=2) replicate shard model: fsdp2, sequence parallel
-job.toml:1 (dp_replicate=2, efsdp=4, ep=4) replicate shard apart: fsdp2
+job.toml:1 (dp_replicate=2, efsdp=4, ep=4) replicate shard experts: fsdp2
 job.toml:1 (dp_replicate=2, dp_shard=8, tp=2) replicate shard model: fsdp2
-job.toml:1 (dp_replicate=2, efsdp=2, ep=4, etp=2) replicate shard apart model: fsdp2
+job.toml:1 (dp_replicate=2, efsdp=2, ep=4, etp=2) replicate shard experts model: fsdp2
 job.toml:1 (dp_shard=2, tp=8) shard model: fsdp2, sequence parallel
 job.toml:1 (pp=2, dp_shard=20) apart shard: fsdp2
 """,

@@ -79,7 +79,7 @@ def _order(job: Job, turned: Job, cost: str) -> Fix:
 
 def _sizes(job: Job, topology: Topology) -> Iterator[Fix]:
     sizes = (_as(job, layout) for layout in other_sizes(job.layout, gradient_axes(job)))
-    clean = (s for s in sizes if _is_clean(s, topology) and not _models_part(job, s, topology))
+    clean = (s for s in sizes if _is_clean(s, topology) and not _layers_part(job, s, topology))
     for sized in itertools.islice(clean, _MOST_SIZES):
         yield Fix(
             title=f"choose other sizes: --mesh {as_text(sized.layout)}",
@@ -94,7 +94,7 @@ def _turned(job: Job, topology: Topology) -> Job | None:
     for layout in axis_orders(job.layout):
         other = _as(job, layout)
         expressible = job.rewrite is None or job.rewrite(layout) is not None
-        if expressible and _is_clean(other, topology) and not _models_part(job, other, topology):
+        if expressible and _is_clean(other, topology) and not _layers_part(job, other, topology):
             return other
     return None
 
@@ -158,10 +158,12 @@ def _is_clean(job: Job, topology: Topology) -> bool:
     return all(job.layout.ascends(axes) for axes in job.flattened) and is_uniform(job, topology)
 
 
-def _models_part(job: Job, other: Job, topology: Topology) -> bool:
-    """Whether some model axis falls on more domains than before."""
+def _layers_part(job: Job, other: Job, topology: Topology) -> bool:
+    """Whether some axis that talks in every layer falls on more domains than before."""
     roles = dict(zip(job.layout.axes, job.roles, strict=True))
-    return any(roles[axis] == "model" for axis, *_ in _more_domains(job, other, topology))
+    return any(
+        roles[axis] in ("model", "experts") for axis, *_ in _more_domains(job, other, topology)
+    )
 
 
 def _farther(job: Job, other: Job, topology: Topology) -> str:

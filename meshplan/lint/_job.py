@@ -11,13 +11,14 @@ from meshplan.lint._finding import Source
 
 __all__ = ["Framework", "Job", "Role", "role_of"]
 
-Role = Literal["replicate", "shard", "model", "apart"]
+Role = Literal["replicate", "shard", "model", "experts", "apart"]
 """What an axis is for.
 
 * replicate: the parameters are the same along it, gradients are summed along it.
 * shard: the parameters are cut along it, gradients are summed along it (FSDP, ZeRO).
 * model: ranks along it hold different parts of a layer and replicas of its small parameters.
-* apart: ranks along it hold other parameters altogether (pipeline stages, experts).
+* experts: ranks along it hold other experts, and send them tokens in every layer.
+* apart: ranks along it hold other parameters altogether (pipeline stages).
 """
 
 Framework = Literal["dtensor", "fsdp2", "ddp"]
@@ -34,7 +35,8 @@ _ROLES: dict[str, Role] = {
     ),
     **dict.fromkeys(("fsdp", "shard", "zero", "dp_shard", "dp_shard_cp", "cp", "context"), "shard"),
     **dict.fromkeys(("tp", "tensor", "model", "mp", "sp", "sequence"), "model"),
-    **dict.fromkeys(("pp", "pipe", "pipeline", "stage", "ep", "expert", "etp"), "apart"),
+    **dict.fromkeys(("ep", "expert", "etp"), "experts"),
+    **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "apart"),
 }
 
 

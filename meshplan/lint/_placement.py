@@ -13,9 +13,10 @@ from meshplan.topology import Cluster, Topology
 
 __all__ = ["domains_of_groups", "placement_findings", "weight_of"]
 
-# Axes whose groups talk most come first: layers are reduced on model axes all the time, gradients
-# once in a step, and stages of a pipeline only send activations on.
-_TALK: tuple[Role, ...] = ("model", "shard", "replicate", "apart")
+# Axes whose groups talk most come first: layers are reduced on model axes all the time, in each
+# tokens go to experts and back, gradients are reduced once in a step, and stages of a pipeline only
+# send activations on.
+_TALK: tuple[Role, ...] = ("model", "experts", "shard", "replicate", "apart")
 # Racks that NVLink joins have 36, 72 or 144 GPUs; hosts of other numbers are a matter of taste.
 _SMALLEST_RACK = 32
 
@@ -50,9 +51,14 @@ def _spans(job: Job, topology: Topology) -> Iterator[Finding]:
     now = domains_of_groups(job.layout, topology)
     if max(now.values(), default=1) == 1:
         return
+    # Whether tensor parallel groups or experts talk more depends on the model: neither is moved out
+    # for the sake of the other.
+    experts = [a for a, role in zip(job.layout.axes, job.roles, strict=True) if role == "experts"]
     best, better = weight_of(job, now), None
     for layout in axis_orders(job.layout):
         spread = domains_of_groups(layout, topology)
+        if any(spread[axis] > now[axis] for axis in experts if axis in now):
+            continue
         if weight_of(job, spread) < best:
             best, better = weight_of(job, spread), (layout, spread)
     if better is None:

@@ -35,7 +35,8 @@ def reductions_of(job: Job) -> tuple[Reductions, ...]:
     """What is judged of a job.
 
     Gradients are summed along replicate and shard axes. Along model axes small parameters (norms,
-    biases) and their gradients are replicas. Along axes that are apart there are other parameters.
+    biases) and their gradients are replicas. Along experts and axes that are apart there are other
+    parameters.
     The gradient norm is summed along all axes that cut parameters, and scales the gradients of all
     replicas. Activations are summed along model axes; along all others they are of other samples.
 
@@ -103,7 +104,7 @@ def _activations(job: Job, axis: int) -> Reductions:
 
 
 def _problem(job: Job, axes: Sequence[int], cut: Sequence[int] = ()) -> Problem:
-    src = ["S(0)" if role == "apart" else "R" for role in job.roles]
+    src = ["S(0)" if role in ("experts", "apart") else "R" for role in job.roles]
     dst = list(src)
     for axis in axes:
         src[axis] = "P"

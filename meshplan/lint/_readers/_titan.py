@@ -51,7 +51,7 @@ _ROLES: Mapping[str, Role] = {
     "cp": "shard",
     "tp": "model",
     "efsdp": "shard",
-    "ep": "apart",
+    "ep": "experts",
     "etp": "model",
 }
 

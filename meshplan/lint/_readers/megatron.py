@@ -146,7 +146,7 @@ def _job(
     data: Role = "shard" if sharded else "replicate"
     roles: dict[str, Role] = {
         "pp": "apart",
-        "ep": "apart",
+        "ep": "experts",
         "tp": "model",
         "etp": "model",
         "dp": data,
