@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from meshplan.cli import _links
 from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, groups_by_class, time_exchanges
+from meshplan.cli._streams import try_to_open
 from meshplan.topology import Links, Topology
 from tests.processes import run_ranks
 
@@ -128,6 +129,15 @@ def test_a_job_of_two_hosts(tmp_path: Path) -> None:
     assert "8 exchanges, median error" in done.stderr
 
 
+def test_a_file_that_will_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("links")
+    try_to_open(str(old))
+    try_to_open(str(new))
+    assert old.read_text() == "links"
+    assert not new.exists()
+
+
 class TestRefusals(TestCase):
     def said(self, *words: str, ranks: bool = True) -> str:
         parser = argparse.ArgumentParser(prog="meshplan")
@@ -144,14 +154,22 @@ class TestRefusals(TestCase):
             self.said(ranks=False),
             self.said("--repeat", "0"),
             self.said("--timeout", "nan"),
+            self.said("--output", "missing/links.json"),
         ]
         self.assertExpectedInline(
             "\n".join(found),
             """\
 meshplan: MP402: links are measured on all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR is not set; write: torchrun --nproc-per-node 8 -m meshplan links --output links.json
 meshplan: MP402: --repeat 0: write a whole number from 1 to 10000
-meshplan: MP402: --timeout nan is not a positive number of seconds""",
+meshplan: MP402: --timeout nan is not a positive number of seconds
+meshplan: MP402: missing/links.json: cannot be written: No such file or directory""",
         )
+
+    def test_a_file_that_takes_nothing(self) -> None:
+        with mock.patch("meshplan.cli._links_run.measure", return_value=("{}", "measured")):
+            assert self.said("--output", "/dev/full") == (
+                "meshplan: MP402: /dev/full: cannot be written: No space left on device"
+            )
 
     @pytest.mark.processes
     def test_one_rank(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshplan.cli._streams import complain, say
+from meshplan.cli._streams import complain, save, say, try_to_open
 from meshplan.errors import MeshplanError, PolicyError
 
 if TYPE_CHECKING:
@@ -75,6 +74,8 @@ def run(given: argparse.Namespace) -> int:
     rank = os.environ.get("RANK") or "0"
     try:
         _check(given)
+        if given.output is not None and rank == "0":
+            try_to_open(given.output)
         from meshplan.cli._links_run import measure
 
         text, about = measure(given.backend, given.repeat, given.timeout)
@@ -82,7 +83,7 @@ def run(given: argparse.Namespace) -> int:
             if given.output is None:
                 say(text + "\n")
             else:
-                Path(given.output).write_text(text + "\n")
+                save(given.output, text + "\n")
             complain(about + "\n")
     except PolicyError as error:
         # The same on all ranks.

@@ -6,12 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from meshplan.cli._lint_input import Asked, asked_of
 from meshplan.cli._nccl import driver_version, nccl_version, variables
-from meshplan.cli._streams import complain, say
+from meshplan.cli._streams import complain, save, say
 from meshplan.errors import PolicyError
 from meshplan.lint import (
     SEVERITIES,
@@ -102,7 +101,7 @@ def _draw(given: argparse.Namespace, jobs: Sequence[tuple[Job, Cluster]]) -> Non
             hazards=hazards,
             hosts=cluster.hosts,
         )
-        _save(name, text)
+        save(name, text)
 
 
 def _write(given: argparse.Namespace, report: LintReport, output_format: str) -> None:
@@ -115,7 +114,7 @@ def _write(given: argparse.Namespace, report: LintReport, output_format: str) ->
         _write_fixes(report.findings)
         return
     if given.output_file is not None:
-        _save(given.output_file, render(report, output_format))
+        save(given.output_file, render(report, output_format))
         return
     stream: TextIO | None = sys.stdout  # None where it is closed
     color = stream is not None and wants_color(stream, os.environ)
@@ -138,11 +137,3 @@ def _write_fixes(findings: Sequence[Finding]) -> None:
                 f"meshplan: {where(finding.source)}: no other mesh can be written here that cures "
                 f"{finding.code}; {finding.fixes[0].title}\n"
             )
-
-
-def _save(name: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PolicyError(f"{name[:200]}: cannot be written: {reason}") from error
