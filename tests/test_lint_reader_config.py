@@ -47,6 +47,7 @@ roles = ["shard", "model"]
 
 [[mesh]]
 axes = { dp = 4, fsdp = 3 }
+reduce-order = "fsdp, dp"
 [mesh.roles]
 dp = "apart"
 """
@@ -98,6 +99,7 @@ configs/mesh.toml:2 (ddp=8, fsdp=5) replicate shard: dtensor
         )
         job = found.jobs[0]
         assert (job.dims, job.reduce_order) == ((4096, 1000), ("fsdp", "ddp"))
+        assert found.jobs[-1].reduce_order == ("fsdp", "dp")
 
     def test_rewritten(self) -> None:
         jobs = read_jobs("meshplan.toml", FULL).jobs

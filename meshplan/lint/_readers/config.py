@@ -158,7 +158,7 @@ def _job(places: _Places, path: Path, given: object) -> Job:
         framework=_framework(table.get("framework", "dtensor")),
         flattened=_flattened(layout, table.get("flattened", [])),
         dims=_dims(table.get("dims", [])),
-        reduce_order=_axes_of(layout, "reduce-order", table.get("reduce-order", [])),
+        reduce_order=_reduce_order(layout, table.get("reduce-order", [])),
         sequence_parallel=_flag("sequence-parallel", table.get("sequence-parallel", False)),
         rewrite=partial(_rewrite, value, layout, fixed=fixed),
     )
@@ -218,6 +218,13 @@ def _flattened(layout: Layout, given: object) -> tuple[tuple[str, ...], ...]:
         raise PolicyError('flattened is a list of lists of axes, e.g. [["ddp", "fsdp"]]')
     lists = [given] if given and all(isinstance(one, str) for one in given) else given
     return tuple(_axes_of(layout, "flattened", one) for one in lists)
+
+
+def _reduce_order(layout: Layout, given: object) -> tuple[str, ...]:
+    """A list, or text as on the command line."""
+    if isinstance(given, str):
+        given = [name.strip() for name in given.split(",")]
+    return _axes_of(layout, "reduce-order", given)
 
 
 def _axes_of(layout: Layout, key: str, given: object) -> tuple[str, ...]:
