@@ -44,6 +44,17 @@ def test_where_they_apply() -> None:
     )
 
 
+def test_several_on_one_line() -> None:
+    text = "mesh  # meshplan: ignore[MP101] a # b  #meshplan:ignore[MP105] c\r\n"
+    first, second = ignores(text)
+    assert first == Ignore(1, ("MP101",), "a # b", target=1)
+    assert second == Ignore(1, ("MP105",), "c", target=1)
+    given = {"train.py": (first, second)}
+    assert take_out([finding("MP101", 1), finding("MP105", 1)], given) == ((), 2, ())
+    _, _, (unused,) = take_out([finding("MP105", 1)], given)
+    assert unused.data["codes"] == ["MP101"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -75,6 +86,7 @@ class Shown(TestCase):
             "# meshplan: ignore[MP7] because\n",
             "# meshplan: ignore[MP101,] because\n",
             "# meshplan:ignore\n",
+            "# meshplan: ignore[MP101] # meshplan: ignore[MP105] because\n",
         )
         self.assertExpectedInline(
             "".join(f"{refusal(text)}\n" for text in texts),
@@ -89,6 +101,7 @@ MP402: train.py:1: 'MP999' is no code of a rule; write for example # meshplan: i
 MP402: train.py:1: 'MP7' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: '' is no code of a rule; write for example # meshplan: ignore[MP101] why it is right here
 MP402: train.py:1: this ignores nothing, as it names no rule; write for example # meshplan: ignore[MP101] why it is right here
+MP402: train.py:1: a finding is ignored and nothing says why; write # meshplan: ignore[MP101] and the reason
 """,
         )
 

@@ -1,7 +1,7 @@
 """Comments that take out a finding where its cause is written.
 
 ``# meshplan: ignore[MP101] two racks, agreed with the cluster team`` stands at the end of the line
-of the cause, or alone on the line before it. It always says why.
+of the cause, or alone on the line before it. It always says why. A line may have several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from meshplan.lint._rules import RULES
 
 __all__ = ["Ignore", "ignores", "take_out"]
 
-_COMMENT = re.compile(r"(?:^|(?<=\s))#[ \t]*meshplan[ \t]*:[ \t]*(?P<rest>ignore\b[^\n]*)", re.M)
+_START = r"#[ \t]*meshplan[ \t]*:[ \t]*"
+# A reason goes to the end of the line, or to the next such comment.
+_COMMENT = re.compile(
+    rf"(?:^|(?<=\s)){_START}(?P<rest>ignore\b(?:(?!\s{_START}ignore\b)[^\n])*)", re.M
+)
 _IGNORE = re.compile(r"ignore[ \t]*\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 _CODE = re.compile(r"MP[0-9]{0,3}")
 _EXAMPLE = "write for example # meshplan: ignore[MP101] why it is right here"
@@ -91,17 +95,17 @@ def take_out(
         that no finding is about.
     """
     kept = []
-    used: set[tuple[str, int]] = set()
+    used: set[tuple[str, Ignore]] = set()
     for finding in findings:
         file = finding.source.file
         about = [one for one in given.get(file, ()) if file and one.takes_out(finding)]
-        used |= {(file, one.line) for one in about}
+        used |= {(file, one) for one in about}
         kept += [] if about else [finding]
     unused = [
         _unused(file, one, kept)
         for file, comments in given.items()
         for one in comments
-        if (file, one.line) not in used
+        if (file, one) not in used
     ]
     return tuple(kept), len(findings) - len(kept), tuple(unused)
 
