@@ -30,11 +30,21 @@ def test_handed_out(
     assert (placed.hosts, placed.gpus) == (hosts, gpus)
 
 
-@pytest.mark.parametrize("order", ["", "blocks", "plane=0", "plane", "arbitrary", "hosts.txt"])
+@pytest.mark.parametrize("order", ["", "blocks", "plane", "arbitrary", "hosts.txt", "./plane=0"])
 def test_not_an_order(order: str) -> None:
     assert not is_rank_order(order)
     with pytest.raises(TopologyError, match="no rank order"):
         hand_out([1], order)
+
+
+@pytest.mark.parametrize("order", ["plane=0", "plane=", "plane=x", "Plane=-1", "plane=1.5"])
+def test_a_plane_of_no_size(order: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        is_rank_order(order)
+    assert str(caught.value) == (
+        f"MP211: rank order {order!r}: a plane is a whole number of ranks from 1 up; write for "
+        "example plane=4"
+    )
 
 
 def test_pack_is_no_order_that_could_be_followed() -> None:

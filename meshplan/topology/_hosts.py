@@ -34,8 +34,18 @@ class Placed:
 
 
 def is_rank_order(text: str) -> bool:
-    """Whether it is ``block``, ``cyclic`` or ``plane=N``, and not the name of a file."""
-    return _ORDERS.fullmatch(text) is not None
+    """Whether it is ``block``, ``cyclic`` or ``plane=N``, and not the name of a file.
+
+    Raises:
+        TopologyError: a plane of another size.
+    """
+    found = _ORDERS.fullmatch(text) is not None
+    if not found and text.lower().startswith("plane="):
+        raise TopologyError(
+            f"rank order {text[:60]!r}: a plane is a whole number of ranks from 1 up; write for "
+            "example plane=4"
+        )
+    return found
 
 
 def hand_out(per_host: Sequence[int], order: str) -> Placed:
