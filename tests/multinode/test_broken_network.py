@@ -25,7 +25,7 @@ PER_HOST = (2, 1, 1)
 # As in the worker: the collectives of the default group.
 SECONDS = 8.0
 # What a busy machine may add to a wait.
-SLACK = 12.0
+SLACK = 20.0
 
 
 @contextmanager
