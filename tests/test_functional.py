@@ -10,7 +10,14 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from meshplan import DeterministicAllReduceConfig, deterministic_all_reduce
+from meshplan import (
+    DeterministicAllReduceConfig,
+    deterministic_all_gather,
+    deterministic_all_reduce,
+    deterministic_all_reduce_coalesced,
+    deterministic_reduce_scatter,
+    verify_replicas,
+)
 from meshplan.collectives import functional
 from meshplan.contract import reduce_leaves
 from meshplan.errors import ContractStateError
@@ -182,3 +189,51 @@ def test_compiled() -> None:
 
     warm_compiler()
     assert run_ranks(ranks, RANKS, timeout=200) == [[1, 3]] * RANKS
+
+
+def test_what_is_no_operator_runs_between_graphs() -> None:
+    """As in eager code, whatever the shape; in the middle of a graph it is an error in words."""
+
+    def ranks(rank: int) -> list[str]:
+        def coalesced(x: Tensor) -> Tensor:
+            y = x * 2
+            deterministic_all_reduce_coalesced([y, x], Config(mode="exchange"))
+            return y + x
+
+        def gathered(x: Tensor) -> Tensor:
+            return deterministic_all_gather(x * 2) + 1
+
+        def scattered(x: Tensor) -> Tensor:
+            return deterministic_reduce_scatter(x * 2, mode="exchange") + 1
+
+        def verified(x: Tensor) -> Tensor:
+            y = x.abs() * 0
+            verify_replicas(y)
+            return y + x
+
+        said = []
+        for function in (coalesced, gathered, scattered, verified):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, backend="aot_eager")
+            for rows in (6, 9, 12):
+                drawn = order_sensitive(rows * 5, rank=rank, world_size=RANKS).view(rows, 5)
+                assert_bitwise_equal(compiled(drawn.clone()), function(drawn.clone()))
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="cannot be in a graph") as caught:
+                torch.compile(function, backend="aot_eager", fullgraph=True)(leaf(rank))
+            said.append(type(caught.value).__name__)
+        # Strides of a graph may be symbols.
+        torch._dynamo.reset()
+        for rows in (6, 9):
+            drawn = order_sensitive(rows, rank=rank, world_size=RANKS)
+            compiled = torch.compile(in_place, backend="aot_eager", fullgraph=True, dynamic=True)
+            assert_bitwise_equal(compiled(drawn), in_place(drawn))
+        return said
+
+    def in_place(x: Tensor) -> Tensor:
+        y = x * 2
+        deterministic_all_reduce(y, Config(mode="exchange"))
+        return y + 1
+
+    warm_compiler()
+    run_ranks(ranks, RANKS, timeout=200)

@@ -87,6 +87,54 @@ def test_with_installed_restores_what_was_there() -> None:
     assert _redistribute._optimize_transform_infos is TORCHS_OWN
 
 
+def test_uninstalled_in_a_block_of_another() -> None:
+    meshplan.install(contract=meshplan.Contract(order="rank"))
+    hook = _redistribute._optimize_transform_infos
+    with meshplan.installed(policy="fast"):
+        meshplan.uninstall()
+        assert _redistribute._optimize_transform_infos is TORCHS_OWN
+    config = current_config()
+    assert config is not None
+    assert config.contract.order == "rank"
+    assert _redistribute._optimize_transform_infos is hook
+    meshplan.uninstall()
+    assert _redistribute._optimize_transform_infos is TORCHS_OWN
+    with meshplan.installed():
+        meshplan.uninstall()
+    assert current_config() is None
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_blocks_that_overlap(outside: bool) -> None:
+    """The one that was entered last and has not ended holds, whichever ends first."""
+    if outside:
+        meshplan.install(policy="consistent")
+    first, second, third = (
+        meshplan.installed(policy=choice) for choice in ("fast", {"a": "fast"}, {"b": "fast"})
+    )
+    held = []
+
+    def look() -> None:
+        config = current_config()
+        held.append(None if config is None else config.policy)
+        installed = _redistribute._optimize_transform_infos is not TORCHS_OWN
+        assert installed == (config is not None)
+
+    for step in (
+        first.__enter__,
+        second.__enter__,
+        lambda: first.__exit__(None, None, None),
+        third.__enter__,
+        lambda: third.__exit__(None, None, None),
+        lambda: second.__exit__(None, None, None),
+    ):
+        step()
+        look()
+    a, b = (("a", "fast"),), (("b", "fast"),)
+    assert held == ["fast", a, a, b, a, "consistent" if outside else None]
+    meshplan.uninstall()
+
+
 def test_threads_install_and_uninstall_together() -> None:
     def work() -> None:
         for _ in range(200):

@@ -21,7 +21,7 @@ from meshplan import (
     deterministic_reduce_scatter,
 )
 from meshplan.collectives import Work
-from meshplan.errors import GroupStateError, SignatureMismatchError
+from meshplan.errors import ContractStateError, GroupStateError, SignatureMismatchError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
 
@@ -154,6 +154,26 @@ def test_a_gather_moves_any_dtype() -> None:
         return True
 
     assert all(run_ranks(ranks, RANKS))
+
+
+def test_gradients_are_not_cut_off() -> None:
+    def ranks(rank: int) -> list[str]:
+        given = torch.ones(3, requires_grad=True)
+        said = []
+        for function in (deterministic_reduce_scatter, deterministic_all_gather):
+            with pytest.raises(ContractStateError) as caught:
+                function(given)
+            said.append(str(caught.value))
+            with torch.no_grad():
+                function(given)
+        return said
+
+    first, second = run_ranks(ranks, 2)[0]
+    assert first == (
+        "MP413: the result of deterministic_reduce_scatter has no gradient, and the tensor requires "
+        "one; call meshplan.collectives.functional.reduce_scatter, or do it under torch.no_grad()"
+    )
+    assert second == first.replace("reduce_scatter", "all_gather")
 
 
 def test_alone() -> None:

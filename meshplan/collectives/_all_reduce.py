@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._spans import span
+from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
 from meshplan.collectives._members import beside, compare, groups_of, members, where
 from meshplan.collectives._ordered import reduced_in_order
@@ -79,6 +80,7 @@ def deterministic_all_reduce(
     return _started([tensor], config, group, tensor) or tensor
 
 
+@never_compiled
 def deterministic_all_reduce_coalesced(
     tensors: Sequence[Tensor], config: DeterministicAllReduceConfig | None = None
 ) -> list[Tensor] | Work:
@@ -96,6 +98,7 @@ def deterministic_all_reduce_coalesced(
         ContractError: a tensor that is in the list twice; and all that
             ``deterministic_all_reduce`` raises.
     """
+    refuse_in_graph("meshplan.deterministic_all_reduce_coalesced")
     tensors = list(tensors)
     config = checked(tensors, config)
     places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]

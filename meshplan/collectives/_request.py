@@ -227,9 +227,22 @@ def check_written(tensor: Tensor) -> None:
         )
 
 
+def check_no_gradient(tensor: Tensor, function: str) -> None:
+    """
+    Raises:
+        ContractStateError: the result would be cut off from the gradient of ``tensor``.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ContractStateError(
+            f"the result of deterministic_{function} has no gradient, and the tensor requires one; "
+            f"call meshplan.collectives.functional.{function}, or do it under torch.no_grad()"
+        )
+
+
 def _may_overlap(tensor: Tensor) -> bool:
     """Whether two elements could lie at one address; strides that interleave count as such."""
-    if tensor.numel() == 0:
+    # Strides of a graph may be symbols, which have no order.
+    if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     last = 0
     wide = [(step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]

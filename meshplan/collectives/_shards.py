@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._spans import span
+from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.collectives._lanes import Lane, Work, finished, in_lane
 from meshplan.collectives._members import beside, compare, groups_of, members, where
 from meshplan.collectives._ordered import reduced_in_order
@@ -20,6 +21,7 @@ from meshplan.collectives._request import (
     DeterministicAllReduceConfig,
     Reduction,
     check_mode,
+    check_no_gradient,
     check_tensor,
 )
 from meshplan.contract import Contract
@@ -38,6 +40,7 @@ _ops = torch.ops._c10d_functional
 _MODES = (*CONTRACT_MODES, "ordered_rank_reference")
 
 
+@never_compiled
 def deterministic_reduce_scatter(
     tensor: Tensor,
     *,
@@ -73,6 +76,7 @@ def deterministic_reduce_scatter(
         ContractError: ``sizes`` that do not cut ``dim``, or a ``dim`` that is not there; and all
             that ``deterministic_all_reduce`` raises.
     """
+    refuse_in_graph("meshplan.deterministic_reduce_scatter")
     config = DeterministicAllReduceConfig(
         mode=mode,  # type: ignore[arg-type]
         op=op,
@@ -82,6 +86,7 @@ def deterministic_reduce_scatter(
         debug=debug,
     )
     found, dim, lengths = checked_scatter(tensor, config, dim, sizes)
+    check_no_gradient(tensor, "reduce_scatter")
     if found is None:
         whole = tensor.detach().clone(memory_format=torch.contiguous_format)
         return finished(whole) if async_op else whole
@@ -95,6 +100,7 @@ def deterministic_reduce_scatter(
     return in_lane(Lane(beside(found, tensor), tensor.device), run)
 
 
+@never_compiled
 def deterministic_all_gather(
     tensor: Tensor,
     *,
@@ -120,10 +126,13 @@ def deterministic_all_gather(
     Raises:
         ContractTypeError: not a dense tensor.
         ContractError: ``sizes`` that do not say how long this shard is.
+        ContractStateError: a tensor that requires a gradient, where gradients are recorded.
         GroupStateError, GroupAgreementError, SignatureMismatchError: as
             ``deterministic_all_reduce``.
     """
+    refuse_in_graph("meshplan.deterministic_all_gather")
     found, dim, lengths = checked_gather(tensor, dim, sizes, group)
+    check_no_gradient(tensor, "all_gather")
     if found is None:
         whole = tensor.detach().clone(memory_format=torch.contiguous_format)
         return finished(whole) if async_op else whole

@@ -52,7 +52,11 @@ def all_reduce(tensor: Tensor, config: DeterministicAllReduceConfig | None = Non
     if group is None:
         return tensor
     if config.debug and not torch.compiler.is_compiling():
-        compare(group, tensor, f"functional.all_reduce by {config.mode}, {config.op}")
+        compare(
+            group,
+            tensor,
+            f"functional.all_reduce by {config.mode}, {config.op}, {config.ordered.id}",
+        )
     result: Tensor = torch.ops.meshplan.all_reduce(tensor, *operands(config, group))
     return result
 

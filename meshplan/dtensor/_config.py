@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -79,17 +80,17 @@ class Config:
                 f"contract={self.contract!r} is not a contract; "
                 "write contract=meshplan.Contract(order='tree')"
             )
-        if self.timeout is not None and not self.timeout > 0:
-            raise PolicyError(f"timeout={self.timeout} is not a positive number of seconds")
+        if self.timeout is not None and not (
+            isinstance(self.timeout, int | float) and 0 < self.timeout < math.inf
+        ):
+            raise PolicyError(f"timeout={self.timeout!r} is not a positive number of seconds")
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise TopologyError(
                 f"topology={self.topology!r} is not a topology; "
                 'write topology=Topology.uniform(world_size, node_size=8), or "live"'
             )
         # Part of a look-up in every redistribution: a string remembers its hash.
-        object.__setattr__(
-            self, "key", f"{self.token}, {self.strict}, {self.timeout}, {self.beside}"
-        )
+        object.__setattr__(self, "key", f"{self.token}, {self.beside}")
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
@@ -97,7 +98,15 @@ class Config:
 
         Args:
             choice: a policy, or policies by axis name.
+
+        Raises:
+            PolicyError: neither.
         """
+        if not isinstance(choice, str | Mapping):
+            raise PolicyError(
+                f"policy={choice!r} is no policy; write {', '.join(map(repr, POLICIES))}, or a "
+                "mapping of axes to them"
+            )
         return tuple(sorted(choice.items())) if isinstance(choice, Mapping) else choice
 
     def policy_over(self, layout: Layout, axes: Iterable[int]) -> Policy:
@@ -147,6 +156,10 @@ class Config:
             more += f", audit of every {self.audit}"
         if self.debug:
             more += ", debug"
+        if self.strict:
+            more += ", strict"
+        if self.timeout is not None:
+            more += f", timeout {self.timeout:g} s"
         where = "unknown" if self.topology is None else self.topology.id
         how = f"contract {self.contract.id}, path {self.path}"
         return f"policy {policy}, {how}, topology {where}{more}"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -22,18 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement
 
+from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.collectives import PathChoice, count_untouched, one_shot_switch
 from meshplan.contract import Contract
 from meshplan.dtensor._cache_key import remove_tag, set_tag
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._epoch import epoch
-from meshplan.dtensor._graphs import (
-    forget_graphs,
-    guard_on,
-    is_graph_traced,
-    never_compiled,
-    refuse_in_graph,
-)
+from meshplan.dtensor._graphs import forget_graphs, guard_on, is_graph_traced
 from meshplan.dtensor._live import as_settled, gathered
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._seam import Optimize, planned_steps
@@ -49,6 +44,17 @@ _lock = threading.RLock()
 # What is installed and torch's own function: one value, so that a redistribution on another thread
 # sees both or none.
 _active: tuple[Config, Optimize] | None = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """A ``with installed()`` that has not ended, and what is to be installed after it."""
+
+    before: tuple[Config, Optimize] | None
+
+
+# In the order in which they were entered; each goes when its block ends.
+_blocks: list[_Block] = []
 _Choice = Policy | tuple[tuple[str, Policy], ...]
 _override: ContextVar[_Choice | None] = ContextVar("meshplan_policy", default=None)
 
@@ -142,11 +148,16 @@ def install(
             _active = (config, _active[1])
             return
         check_seam()
-        original: Optimize = getattr(_redistribute, SEAM)
-        set_tag(_looked_up_by)
-        _active = (config, original)
-        setattr(_redistribute, SEAM, _planned_transform_infos)
-        forget_graphs()
+        _seat(config)
+
+
+def _seat(config: Config) -> None:
+    global _active
+    original: Optimize = getattr(_redistribute, SEAM)
+    set_tag(_looked_up_by)
+    _active = (config, original)
+    setattr(_redistribute, SEAM, _planned_transform_infos)
+    forget_graphs()
 
 
 @never_compiled
@@ -178,7 +189,8 @@ def uninstall() -> None:
 def installed(**arguments: Any) -> Iterator[None]:
     """``install(**arguments)`` for a ``with`` block; then what was installed before it, if any.
 
-    For the whole process, not for one thread.
+    For the whole process, not for one thread. Of blocks that overlap, the one that was entered
+    last and has not ended holds.
 
     Args:
         **arguments: those of ``install``.
@@ -190,16 +202,24 @@ def installed(**arguments: Any) -> Iterator[None]:
     global _active
     refuse_in_graph("meshplan.installed")
     with _lock:
-        before = _active
+        block = _Block(_active)
         install(**arguments)
+        _blocks.append(block)
     try:
         yield
     finally:
         with _lock:
-            if before is None:
+            above = _blocks.index(block) + 1
+            _blocks.remove(block)
+            if above <= len(_blocks):
+                _blocks[above - 1].before = block.before
+            elif block.before is None:
                 uninstall()
+            elif _active is None:
+                # Uninstalled in the block.
+                _seat(block.before[0])
             else:
-                _active = before
+                _active = (block.before[0], _active[1])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from meshplan.dtensor._graphs import never_compiled
+from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._partial import AlreadyCut
 from meshplan.planner import Problem, Step, follows_default_order
 

@@ -14,10 +14,10 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
+from meshplan._uncompiled import never_compiled
 from meshplan.collectives import Purpose, StepGroups, is_traced, run_reduction
 from meshplan.dtensor._calls import next_call
 from meshplan.dtensor._config import Config
-from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._meshes import known
 from meshplan.dtensor._shard_order import mark
 from meshplan.flatten import Block, Group, GroupHandle, registry, this_rank
@@ -117,7 +117,8 @@ class PlannedPartial(Partial):
         """Meet over the store: all members bring the same to the step."""
         assert self._found is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        step = self._step.brief(self._layout)
+        contract = self._step.contract
+        step = self._step.brief(self._layout) + (f", contract {contract.id}" if contract else "")
         signature = f"{dtype}{list(tensor.shape)} for {self._asked}, {step}{more}"
         for handle in self._found[0]:
             group = handle.group()

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
+from meshplan._uncompiled import never_compiled
 from meshplan.collectives import Event, record
-from meshplan.dtensor._graphs import never_compiled
 from meshplan.dtensor._meshes import Known
 from meshplan.errors import FallbackRefusedError, ShardOrderError
 

@@ -184,7 +184,7 @@ def _begun(
     output: Tensor,
 ) -> ShardWork:
     work = deterministic_reduce_scatter(
-        whole,
+        whole.detach(),
         op=op,  # type: ignore[arg-type]
         sizes=sizes,
         mode=terms.mode,

@@ -195,7 +195,8 @@ def meshplan_hook(
         bare.set_result(_received(_sent(buffer, reduction.dtype), buffer))
         return bare
     if reduction.debug:
-        how = f"{reduction.op}, sent in {reduction.dtype or buffer.dtype}"
+        contract = reduction._config.ordered.id
+        how = f"{reduction.op}, sent in {reduction.dtype or buffer.dtype}, {contract}"
         compare(group, buffer, f"DDP bucket {bucket.index()}, {how}")
     failures: list[BaseException] = []
 

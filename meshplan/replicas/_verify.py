@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import GroupStateError, PolicyError, ReplicaDivergenceError
 from meshplan.flatten import this_rank
 from meshplan.kernel import DIGEST_VERSION, digest_table
@@ -75,6 +76,7 @@ def digest(tensor: Tensor) -> str:
     return "".join((word % (1 << 64)).to_bytes(8, "little").hex() for word in words.tolist())
 
 
+@never_compiled
 def verify_replicas(
     source: TensorSource,
     mesh: DeviceMesh | None = None,
@@ -110,6 +112,7 @@ def verify_replicas(
             cannot be compared, such as a partial sum, or a negative ``details``.
         GroupAgreementError, GroupCreationError, GroupStateError: at the first use of a mesh.
     """
+    refuse_in_graph("meshplan.verify_replicas")
     started = time.perf_counter()
     if details < 0:
         raise PolicyError(f"details={details} divergences cannot be looked at; write 0 or more")

@@ -70,6 +70,40 @@ def test_what_members_bring(how: dict[str, Any]) -> None:
             assert f"this rank {rank} with " in message
 
 
+@pytest.mark.parametrize("path", ["auto", "exchange"])
+def test_contracts_that_all_have_voted_on(path: Any) -> None:
+    """Nobody votes on a contract again: with ``debug``, what is brought tells it."""
+
+    def ranks(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (3,))
+        group = dist.group.WORLD
+        tree, rank_order = Contract(), Contract("rank")
+
+        def dtensor(contract: Contract) -> Any:
+            with meshplan.installed(contract=contract, timeout=60.0, path=path, debug=True):
+                return DTensor.from_local(torch.ones(8), mesh, (P,), run_check=False).full_tensor()
+
+        def functional(contract: Contract) -> Any:
+            config = meshplan.DeterministicAllReduceConfig(
+                mode=path, contract=contract, debug=True, group=group
+            )
+            return meshplan.collectives.functional.all_reduce(torch.ones(8), config)
+
+        kinds = []
+        for function in (dtensor, functional):
+            for contract in (tree, rank_order, tree):
+                assert function(contract).tolist() == [3.0] * 8
+            odd = rank_order if rank == ODD else tree
+            kinds.append(attempt(lambda f=function, c=odd: f(c))[0])  # type: ignore[misc]
+            assert function(tree).tolist() == [3.0] * 8
+        end()
+        return kinds
+
+    outcomes = run_job(ranks, 3, timeout=120)
+    assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 3
+    assert [o.value for o in outcomes] == [["SignatureMismatchError"] * 2] * 3
+
+
 def test_members_that_reduce_over_different_groups() -> None:
     """Whoever waits for a rank that is elsewhere names it; nobody else is held up."""
 
@@ -104,6 +138,7 @@ class TestMessages(TestCase):
             for odd, even in (
                 ({"contract": Contract(order="rank")}, {"contract": Contract(order="tree")}),
                 ({"path": "exchange"}, {"path": "auto"}),
+                ({"strict": True}, {}),
             ):
                 with meshplan.installed(
                     timeout=60.0,
@@ -124,8 +159,9 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "\n".join(outcomes[0].value),
             """\
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/rank/wide/once, path auto, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/rank/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology 7aeb35f8946e, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, strict, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
 
     def test_different_things_over_exchange(self) -> None:
@@ -139,5 +175,5 @@ MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy determ
         outcomes = run_job(ranks, 4)
         self.assertExpectedInline(
             outcomes[2].value,
-            """MP703: rank 1 came to a reduction over ranks 0, 1, 2, 3 with float32[6, 5] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange, this rank 2 with float32[6, 4] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 1 came to a reduction over ranks 0, 1, 2, 3 with float32[6, 5] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange, contract v1/tree/wide/once, this rank 2 with float32[6, 4] for (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), all_reduce sum over (axis0, axis1), exchange, contract v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
         )

@@ -1,0 +1,41 @@
+"""What ``torch.compile`` is to leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+
+from meshplan.errors import InstallError
+
+__all__ = ["never_compiled", "refuse_in_graph"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SKIP = eval_frame._FrameAction.SKIP
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Have a function, and all that it calls, run as it stands below compiled code.
+
+    What a graph break leaves to Python is compiled piece by piece, down to the functions of ours
+    that torch calls. They would take what they do for what they are to note down.
+    """
+    strategy = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def refuse_in_graph(what: str) -> None:
+    """Keep dynamo from taking a call for a part of a graph; the call itself is then made.
+
+    Args:
+        what: the function that must not be in one.
+
+    Raises:
+        InstallError: dynamo traces. It shows that where ``fullgraph=True`` was asked for; else it
+            makes two graphs, with the call between them.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise InstallError(f"{what} cannot be in a graph; call it around what is compiled")
