@@ -92,6 +92,17 @@ def test_blocks(
         )
 
 
+def test_nodes_of_one_size_whose_domains_differ() -> None:
+    """Two of four pairs each and two of one domain each: the pairs are what is worst."""
+    layout = Layout.of(a=2, b=16)
+    nodes = [rank // 8 for rank in range(32)]
+    pairs, whole = [rank // 2 for rank in range(16)], [100 + rank // 8 for rank in range(16)]
+    for domains in (pairs + whole, whole + pairs):
+        groups = Groups(layout, Topology.of(nodes, domains))
+        assert groups.blocks((1,)) == (8, 2)
+        assert groups.peers((1,)) == Peers(1, 6, 8)
+
+
 def test_blocks_of_permuted_ranks() -> None:
     """Ranks 0 to 3 are one node; the mesh deals them out in turn."""
     dealt = Layout.of([0, 4, 1, 5, 2, 6, 3, 7], a=4, b=2)

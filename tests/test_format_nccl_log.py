@@ -270,6 +270,13 @@ def test_rings_that_are_cut(ring: str) -> None:
     assert found.notes[-1].message == f"Channel 00/01 : {' '.join(ring.split())} (the line is cut)"
 
 
+def test_newlines_that_were_lost() -> None:
+    """One line of megabytes takes no longer than its length."""
+    started = time.monotonic()
+    read("NCCL INFO comm 0x1 rank 1 nranks 2 " * 100_000)
+    assert time.monotonic() - started < 30
+
+
 def test_lines_of_transports_are_not_rings() -> None:
     text = line("n", 0, "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM") + line(
         "n", 0, "Channel 00 : 0[a] -> 1[b] via NET"

@@ -102,6 +102,18 @@ def test_any_number_and_alignment(dtype: torch.dtype) -> None:
         assert_bitwise_equal(part, full[start:stop])
 
 
+def test_reduce_into_what_is_not_as_the_leaves() -> None:
+    leaves = [torch.ones(2, 3), torch.ones(2, 3)]
+    for out in (
+        torch.empty(3, 3),
+        torch.empty(6),
+        torch.empty(2, 3, dtype=torch.float64),
+        torch.empty(3, 2).t(),
+    ):
+        with pytest.raises(ContractTypeError, match=r"out is torch\.float.* and the leaves are"):
+            kernel.reduce_into(out, leaves, "sum", (2,))
+
+
 def test_strides_shapes_and_inputs_that_stay() -> None:
     leaves = [order_sensitive(60, rank=r, world_size=3).view(6, 10) for r in range(3)]
     before = [leaf.clone() for leaf in leaves]

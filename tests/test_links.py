@@ -75,6 +75,20 @@ class TestFiles(TestCase):
             """domain 0.6 us, 450 GB/s; node 1 us, 63 GB/s; network 2.7 us, 50 GB/s; launch 6.6 us""",
         )
 
+    def test_figures_beyond_any_link(self) -> None:
+        digits = "1" * 400
+        for text in (
+            f'{{"uses": {digits}}}',
+            f'{{"launch": {digits}}}',
+            f'{{"network": {{"latency": {digits}, "bandwidth": 1}}}}',
+            '{"network": {"latency": 1e308, "bandwidth": 1}}',
+            '{"network": {"latency": 0, "bandwidth": 5e-324}}',
+            '{"group": 1e308}',
+        ):
+            with pytest.raises(TopologyError, match="found ") as caught:
+                Links.loads(text)
+            assert len(str(caught.value)) < 300
+
     def test_what_cannot_be_read(self) -> None:
         messages = []
         for text in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,12 @@ def test_a_policy_that_leaves_it_to_the_backend() -> None:
         all_reduce(Topology.uniform(8, node_size=4, links=LINKS), ddp=2, fsdp=4), policy="fast"
     )
     assert predict_plan(problem) == predict_backend(problem, [["ddp", "fsdp"]])
+
+
+@pytest.mark.parametrize("policy", ["fast", "consistent"])
+def test_a_single_reduction_that_is_left_to_torch(policy: Any) -> None:
+    problem = Problem.of(Layout.of(a=4, one=1), ["P", "P"], ["R", "R"], policy=policy)
+    assert predict_plan(problem) == predict_backend(problem, [["a"]])
 
 
 def test_a_hundred_thousand_ranks() -> None:

@@ -22,6 +22,7 @@ from meshplan.contract import (
     checked_leaves,
     partial_dtype,
 )
+from meshplan.errors import ContractTypeError
 from meshplan.kernel._library import DTYPES, OPS, available, library
 
 __all__ = ["OPERATORS", "combine_leaves", "finish_partials", "reduce_into", "reduce_leaves"]
@@ -73,8 +74,15 @@ def reduce_into(
         leaves, op, shape, contract, divisor: as for ``reduce_leaves``.
 
     Raises:
+        ContractTypeError: another ``out``.
         ContractError, ContractTypeError, ContractStateError: as for ``reduce_leaves``.
     """
+    first = leaves[0] if leaves else out
+    if out.dtype != first.dtype or out.shape != first.shape or not out.is_contiguous():
+        raise ContractTypeError(
+            f"out is {out.dtype}{list(out.shape)} with strides {out.stride()}, and the leaves are "
+            f"{first.dtype}{list(first.shape)}; give a contiguous tensor that is as they are"
+        )
     if not _serves(leaves):
         out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
         return

@@ -217,7 +217,9 @@ class Groups:
             groups = groups.transpose(1, 2) if across else groups
             groups = groups.reshape(-1, groups.shape[-1])
         node_size, world = self.topology.node_map, self.topology.world_size
-        if isinstance(self.layout.ranks, range) and isinstance(node_size, int):
+        alike = isinstance(node_size, int) and not isinstance(self.topology.domain_map, tuple)
+        if isinstance(self.layout.ranks, range) and alike:
+            assert isinstance(node_size, int)
             # The groups are shifted copies of each other, and nodes repeat: what counts is where in
             # a node a group starts, unless it reaches the last node, which may be smaller.
             starts = torch.full((node_size,), -1, dtype=torch.int64, device="cpu")

@@ -67,8 +67,13 @@ def predict_plan(problem: Problem) -> Prediction:
     _check(problem)
     planned = plan(problem)
     if not planned.candidates:
-        # Nothing to reduce, or a policy that leaves it to the backend.
-        return predict_backend(problem, [step.axes for step in planned.reductions])
+        # Nothing to reduce, or a policy that leaves it to the backend, or to torch.
+        kinds, sizes = [spec.kind for spec in problem.src], problem.layout.sizes
+        steps = (
+            [i for i in step.axes if kinds[i] == "partial" and sizes[i] > 1]
+            for step in planned.steps
+        )
+        return predict_backend(problem, [axes for axes in steps if axes])
     cost = planned.candidates[0].cost
     groups = groups_of(problem.layout, problem.topology)
     share = groups.creation(cost.creates).nanoseconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -14,6 +13,8 @@ __all__ = ["LINKED", "Link", "Links"]
 # The classes of links, the nearest first.
 LINKED = ("domain", "node", "network")
 _MEASURED = "measured"
+# Figures beyond any link would overflow where costs are added up.
+_MOST_SECONDS = 1e6
 _EXAMPLE = 'write for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}'
 
 
@@ -33,10 +34,11 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+        if not (0 <= self.latency <= _MOST_SECONDS and 1e-3 <= self.bandwidth <= 1e18):
             raise TopologyError(
                 f"a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, found "
-                f"latency={self.latency}, bandwidth={self.bandwidth}; write for example "
+                f"latency={str(self.latency)[:30]}, "
+                f"bandwidth={str(self.bandwidth)[:30]}; write for example "
                 "Link(latency=2.7e-6, bandwidth=50e9)"
             )
 
@@ -70,10 +72,12 @@ class Links:
     uses: int = 10_000
 
     def __post_init__(self) -> None:
-        if not (0 <= self.launch < math.inf and 0 <= self.group < math.inf and self.uses >= 1):
+        times = (self.launch, self.group)
+        if not all(0 <= time <= _MOST_SECONDS for time in times) or not 1 <= self.uses <= 10**12:
             raise TopologyError(
                 f"launch and group are times of 0 or more seconds and uses is 1 or more, found "
-                f"launch={self.launch}, group={self.group}, uses={self.uses}; leave out what you "
+                f"launch={str(self.launch)[:30]}, group={str(self.group)[:30]}, "
+                f"uses={str(self.uses)[:30]}; leave out what you "
                 "do not know"
             )
 

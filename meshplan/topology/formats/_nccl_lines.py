@@ -13,6 +13,7 @@ __all__ = ["MARK", "Key", "Member", "communicators", "scan"]
 
 MARK = "NCCL INFO "
 _PREFIX = 500  # characters before the mark that are looked at
+_LONGEST = 100_000  # characters of a line
 # Ranks of communicators, all together. As many take a second or two.
 _MOST = 40_000
 
@@ -116,8 +117,11 @@ def scan(text: str) -> tuple[list[Member], list[int]]:
                 "grep 'commId 0x...' finds them",
                 line=line,
             )
-        end = text.find("\n", counted)
-        body = text[counted + len(MARK) : len(text) if end < 0 else end].rstrip()[:100_000]
+        # Where newlines were lost, a line ends where the next one begins.
+        limit = text.find(MARK, counted + len(MARK), counted + _LONGEST)
+        limit = counted + _LONGEST if limit < 0 else limit
+        end = text.find("\n", counted, limit)
+        body = text[counted + len(MARK) : limit if end < 0 else end].rstrip()
         if kind == "comm":
             found = _COMM.search(body)
             if not found:
