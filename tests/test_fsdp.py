@@ -648,6 +648,8 @@ def test_without_meshplan_nothing_of_a_step_is_begun() -> None:
                 model.zero_grad()
                 model(THREE[rank]).backward()
                 check(model, means, "installed again")
+        with torch.no_grad():
+            model(THREE[rank])
 
     run_ranks(run, 3)
 

@@ -155,8 +155,8 @@ def _forget(model: nn.Module) -> None:
 
 
 def _check(module: nn.Module, _: object, *, checks: list[Callable[[], None]]) -> None:
-    # A graph has no place for it, and the backward checks again.
-    if not torch.compiler.is_compiling():
+    # A graph has no place for it, and the backward checks again. Without one nothing is reduced.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         for check in checks:
             check()
 
