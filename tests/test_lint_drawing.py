@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -339,7 +341,9 @@ def test_many_axes_are_not_all_drawn() -> None:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Layout, Topology]:
-    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    # Larger ones take seconds each.
+    few = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda s: math.prod(s) <= 200)
+    sizes = draw(few)
     names = [f"a{i}" for i in range(len(sizes))]
     layout = Layout.of(**dict(zip(names, sizes, strict=True)))
     count = layout.world_size
@@ -373,7 +377,10 @@ def test_any_mesh(mesh: tuple[Layout, Topology], judged: bool) -> None:
     for panel in drawn.panels:
         if panel.bad:
             assert panel.marked()
-        assert sum(cell.fill != "out" for cell in panel.cells) == layout.world_size
+        cells = sum(cell.fill != "out" for cell in panel.cells)
+        # Of many nodes some are drawn, which is said.
+        some = re.search(r"\d of \d+ (nodes|ranks) drawn: ", "".join(drawn.said))
+        assert 0 < cells < layout.world_size if some else cells == layout.world_size
 
 
 @settings(max_examples=25, deadline=None)

@@ -48,12 +48,12 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP703: rank 1 came to a reduction over ranks 0, 1, 2 with float32[5] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, this rank 0 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange; nothing was sent: every rank must bring the same shape, dtype, operation and contract
-MP703: rank 1 came to a reduction over ranks 0, 1, 2 with float64[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, this rank 0 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with float32[5] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract
+MP703: rank 1 came to a reduction over ranks 0, 1, 2 with float64[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
         )
         self.assertExpectedInline(
             found[1][0],
-            """MP703: rank 0 came to a reduction over ranks 0, 1, 2 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, this rank 1 with float32[5] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 0 came to a reduction over ranks 0, 1, 2 with float32[4] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 1 with float32[5] for (P(sum)) -> (R) on (axis0=3), all_reduce sum over (axis0), exchange, contract v1/tree/wide/once; nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
         )
 
     def test_a_rank_that_does_not_come(self) -> None:

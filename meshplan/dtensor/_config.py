@@ -90,7 +90,9 @@ class Config:
                 'write topology=Topology.uniform(world_size, node_size=8), or "live"'
             )
         # Part of a look-up in every redistribution: a string remembers its hash.
-        object.__setattr__(self, "key", f"{self.token}, {self.beside}")
+        object.__setattr__(
+            self, "key", f"{self.token}, {self.strict}, {self.timeout}, {self.beside}"
+        )
 
     @staticmethod
     def policy_of(choice: PolicyChoice) -> Policy | tuple[tuple[str, Policy], ...]:
@@ -156,10 +158,6 @@ class Config:
             more += f", audit of every {self.audit}"
         if self.debug:
             more += ", debug"
-        if self.strict:
-            more += ", strict"
-        if self.timeout is not None:
-            more += f", timeout {self.timeout:g} s"
         where = "unknown" if self.topology is None else self.topology.id
         how = f"contract {self.contract.id}, path {self.path}"
         return f"policy {policy}, {how}, topology {where}{more}"

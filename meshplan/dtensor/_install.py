@@ -75,7 +75,7 @@ def install(
     """Plan every redistribution of this process that starts from ``Partial``.
 
     Needs no process group yet. Calling it again replaces the arguments. Every rank must give the
-    same ones; the first reduction over each group checks that.
+    same ones; the first reduction over each group checks all but ``strict`` and ``timeout``.
 
     Compiled code follows: what ``torch.compile`` has made is made again for other arguments, and
     all of it where nothing was installed before.

@@ -138,7 +138,6 @@ class TestMessages(TestCase):
             for odd, even in (
                 ({"contract": Contract(order="rank")}, {"contract": Contract(order="tree")}),
                 ({"path": "exchange"}, {"path": "auto"}),
-                ({"strict": True}, {}),
             ):
                 with meshplan.installed(
                     timeout=60.0,
@@ -159,9 +158,8 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "\n".join(outcomes[0].value),
             """\
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/rank/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology 7aeb35f8946e, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, strict, timeout 60 s, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, timeout 60 s, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/rank/wide/once, path auto, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with 'policy deterministic, contract v1/tree/wide/once, path exchange, topology 7aeb35f8946e, on the default group', the others with 'policy deterministic, contract v1/tree/wide/once, path auto, topology 7aeb35f8946e, on the default group', so nobody started it; give the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
 
     def test_different_things_over_exchange(self) -> None:
