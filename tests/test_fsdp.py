@@ -654,15 +654,19 @@ def test_without_meshplan_nothing_of_a_step_is_begun() -> None:
     run_ranks(run, 3)
 
 
+def refusal(function: Callable[[], Any]) -> str:
+    with pytest.raises(MeshplanError) as caught:
+        function()
+    return str(caught.value)
+
+
 class TestMessages(TestCase):
     def test_what_was_set_by_others(self) -> None:
         def run(rank: int) -> list[str]:
             found = []
 
             def refused(function: Callable[[], Any]) -> None:
-                with pytest.raises(MeshplanError) as caught:
-                    function()
-                found.append(str(caught.value))
+                found.append(refusal(function))
 
             class Own(DefaultReduceScatter):
                 pass
@@ -722,9 +726,7 @@ MP901: the root module is reduced over ranks [2, 3], in this order, and no axes 
             found = []
 
             def refused(function: Callable[[], Any]) -> None:
-                with pytest.raises(MeshplanError) as caught:
-                    function()
-                found.append(str(caught.value))
+                found.append(refusal(function))
 
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
             model = shard(Given(), mesh["fsdp"])
