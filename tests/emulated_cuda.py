@@ -23,9 +23,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from meshplan._torch.process_group import PythonProcessGroup
+from meshplan.kernel import DriverError, _device_code
+from meshplan.kernel._device_fold import fold_device
 
 _aten = torch.ops.aten
 _AS_CPU = torch._C.DispatchKey.CPU
@@ -221,7 +223,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[torch.device, Stream] = {}
-        self.coalesced: list[Callable[[], Any]] | None = None
+        self.coalesced: list[Call] | None = None
 
 
 _local = _Local()
@@ -590,6 +592,10 @@ def _pageable(make: Any) -> Any:
     return lambda *given, pin_memory=False, **options: make(*given, **options)
 
 
+def _no_driver(kind: str, index: int) -> Any:
+    raise DriverError("none: this GPU is emulated")
+
+
 def emulate() -> None:
     """Give this process two emulated GPUs and the backend ``emulated``."""
     torch.cuda._lazy_init = lambda: None  # type: ignore[attr-defined]
@@ -601,6 +607,11 @@ def emulate() -> None:
     module.Stream, module.Event, module.stream = Stream, Event, on_stream
     module.current_stream, module.default_stream = current_stream, default_stream
     module.synchronize = synchronize
+    module.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=4)
+    # Folds run as the definition does, also where an earlier test of this process has loaded a driver.
+    code: Any = _device_code
+    code.Driver = _no_driver
+    fold_device.cache_clear()
     module.is_current_stream_capturing = lambda: current_stream().capturing()
     generic: Any = torch
     generic.Event, generic.Stream = Event, Stream
@@ -635,29 +646,44 @@ class EmulatedWork(dist.Work):
         return True
 
 
+Call = tuple[Any, Any, tuple[Any, ...]]
+"""A group, a method of its gloo group, and its arguments."""
+
+
 def _as_nccl(method: str) -> Any:
     def run(group: Any, *args: Any) -> Any:
         tensors = [one for one in tree_flatten(args)[0] if _is_cuda(one)]
         gloo = getattr(group.inner, method)
         if not tensors:
             return gloo(*args)
+        device = tensors[0].device
         if _local.coalesced is not None:
             # As in NCCL, the block is the thread's, whichever group has begun it.
-            _local.coalesced.append(partial(run, group, *args))
-            return EmulatedWork(Event(), tensors[0].device)
-        device = tensors[0].device
-        stream = group.streams.setdefault(device, Stream(device))
-        stream.wait_stream(current_stream(device))
-        given = tree_map(_to_cpu, args)
-        # Nothing here holds the tensors: that is up to the caller.
-        stream.submit(lambda: gloo(*given).wait())
-        event = stream.record_event()
-        if not getattr(args[-1], "asyncOp", True):
-            current_stream(device).wait_event(event)
-        return EmulatedWork(event, device)
+            _local.coalesced.append((group, gloo, args))
+            return EmulatedWork(Event(), device)
+        return _launch([(group, gloo, args)], device)
 
     run.__name__ = method
     return run
+
+
+def _launch(calls: list[Call], device: torch.device) -> EmulatedWork:
+    """Calls of one group, all under way before the first is waited for."""
+    group = calls[0][0]
+    stream = group.streams.setdefault(device, Stream(device))
+    stream.wait_stream(current_stream(device))
+    given = [(gloo, tree_map(_to_cpu, args)) for _, gloo, args in calls]
+
+    def run() -> None:
+        for work in [gloo(*args) for gloo, args in given]:
+            work.wait()
+
+    # Nothing here holds the tensors: that is up to the caller.
+    stream.submit(run)
+    event = stream.record_event()
+    if not all(getattr(args[-1], "asyncOp", True) for _, _, args in calls):
+        current_stream(device).wait_event(event)
+    return EmulatedWork(event, device)
 
 
 class EmulatedGroup(PythonProcessGroup):
@@ -667,6 +693,11 @@ class EmulatedGroup(PythonProcessGroup):
         super().__init__(made.group_rank, made.group_size, made.store, made.timeout)
         self.streams: dict[torch.device, Stream] = {}
 
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return super()._get_backend(device)
+        return SimpleNamespace(supports_coalescing=True)
+
     def _start_coalescing(self, device: torch.device) -> None:
         assert _local.coalesced is None
         _local.coalesced = []
@@ -674,7 +705,10 @@ class EmulatedGroup(PythonProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         calls, _local.coalesced = _local.coalesced, None
         assert calls is not None
-        works = [call() for call in calls]
+        works = [
+            _launch([one for one in calls if one[0] is group], device)
+            for group in dict.fromkeys(group for group, _, _ in calls)
+        ]
         return works[-1] if works else None
 
     allreduce = _as_nccl("allreduce")
@@ -682,6 +716,8 @@ class EmulatedGroup(PythonProcessGroup):
     all_gather_single = _as_nccl("_allgather_base")
     alltoall_base = all_to_all_single = _as_nccl("alltoall_base")
     broadcast = _as_nccl("broadcast")
+    send = _as_nccl("send")
+    recv = _as_nccl("recv")
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,19 @@ def run_ranks(
 
     The default group is initialised before and destroyed after (unless ``init`` is false; the
     environment then holds what ``init_method="env://"`` needs with a file store at
-    ``MESHPLAN_TEST_STORE``). A rank that raises, dies or does not finish within ``timeout``
+    ``MESHPLAN_TEST_STORE``). No rank leaves its groups before each of them has returned: a peer may
+    still be connecting to it. A rank that raises, dies or does not finish within ``timeout``
     seconds fails the call, with all tracebacks; no process is left behind.
     """
     with forked_ranks(function, world_size, backend if init else None, collective_timeout) as ranks:
         return _collect(*ranks, timeout)
 
 
-Ranks = tuple[list[Any], list[Connection], str]
-"""Their processes, where each of them reports, and the path of their store."""
+Ranks = tuple[list[Any], list[Connection], Connection, str]
+"""Their processes, where each of them reports, what they stay for, and the path of their store.
+
+Ranks that have returned stay in their groups until that third one is closed.
+"""
 
 
 @contextmanager
@@ -124,10 +128,21 @@ def _fork(
     store: str,
 ) -> Ranks:
     pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    end, stay = _FORK.Pipe(duplex=False)
     processes = [
         _FORK.Process(
             target=child,
-            args=(function, rank, world_size, backend, collective_timeout, store, sender),
+            args=(
+                function,
+                rank,
+                world_size,
+                backend,
+                collective_timeout,
+                store,
+                sender,
+                end,
+                stay,
+            ),
         )
         for rank, (_, sender) in enumerate(pipes)
     ]
@@ -135,10 +150,13 @@ def _fork(
         process.start()
     for _, sender in pipes:
         sender.close()
-    return processes, [receiver for receiver, _ in pipes], store
+    end.close()
+    return processes, [receiver for receiver, _ in pipes], stay, store
 
 
-def _late(processes: list[Any], receivers: list[Connection], store: str) -> list[str]:
+def _late(
+    processes: list[Any], receivers: list[Connection], _: Connection, store: str
+) -> list[str]:
     """Why the default group is not there on some rank: nothing, or a text for each such rank."""
     deadline = time.monotonic() + BRING_UP
     late = []
@@ -158,25 +176,27 @@ def _late(processes: list[Any], receivers: list[Connection], store: str) -> list
 
 
 def _collect(
-    processes: list[Any], receivers: list[Connection], store: str, timeout: float
+    processes: list[Any], receivers: list[Connection], stay: Connection, store: str, timeout: float
 ) -> list[Any]:
     deadline = time.monotonic() + timeout
     results: list[Any] = [None] * len(processes)
     failures: list[str] = []
     for rank, receiver in enumerate(receivers):
-        try:
-            if not receiver.poll(max(0.0, deadline - time.monotonic())):
-                where = _stacks(processes[rank], store)
-                failures.append(f"rank {rank} did not finish within {timeout:g} s\n{where}")
-                continue
-            kind, value = receiver.recv()
-        except EOFError:
+        # Peers stay, and have the other end of its pipe as well: its death ends nothing.
+        either = [receiver, processes[rank].sentinel]
+        if not wait(either, max(0.0, deadline - time.monotonic())):
+            where = _stacks(processes[rank], store)
+            failures.append(f"rank {rank} did not finish within {timeout:g} s\n{where}")
+            continue
+        if not receiver.poll():
             processes[rank].join(1)
             failures.append(f"rank {rank} died with exit code {processes[rank].exitcode}")
             continue
+        kind, value = receiver.recv()
         if kind == "raised":
             failures.append(f"rank {rank} raised:\n{value}")
         results[rank] = value
+    stay.close()
     for rank, process in enumerate(processes):
         process.join(max(0.1, deadline - time.monotonic()))
         if process.exitcode != 0 and not failures:
@@ -215,7 +235,10 @@ def child(
     collective_timeout: float,
     store: str,
     sender: Connection,
+    end: Connection,
+    stay: Connection,
 ) -> None:
+    stay.close()
     stacks = open(f"{store}.stacks.{os.getpid()}", "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
@@ -244,12 +267,13 @@ def child(
             dist.barrier()
             sender.send(("ready", None))
         value = function(rank)
-        if backend is not None and dist.is_initialized():
-            dist.destroy_process_group()
         sender.send(("returned", value))
     except BaseException:
         sender.send(("raised", traceback.format_exc()))
         sender.close()
         os._exit(1)
     sender.close()
+    if backend is not None and dist.is_initialized():
+        end.poll(collective_timeout)
+        dist.destroy_process_group()
     os._exit(0)

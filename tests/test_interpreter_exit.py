@@ -1,4 +1,4 @@
-"""A process that has reduced over gloo lets others of its threads finish before it ends."""
+"""A process that has used gloo lets others of its threads finish before it ends."""
 
 from __future__ import annotations
 
@@ -18,30 +18,44 @@ SCRIPT = textwrap.dedent(
     """
     import contextlib, threading
     from datetime import timedelta
-    import torch.distributed as dist
+    import torch, torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    import meshplan.backend
     from meshplan.flatten import registry
     from meshplan.layout import Layout
     from meshplan.record import Record
+    from meshplan.testing import assert_replicas_equal
 
     def linger():
         with contextlib.suppress(Exception):
             store.wait(["nothing"], timedelta(milliseconds=10))
 
     store = dist.HashStore()
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    mesh = init_device_mesh("cpu", (1,))
-    for token in ("first", "second"):
-        registry().get(mesh, Layout.from_mesh(mesh), (0,), token=Record.of(use=token))
+    {use}
     dist.destroy_process_group()
     threading.Thread(target=linger, daemon=True).start()
     """
 )
+USES = {
+    "registry": """
+dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+mesh = init_device_mesh("cpu", (1,))
+for token in ("first", "second"):
+    registry().get(mesh, Layout.from_mesh(mesh), (0,), token=Record.of(use=token))
+""",
+    "backend": 'dist.init_process_group("meshplan", rank=0, world_size=1, store=store)',
+    "comparison": """
+dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+assert_replicas_equal(torch.ones(3))
+""",
+}
 
 
 @pytest.mark.full
-def test_interpreter_exit_waits_for_running_threads() -> None:
+@pytest.mark.parametrize("use", USES)
+def test_interpreter_exit_waits_for_running_threads(use: str) -> None:
+    script = SCRIPT.replace("{use}", USES[use])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
