@@ -2,7 +2,9 @@
 
 Without either the package is pure Python, and a wheel of it is for any machine. The kernels'
 sources are installed in any case, so that they can be compiled at first use.
-``MESHPLAN_CUDA_ARCHITECTURES`` says for which GPUs nvcc compiles; if it is empty, for none.
+``MESHPLAN_CUDA_ARCHITECTURES`` says for which GPUs nvcc compiles: those of this machine if it is
+not set, none if it is empty. ``pip install -v`` shows the progress.
+``MESHPLAN_BUILD_KERNELS=0`` compiles nothing: the linter needs no kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,10 @@ from setuptools.errors import CompileError
 
 # Beside this file, which need not be on the path.
 BUILD = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "tools/build_in_place.py")))
+# pre-commit passes no options to a build, and only runs the linter. This is the name of its
+# environments.
+IN_PRE_COMMIT = Path(os.environ.get("VIRTUAL_ENV", "")).name.startswith("py_env-")
+KERNELS = os.environ.get("MESHPLAN_BUILD_KERNELS") or str(int(not IN_PRE_COMMIT))
 # Neither is a Python module: they are loaded through ctypes.
 CPU = Extension(
     "meshplan.kernel._cpu",
@@ -38,6 +45,11 @@ DEVICE = Extension(
 
 class BuildExtensions(build_ext):
     """Has nvcc write a file that CUDA's driver loads. No name has the interpreter in it."""
+
+    def run(self) -> None:
+        if self.extensions:
+            sys.stderr.write(f"compiling kernels for CPUs; {BUILD.describe_kernels()}\n")
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         suffix = ".fatbin" if fullname.split(".")[-1] == "_device" else ".so"
@@ -82,7 +94,8 @@ class BuildWheel(bdist_wheel):
         return "py3", "none", "any" if self.root_is_pure else super().get_tag()[2]
 
 
+COMPILED = [CPU, *([DEVICE] if BUILD.ARCHITECTURES else [])]
 setup(
-    ext_modules=[CPU, *([DEVICE] if BUILD.NVCC and BUILD.ARCHITECTURES else [])],
+    ext_modules=[] if KERNELS == "0" else COMPILED,
     cmdclass={"build_ext": BuildExtensions, "build_py": BuildPackage, "bdist_wheel": BuildWheel},
 )

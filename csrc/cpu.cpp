@@ -8,15 +8,14 @@
 #include <cstddef>
 #include <vector>
 
+#include "exact.h"
 #include "op.h"
 
 namespace meshplan {
 namespace {
 
-#define MP_INLINED __attribute__((always_inline)) inline
-// No iteration reads what another one writes: a loop reads leaves and writes the stack, or reads the
-// stack and writes the result, which may be one of the leaves.
-#define MP_APART _Pragma("GCC ivdep")
+// A loop reads leaves and writes the stack, or reads the stack and writes the result, which may be one
+// of the leaves: so MP_APART.
 
 // Elements. Long enough for each leaf to be read as a stream, short enough for a stack of tiles to
 // stay in the first cache: for bfloat16 in trees of six, 4096 take 1.7 times as long.
@@ -30,14 +29,6 @@ struct Fold {
   u64 divisor;  // 0: none
   bool canonical;
 };
-
-template <class T>
-MP_INLINED T load(const void* from, i64 index) {
-  // memcpy, because a leaf may start at any byte; compilers turn it into one load.
-  typename Traits<T>::Bits bits;
-  __builtin_memcpy(&bits, static_cast<const char*>(from) + index * i64(sizeof(T)), sizeof(T));
-  return bit_cast<T>(bits);
-}
 
 // `last`: the final result, with canonical NaNs; else a partial result, whose NaNs may be any.
 template <class Out, class Acc>
@@ -54,6 +45,16 @@ MP_INLINED void store(void* to, i64 start, const Acc* __restrict__ from, i64 cou
       const Bits bits = bit_cast<Bits>(Convert<Out>::from(from[i]));
       __builtin_memcpy(out + i * i64(sizeof(Out)), &bits, sizeof(Out));
     }
+  }
+}
+
+// One division in the accumulator's dtype: a product with the reciprocal has other bits.
+template <class Acc>
+MP_INLINED void divide(Acc* totals, i64 count, u64 by) {
+  if constexpr (kDivides<Acc>) {
+    if (by == 0) return;
+    const Acc divisor = Acc(by);
+    MP_APART for (i64 i = 0; i < count; ++i) totals[i] /= divisor;
   }
 }
 
@@ -152,14 +153,120 @@ MP_INLINED void sweep(const Fold& call) {
           break;
       }
     }
-    if constexpr (kDivides<Acc>) {
-      // One division in the accumulator's dtype: a product with the reciprocal has other bits.
-      if (call.divisor != 0) {
-        const Acc divisor = Acc(call.divisor);
-        MP_APART for (i64 i = 0; i < count; ++i) top[i] /= divisor;
+    divide(top, count, call.divisor);
+    store<Out>(call.out, start, top, count, call.canonical);
+  }
+}
+
+// The state of QuickSum for each element of a tile, an array for each of its members.
+template <class D>
+struct QuickTile {
+  double sum[kTile];
+  i32 low[kTile], high[kTile];
+
+  MP_INLINED QuickSum<D> get(i64 i) const { return {sum[i], low[i], high[i]}; }
+  MP_INLINED void set(i64 i, const QuickSum<D>& one) {
+    sum[i] = one.sum;
+    low[i] = one.low;
+    high[i] = one.high;
+  }
+};
+template <>
+struct QuickTile<double> {
+  double sum[kTile], error[kTile], rest[kTile];
+
+  MP_INLINED QuickSum<double> get(i64 i) const { return {sum[i], error[i], rest[i]}; }
+  MP_INLINED void set(i64 i, const QuickSum<double>& one) {
+    sum[i] = one.sum;
+    error[i] = one.error;
+    rest[i] = one.rest;
+  }
+};
+
+// kCount leaves of D in one walk over a tile; `leaves` start at its elements.
+template <i32 kCount, class D, class Raised>
+MP_INLINED void add_leaves(QuickTile<Raised>& tile, const void* const* leaves, i64 start, i64 count,
+                           bool first) {
+  const char* in[kCount];
+  for (i32 k = 0; k < kCount; ++k) {
+    in[k] = static_cast<const char*>(leaves[k]) + start * i64(sizeof(D));
+  }
+  const auto walk = [&](auto before) {
+    MP_APART for (i64 i = 0; i < count; ++i) {
+      QuickSum<Raised> one = before(i);
+#pragma GCC unroll 8
+      for (i32 k = 0; k < kCount; ++k) one.add(Convert<Raised>::from(load<D>(in[k], i)));
+      tile.set(i, one);
+    }
+  };
+  if (first) {
+    walk([](i64) { return QuickSum<Raised>{}; });
+  } else {
+    walk([&](i64 i) { return tile.get(i); });
+  }
+}
+
+// Elements from `start` on, raised or not.
+template <class D, class Raised>
+MP_INLINED void add_all(QuickTile<Raised>& tile, const void* const* leaves, i32 total, i64 start,
+                        i64 count) {
+  for (i32 done = 0; done < total;) {
+    const i32 left = total - done;
+    const void* const* from = leaves + done;
+    if (left >= 8) {
+      add_leaves<8, D>(tile, from, start, count, done == 0);
+      done += 8;
+    } else if (left >= 4) {
+      add_leaves<4, D>(tile, from, start, count, done == 0);
+      done += 4;
+    } else {
+      add_leaves<1, D>(tile, from, start, count, done == 0);
+      done += 1;
+    }
+  }
+}
+
+// Elements that are added again together: enough for vectors that do not wait for each other, and few
+// are certain already where only some elements of a tile are not.
+constexpr i64 kStrip = 32;
+
+// Order `exact`; see exact.h. The schedule is not looked at but for the number of leaves.
+template <class D, class Acc>
+MP_INLINED void sweep_exactly(const Fold& call, i32 leaves) {
+  QuickTile<D> tile;
+  QuickTile<double> again;
+  Acc totals[kTile];
+  u8 uncertain[kTile];
+  const typename QuickSum<D>::Limits limits = QuickSum<D>::limits(leaves);
+  for (i64 start = 0; start < call.numel; start += kTile) {
+    const i64 count = std::min(kTile, call.numel - start);
+    add_all<D>(tile, call.leaves, leaves, start, count);
+    u8 any = 0;
+    for (i64 i = 0; i < count; ++i) {
+      const QuickSum<D> one = tile.get(i);
+      totals[i] = one.template total<Acc>();
+      uncertain[i] = u8(!one.template certain<Acc>(limits));
+      any |= uncertain[i];
+    }
+    for (i64 first = 0; any != 0 && first < count; first += kStrip) {
+      const i64 end = std::min(first + kStrip, count);
+      if (std::find(uncertain + first, uncertain + end, 1) == uncertain + end) continue;
+      if constexpr (sizeof(D) < 8) {
+        add_all<D>(again, call.leaves, leaves, start + first, end - first);
+        for (i64 i = first; i < end; ++i) {
+          const QuickSum<double> one = again.get(i - first);
+          totals[i] = uncertain[i] != 0 ? one.template total<Acc>() : totals[i];
+          uncertain[i] &= u8(!one.template certain<Acc>({}));
+        }
+      }
+      for (i64 i = first; i < end; ++i) {
+        if (uncertain[i] == 0) continue;
+        const auto leaf = [&](i32 r) { return Convert<Acc>::from(load<D>(call.leaves[r], start + i)); };
+        totals[i] = sum_digits<Acc>(leaf, leaves);
       }
     }
-    store<Out>(call.out, start, top, count, call.canonical);
+    divide(totals, count, call.divisor);
+    store<D>(call.out, start, totals, count, true);
   }
 }
 
@@ -170,7 +277,19 @@ template <class In, class Acc, class Round, class Out, class Op>
 __attribute__((target("avx2"))) void sweep_avx2(const Fold& call) {
   sweep<In, Acc, Round, Out, Op>(call);
 }
+template <class D, class Acc>
+__attribute__((target("avx2"))) void sweep_exactly_avx2(const Fold& call, i32 leaves) {
+  sweep_exactly<D, Acc>(call, leaves);
+}
 #endif
+
+template <class D, class Acc>
+int run_exactly(const Fold& call, i32 leaves) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) return sweep_exactly_avx2<D, Acc>(call, leaves), 0;
+#endif
+  return sweep_exactly<D, Acc>(call, leaves), 0;
+}
 
 template <class In, class Acc, class Round, class Out, class Op>
 void run(const Fold& call) {
@@ -226,6 +345,22 @@ int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& sche
   if (!flag(how.accumulate) || !flag(how.node) || u32(how.part) > u32(Part::finish)) return 1;
   const Fold call{out, leaves, numel, schedule, how.divisor, how.part != Part::combine};
   const Op op = Op(how.op);
+  if (how.exact && op == Op::product && how.dtype <= 3) return 1;
+  if (how.exact && op == Op::sum && how.dtype <= 3) {
+    // Rounded once, of all leaves.
+    if (how.node == 1 || how.part != Part::whole) return 1;
+    switch (how.dtype) {
+      case 0:
+        return how.accumulate == 1 ? run_exactly<float, double>(call, schedule.leaves)
+                                   : run_exactly<float, float>(call, schedule.leaves);
+      case 1:
+        return run_exactly<Bfloat, float>(call, schedule.leaves);
+      case 2:
+        return run_exactly<Half, float>(call, schedule.leaves);
+      case 3:
+        return run_exactly<double, double>(call, schedule.leaves);
+    }
+  }
   switch (how.dtype) {
     case 0:
       return how.accumulate == 1 ? run_op<float, double>(call, how, op)

@@ -1,10 +1,12 @@
-// The kernels for GPUs: one for each arithmetic, for any group, mode and grid.
+// The kernels for GPUs: for each arithmetic one over peers, for any group, mode and grid, and one that
+// folds leaves in memory of this device (fold.h).
 //
-// A launch is one block of up to 512 lanes for each block index; all blocks of a launch must be able
+// A launch over peers is one block of up to 512 lanes for each block index; all blocks of a launch must be able
 // to run at once. The state between calls lies in the regions, so that a graph may capture a launch.
 #include "device.h"
 #include "device_call.h"
 #include "element.h"
+#include "fold.h"
 
 namespace meshplan {
 
@@ -13,15 +15,18 @@ template <class D, class Acc, class Round, class Op>
 __device__ inline __attribute__((always_inline)) void peer_reduce(
     const Peers& peers, const DeviceCall& call, const u8* in, u8* out, Failures* failures, i32 index,
     i32 count) {
-  const Message message{in, out, call.starts, Mode(call.mode), call.item, call.signature};
+  const Message message{in,        out,           call.starts, Mode(call.mode),
+                        call.item, call.signature, call.piece};
   const Elements how{call.step, call.steps, peers.world, call.order, call.one_axis != 0, call.divisor};
-  const auto fold = [&](u8* to, const Leaves& leaves, i64 numel, DeviceBlock& block) {
-    fold_elements<D, Acc, Round, Op>(how, to, leaves, numel, block);
+  const auto fold = [&](const Results& into, const Leaves& leaves, i64 numel, DeviceBlock& block) {
+    fold_elements<D, Acc, Round, Op>(how, into, leaves, numel, block);
   };
   DeviceBlock block(index, count, call.timeout_ns);
   Call<DeviceBlock, decltype(fold)> body(peers, message, block, fold);
   const Outcome found = body.run();
   if (found.fate == i32(Fate::done)) return;
+  // Another block of this rank found the difference, and reports it with the words of the other rank.
+  if (found.fate == i32(Fate::refused) && found.phase == kDiffering) return;
   // The first failure is kept: launches that are queued behind it find no other.
   if (block.lane() == 0 && block.load(&failures->any) == 0) {
     failures->of[index] = {found, call.signature};
@@ -32,16 +37,25 @@ __device__ inline __attribute__((always_inline)) void peer_reduce(
 
 }  // namespace meshplan
 
-#define MP_ONE(name, D, Acc, Round, Op)                                                            \
+// Tests that need only one of both families define the other as empty.
+#if !defined(MP_PEER)
+#define MP_PEER(name, D, Acc, Round, Op)                                                           \
   MP_KERNEL name(MP_PARAMETER meshplan::Peers peers, MP_PARAMETER meshplan::DeviceCall call,       \
                  const unsigned char* in, unsigned char* out, meshplan::Failures* failures) {      \
     using namespace meshplan;                                                                      \
     peer_reduce<D, Acc, Round, Op>(peers, call, in, out, failures, gpu::block(), gpu::blocks());   \
   }
+#endif
+#define MP_ONE(name, D, Acc, Round, Op) \
+  MP_PEER(name, D, Acc, Round, Op)      \
+  MP_FOLD(name##_fold, D, Acc, Round, D, Op)
 
-#define MP_LINEAR(name, D, Acc)                             \
+#define MP_SUMS(name, D, Acc)                               \
   MP_ONE(mp_##name##_sum, D, Acc, Acc, Sum)              \
   MP_ONE(mp_##name##_product, D, Acc, Acc, Product)
+#define MP_LINEAR(name, D, Acc)                             \
+  MP_SUMS(name, D, Acc)                                  \
+  MP_ONE(mp_##name##_exact, D, Acc, Acc, ExactSum)
 #define MP_ROUNDED(name, D, Acc)                            \
   MP_ONE(mp_##name##_sum_node, D, Acc, D, Sum)           \
   MP_ONE(mp_##name##_product_node, D, Acc, D, Product)
@@ -61,16 +75,19 @@ MP_ROUNDED(float16, Half, float)
 MP_EXTREMA(float16, Half)
 MP_LINEAR(float64, double, double)
 MP_EXTREMA(float64, double)
-MP_LINEAR(int8, i8, i8)
+MP_SUMS(int8, i8, i8)
 MP_EXTREMA(int8, i8)
-MP_LINEAR(int16, i16, i16)
+MP_SUMS(int16, i16, i16)
 MP_EXTREMA(int16, i16)
-MP_LINEAR(int32, i32, i32)
+MP_SUMS(int32, i32, i32)
 MP_EXTREMA(int32, i32)
-MP_LINEAR(int64, i64, i64)
+MP_SUMS(int64, i64, i64)
 MP_EXTREMA(int64, i64)
-MP_LINEAR(uint8, u8, u8)
+MP_SUMS(uint8, u8, u8)
 MP_EXTREMA(uint8, u8)
+MP_FOLD_PARTS(float32_wide, float, double)
+MP_FOLD_PARTS(bfloat16, Bfloat, float)
+MP_FOLD_PARTS(float16, Half, float)
 
 // Before a mapping is trusted: leaves 16 bytes of `in` for each peer at two places of its region, or
 // takes what lies at these places of the own region to `out`. Where they are: _mapping_check.py.

@@ -25,6 +25,9 @@ class DeviceBlock {
   __device__ i32 lane() const { return gpu::lane(); }
   __device__ i32 lanes() const { return gpu::lanes(); }
   __device__ void sync() const { gpu::sync(); }
+  // Before flags: a release by one lane then covers what all lanes have written.
+  __device__ void publish() const { gpu::publish(); }
+  __device__ void acquire() const { gpu::acquire(); }
   __device__ void store(u32* word, u32 value) const { gpu::store(word, value); }
   __device__ u32 load(const u32* word) const { return gpu::load(word); }
   __device__ u64 exchange(u64* word, u64 value) const { return gpu::exchange(word, value); }
@@ -47,13 +50,22 @@ class DeviceBlock {
   __device__ u64 share(u64 value) const {
     __shared__ u64 shared;
     if (lane() == 0) *static_cast<volatile u64*>(&shared) = value;
-    gpu::barrier();
+    gpu::sync();
     return *static_cast<volatile u64*>(&shared);
   }
 
-  // By all lanes, in the widest words that both ends allow. If the addresses differ by a multiple of a
+  // For `most` copies at once: short ones keep all lanes busy, and all peers receive. At least a warp in
+  // each team of a block of 512.
+  __device__ Team team(i32 most) const {
+    i32 count = 1;
+    while (count < most && count < kTeams && 2 * count <= lanes()) count *= 2;
+    const i32 each = lanes() / count;
+    return {lane() / each < count ? lane() / each : most, count, lane() % each, each};
+  }
+
+  // By the lanes of a team, in the widest words that both ends allow. If the addresses differ by a multiple of a
   // word's size, the low bits of their XOR are 0, and both are aligned after the same number of bytes.
-  __device__ void copy(void* to, const void* from, i64 bytes) const {
+  __device__ void copy(void* to, const void* from, i64 bytes, const Team& team) const {
     u8* const a = static_cast<u8*>(to);
     const u8* const b = static_cast<const u8*>(from);
     const i32 width = width_of(u64(a) ^ u64(b));
@@ -61,14 +73,14 @@ class DeviceBlock {
     const i64 head = before < bytes ? before : bytes;
     const i64 words = width == 1 ? 0 : (bytes - head) / width;
     switch (width) {
-      case 16: move<Vector>(a + head, b + head, words); break;
-      case 8: move<u64>(a + head, b + head, words); break;
-      case 4: move<u32>(a + head, b + head, words); break;
-      case 2: move<u16>(a + head, b + head, words); break;
+      case 16: move<Vector>(a + head, b + head, words, team); break;
+      case 8: move<u64>(a + head, b + head, words, team); break;
+      case 4: move<u32>(a + head, b + head, words, team); break;
+      case 2: move<u16>(a + head, b + head, words, team); break;
     }
     // What is left at both ends; or all of it.
     const i64 edges = bytes - words * width;
-    for (i64 i = lane(); i < edges; i += lanes()) {
+    for (i64 i = team.lane; i < edges; i += team.lanes) {
       const i64 at = i < head ? i : i + words * width;
       write(a + at, read<u8>(b + at));
     }
@@ -94,10 +106,21 @@ class DeviceBlock {
   }
 
  private:
+  static constexpr i32 kTeams = 8;
+
+  // Four words of each lane are on their way at once: a load takes as long as hundreds of instructions.
   template <class T>
-  __device__ void move(u8* to, const u8* from, i64 count) const {
-    for (i64 i = lane(); i < count; i += lanes()) {
-      write(to + i * i64(sizeof(T)), read<T>(from + i * i64(sizeof(T))));
+  __device__ void move(u8* to, const u8* from, i64 count, const Team& team) const {
+    constexpr i32 kBatch = 4;
+    const i64 stride = i64(team.lanes) * i64(sizeof(T)), end = count * i64(sizeof(T));
+    for (i64 at = team.lane * i64(sizeof(T)); at < end; at += kBatch * stride) {
+      T words[kBatch];
+      for (i32 j = 0; j < kBatch; ++j) {
+        if (at + j * stride < end) words[j] = read<T>(from + at + j * stride);
+      }
+      for (i32 j = 0; j < kBatch; ++j) {
+        if (at + j * stride < end) write(to + at + j * stride, words[j]);
+      }
     }
   }
 

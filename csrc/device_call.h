@@ -17,7 +17,8 @@ struct DeviceCall {
   Signature signature;
   i32 mode, item;
   Order order;
-  i32 one_axis, steps, unused;
+  i32 one_axis, steps;
+  u32 piece;
   Instruction step[2 * kMaxPeers];
 };
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "device_call.h"
+#include "exact.h"
 #include "op.h"
 #include "words.h"
 
@@ -68,6 +69,13 @@ struct Element {
     return finished<D>(total);
   }
 
+  // In order `exact`, element `index`, whose quick sum is not certain: the leaves are read again, since
+  // registers have no index.
+  MP_FN static D sum_again(const Elements& how, const Leaves& leaves, i64 index, bool whole) {
+    const auto leaf = [&](i32 r) { return element_at<D>(leaves.leaf(r), index, whole); };
+    return finish(meshplan::sum_again<Acc, D>(leaf, how.world), how.divisor);
+  }
+
   // One axis of kCount leaves.
   template <i32 kCount, class Leaf>
   MP_FN static Acc unrolled(Order order, const Leaf& leaf) {
@@ -101,11 +109,12 @@ struct Element {
   }
 
   template <i32 kCount, class Block>
-  MP_FN static void sized(const Elements& how, u8* out, const Leaves& leaves, i64 numel, Block& block) {
+  MP_FN static void sized(const Elements& how, const Results& into, const Leaves& leaves, i64 numel,
+                          Block& block) {
     constexpr i32 kSize = i32(sizeof(D)), kWidth = 16 / kSize;
     // Tiles are aligned; only the own piece and the result may be at any address. Where one of them is
     // not even at a multiple of an element, every element goes the slow way.
-    const i32 own_width = width_of(u64(leaves.own)), out_width = width_of(u64(out));
+    const i32 own_width = width_of(u64(leaves.own)), out_width = width_of(u64(into.out));
     const i64 vectors = own_width < kSize || out_width < kSize ? 0 : numel / kWidth;
     for (i64 v = block.lane(); v < vectors; v += block.lanes()) {
       Vector in[kCount], found;
@@ -114,24 +123,50 @@ struct Element {
         in[r] = r == leaves.rank ? own : read<Vector>(leaves.leaf(r) + 16 * v);
       }
       // All leaves of a vector are in flight before the first addition: one latency, not kCount.
+      i32 uncertain = 0;
       for (i32 i = 0; i < kWidth; ++i) {
         const auto leaf = [&](i32 r) { return element_of<D>(in[r], i); };
-        put_into(found, i, finish(unrolled<kCount>(how.order, leaf), how.divisor));
+        Acc total;
+        if constexpr (kExact<Op>) {
+          const QuickSum<D> quick = quick_sum<D>(leaf, kCount);
+          total = quick.template total<Acc>();
+          uncertain |= i32(!quick.template certain<Acc>(QuickSum<D>::limits(kCount))) << i;
+        } else {
+          total = unrolled<kCount>(how.order, leaf);
+        }
+        put_into(found, i, finish(total, how.divisor));
         MP_ONE_BY_ONE();
       }
-      write_vector<kSize>(out + 16 * v, out_width, found);
+      if constexpr (kExact<Op>) {
+        for (i32 i = 0; uncertain >> i != 0; ++i) {
+          if (uncertain >> i & 1) put_into(found, i, sum_again(how, leaves, v * kWidth + i, true));
+        }
+      }
+      write_vector<kSize>(into.out + 16 * v, out_width, found);
+      for (i32 k = 0; k < into.copies; ++k) write(into.copy(k) + 16 * v, found);
     }
     // The rest behind the last whole vector.
-    one_by_one(how, out, leaves, vectors * kWidth, numel, block);
+    one_by_one(how, into, leaves, vectors * kWidth, numel, block);
   }
 
   template <class Block>
-  MP_FN static void one_by_one(const Elements& how, u8* out, const Leaves& leaves, i64 first, i64 numel,
-                               Block& block) {
-    const bool whole = (u64(out) | u64(leaves.own)) % sizeof(D) == 0;
+  MP_FN static void one_by_one(const Elements& how, const Results& into, const Leaves& leaves, i64 first,
+                               i64 numel, Block& block) {
+    const bool whole = (u64(into.out) | u64(leaves.own)) % sizeof(D) == 0;
     for (i64 i = first + block.lane(); i < numel; i += block.lanes()) {
       const auto leaf = [&](i32 r) { return element_at<D>(leaves.leaf(r), i, whole); };
-      put(out, i, finish(listed(how, leaf), how.divisor), whole);
+      D found;
+      if constexpr (kExact<Op>) {
+        const QuickSum<D> quick = quick_sum<D>(leaf, how.world);
+        const bool certain = quick.template certain<Acc>(QuickSum<D>::limits(how.world));
+        found = certain ? finish(quick.template total<Acc>(), how.divisor)
+                        : sum_again(how, leaves, i, whole);
+      } else {
+        found = finish(listed(how, leaf), how.divisor);
+      }
+      put(into.out, i, found, whole);
+      // Tiles are aligned.
+      for (i32 k = 0; k < into.copies; ++k) put(into.copy(k), i, found, true);
     }
   }
 };
@@ -145,20 +180,27 @@ template <>
 constexpr bool kUnrolled<Bfloat, float, float, Sum> = true;
 template <>
 constexpr bool kUnrolled<Half, float, float, Sum> = true;
+template <>
+constexpr bool kUnrolled<float, float, float, ExactSum> = true;
+template <>
+constexpr bool kUnrolled<Bfloat, float, float, ExactSum> = true;
+template <>
+constexpr bool kUnrolled<Half, float, float, ExactSum> = true;
 
 // All lanes of the block together.
 template <class D, class Acc, class Round, class Op, class Block>
-MP_FN void fold_elements(const Elements& how, u8* out, const Leaves& leaves, i64 numel, Block& block) {
+MP_FN void fold_elements(const Elements& how, const Results& into, const Leaves& leaves, i64 numel,
+                         Block& block) {
   using E = Element<D, Acc, Round, Op>;
   if constexpr (kUnrolled<D, Acc, Round, Op>) {
     switch (how.one_axis ? how.world : 0) {
-      case 2: return E::template sized<2>(how, out, leaves, numel, block);
-      case 3: return E::template sized<3>(how, out, leaves, numel, block);
-      case 4: return E::template sized<4>(how, out, leaves, numel, block);
-      case 8: return E::template sized<8>(how, out, leaves, numel, block);
+      case 2: return E::template sized<2>(how, into, leaves, numel, block);
+      case 3: return E::template sized<3>(how, into, leaves, numel, block);
+      case 4: return E::template sized<4>(how, into, leaves, numel, block);
+      case 8: return E::template sized<8>(how, into, leaves, numel, block);
     }
   }
-  E::one_by_one(how, out, leaves, 0, numel, block);
+  E::one_by_one(how, into, leaves, 0, numel, block);
 }
 
 }  // namespace meshplan

@@ -1,6 +1,7 @@
 // The C interface of the library for CPUs.
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <vector>
 
 #include "cpu.h"
@@ -13,7 +14,7 @@ namespace {
 // Empty if there is no such order.
 Schedule schedule_of(std::vector<Instruction>& room, Order order, const i32* shape, i32 axes) {
   room.resize(std::size_t(2 * leaves_of(shape, axes)));
-  Schedule schedule{room.data(), 0, 0, 0};
+  Schedule schedule{room.data(), 0, 0, 0, leaves_of(shape, axes)};
   list_steps(schedule, order, shape, axes);
   return schedule;
 }
@@ -24,7 +25,7 @@ Schedule schedule_of(std::vector<Instruction>& room, Order order, const i32* sha
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 7; }
+int mp_abi_version() { return 10; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -41,7 +42,8 @@ int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dt
   std::vector<Instruction> room;
   const Schedule schedule = schedule_of(room, Order(order), shape, axes);
   if (schedule.count == 0 || leaves_of(shape, axes) != n) return 1;
-  const Reduction how{dtype, op, accumulate, node, Part(part), divisor};
+  const bool exact = Order(order) == Order::exact;
+  const Reduction how{dtype, op, accumulate, node, exact, Part(part), divisor};
   return reduce(out, leaves, numel, schedule, how);
 }
 
@@ -49,6 +51,20 @@ int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dt
 // count from 0 at the tensor's start, and `first` is that of the first byte.
 void mp_digest(const void* data, long long bytes, long long first, unsigned long long* sums) {
   meshplan::add_digest(data, bytes, first, sums);
+}
+
+// Adds the squares of `numel` floats to a row of 138 integers; as add_squares in cpu.h.
+int mp_add_squares(const void* data, long long numel, int dtype, long long* row) {
+  return meshplan::add_squares(data, numel, dtype, row);
+}
+
+// One stage of a sum as integers; as transform_integers in cpu.h.
+long long mp_integers(int stage, void* floats, unsigned char* codes, long long* words,
+                      unsigned char* unclear, long long numel, int dtype, int wide, int ranks,
+                      unsigned long long divisor) {
+  using namespace meshplan;
+  return transform_integers({Stage(stage), floats, codes, words, unclear, numel, ranks, divisor},
+                            dtype, wide != 0);
 }
 
 // All but the tensors of a reduction over peers; made once and used for many calls.
@@ -59,6 +75,7 @@ struct mp_peer_call {
   int mode, item, dtype, op;
   meshplan::Order order;
   int accumulate, node, axes, shape[8];
+  unsigned piece, unused;
 };
 
 // Bytes of one rank's region. push: 1 on GPUs, where pieces lie with the rank that reads them.
@@ -76,15 +93,17 @@ int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const
   const Schedule schedule = schedule_of(room, call->order, call->shape, call->axes);
   if (schedule.count == 0 || leaves_of(call->shape, call->axes) != peers->world) return -1;
   const Reduction how{call->dtype, call->op,    call->accumulate,
-                      call->node,  Part::whole, call->divisor};
+                      call->node,  call->order == Order::exact,
+                      Part::whole, call->divisor};
   int bad = 0;
-  auto fold = [&](u8* to, const Leaves& leaves, i64 numel, HostBlock&) {
+  auto fold = [&](const Results& into, const Leaves& leaves, i64 numel, HostBlock&) {
     const void* from[kMaxPeers];
     for (i32 r = 0; r < peers->world; ++r) from[r] = leaves.leaf(r);
-    bad |= reduce(to, from, numel, schedule, how);
+    bad |= reduce(into.out, from, numel, schedule, how);
   };
   const Message message{static_cast<const u8*>(in), static_cast<u8*>(out), call->starts,
-                        Mode(call->mode),           call->item,            call->signature};
+                        Mode(call->mode),           call->item,            call->signature,
+                        call->piece};
   HostBlock block(0, 1, call->timeout_ns, processes);
   Call<HostBlock, decltype(fold)> body(*peers, message, block, fold);
   *outcome = body.run();
@@ -107,7 +126,12 @@ int mp_device_call(const mp_peer_call* call, int world, meshplan::DeviceCall* in
   into->mode = call->mode;
   into->item = call->item;
   into->order = call->order;
-  into->one_axis = call->axes == 1;
+  // Many meshes reduce as one axis does: rank order always, trees if inner axes are powers of two.
+  std::vector<Instruction> one_room;
+  const Schedule one = schedule_of(one_room, call->order, &world, 1);
+  into->one_axis = one.count == schedule.count &&
+                   std::memcmp(one.steps, schedule.steps, sizeof(Instruction) * std::size_t(one.count)) == 0;
+  into->piece = call->piece;
   into->steps = schedule.count;
   std::copy(schedule.steps, schedule.steps + schedule.count, into->step);
   return 0;

@@ -24,23 +24,31 @@ __device__ inline i32 blocks() {
 __device__ inline i32 lane() { return i32(__builtin_amdgcn_workitem_id_x()); }
 __device__ inline i32 lanes() { return i32(__builtin_amdgcn_workgroup_size_x()); }
 
-// Every wave acquires, not only the one that polled: caches are per compute unit.
+// Orders what the block itself reads and writes.
 __device__ inline void sync() {
-  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
-  __builtin_amdgcn_s_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "");
-}
-// Orders no more than what the block itself reads and writes.
-__device__ inline void barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup");
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup");
 }
+// A barrier of the block; what its waves have written has then left their compute unit. Fences of the
+// scope of a block do not wait for that, and a release by one wave waits for its own stores only.
+__device__ inline void publish() {
+#if defined(__GFX9__)
+  asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
+#else
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+#endif
+  sync();
+}
+// After flags were read, by every wave, not only the one that polled: caches are per compute unit.
+__device__ inline void acquire() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+// The release writes back the caches of the device, whichever wave has filled them.
 __device__ inline void store(u32* word, u32 value) {
   __hip_atomic_store(word, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// Orders nothing: `acquire` does, once for all tries.
 __device__ inline u32 load(const u32* word) {
-  return __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+  return __hip_atomic_load(word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 // Among the launches of this device.
 __device__ inline u64 exchange(u64* word, u64 value) {
@@ -59,7 +67,9 @@ __device__ inline i32 lane() { return i32(threadIdx.x); }
 __device__ inline i32 lanes() { return i32(blockDim.x); }
 
 __device__ inline void sync() { __syncthreads(); }
-__device__ inline void barrier() { __syncthreads(); }
+__device__ inline void publish() { __syncthreads(); }
+// `load` does.
+__device__ inline void acquire() {}
 __device__ inline void store(u32* word, u32 value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

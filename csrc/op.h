@@ -41,6 +41,13 @@ struct Product {
   }
 };
 
+// Floats in order `exact`: no sum of two is rounded, see exact.h.
+struct ExactSum {};
+template <class Op>
+constexpr bool kExact = false;
+template <>
+constexpr bool kExact<ExactSum> = true;
+
 // Floats are ordered by their bits, -0.0 below +0.0; a NaN on either side wins.
 template <bool kMax>
 struct Extremum {

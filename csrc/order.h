@@ -2,7 +2,8 @@
 //
 // An order is written twice here, and both give the same bits: `list`, the steps for leaves on axes of
 // any sizes, of which at most kPending results wait for a device; and `unrolled`, an expression over
-// one axis of kCount leaves. Leaves are counted row-major. meshplan/orders.py is the definition and has
+// one axis of kCount leaves. Sums of floats in order `exact` have no steps (exact.h); its integers,
+// maxima and minima have the same bits in any. Leaves are counted row-major. meshplan/orders.py is the definition and has
 // the same codes.
 #pragma once
 
@@ -12,7 +13,8 @@ namespace meshplan {
 
 #define MP_ORDERS(MP_ORDER)     \
   MP_ORDER(tree, 0, TreeOrder) \
-  MP_ORDER(rank, 1, RankOrder)
+  MP_ORDER(rank, 1, RankOrder) \
+  MP_ORDER(exact, 2, TreeOrder)
 
 #define MP_ENTRY(name, code, Found) name = code,
 enum class Order : u32 { MP_ORDERS(MP_ENTRY) };

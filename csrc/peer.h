@@ -2,19 +2,21 @@
 //
 // Each rank has a region, which all ranks have mapped. Regions are divided by block, and blocks of
 // one index communicate only with each other. So a call may use any number of blocks and needs no
-// synchronisation between them. A block works in steps. In step g (its generation, which is kept in
-// the region and wraps) it
+// synchronisation between them. A block works in rounds. Round g (its generation, which is kept in the
+// region and wraps) writes, passes one barrier, and reads. It
 //   1. stages a piece of the message for every peer, in the half of parity g % 2;
-//   2. sets a flag at every peer, and waits for the flag of every peer (phase 0);
-//   3. combines the pieces that are staged for it, in the contract's order;
-//   4. in two_shot: stages the result, sets flags, waits (phase 1), and copies the others' results.
-// Step g + 2 uses the half of step g again. A rank begins it after phase 0 of step g + 1, which every
-// peer enters only when it is done with step g: no barrier is needed at the end.
+//   2. sets a flag at every peer, and waits for the flag of every peer;
+//   3. in two_shot: copies the results of the round before, which its peers have staged in this half;
+//   4. combines the pieces that are staged for it, in the contract's order. In two_shot it stages the
+//      result in the other half, for round g + 1.
+// So n pieces take n barriers, and n + 1 in two_shot. What is written for round g + 2 uses the half of
+// round g again, and is written after the barrier of round g + 1, which every peer enters only when it is
+// done with round g: no barrier is needed at the end.
 //
-// After a failure the regions are invalid. A block that gives up in step g has set the refusal of its
+// After a failure the regions are invalid. A block that gives up in round g has set the refusal of its
 // own region, and a block that finds that word set stages nothing and stores no flag. So none of its
-// flags goes beyond g, no peer passes phase 0 of step g + 1, and no half that a late peer still needs
-// is used again. Hence a piece behind a flag is always the piece of that step.
+// flags goes beyond g, no peer passes the barrier of round g + 1, and no half that a late peer still
+// needs is used again. Hence what lies behind a flag is always that of its round.
 //
 // Where a rank may sleep while it waits (Block::kSleeps), the word behind a flag, in the flag's line,
 // is not 0 while the reader of the flag does, and the rank that stores the flag wakes it.
@@ -42,7 +44,7 @@ struct Signature {
 struct Peers {
   u8* region[kMaxPeers];
   i32 world, rank, blocks;
-  u32 tile;  // bytes of a piece, a multiple of kLine
+  u32 tile;  // bytes of a piece at most, a multiple of kLine
 };
 
 struct Message {
@@ -52,6 +54,7 @@ struct Message {
   Mode mode;
   i32 item;  // bytes of an element
   Signature signature;
+  u32 piece;  // bytes that one rank combines in a round: a multiple of kLine, at most a tile
 };
 
 // late: `rank` did not arrive in time. refused: this rank or a peer gave up before, on `rank` at its
@@ -73,11 +76,9 @@ struct Map {
 
   MP_FN u64 generation(i32 block) const { return kLine * u64(block); }
   MP_FN u64 refusal() const { return kLine * u64(blocks); }
-  MP_FN u64 flag(i32 phase, i32 block, i32 from) const {
-    return refusal() + kLine * (1 + row(phase, block, from));
-  }
+  MP_FN u64 flag(i32 block, i32 from) const { return refusal() + kLine * (1 + row(0, block, from)); }
   MP_FN u64 signature(i32 parity, i32 block, i32 from) const {
-    return flag(2, 0, 0) + sizeof(Signature) * row(parity, block, from);
+    return flag(blocks, 0) + sizeof(Signature) * row(parity, block, from);
   }
   // Tile i: one for each peer, then the results; a rank that is read from has only its own.
   MP_FN u64 data(i32 parity, i32 block, i32 i) const {
@@ -110,11 +111,6 @@ MP_FN u32 refusal_word(i32 rank, i32 block, i32 phase, bool ended) {
 // The upper half of the generation's word while a call uses the block; an idle block has 0 there.
 constexpr u32 kRunning = 0x52554e21u;
 
-// Flags are compared as signed differences, because generations wrap. Modes without a phase 1 leave its
-// flag unchanged for any number of steps; after 2^31 of them it would compare as ahead. So they store
-// it too, at every multiple of this.
-constexpr u32 kRefresh = 1u << 30;
-
 // The pieces that arrived, one for each rank: leaf r of the fold.
 struct Leaves {
   const u8* own;
@@ -128,6 +124,28 @@ struct Leaves {
     if (from == rank) return own;
     return push ? region[rank] + first + stride * u64(from) : region[from] + first;
   }
+};
+
+// Where the result of a fold goes: into the tensor, and in two_shot, if pieces are pushed, also into a
+// tile of every peer.
+struct Results {
+  u8* out;
+  u8* const* region;
+  u64 first;  // bytes from a region's start; a multiple of kLine
+  i32 world, rank;
+  i32 copies;  // world - 1 or 0
+
+  // Copy k from 0 on; not all ranks write to one region at a time.
+  MP_FN u8* copy(i32 k) const {
+    const i32 to = rank + 1 + k;
+    return region[to < world ? to : to - world] + first;
+  }
+};
+
+// Lanes of a block that copy together: lane `lane` of `lanes` in team `index` of `count`. Lanes that
+// are left over have an index of `count`.
+struct Team {
+  i32 index = 0, count = 1, lane = 0, lanes = 1;
 };
 
 template <class Block, class Fold>
@@ -158,11 +176,12 @@ class Call {
       refuse(entry.refusal);
     }
     if (!take_refusal(entry.refusal)) {
-      // Empty messages too: every block synchronises once, so that signatures are compared.
-      for (i64 step = block_.index(), first = step; step == first || step < steps();
-           step += block_.count()) {
+      // Empty messages too: every block passes a barrier once, so that signatures are compared.
+      const i64 first = block_.index(), count = block_.count();
+      const i64 end = steps() + (message_.mode == Mode::two_shot && first < steps() ? count : 0);
+      for (i64 step = first; step == first || step < end; step += count) {
         ++generation_;
-        if (!one_step(step, step == first)) break;
+        if (!one_round(step, step == first)) break;
       }
     }
     if (outcome_.fate != i32(Fate::done)) poison();
@@ -212,55 +231,64 @@ class Call {
     return most;
   }
 
-  MP_FN i64 steps() const { return (longest() + i64(peers_.tile) - 1) / i64(peers_.tile); }
+  MP_FN i64 steps() const { return (longest() + i64(message_.piece) - 1) / i64(message_.piece); }
 
   // The part of the message that rank `to` combines in a step; empty behind the end of its part.
   MP_FN Piece piece(i32 to, i64 step) const {
     const bool whole = message_.mode == Mode::one_shot;
     const i64 begin = whole ? 0 : message_.starts[to];
     const i64 end = whole ? message_.starts[0] : message_.starts[to + 1];
-    const i64 start = begin + step * i64(peers_.tile);
+    const i64 start = begin + step * i64(message_.piece);
     const i64 left = end - start;
     if (left <= 0) return {end, 0};
-    return {start, left < i64(peers_.tile) ? left : i64(peers_.tile)};
+    return {start, left < i64(message_.piece) ? left : i64(message_.piece)};
   }
 
-  MP_FN bool one_step(i64 step, bool first) {
+  // The pieces of `step`, if it exists, and the results of this block's step before.
+  MP_FN bool one_round(i64 step, bool first) {
     const i32 world = peers_.world, rank = peers_.rank;
-    stage(step);
-    // The signature is written before the flag of the first step, whose release publishes it: it needs
+    const bool two_shot = message_.mode == Mode::two_shot, pieces = step < steps();
+    const i64 before = step - block_.count();
+    const bool results = two_shot && !first;
+    if (pieces) stage(step);
+    if (results && !Block::kPush) {
+      // One copy, which every peer reads.
+      const Piece own = piece(rank, before);
+      block_.copy(peers_.region[rank] + result(rank), message_.out + own.start, own.bytes, {});
+    }
+    // The signature is written before the flag of the first round, whose release publishes it: it needs
     // no round trip of its own.
     if (first) sign();
-    if (!pass_barrier(0)) return false;
+    if (!pass_barrier(pieces || first ? 0 : 1)) return false;
     if (first && !compare()) return false;
-    const Piece own = piece(rank, step);
-    // Pulled two-shot pieces: every peer has staged one tile for each reader, and this rank's is
-    // `rank`. Otherwise leaves start at tile 0.
-    const i32 slot = Block::kPush || message_.mode == Mode::one_shot ? 0 : rank;
-    const Leaves leaves{message_.in + own.start,         peers_.region, data(slot),
-                        u64(peers_.tile), rank, Block::kPush};
-    u8* out = message_.out + (message_.mode == Mode::scatter ? own.start - message_.starts[rank]
-                                                             : own.start);
-    fold_(out, leaves, own.bytes / message_.item, block_);
+    if (pieces) {
+      const Piece own = piece(rank, step);
+      // Pulled two-shot pieces: every peer has staged one tile for each reader, and this rank's is
+      // `rank`. Otherwise leaves start at tile 0.
+      const i32 slot = Block::kPush || message_.mode == Mode::one_shot ? 0 : rank;
+      const Leaves leaves{message_.in + own.start, peers_.region, data(slot),
+                          u64(peers_.tile),        rank,          Block::kPush};
+      const i64 start =
+          message_.mode == Mode::scatter ? own.start - message_.starts[rank] : own.start;
+      const Results into{message_.out + start,
+                         peers_.region,
+                         map_.result(parity() ^ 1, block_.index(), rank),
+                         world,
+                         rank,
+                         two_shot && Block::kPush ? world - 1 : 0};
+      fold_(into, leaves, own.bytes / message_.item, block_);
+    }
+    if (results) {
+      const Team team = block_.team(world - 1);
+      for (i32 k = 1 + team.index; k < world; k += team.count) {
+        const i32 from = (rank + k) % world;
+        const Piece part = piece(from, before);
+        const i32 holder = Block::kPush ? rank : from;
+        block_.copy(message_.out + part.start, peers_.region[holder] + result(from), part.bytes, team);
+      }
+    }
     // Read the refusal again: a rank that gave up meanwhile may have overwritten pieces. It is also the
     // barrier between the fold and the readers of its result.
-    if (refused()) return false;
-    if (message_.mode != Mode::two_shot) {
-      if (generation_ % kRefresh == 0) raise_flags(1);
-      return true;
-    }
-    // Pushed: a copy of the result to each peer. Pulled: one copy, in the own region.
-    for (i32 k = 1; k < (Block::kPush ? world : 2); ++k) {
-      const i32 to = Block::kPush ? (rank + k) % world : rank;
-      block_.copy(peers_.region[to] + result(rank), out, own.bytes);
-    }
-    if (!pass_barrier(1)) return false;
-    for (i32 k = 1; k < world; ++k) {
-      const i32 from = (rank + k) % world;
-      const Piece part = piece(from, step);
-      const i32 holder = Block::kPush ? rank : from;
-      block_.copy(message_.out + part.start, peers_.region[holder] + result(from), part.bytes);
-    }
     return !refused();
   }
 
@@ -268,16 +296,19 @@ class Call {
     const i32 world = peers_.world, rank = peers_.rank;
     if (!Block::kPush && message_.mode == Mode::one_shot) {
       const Piece part = piece(rank, step);
-      if (world > 1) block_.copy(peers_.region[rank] + data(0), message_.in + part.start, part.bytes);
+      if (world > 1) {
+        block_.copy(peers_.region[rank] + data(0), message_.in + part.start, part.bytes, {});
+      }
       return;
     }
     // From the next rank on, so that not all ranks write to one region at a time. The order of
     // additions does not depend on it.
-    for (i32 k = 1; k < world; ++k) {
+    const Team team = block_.team(world - 1);
+    for (i32 k = 1 + team.index; k < world; k += team.count) {
       const i32 to = (rank + k) % world;
       const Piece part = piece(to, step);
       u8* where = Block::kPush ? peers_.region[to] + data(rank) : peers_.region[rank] + data(to);
-      block_.copy(where, message_.in + part.start, part.bytes);
+      block_.copy(where, message_.in + part.start, part.bytes, team);
     }
   }
 
@@ -287,51 +318,58 @@ class Call {
     }
   }
 
-  // On every lane: each needs the verdict, and the words are few. Plain loads suffice, because the
-  // barrier of phase 0 has acquired what each peer wrote before its flag.
+  // By all lanes, a rank each. Plain loads suffice, because the barrier has acquired what each peer wrote
+  // before its flag.
   MP_FN bool compare() {
-    for (i32 p = 0; p < peers_.world; ++p) {
-      const Signature& theirs =
-          *at<Signature>(peers_.rank, map_.signature(parity(), block_.index(), p));
-      for (i32 i = 0; i < 16; ++i) {
-        if (theirs.words[i] == message_.signature.words[i]) continue;
-        outcome_ = {i32(Fate::differs), p, block_.index(), 0, 0, 0, {}};
-        theirs_ = &theirs;
-        block_.store(refusal(), refusal_word(p, block_.index(), kDiffering, false));
-        return false;
-      }
+    i32 other = -1;
+    for (i32 p = block_.lane(); p < peers_.world && other < 0; p += block_.lanes()) {
+      const Signature& theirs = *signature_of(p);
+      u64 differing = 0;
+      for (i32 i = 0; i < 16; ++i) differing |= theirs.words[i] ^ message_.signature.words[i];
+      if (differing != 0) other = p;
     }
-    return true;
+    other = block_.any(other);
+    if (other < 0) return true;
+    outcome_ = {i32(Fate::differs), other, block_.index(), 0, 0, 0, {}};
+    theirs_ = signature_of(other);
+    block_.store(refusal(), refusal_word(other, block_.index(), kDiffering, false));
+    return false;
   }
 
-  MP_FN void raise_flags(i32 phase) {
+  MP_FN const Signature* signature_of(i32 from) const {
+    return at<Signature>(peers_.rank, map_.signature(parity(), block_.index(), from));
+  }
+
+  MP_FN void raise_flags() {
     for (i32 p = block_.lane(); p < peers_.world; p += block_.lanes()) {
       if (p == peers_.rank) continue;
-      block_.store(at<u32>(p, map_.flag(phase, block_.index(), peers_.rank)), generation_);
+      block_.store(at<u32>(p, map_.flag(block_.index(), peers_.rank)), generation_);
     }
     if constexpr (Block::kSleeps) {
       block_.fence();
       for (i32 p = 0; p < peers_.world; ++p) {
         if (p == peers_.rank) continue;
-        block_.wake(at<u32>(p, map_.flag(phase, block_.index(), peers_.rank)));
+        block_.wake(at<u32>(p, map_.flag(block_.index(), peers_.rank)));
       }
     }
   }
 
   // Barrier with all peers: what this block wrote before is visible to every peer that returns, and
-  // the other way round. The stores and loads of flags release and acquire at system scope.
+  // the other way round. The stores of flags release at system scope, and `acquire` acquires.
+  // phase, for the report: 0 if pieces are awaited, 1 if only results are.
   MP_FN bool pass_barrier(i32 phase) {
     const i32 index = block_.index(), rank = peers_.rank;
-    block_.sync();
-    raise_flags(phase);
+    block_.publish();
+    raise_flags();
     i32 missing = -1;
     for (i32 p = block_.lane(); p < peers_.world && missing < 0; p += block_.lanes()) {
       if (p == rank) continue;
-      u32* flag = at<u32>(rank, map_.flag(phase, index, p));
+      u32* flag = at<u32>(rank, map_.flag(index, p));
       if (!block_.await(p, flag, generation_, refusal())) missing = p;
     }
     // Lanes may wait in vain for different peers; one of them is reported.
     missing = block_.any(missing);
+    block_.acquire();
     if (missing < 0) return true;
     // A peer that gave up first names the rank that is really absent: this one may only have waited
     // for that peer.

@@ -18,6 +18,7 @@ struct Schedule {
   Instruction* steps;  // room for 2 * leaves
   i32 count;
   i32 depth, height;  // now, and at most
+  i32 leaves;
 
   MP_FN void emit(Do what, i32 a, i32 b) {
     steps[count++] = {what, a, b};

@@ -5,8 +5,12 @@ Leaves ``x[c]``, one per coordinate of a group (row-major), are combined as foll
 * ``order="tree"``: for one axis of n leaves, split after the largest power of two smaller than n
   and combine the two halves, each reduced in the same way. For several axes reduce the last axis
   first, then the next axis outward over those results. The tree has the shape of the mesh, so a
-  reduction axis by axis, innermost first, gives the same bits as the flat one.
+  reduction axis by axis, innermost first, has the same bits as the flat one.
 * ``order="rank"``: ``((x0 + x1) + x2) + ...`` in coordinate order.
+* ``order="exact"``: the infinitely precise sum, rounded once to the accumulator's dtype, to nearest
+  even. Infinite only if that rounding overflows. A zero sum is +0 unless every leaf is -0; inf with
+  -inf is NaN. No order of the leaves and no shape changes it. Products of floats and
+  ``rounding="node"`` are refused.
 * float16 and bfloat16 are raised to float32; ``accumulate="float64"`` raises float32 to float64;
   all else keeps its dtype. The fold starts from x0, so that a sum of -0.0 stays -0.0.
 * avg: the sum, then one IEEE division in the accumulator's dtype.
@@ -15,7 +19,7 @@ Leaves ``x[c]``, one per coordinate of a group (row-major), are combined as foll
 * max, min: NaN wins, -0.0 < +0.0. product: as sum. Integers wrap.
 * every NaN in the result is the canonical quiet NaN of its dtype.
 
-``tree`` is not better than ``rank``: they are two contracts with different bits.
+These are three contracts with different bits. Only ``exact`` is the nearest number to the sum.
 
 These are the rules, without torch. ``meshplan.orders`` has the orders, ``meshplan.definition``
 executes them.
@@ -71,12 +75,13 @@ class Contract:
     """Which of the named orders and roundings holds. Frozen, hashable, printable.
 
     Attributes:
-        order: ``"tree"``, ``"rank"``, or another name in ``meshplan.orders``.
+        order: ``"tree"``, ``"rank"``, ``"exact"``, or another name in ``meshplan.orders``.
         accumulate: ``"wide"`` (16-bit floats in float32) or ``"float64"`` (float32 in float64 too).
         rounding: ``"once"`` at the end, or ``"node"``: to the leaves' dtype at every node.
 
     Raises:
-        ContractError: an unknown word, with the words that exist.
+        ContractError: an unknown word, with the words that exist; ``rounding="node"`` in an order
+            that rounds once.
     """
 
     order: str = "tree"
@@ -92,6 +97,10 @@ class Contract:
             if value not in known:
                 words = " or ".join(f"'{word}'" for word in known)
                 raise ContractError(f"no {field} {value!r} in the contract; use {words}")
+        if self.ordering.exact and self.rounding == "node":
+            raise ContractError(
+                f"order='{self.order}' rounds a sum once and has no nodes; use rounding='once'"
+            )
 
     @property
     def id(self) -> str:
@@ -103,7 +112,7 @@ class Contract:
         """The contract whose ``id`` is ``name``.
 
         Args:
-            name: as ``id`` gives it.
+            name: as ``id`` returns it.
 
         Raises:
             ContractError: there is none, or it is of another version.
@@ -157,6 +166,24 @@ class Contract:
             f"use {words}, or pass all leaves to reduce_leaves"
         )
 
+    def depends_on_order(self, op: str, dtype: str) -> bool:
+        """Whether another order of the same leaves may have other bits.
+
+        Args:
+            op: the reduction.
+            dtype: the name of the leaves' dtype.
+        """
+        return not self.ordering.exact and not is_exact(op, dtype)
+
+    def sums_exactly(self, op: str, dtype: str) -> bool:
+        """Whether numbers that rounding could change are added without any, in an exact order.
+
+        Args:
+            op: the reduction.
+            dtype: the name of the leaves' dtype.
+        """
+        return self.ordering.exact and not is_exact(op, dtype)
+
     def has_parts(self, op: str, dtype: str) -> bool:
         """Whether a reduction in parts, axis by axis from the innermost one, has the same bits.
 
@@ -177,16 +204,18 @@ def is_exact(op: str, dtype: str) -> bool:
     return op in ("max", "min") or dtype in INTEGERS
 
 
-def check_dtype(op: str, dtype: torch.dtype | str) -> None:
+def check_dtype(op: str, dtype: torch.dtype | str, contract: Contract | None = None) -> None:
     """Refuse what the contract does not define, before anything is sent.
 
     Args:
         op: the reduction, a word of ``OPS``.
         dtype: of the leaves, or its name.
+        contract: also refuse what this one does not define.
 
     Raises:
         ContractError: unknown ``op``.
-        ContractTypeError: ``dtype`` is outside the contract, or ``op="avg"`` on integers.
+        ContractTypeError: ``dtype`` is outside the contract, ``op="avg"`` on integers, or
+            ``op="product"`` on floats in an exact order.
     """
     if op not in OPS:
         raise ContractError(f"no reduction {op!r} in the contract; use one of {', '.join(OPS)}")
@@ -200,3 +229,8 @@ def check_dtype(op: str, dtype: torch.dtype | str) -> None:
     elif name not in FLOATS:
         known = ", ".join((*FLOATS, *INTEGERS))
         raise ContractTypeError(f"{dtype} is outside the contract; convert to one of {known}")
+    elif op == "product" and contract is not None and contract.ordering.exact:
+        raise ContractTypeError(
+            f"order='{contract.order}' defines no product of {dtype}; use order='tree' or "
+            "order='rank'"
+        )

@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from meshplan._dtypes import name_of
+from meshplan._exact_sum import combine_exactly, finish_exactly, sum_exactly
 from meshplan._torch import disable_current_modes
 from meshplan.contract import Contract, Op, check_dtype
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
+from meshplan.orders import EXACT_WORDS
 
-__all__ = ["accumulator", "combine_leaves", "finish_partials", "partial_dtype", "reduce_leaves"]
+__all__ = [
+    "accumulator",
+    "combine_leaves",
+    "finish_partials",
+    "partial_dtype",
+    "partial_shape",
+    "reduce_leaves",
+]
 
 # Integer dtype with the same bits, and the canonical quiet NaN in it.
 NAN_BITS = {
@@ -44,6 +53,18 @@ def partial_dtype(op: str, dtype: torch.dtype, contract: Contract) -> torch.dtyp
     """The dtype that ``combine_leaves`` returns for leaves of ``dtype``."""
     found: torch.dtype = getattr(torch, contract.partial(op, name_of(dtype)).dtype)
     return found
+
+
+def partial_shape(
+    shape: Sequence[int], op: str, dtype: torch.dtype, contract: Contract
+) -> tuple[int, ...]:
+    """The shape that ``combine_leaves`` returns for leaves of ``shape``.
+
+    In an exact order it has one dim more, in front: the words of each sum (``EXACT_WORDS``).
+    """
+    if not contract.sums_exactly(op, name_of(dtype)):
+        return tuple(shape)
+    return EXACT_WORDS[contract.accumulator(name_of(dtype))], *shape
 
 
 def reduce_leaves(
@@ -73,13 +94,13 @@ def reduce_leaves(
         ContractError: unknown ``op``, no leaves, leaves that do not fill ``shape``, or a divisor
             without ``avg``.
         ContractTypeError: a dtype outside the contract, leaves that differ in shape, dtype or
-            device, or ``avg`` of integers.
+            device, ``avg`` of integers, or ``product`` of floats in an exact order.
         ContractStateError: this thread, or one of torch's worker threads, flushes subnormal
             numbers to zero.
     """
     leaves = check_leaves(leaves, op, shape, divisor)
     dtype = leaves[0].dtype
-    check_dtype(op, dtype)
+    check_dtype(op, dtype, contract)
     if divisor is None and op == "avg":
         divisor = len(leaves)
     return _finish(leaves, op, shape, contract, dtype, divisor)
@@ -95,7 +116,7 @@ def combine_leaves(
         shape: sizes of the axes of the block, outermost first.
 
     Returns:
-        A new contiguous tensor of the leaves' shape and of ``partial_dtype``, neither divided nor
+        A new contiguous tensor of ``partial_shape`` and of ``partial_dtype``, neither divided nor
         rounded for the last time. NaNs in it may have any payload.
 
     Raises:
@@ -104,10 +125,13 @@ def combine_leaves(
     """
     leaves = check_leaves(leaves, op, shape, None)
     dtype = leaves[0].dtype
-    check_dtype(op, dtype)
+    check_dtype(op, dtype, contract)
     contract.check_parts(op, dtype)
     if op in ("max", "min"):
         return _reduce_extremum(leaves, op)
+    if contract.sums_exactly(op, name_of(dtype)):
+        refuse_flushed_subnormals(leaves[0])
+        return combine_exactly([leaf.to(accumulator(contract, dtype)) for leaf in leaves])
     result = _fold(leaves, op, shape, contract, dtype)
     return _round_to(result, partial_dtype(op, dtype, contract), leaves[0])
 
@@ -139,7 +163,7 @@ def finish_partials(
             not of ``partial_dtype``.
     """
     partials = check_leaves(partials, op, shape, divisor)
-    check_dtype(op, dtype)
+    check_dtype(op, dtype, contract)
     contract.check_parts(op, dtype)
     wanted = partial_dtype(op, dtype, contract)
     if partials[0].dtype is not wanted:
@@ -152,7 +176,18 @@ def finish_partials(
             f"an average in parts needs a divisor, got {len(partials)} partials without one; pass "
             "divisor, the number of leaves"
         )
-    return _finish(partials, op, shape, contract, dtype, divisor)
+    if not contract.sums_exactly(op, name_of(dtype)):
+        return _finish(partials, op, shape, contract, dtype, divisor)
+    wide, first = accumulator(contract, dtype), partials[0]
+    words = EXACT_WORDS[name_of(wide)]
+    if first.dim() == 0 or len(first) != words:
+        raise ContractTypeError(
+            f"exact partials of {wide} have {words} words in their first dim, got a tensor of "
+            f"{list(first.shape)}; pass the results of combine_leaves"
+        )
+    refuse_flushing_thread()
+    total = finish_exactly(partials, wide)
+    return _divide_and_round(total, dtype, divisor, None)
 
 
 def check_leaves(
@@ -236,12 +271,19 @@ def _finish(
         # Exact in any order and any dtype, hence no accumulator.
         return _reduce_extremum(leaves, op)
     result = _fold(leaves, op, shape, contract, dtype)
+    return _divide_and_round(result, dtype, divisor, leaves[0])
+
+
+def _divide_and_round(
+    result: Tensor, dtype: torch.dtype, divisor: int | None, leaf: Tensor | None
+) -> Tensor:
+    """The end of a reduction, in memory that is not ``leaf``'s."""
     if divisor is not None:
         # A tensor on the device, not a Python number: CUDA multiplies by the reciprocal of a host
         # scalar, which is not the IEEE division.
         count = torch.full((), divisor, dtype=result.dtype, device=result.device)
         result = torch.div(result, count)
-    return canonicalize_nans(_round_to(result, dtype, leaves[0]))
+    return canonicalize_nans(_round_to(result, dtype, leaf))
 
 
 def _fold(
@@ -250,6 +292,8 @@ def _fold(
     """The sum or product in the accumulator's dtype; of one leaf, possibly that leaf itself."""
     refuse_flushed_subnormals(leaves[0])
     wide = accumulator(contract, dtype)
+    if contract.sums_exactly(op, name_of(dtype)):
+        return sum_exactly([leaf.to(wide) for leaf in leaves])
     combine = torch.mul if op == "product" else torch.add
 
     def node(left: Tensor, right: Tensor) -> Tensor:
@@ -260,7 +304,7 @@ def _fold(
     return result
 
 
-def _round_to(result: Tensor, dtype: torch.dtype, leaf: Tensor) -> Tensor:
+def _round_to(result: Tensor, dtype: torch.dtype, leaf: Tensor | None) -> Tensor:
     """``result`` rounded to ``dtype``, contiguous, in memory that is not ``leaf``'s."""
     return result.to(dtype, copy=result is leaf).contiguous()
 

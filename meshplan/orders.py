@@ -15,7 +15,15 @@ from typing import NamedTuple, Protocol, TypeVar
 from meshplan._dtypes import itemsize
 from meshplan.errors import ContractError
 
-__all__ = ["ORDERS", "Order", "PartialResult", "order_named", "order_of_code", "register"]
+__all__ = [
+    "EXACT_WORDS",
+    "ORDERS",
+    "Order",
+    "PartialResult",
+    "order_named",
+    "order_of_code",
+    "register",
+]
 
 _T = TypeVar("_T")
 
@@ -54,12 +62,14 @@ class Order:
         name: the word in ``Contract.id``.
         code: stands for it in the compiled library and in what ranks compare: 0 to 255, never
             used for another order.
-        expression: what defines it.
+        expression: what defines it; of an ``exact`` order, of what has the same bits in any order.
         undivided: why a reduction cannot be done in parts with the same bits; empty if it can.
             Parts are blocks of whole inner axes, and of the next axis outward as many as a power of
             two that divides its size; they are combined first, and then their results.
         compiled: whether the compiled library has it.
         partial: how partial results are kept, by the name of the accumulator's dtype.
+        exact: sums of floats are exact and rounded once to the accumulator's dtype, so that no
+            order of the leaves changes them. Products of floats are refused, and rounding at nodes.
     """
 
     name: str
@@ -68,6 +78,7 @@ class Order:
     undivided: str = ""
     compiled: bool = True
     partial: Callable[[str], PartialResult] = PartialResult.number
+    exact: bool = False
 
 
 _orders: dict[str, Order] = {}
@@ -145,3 +156,18 @@ def _rank(shape: Sequence[int], leaf: Callable[[int], _T], node: Callable[[_T, _
 
 register(Order("tree", 0, _tree))
 register(Order("rank", 1, _rank, undivided="is one fold from the first leaf to the last"))
+EXACT_WORDS = {"float32": 11, "float64": 68}
+"""Words of 32 bits in an exact sum of some of the leaves, by the accumulator's dtype.
+
+They hold every sum of less than 2^31 leaves. ``meshplan/_exact_sum.py`` has their meaning."""
+
+
+def _exact_partial(dtype: str) -> PartialResult:
+    reals = {"complex64": ("float32", 2), "complex128": ("float64", 2)}
+    real, count = reals.get(dtype, (dtype, 1))
+    if real not in EXACT_WORDS:
+        return PartialResult.number(dtype)
+    return PartialResult("int32", 4 * EXACT_WORDS[real] * count)
+
+
+register(Order("exact", 2, _tree, partial=_exact_partial, exact=True))

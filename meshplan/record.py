@@ -1,4 +1,4 @@
-"""What ranks agree on: named fields and a version, as text for votes or as words for collectives.
+"""What ranks agree on: named fields and a version, as text for a store or as words for collectives.
 
 Ranks compare records before they trust each other's data. The text goes through the store, the
 words in front of messages and into the memory that ranks share. Both start with the version: a
@@ -12,7 +12,8 @@ The words, 64 bits each:
   (1 a contract, 2 accumulate, 4 rounding).
 * 2: elements. 3: divisor. 4: norm, as the bits of a float64.
 * 5 to 7: axis sizes. 8 to 11: shape. Two numbers in a word, or a digest and then words of -1.
-* 12: a digest of the layout of shards. 13: ranks in a block.
+* 12: a digest of the layout of shards. 13, from the lowest bit: ranks in a block (32 bits), how
+  blocks reduce (2), the unit of chunks in KiB (29).
 * 14: a digest of the names of a dtype and a path that have no code.
 """
 
@@ -31,6 +32,7 @@ from meshplan.orders import order_of_code
 __all__ = [
     "VERSION",
     "WORDS",
+    "WORD_FIELDS",
     "Record",
     "UnreadableRecordError",
     "differences",
@@ -40,17 +42,25 @@ __all__ = [
     "unpack_words",
 ]
 
-VERSION = 2
+VERSION = 3
 """Counts up with a change of a table or a field below, of the contract's version, of the protocol
 of a vote, or of what lies in memory that ranks share."""
 WORDS = 15
 """Of a packed record."""
+WORD_FIELDS = (
+    "version of meshplan's records", "kind, path, dtype, operation, contract or dimensions",
+    "elements", "divisor", "norm", *["axes"] * 3, *["shape"] * 4, "layout", "blocks or chunks",
+    "names of a dtype or a path",
+)  # fmt: skip
+"""What each word holds, in the order of the words."""
 
 _MAGIC = int.from_bytes(b"mplan", "little")
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 _PATHS = (
     "exchange", "reference", "native", "all_gather", "list", "one_shot", "two_shot", "scatter",
+    "halving",
 )  # fmt: skip
+_BETWEEN = ("exchange", "halving")
 _OPS = ("", "sum", "avg", "product", "max", "min")
 _DTYPES = (
     "float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8",
@@ -61,6 +71,7 @@ _ACCUMULATES: tuple[Accumulate, ...] = ("wide", "float64")
 _ROUNDINGS: tuple[Rounding, ...] = ("once", "node")
 _OTHER = 255
 _HALF = (1 << 32) - 1
+_MOST_CHUNK = (1 << 29) - 1
 _AXIS_WORDS, _SHAPE_WORDS = 3, 4
 _MOST_SHOWN = 8
 
@@ -191,6 +202,8 @@ def pack_words(
     norm: float | None = None,
     layout: str = "",
     inner: int = 1,
+    between: str = "exchange",
+    chunk: int = 0,
 ) -> tuple[int, ...]:
     """A rank's part in a collective as signed numbers of 64 bits.
 
@@ -200,7 +213,8 @@ def pack_words(
         dtype: the name of the tensor's dtype.
         shape: of the tensor.
         axes: sizes of the reduced axes.
-        op, contract, divisor, norm, inner: as a step has them; 0 and ``None`` for none.
+        op, contract, divisor, norm, inner, between, chunk: as a step has them; 0 and ``None`` for
+            none.
         layout: where parts of the result go, in any form that equal ranks have in common.
     """
     order = flags = 0
@@ -228,7 +242,7 @@ def pack_words(
         *_packed(axes, _AXIS_WORDS),
         *_packed(shape, _SHAPE_WORDS),
         _digest(layout) if layout else 0,
-        inner,
+        inner | _BETWEEN.index(between) << 32 | min(-(-chunk // 1024), _MOST_CHUNK) << 34,
         # What no table knows is compared by name.
         _digest(" ".join(unknown)) if unknown else 0,
     )
@@ -262,8 +276,9 @@ def unpack_words(words: Sequence[int]) -> Record:
     kind, path, dtype, op, order, ndim, axes, flags = (code >> 8 * i & 0xFF for i in range(8))
     digest, inner, name = words[12:WORDS]
     shape = _numbers("shape", words[8:12], ndim)
-    if divisor < 0 or inner < 1:
-        raise UnreadableRecordError(f"divisor {divisor}, blocks of {inner}")
+    inner, between, chunk = inner & _HALF, inner >> 32 & 3, inner >> 34
+    if divisor < 0 or inner < 1 or chunk < 0:
+        raise UnreadableRecordError(f"divisor {divisor}, blocks of {inner}, chunks of {chunk} KiB")
     if isinstance(shape, list) and math.prod(shape) != numel:
         raise UnreadableRecordError(f"{numel} elements in shape {shape}")
     sizes = _numbers("axes", words[5:8], axes)
@@ -279,6 +294,8 @@ def unpack_words(words: Sequence[int]) -> Record:
         divisor=divisor or None,
         norm=_norm(norm),
         inner=inner if inner > 1 else None,
+        between=_named("method between blocks", _BETWEEN, between) if between else None,
+        chunk=chunk or None,
         layout=f"#{digest % (1 << 64):016x}" if digest else None,
         contract=_contract(order, flags),
         path=other if path == _OTHER else _named("path", _PATHS, path),
@@ -294,6 +311,8 @@ def _sentence(fields: Mapping[str, str]) -> str:
         ("divisor", " with divisor "),
         ("norm", " of norm "),
         ("inner", " in blocks of "),
+        ("between", " between which by "),
+        ("chunk", " in chunks by KiB of "),
         ("layout", " in layout "),
         ("contract", ", contract "),
     ):

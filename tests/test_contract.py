@@ -30,7 +30,9 @@ from meshplan.definition import (
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "contract_v1.json").read_text())
+FOLDER = Path(__file__).parent / "golden"
+GOLDEN = json.loads((FOLDER / "contract_v1.json").read_text())
+EXACT = json.loads((FOLDER / "exact_v1.json").read_text())
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -60,7 +62,7 @@ def single(*values: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=case_name)
+@pytest.mark.parametrize("case", GOLDEN["cases"] + EXACT["cases"], ids=case_name)
 def test_definition_matches_the_golden_file(case: dict, device: str) -> None:
     dtype = getattr(torch, case["dtype"])
 
@@ -74,8 +76,9 @@ def test_definition_matches_the_golden_file(case: dict, device: str) -> None:
 
 
 def test_golden_file_names_this_contract() -> None:
-    assert (GOLDEN["contract"], GOLDEN["byte_order"]) == ("v1", "little")
-    assert len(set(map(case_name, GOLDEN["cases"]))) == len(GOLDEN["cases"])
+    for file in (GOLDEN, EXACT):
+        assert (file["contract"], file["byte_order"]) == ("v1", "little")
+        assert len(set(map(case_name, file["cases"]))) == len(file["cases"])
 
 
 @st.composite
@@ -109,7 +112,11 @@ def reductions(draw: st.DrawFn) -> tuple[list[Tensor], str, tuple[int, ...], Con
         rows = [[value % 256 for value in row] for row in rows]
     leaves = [torch.tensor(row, dtype=integer).view(dtype) for row in rows]
     divisor = draw(st.none() | st.integers(1, 1 << 26)) if op == "avg" else None
-    return leaves, op, shape, draw(st.sampled_from(CONTRACTS)), divisor
+    defined = op != "product" or not dtype.is_floating_point
+    contracts = [*CONTRACTS, Contract("exact"), Contract("exact", "float64")][
+        : None if defined else -2
+    ]
+    return leaves, op, shape, draw(st.sampled_from(contracts)), divisor
 
 
 @pytest.mark.soak
@@ -390,7 +397,7 @@ def test_invalid_arguments_are_refused() -> None:
     assert_expected_inline(
         "\n".join(rows),
         """\
-MP411: no order 'ring' in the contract; use 'tree' or 'rank'
+MP411: no order 'ring' in the contract; use 'tree' or 'rank' or 'exact'
 MP411: no accumulate 'float128' in the contract; use 'wide' or 'float64'
 MP411: no rounding 'twice' in the contract; use 'once' or 'node'
 MP411: no reduction 'mean' in the contract; use one of sum, avg, max, min, product
@@ -429,8 +436,8 @@ def test_invalid_parts_are_refused() -> None:
     assert_expected_inline(
         "\n".join(rows),
         """\
-MP411: sum of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; use order='tree', or pass all leaves to reduce_leaves
-MP411: avg of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; use order='tree', or pass all leaves to reduce_leaves
+MP411: sum of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; use order='tree' or order='exact', or pass all leaves to reduce_leaves
+MP411: avg of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; use order='tree' or order='exact', or pass all leaves to reduce_leaves
 MP411: axes of sizes [2] need 2 leaves, got 1; pass one leaf per coordinate, row-major
 MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8

@@ -214,7 +214,7 @@ class TestStrict(TestCase):
         self.assertExpectedInline(
             "\n".join(run_ranks(ranks, 2)[0]),
             """\
-MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'reference', 'native'
+MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP412: torch.bool is outside the contract; convert to one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8
 MP412: op='avg' requires a floating-point or complex tensor, got torch.int32; pass op='sum' and divide as you need, or convert the tensor
 MP411: unsupported op: 'mean'; use one of 'sum', 'avg', 'max', 'min', 'product', or the torch.distributed.ReduceOp of that name""",
@@ -261,7 +261,7 @@ class TestGather(TestCase):
         self.assertExpectedInline(
             "\n".join(said),
             """\
-MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'reference', 'native'
+MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP411: path='native' adds in the backend's own order, got contract=v1/rank/wide/once; leave contract out, or pass another path, such as path='auto'""",
         )
 

@@ -27,6 +27,7 @@ from meshplan.kernel._compilers import (
     sources,
 )
 from meshplan.kernel._device_code import MAX_IMAGES, cache_folder, device_code, prebuilt
+from tests.marks import full, longest
 
 CUDA = list(compilers("cuda"))
 CLANG = shutil.which("clang++-19")
@@ -65,24 +66,36 @@ def use(monkeypatch: pytest.MonkeyPatch, *found: Compiler) -> None:
     monkeypatch.setattr(_device_code, "compilers", lambda kind: iter(found))
 
 
+def few_kernels(to: Path) -> Path:
+    """The sources with kernels of three arithmetics: all of them would take minutes to compile."""
+    main = shutil.copytree(sources(), to) / "device.cu"
+    families = r"^MP_(LINEAR|ROUNDED|EXTREMA|SUMS|FOLD_PARTS)\(.*\n"
+    text, cut = re.subn(families, "", main.read_text(), flags=re.M)
+    assert cut > 20
+    text += "MP_ONE(mp_float32_sum, float, float, float, Sum)\nMP_EXTREMA(uint8, u8)\n"
+    main.write_text(f"{text}MP_ONE(mp_bfloat16_product_node, Bfloat, float, Bfloat, Product)\n")
+    return to
+
+
 @pytest.mark.skipif(not CUDA, reason="neither nvcc nor NVRTC: CUDA is not compiled")
 @pytest.mark.parametrize("compiler", CUDA[:1] + [c for c in CUDA if isinstance(c, Program)])
-@pytest.mark.full
-def test_cuda_compilers_are_found(compiler: Compiler) -> None:
-    image = compiler.compile(sources(), "sm_90")
+@pytest.mark.parametrize("are_few", [full(True), longest(False)], ids=["few", "all"])
+def test_cuda_compilers_are_found(compiler: Compiler, are_few: bool, tmp_path: Path) -> None:
+    folder = few_kernels(tmp_path / "csrc") if are_few else sources()
+    image = compiler.compile(folder, "sm_90")
     assert image.startswith(b"\x7fELF")
     for kernel in (b"mp_float32_sum", b"mp_bfloat16_product_node", b"mp_uint8_min"):
         assert kernel in image
     assert re.search(r"\d+\.\d+", compiler.identity)
     assert "-fmad=false" in compiler.identity
     with pytest.raises(CompileError, match=r"sm_1|gpu-architecture"):
-        compiler.compile(sources(), "sm_1")
+        compiler.compile(folder, "sm_1")
 
 
 @pytest.mark.skipif(
     CLANG is None or shutil.which("ld.lld-19") is None, reason="no clang-19 and lld-19 for HIP"
 )
-@pytest.mark.full
+@pytest.mark.dist
 def test_hip_compiler_is_found() -> None:
     assert CLANG is not None
     image = Program("hip", CLANG).compile(sources(), "gfx942")
@@ -94,8 +107,7 @@ def test_hip_compiler_is_found() -> None:
 def test_compiler_output_is_in_the_error(tmp_path: Path) -> None:
     """A source that no compiler takes: its own words, and no crash of the library."""
     shutil.copytree(sources(), tmp_path / "csrc")
-    with (tmp_path / "csrc" / "device.cu").open("a") as file:
-        file.write("\nint broken = ;\n")
+    (tmp_path / "csrc" / "device.cu").write_text("int broken = ;\n")
     for compiler in CUDA:
         with pytest.raises(CompileError, match="expected an expression"):
             compiler.compile(tmp_path / "csrc", "sm_90")

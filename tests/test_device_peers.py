@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import re
 import shutil
@@ -20,16 +21,18 @@ from expecttest import TestCase
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan import kernel
+from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatchError
 from meshplan.flatten import Group, _connect
 from meshplan.flatten._connect import connect_devices
 from meshplan.flatten._join import share_memory
 from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, check
-from meshplan.kernel._communicator import Arithmetic, CallKey
+from meshplan.kernel._communicator import Arithmetic, CallKey, prepare_call
 from meshplan.kernel._device_code import kernel_name
+from meshplan.kernel._device_peers import share_out, tile_bytes
 from meshplan.kernel._driver import Driver, DriverError
-from meshplan.kernel._library import DeviceCall, Failures, library
+from meshplan.kernel._library import MAX_PEERS, DeviceCall, Failures, Signature, library
 from meshplan.testing import order_sensitive
 from tests.devices import (
     Emulated,
@@ -62,6 +65,49 @@ def _compiled() -> None:
 def test_struct_layouts_match_the_library() -> None:
     assert library().mp_device_call_bytes() == ctypes.sizeof(DeviceCall)
     assert library().mp_failures_bytes(kernel.MAX_BLOCKS) == ctypes.sizeof(Failures)
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"),
+    [
+        (0, (1 << 10, 1)),
+        (8 << 10, (1 << 10, 8)),  # two_shot of 64 KiB over 8 ranks
+        (64 << 10, (2 << 10, 32)),  # 512 KiB
+        (8 << 20, (87_424, 32)),  # 64 MiB: 3 pieces, which is 4 barriers
+        (1 << 30, (98_176, 32)),
+    ],
+)
+def test_every_block_has_a_piece(longest: int, expected: tuple[int, int]) -> None:
+    assert share_out(longest, 32, tile_bytes(8)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "one_axis"),
+    [
+        ((2, 4), "tree", True),
+        ((4, 2), "tree", True),
+        ((2, 2, 2), "tree", True),
+        ((8, 8), "tree", True),
+        ((3, 2), "tree", True),
+        ((2, 3), "tree", False),
+        ((3, 3), "tree", False),
+        ((2, 3), "rank", True),
+        ((5, 3), "rank", True),
+    ],
+)
+def test_steps_of_one_axis_are_recognised(
+    shape: tuple[int, ...], order: str, one_axis: bool
+) -> None:
+    """Such meshes take the unrolled fold: their steps are those of one axis of as many ranks."""
+    ranks = math.prod(shape)
+    how = Arithmetic("sum", shape, order, "wide", "once", None)
+    call = prepare_call(CallKey("two_shot", (1024,), (), torch.float32, how), ranks, 1.0)
+    words = DeviceCall()
+    address = ctypes.addressof(words)
+    assert library().mp_device_call(ctypes.addressof(call), ranks, address) == 0
+    # Behind the timeout, the starts, the divisor, the signature, the mode, the item and the order.
+    behind = 8 + 8 * (MAX_PEERS + 1) + 8 + ctypes.sizeof(Signature) + 3 * 4
+    assert ctypes.c_int.from_address(address + behind).value == int(one_axis)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 9, 16])
@@ -252,7 +298,8 @@ class TestMissingMemory(TestCase):
         """A rank that cannot share memory reports why; the others release theirs, and all try the next transport."""
 
         def ranks(rank: int) -> list[str]:
-            said = []
+            # The process may have run other tests before it forked.
+            said, before = [], Emulated().history().count("free")
             for reason in ("NO_MEMORY", "NO_IPC", "NO_PEERS"):
                 if rank == 1:
                     os.environ[f"EMULATED_{reason}"] = "1"
@@ -260,7 +307,7 @@ class TestMissingMemory(TestCase):
                 said.append(str(connect_ranks(device, range(3), transports=(Nothing(), Ipc()))))
                 os.environ.pop(f"EMULATED_{reason}", None)
             found = connect_ranks(Emulated(), range(3), transports=(Nothing(), Ipc()))
-            return [*said, str(found), str(Emulated().history().count("free"))]
+            return [*said, str(found), str(Emulated().history().count("free") - before)]
 
         first, second, third = run_ranks(ranks, 3)
         assert first[:4] == second[:4] == third[:4]
@@ -272,7 +319,7 @@ class TestMissingMemory(TestCase):
         self.assertExpectedInline(
             text,
             """\
-nothing: rank N: there is no such memory; IPC: rank 1: 2625024 bytes of its device: out of memory (2)
+nothing: rank N: there is no such memory; IPC: rank 1: 250944 bytes of its device: out of memory (2)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
 memory of 3 GPUs""",
@@ -343,8 +390,8 @@ def test_every_kernel_has_a_name() -> None:
         for op in ("sum", "avg", "product", "max", "min"):
             for accumulate in ("wide", "float64"):
                 for rounding in ("once", "node"):
-                    how = Arithmetic(op, (2,), "tree", accumulate, rounding, None)
-                    names.add(kernel_name(CallKey("one_shot", (1,), (), dtype, how)))
+                    contract = Contract("tree", accumulate, rounding)  # type: ignore[arg-type]
+                    names.add(kernel_name(dtype, op, contract))
     with device.driver.current():
         assert all(device.kernel(name) for name in names)
         with pytest.raises(DriverError, match="not found"):

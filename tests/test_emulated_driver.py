@@ -46,6 +46,7 @@ class Copier:
         peers = Peers(world=1, rank=0, blocks=1, tile=4096)
         peers.region[0] = self.region
         call, words = prepare_call(self.key, 1, 5.0), DeviceCall()
+        call.piece = peers.tile
         library().mp_device_call(ctypes.addressof(call), 1, ctypes.addressof(words))
         pointers = [source.data_ptr(), target.data_ptr(), self.failures]
         given = [peers, words, *map(ctypes.c_void_p, pointers)]

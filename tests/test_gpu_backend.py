@@ -29,7 +29,7 @@ from tests.devices import have_equal_bits
 from tests.processes import run_ranks
 from tests.test_gpu import gpus, ready
 
-COUNT = gpus() if torch.backends.cuda.is_built() else 0
+COUNT = gpus()
 MISSING = [name for name in ("numpy", "networkx") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.gpu,

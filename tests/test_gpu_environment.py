@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-FILES = ("test_gpu.py", "test_gpu_backend.py")
+FILES = ("test_gpu.py", "test_gpu_fold.py", "test_gpu_backend.py")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 pytestmark = [
@@ -128,7 +128,7 @@ def test_tests_run_with_pythonpath_only(bare: Path, clone: Path, tmp_path: Path)
     command = [bare, "-m", "pytest", "-c", "tests/gpu.ini", *(f"tests/{name}" for name in FILES)]
     check_skipped(run(command, clone, PYTHONPATH=str(clone)), clone / "meshplan")
     # From any folder.
-    command[-3:] = [clone / "tests" / name for name in ("gpu.ini", *FILES)]
+    command[4:] = [clone / "tests" / name for name in ("gpu.ini", *FILES)]
     check_skipped(run(command, tmp_path, PYTHONPATH=str(clone)), clone / "meshplan")
 
 

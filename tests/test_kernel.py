@@ -25,7 +25,7 @@ from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 from meshplan.kernel import _library
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 
-GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
+FOLDER = Path(__file__).parent / "golden"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 CONTRACTS = tuple(
@@ -37,8 +37,9 @@ OPS = ("sum", "avg", "product", "max", "min")
 pytestmark = pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
 
 
-def test_compiled_reductions_match_the_golden_file() -> None:
-    for case in json.loads(GOLDEN.read_text())["cases"]:
+@pytest.mark.parametrize("name", ["contract_v1.json", "exact_v1.json"])
+def test_compiled_reductions_match_the_golden_file(name: str) -> None:
+    for case in json.loads((FOLDER / name).read_text())["cases"]:
         dtype = getattr(torch, case["dtype"])
         leaves = [torch.frombuffer(bytearray.fromhex(t), dtype=dtype) for t in case["inputs"]]
         found = kernel.reduce_leaves(
@@ -244,6 +245,12 @@ def test_torch_tools_see_one_operator() -> None:
         torch.ops.meshplan.fold.default,
         ([x, y], "sum", [2], "tree", "wide", "once", torch.float32, None, 0),
     )
+    exact = "exact", "wide", "once", torch.float32
+    words = kernel.combine_leaves([x, y], "sum", (2,), Contract("exact"))
+    for leaves, divisor, part in (([x, y], None, 1), ([words, words], 3, 2)):
+        op = "sum" if divisor is None else "avg"
+        call = leaves, op, [2], *exact, divisor, part
+        torch.library.opcheck(torch.ops.meshplan.fold.default, call)
 
 
 class TestMissingLibrary(TestCase):

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +16,19 @@ from torch.distributed import distributed_c10d as c10d
 from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.flatten._connect import connect
-from meshplan.kernel import Device, DeviceCommunicator, HostCommunicator, Ipc, Regions
+from meshplan.kernel import (
+    Device,
+    DeviceCommunicator,
+    HostCommunicator,
+    Ipc,
+    Regions,
+    _device_peers,
+)
 from meshplan.kernel._mapping_check import HostProbe, _word, lost_word
 from meshplan.kernel._memory import HEADER_BYTES
 from meshplan.testing import order_sensitive
 from tests.devices import (
+    STAGED_BYTES,
     Emulated,
     Swapped,
     connect_ranks,
@@ -136,7 +145,8 @@ def test_checked_memory_is_all_zero() -> None:
         found = connect_ranks(Emulated(), range(3), lanes=2)
         assert isinstance(found, DeviceCommunicator)
         own = found._regions.addresses[rank]
-        size = kernel.device_region_bytes(3, 5)
+        with patch.object(_device_peers, "_STAGED_BYTES", STAGED_BYTES):
+            size = kernel.device_region_bytes(3, 5)
         return ctypes.string_at(own, size) == bytes(size)
 
     assert run_ranks(ranks, 3) == [True] * 3

@@ -24,6 +24,7 @@ from meshplan.planner import Problem, plan
 from meshplan.topology import Topology
 from tests.pages import ROOT, remove_blocks
 from tests.processes import run_ranks
+from tools.site_cost import MESSAGES, predict_slowdown
 
 # The promise, a part of its sentence; and the tests, of which those of one file follow it.
 PROMISES = {
@@ -38,8 +39,9 @@ PROMISES = {
         "bits do not depend on message size, position or path": "test_collectives::bits_do_not_depend_on_message_size test_peers::size_never_changes_a_bit test_every_path::every_path_has_the_bits_of_the_definition",
         "hierarchical and flat reduction have the same bits": "test_hierarchical::topology_does_not_change_bits",
         "any world size, number of elements and strides": "test_collectives::any_number_of_elements_is_reduced any_strides_are_reduced_and_inputs_stay test_kernel::any_length_and_alignment_match_the_definition",
-        "1.8 to 7.9 times one tree": "test_promises::predicted_figures_match_the_data",
-        "0.87 to 1.02 times the time": "test_promises::measured_figures_of_the_readme_match_the_data",
+        "any power-of-two number of data-parallel ranks that divides the micro-batches has the same bits": "test_elastic_training::steps_do_not_depend_on_the_number_of_ranks sixty_steps_do_not_depend_on_the_number_of_ranks",
+        "2.8 to 1.1 times NCCL": "test_promises::predicted_figures_are_the_planners",
+        "0.87 to 1.02 times the time": "test_promises::measured_figures_match_the_data",
     },
     "SECURITY.md": {
         "Python is parsed (`ast`) and never imported, run or evaluated": "test_lint_reader_python::file_is_not_executed damaged_file_raises_one_line",
@@ -49,6 +51,18 @@ PROMISES = {
         "which is made with mode 0700": "test_device_code::images_in_shared_folders_are_not_used",
         "is not used: kernels are compiled": "test_device_code::images_in_shared_folders_are_not_used",
         "no segment in `/dev/shm` that could be left behind": "test_peers::killed_rank_leaves_nothing_behind",
+    },
+    "docs/api.md": {
+        "with the same bits for any sharding": "test_norms::norm_and_clipped_gradients_of_any_mesh",
+    },
+    "docs/index.md": {
+        "meshplan makes DTensor, FSDP2 and DDP replicas agree bit for bit": "test_demo::tutorial_shows_the_printed_table test_dtensor::jagged_mesh_replicas_have_equal_bits backend/test_hsdp::hsdp_gradients_have_one_rounding backend/test_ddp::gradients_are_averages_with_one_rounding",
+    },
+    "docs/lint-a-cluster.md": {
+        "Python is parsed, never run": "test_lint_reader_python::file_is_not_executed",
+    },
+    "docs/rl.md": {
+        "An element has the same bits in a message of any size": "test_collectives::bits_do_not_depend_on_message_size test_peers::size_never_changes_a_bit",
     },
     "docs/environment.md": {
         "Importing meshplan reads nothing": "test_environment_table::imports_read_and_set_nothing",
@@ -65,6 +79,7 @@ PROMISES = {
         "Leaves are numbered by mesh coordinate, row-major, never by global rank": "test_groups::group_ranks_follow_the_mesh_coordinate test_contract::mesh_shape_sets_the_tree_shape",
         "every NaN in a result of any operation is the canonical quiet NaN": "test_contract::nans_of_any_payload_become_the_canonical_one",
         "whatever its axes are": "test_contract::axis_by_axis_innermost_first_equals_flat",
+        "The partial of a set of leaves has the same bits": "test_exact::folds_equal_the_oracle_in_any_order",
         "Nothing is padded": "test_contract::equals_the_oracle test_collectives::any_number_of_elements_is_reduced",
         "from the exact rationals and never from the code that they test": "test_reference::golden_file_matches_its_script",
     },
@@ -96,6 +111,7 @@ PROMISES = {
         "Reduce tensors with the same bits on every rank, every time": "test_all_reduce::every_path_op_and_dtype_has_the_contract_bits",
         "The same contract and the same inputs have the same bits": "test_all_reduce::every_path_op_and_dtype_has_the_contract_bits bits_depend_on_neither_message_size_nor_position test_every_path::every_path_has_the_bits_of_the_definition",
         "on every rank, in every run, whatever the message size, whatever the path": "test_all_reduce::bits_depend_on_neither_message_size_nor_position test_every_path::every_path_has_the_bits_of_the_definition test_collectives::every_path_matches_the_golden_file",
+        "One flipped bit in the exponents, the integers or the exchanged elements raises MP706 on every rank": "test_integer_path::every_flipped_bit_is_an_error_on_every_rank",
         "bucketing cannot change a bit": "test_all_reduce::coalesced_reductions_have_the_bits_of_single_ones",
         "If `WORLD_SIZE` is above 1 and there is no process group, an error is raised": "test_all_reduce::missing_default_group_of_a_launched_job_is_refused",
         "A shard has the bits of the all-reduce": "test_shards::a_shard_has_the_bits_of_the_all_reduce",
@@ -105,7 +121,7 @@ PROMISES = {
     },
     "docs/howto/gpus.md": {
         "the results of the other ranks become NaN": "test_device_peers::a_missing_rank_is_named_at_the_next_call",
-        "as in `exchange` on GPUs, with the same bits": "test_kernel::all_contracts_match_the_definition definition_replaces_the_library_and_the_reason_is_logged",
+        "Otherwise plain torch operations add, with the same bits": "test_kernel::all_contracts_match_the_definition definition_replaces_the_library_and_the_reason_is_logged",
     },
     "docs/howto/lint-in-ci.md": {
         "`--exit-zero` turns status 1 into 0": "test_cli_lint::levels_decide_the_exit_status test_cli_streams::closed_pipe_keeps_the_exit_status",
@@ -137,6 +153,10 @@ PROMISES = {
         "The replicas have equal bits with the first line alone": "backend/test_frameworks::replicas_of_hsdp_have_equal_bits",
         "the replicas of plain DTensor have equal bits then": "test_demo::no_replica_differs_over_the_backend",
         "compare the first and then every `n`-th call of each reduction": "backend/test_options::audits_compare_the_first_and_then_every_nth_call an_audit_finds_a_wrong_bit_on_every_rank",
+    },
+    "docs/howto/elastic.md": {
+        "Then 1, 2, 4, 8 or 16 data-parallel ranks train 16 micro-batches with the same bits": "test_elastic_training::steps_do_not_depend_on_the_number_of_ranks sixty_steps_do_not_depend_on_the_number_of_ranks test_elastic_gradients::gradients_are_those_of_all_micro_batches",
+        "the same bits when the number of ranks changes": "test_elastic_combine::any_number_of_ranks_has_the_bits_of_all_micro_batches test_elastic_gradients::gradients_are_those_of_all_micro_batches",
     },
     "docs/howto/torch-compile.md": {
         "Compiled code runs the same reductions as eager code, under the same contract and with the same bits": "test_compile::compiled_training_has_eager_bits each_planned_reduction_is_one_graph_operator test_dtensor::compiled_and_eager_have_the_same_bits",
@@ -209,7 +229,13 @@ NO_PROMISES = {
     ],
     "docs/provenance.md": ["the contract in plain torch, on every rank"],
     "docs/tutorial.md": ["(../README.md#what-is-guaranteed)"],
-    "docs/index.md": ["have the same bits in siblings", "guarantees and the costs"],
+    "docs/index.md": [
+        "have the same bits in siblings",
+        "the installation, the guarantees",
+        "trainer and generator with the same bits",
+    ],
+    "docs/glossary.md": ["ordered by mesh coordinate and never by global rank"],
+    "docs/lint-a-cluster.md": ["groups that must agree bit for bit", "never that they agree"],
     "docs/explanation/alternatives.md": [
         "identical on every rank and in every group",
         "on every rank, path and vendor",
@@ -299,39 +325,55 @@ def measured(name: str) -> list[dict[str, Any]]:
 
 
 def test_predicted_figures_match_the_data() -> None:
-    """Those in the README and in a how-to page, against the committed benchmark results."""
-    ratios = [
-        one["runs"]["meshplan"]["median"] / one["runs"]["one tree"]["median"]
-        for one in measured("scaling")
-        if one["name"].startswith("time, all-reduce") and one["name"].endswith("predicted")
-        if one["parameters"]["world_size"] == 512
-    ]
-    assert len(ratios) == 3  # 64 KiB, 16 MiB, 1 GiB
-    assert f"{min(ratios):.1f} to {max(ratios):.1f} times one tree" in prose("README.md")
+    """Errors of predictions, against the committed benchmark results."""
     errors = [
         one["runs"]["median error"]["median"]
         for one in measured("scaling")
         if "median error" in one["runs"]
     ]
-    assert f"error of a job is {min(errors):.0f} to {max(errors):.0f} %" in prose(
-        "docs/howto/plans-and-hazards.md"
-    )
+    shown = f"{min(errors):.0f} to {max(errors):.0f} %"
+    assert f"error of a job is {shown}" in prose("docs/howto/plans-and-hazards.md")
+    assert f"error of a job was {shown}" in prose("docs/cost.md")
 
 
-def test_measured_figures_of_the_readme_match_the_data() -> None:
-    def ratios(suite: str, of: str, to: str) -> list[float]:
-        runs = [one["runs"] for one in measured(suite) if {of, to} <= set(one["runs"])]
-        return [one[of]["median"] / one[to]["median"] for one in runs]
+def ratios(suite: str, of: str, to: str) -> list[float]:
+    runs = [one["runs"] for one in measured(suite) if {of, to} <= set(one["runs"])]
+    return [one[of]["median"] / one[to]["median"] for one in runs]
 
-    text = prose("README.md")
+
+def test_measured_figures_match_the_data() -> None:
+    """Those of the README and of the pages about costs."""
+    readme, cost = prose("README.md"), prose("docs/cost.md")
     steps = ratios("training", "meshplan", "plain")
-    assert f"| {min(steps):.2f} to {max(steps):.2f} times the time |" in text
     digests = ratios("replicas", "digest", "read")
-    assert f"| {min(digests):.2f} to {max(digests):.2f} reads of the data |" in text
+    for text in (readme, cost, prose("docs/train.md")):
+        assert f"{min(steps):.2f} to {max(steps):.2f} times" in text
+    for text in (readme, cost):
+        assert f"| {min(digests):.2f} to {max(digests):.2f} reads of the data |" in text
     dispatch = ratios("dispatch", "deterministic", "torch")[0]
-    assert f"| {dispatch:.1f} times DTensor's |" in text
+    assert f"| {dispatch:.1f} times DTensor's |" in readme
+    runs = measured("dispatch")[0]["runs"]
+    us = {name: f"{run['median']:.0f} µs" for name, run in runs.items()}
+    assert f"| {us['deterministic']} instead of {us['torch']} |" in cost
+    for case in measured("training"):
+        plain, ours = (f"{case['runs'][name]['median']:.0f} ms" for name in ("plain", "meshplan"))
+        assert f"{case['name'].split(' = ')[1]} | {plain} | {ours} |" in cost
+    lint = [one["runs"]["meshplan lint"]["median"] for one in measured("lint")[1::2]]
+    for seconds in (lint[0], lint[-1]):
+        assert f"| {seconds:.1f} s (measured" in prose("docs/lint-a-cluster.md")
     path = ROOT / "docs" / "performance" / "performance.json"
-    assert text.count(f", {json.loads(path.read_text())['date']} |") == 3
+    date = json.loads(path.read_text())["date"]
+    assert readme.count(f", {date} |") == cost.count(f", {date} |") == 3
+
+
+def test_predicted_figures_are_the_planners() -> None:
+    shown = [
+        f"{predict_slowdown(512, size):.1f} times {'the time ' * (size == 1 << 16)}for {name}"
+        for name, (size, _) in MESSAGES.items()
+    ]
+    assert ", ".join(shown) in prose("docs/cost.md")
+    ends = [predict_slowdown(512, MESSAGES[name][0]) for name in ("64 KiB", "1 GiB")]
+    assert f"| {ends[0]:.1f} to {ends[1]:.1f} times NCCL's ring or tree |" in prose("README.md")
 
 
 def test_training_figures_match_the_data() -> None:
@@ -386,7 +428,9 @@ def test_plans_of_a_job_do_not_depend_on_sizes() -> None:
 
     def best(size: int) -> str:
         placements = (["P", "P"], ["R", "R"])
-        problem = Problem.of(Layout.of(a=2, b=2), *placements, shape=(size,), topology=nodes)
+        problem = Problem.of(
+            Layout.of(a=2, b=2), *placements, shape=(size,), topology=nodes, path="auto"
+        )
         return str(plan(problem))
 
     assert best(3) != best(1 << 22)
@@ -402,7 +446,8 @@ def test_plans_of_a_job_do_not_depend_on_sizes() -> None:
                 counts[one["planned"]] += one["count"]
             return list(counts.items())
 
-    assert run_ranks(ranks, 4) == [[(best(1 << 22), 3)]] * 4
+    nominal = f"{best(1 << 22)}, cheapest for {1 << 22} elements"
+    assert run_ranks(ranks, 4) == [[(nominal, 3)]] * 4
 
 
 @pytest.mark.processes

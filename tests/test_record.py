@@ -42,6 +42,8 @@ OTHERS = {
     "norm": (2.0, ["norm"]),
     "layout": ("0 (3, 5)", ["layout"]),
     "inner": (3, ["inner"]),
+    "between": ("halving", ["between"]),
+    "chunk": (2048, ["chunk"]),
 }
 
 
@@ -143,13 +145,13 @@ def test_another_version_is_reported_and_not_read() -> None:
         5: Record.unpack(newer),
         6: Record.unpack("contract v1/tree/wide/once, path auto"),
     }
-    assert [one.version for one in found.values()] == [2, 1, 2, 3, 1]
+    assert [one.version for one in found.values()] == [3, 2, 3, 4, 1]
     assert [bool(one.fields) for one in found.values()] == [True, False, True, False, False]
     assert_expected_inline(
         differences(found),
-        """version of meshplan's records 2 (ranks 0, 4), 1 (ranks 1, 6), 3 (rank 5): install one release of meshplan on every rank""",
+        """version of meshplan's records 3 (ranks 0, 4), 2 (rank 1), 4 (rank 5), 1 (rank 6): install one release of meshplan on every rank""",
     )
-    assert_expected_inline(str(found[1]), """a record of version 1""")
+    assert_expected_inline(str(found[1]), """a record of version 2""")
 
 
 def test_text_is_read_back() -> None:

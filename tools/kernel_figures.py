@@ -83,17 +83,18 @@ def cuda(architecture: str, assembly: str) -> list[Figures]:
     ]
 
 
-def hip(architecture: str, program: str) -> tuple[list[Figures], str]:
-    """All kernels for ``gfx942`` or the like, and their instructions.
+def hip(architecture: str, program: str, source: Path = SOURCE) -> tuple[list[Figures], str]:
+    """All kernels of ``source`` for ``gfx942`` or the like, and their instructions.
 
     Raises:
         RuntimeError: what clang said: an error, or a warning.
     """
     flags = ["-x", "hip", "-std=c++17", "-O3", "-ffp-contract=off", "--cuda-device-only"]
     flags += [f"--offload-arch={architecture}", "-nogpulib", "-nogpuinc", "-S"]
+    flags += [f"-I{SOURCE.parent}"]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "image.s"
-        _said([program, *flags, str(SOURCE), "-o", str(target)])
+        _said([program, *flags, str(source), "-o", str(target)])
         text = target.read_text()
     # The metadata of each kernel: fields in the order of the alphabet.
     pattern = r"\.name: +(mp_\w+)\n +\.private_segment_fixed_size: (\d+)\n(?:.*\n)*?" + (

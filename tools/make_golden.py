@@ -9,8 +9,9 @@ Run it where ``meshplan`` can be imported (installed, or with ``PYTHONPATH=.``):
     python tools/make_golden.py            write the files of tests/golden
     python tools/make_golden.py --check    exit with 1 if a file is not what would be written
 
-``contract_v1.json`` has the operations of ``meshplan.contract``, ``premul_sum_v1.json`` torch's
-``PREMUL_SUM``, with a factor for each leaf. A golden file changes only together with the contract's
+``contract_v1.json`` has the operations of ``meshplan.contract`` in the orders of additions,
+``exact_v1.json`` those of ``order="exact"``, and ``premul_sum_v1.json`` torch's ``PREMUL_SUM``,
+with a factor for each leaf. A golden file changes only together with the contract's
 version.
 """
 
@@ -110,6 +111,24 @@ def cases() -> Iterator[Case]:
     # 2^24 + 1 is no float32: the divisor is rounded to the accumulator as well.
     yield Case(torch.float32, "avg", (2, 3, 2), RANK, 16777217)
     yield Case(torch.bfloat16, "avg", (3, 2), RANK, 2)
+
+
+EXACT, EXACT64 = Contract("exact"), Contract("exact", "float64")
+
+
+def exact_cases() -> Iterator[Case]:
+    """Every dtype in order ``exact``; integers as in any order."""
+    shapes = ((1,), (2,), (3,), (5,), (8,), (16,), (2, 3), (8, 5))
+    for dtype, shape in itertools.product(FLOATS, shapes):
+        yield Case(dtype, "sum", shape, EXACT)
+    for dtype in FLOATS:
+        yield Case(dtype, "avg", (7,), EXACT)
+        yield Case(dtype, "avg", (2, 3), EXACT, 3)
+        yield Case(dtype, "max", (5,), EXACT)
+    for op, shape in (("sum", (8,)), ("sum", (3, 3)), ("avg", (5,))):
+        yield Case(torch.float32, op, shape, EXACT64)  # type: ignore[arg-type]
+    yield Case(torch.int32, "sum", (7,), EXACT)
+    yield Case(torch.int8, "product", (3, 2), EXACT)
 
 
 # Powers of two, of which a product is exact, and others; two that no float32 is.
@@ -240,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     texts = {
         "contract_v1.json": render(cases(), "contract"),
+        "exact_v1.json": render(exact_cases(), "exact"),
         "premul_sum_v1.json": render(premul_cases(), "premul_sum"),
     }
     differ = False

@@ -40,6 +40,14 @@ from meshplan.kernel._memory import MemoryHandle as MemoryHandle
 from meshplan.kernel._memory import SharedMemory as SharedMemory
 from meshplan.kernel._memory import host as host
 from meshplan.kernel._memory import large_pages as large_pages
+from meshplan.kernel._scaled_integers import MAX_RANKS as MAX_RANKS
+from meshplan.kernel._scaled_integers import find_codes as find_codes
+from meshplan.kernel._scaled_integers import from_integers as from_integers
+from meshplan.kernel._scaled_integers import to_integers as to_integers
+from meshplan.kernel._scaled_integers import words_of as words_of
+from meshplan.kernel._squares import carry as carry
+from meshplan.kernel._squares import sum_squares as sum_squares
+from meshplan.kernel._squares import value_of_squares as value_of_squares
 from meshplan.kernel._transports import Ipc as Ipc
 from meshplan.kernel._transports import Regions as Regions
 from meshplan.kernel._transports import Symmetric as Symmetric

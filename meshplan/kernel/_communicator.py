@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
@@ -32,17 +33,16 @@ PeerMode = Literal["one_shot", "two_shot"]
 results are exchanged."""
 PEER_MODES: tuple[PeerMode, ...] = get_args(PeerMode)
 """All of ``PeerMode``."""
+# Of a communicator: those prepared for the calls that were used last.
 MAX_CALLS = 256
 _MODES = (*PEER_MODES, "scatter")
 # Its nanoseconds, added to any clock, fit into 63 bits.
 _LONGEST_SECONDS = 2**32
 # No two ranks write to one line.
-_LINE_BYTES = 64
+LINE_BYTES = 64
 
 # Fates of a call, as csrc/peer.h has them.
 _LATE, _REFUSED, _DIFFERS = 1, 2, 3
-# In place of a phase: another block found that signatures differ.
-_DIFFERING = 2
 # In place of a phase: two calls of that rank ran at the same time.
 _OVERLAPPING = 3
 
@@ -53,7 +53,7 @@ _communicators: weakref.WeakValueDictionary[str, Communicator[object]] = (
 
 
 class Arithmetic(NamedTuple):
-    """What is done to each element; as ``meshplan.definition.reduce_leaves`` has it."""
+    """The operation on each element; as ``meshplan.definition.reduce_leaves`` has it."""
 
     op: str
     shape: tuple[int, ...]
@@ -122,8 +122,8 @@ def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
         starts = [0, *(item * elements for elements in accumulate(key.parts))]
     else:
         # Parts are whole lines: each starts as aligned as the message, so that words stay wide.
-        lines = -(-nbytes // (ranks * _LINE_BYTES))
-        width = lines * _LINE_BYTES
+        lines = -(-nbytes // (ranks * LINE_BYTES))
+        width = lines * LINE_BYTES
         starts = [min(place * width, nbytes) for place in range(ranks + 1)]
     call.starts[: len(starts)] = starts
     call.signature.words[:WORDS] = pack_words(
@@ -142,7 +142,7 @@ def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
 
 def _check(key: CallKey, ranks: int) -> None:
     how, parts, numel = key.how, key.parts, math.prod(key.shape)
-    check_dtype(how.op, key.dtype)
+    check_dtype(how.op, key.dtype, how.contract)
     if not how.contract.ordering.compiled:
         raise PolicyError(
             f"the compiled library has no order {how.order!r}; use path='exchange', or add it "
@@ -276,6 +276,10 @@ class Communicator(ABC, Generic[_Call]):
                 call = self._calls[key] = self._prepare(key)
                 if len(self._calls) > MAX_CALLS:
                     self._calls.popitem(last=False)
+            else:
+                # Another thread may have cleared all of them: see set_timeout.
+                with suppress(KeyError):
+                    self._calls.move_to_end(key)
             return call
 
     def run(self, call: _Call, message: Tensor, out: Tensor) -> None:
@@ -302,17 +306,12 @@ class Communicator(ABC, Generic[_Call]):
         who, me = self.ranks[outcome.rank], self.ranks[self.rank]
         mine = str(read_words(signature.words))
         among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
-        if outcome.fate == _DIFFERS or outcome.phase == _DIFFERING:
-            theirs, found = "something else", ""
-            # A block that read the refusal of another block has not seen the words.
-            if any(outcome.theirs.words):
-                records = {who: read_words(outcome.theirs.words), me: read_words(signature.words)}
-                theirs = str(records[who])
-                found = f". Different: {differences(records)}"
+        if outcome.fate == _DIFFERS:
+            records = {who: read_words(outcome.theirs.words), me: read_words(signature.words)}
             return SignatureMismatchError(
-                f"rank {who} came to a reduction over ranks {among} with {theirs}, this rank {me} "
-                f"with {mine}{found}. Nothing was reduced: every rank must bring the same shape, "
-                "dtype, operation and contract",
+                f"rank {who} came to a reduction over ranks {among} with {records[who]}, this rank "
+                f"{me} with {mine}. Different: {differences(records)}. Nothing was reduced: every "
+                "rank must bring the same shape, dtype, operation and contract",
                 rank=who,
             )
         if outcome.phase == _OVERLAPPING:

@@ -33,7 +33,7 @@ class CompileError(RuntimeError):
 
 
 def sources() -> Path:
-    """The folder of the kernels' sources: in the installed package, or beside a checkout's."""
+    """The folder of the kernels' sources: in the installed package, or in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "csrc"
     return inside if inside.is_dir() else package.parent / "csrc"

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from meshplan._dtypes import name_of
-from meshplan.kernel._communicator import CallKey
+from meshplan.contract import Contract
 from meshplan.kernel._compilers import CompileError, Compiler, compilers, sources
 from meshplan.kernel._driver import Driver, DriverError, DriverKind
 from meshplan.kernel._private_folder import make_private
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.05
 
 
 def prebuilt() -> bytes | None:
-    """The kernels that ``pip install`` compiled for CUDA, if it found ``nvcc``."""
+    """The kernels that ``pip install`` compiled for CUDA, if it found ``nvcc`` and a GPU."""
     path = Path(__file__).parent / "_device.fatbin"
     return path.read_bytes() if path.exists() else None
 
@@ -208,14 +208,15 @@ def device_of(index: int) -> Device:
     return Device(driver, processors, device_code(kind, architecture), stream)
 
 
-def kernel_name(key: CallKey) -> str:
-    """The kernel for the arithmetic of a call; csrc/device.cu lists them."""
-    how = key.how
-    name = name_of(key.dtype)
-    op = "sum" if how.op == "avg" else how.op
+def kernel_name(dtype: torch.dtype, op: str, contract: Contract) -> str:
+    """The kernel over peers for leaves of ``dtype``; csrc/device.cu lists them."""
+    name = name_of(dtype)
+    op = "sum" if op == "avg" else op
     if op in ("max", "min"):
         return f"mp_{name}_{op}"
-    wide = how.accumulate == "float64" and key.dtype is torch.float32
+    wide = contract.accumulate == "float64" and dtype is torch.float32
+    if contract.ordering.exact and dtype.is_floating_point:
+        op = "exact"
     # Where partial results are as wide as the elements there is nothing to round.
-    node = how.rounding == "node" and (wide or key.dtype in (torch.bfloat16, torch.float16))
+    node = contract.rounding == "node" and (wide or dtype in (torch.bfloat16, torch.float16))
     return f"mp_{name}{'_wide' if wide else ''}_{op}{'_node' if node else ''}"

@@ -17,7 +17,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meshplan.errors import GroupStateError, PolicyError
-from meshplan.kernel._communicator import CallKey, Communicator, prepare_call
+from meshplan.kernel._communicator import (
+    LINE_BYTES,
+    CallKey,
+    Communicator,
+    prepare_call,
+)
 from meshplan.kernel._device_code import Device, kernel_name
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.kernel._library import (
@@ -32,8 +37,12 @@ from meshplan.kernel._transports import Regions
 
 # As ONE_SHOT_BYTES, for GPUs that are linked by NVLink: of the published times of such kernels.
 DEVICE_ONE_SHOT_BYTES = ((2, 1 << 20), (4, 512 << 10), (MAX_PEERS, 256 << 10))
-_LANES = 512
-_STAGED_BYTES = 128 << 10
+LANES = 512
+# Of all ranks' pieces of a block in a round: a region of 32 blocks has 96 MiB, and two_shot over
+# 8 ranks takes 64 MiB in 3 pieces and 4 barriers.
+_STAGED_BYTES = 768 << 10
+# A word of 16 bytes for each lane that a block copies with to one of 8 peers.
+_LEAST_PIECE = 1 << 10
 
 
 class _Call(NamedTuple):
@@ -72,11 +81,23 @@ def device_region_bytes(ranks: int, blocks: int) -> int:
     Raises:
         RuntimeError: the compiled library is not available, and why.
     """
-    return int(library().mp_peer_bytes(ranks, blocks, _tile(ranks), 1))
+    return int(library().mp_peer_bytes(ranks, blocks, tile_bytes(ranks), 1))
 
 
-def _tile(ranks: int) -> int:
+def tile_bytes(ranks: int) -> int:
+    """Bytes of a piece at most, of a group of ``ranks``."""
     return max(_STAGED_BYTES // ranks, 4 << 10) // 64 * 64
+
+
+def share_out(longest: int, blocks: int, tile: int) -> tuple[int, int]:
+    """Bytes of a piece, and how many of ``blocks`` have one, if no part has more than ``longest``.
+
+    As few rounds as tiles of so many bytes allow, and as many blocks as have a piece.
+    """
+    rounds = max(-(-longest // (blocks * tile)), 1)
+    lines = -(-longest // (rounds * blocks * LINE_BYTES))
+    piece = min(max(lines * LINE_BYTES, _LEAST_PIECE), tile)
+    return piece, min(max(-(-longest // piece), 1), blocks)
 
 
 class DeviceCommunicator(Communicator[_Call]):
@@ -111,14 +132,14 @@ class DeviceCommunicator(Communicator[_Call]):
         timeout: float,
         *,
         blocks: int = MAX_BLOCKS,
-        lanes: int = _LANES,
+        lanes: int = LANES,
     ) -> None:
         super().__init__(name, ranks, rank, timeout)
         self.device_type = device.type
         self._device = device
         self._regions = regions
         self._lanes = lanes
-        self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=_tile(self.size))
+        self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=tile_bytes(self.size))
         self._peers.region[: self.size] = regions.addresses
         with device.driver.current():
             self._order = StreamOrder(device.driver)
@@ -172,22 +193,20 @@ class DeviceCommunicator(Communicator[_Call]):
     def _prepare(self, key: CallKey) -> _Call:
         call = prepare_call(key, self.size, self.timeout)
         words = DeviceCall()
+        longest = call.starts[0]
+        if key.mode != "one_shot":
+            longest = max(call.starts[p + 1] - call.starts[p] for p in range(self.size))
+        # All ranks must launch the same number of blocks. It follows from shape, dtype and mode,
+        # which signatures compare.
+        call.piece, blocks = share_out(longest, self._peers.blocks, self._peers.tile)
         code = library().mp_device_call(ctypes.addressof(call), self.size, ctypes.addressof(words))
         if code != 0:
             raise PolicyError(
                 f"order {key.how.order!r} over axes of {list(key.how.shape)} does not fit the "
                 "kernels for GPUs; write path='exchange'"
             )
-        starts = call.starts
-        longest = starts[0]
-        if key.mode != "one_shot":
-            longest = max(starts[p + 1] - starts[p] for p in range(self.size))
-        # All ranks must launch the same number of blocks. It follows from shape, dtype and mode,
-        # which signatures compare.
-        steps = -(-longest // self._peers.tile)
-        blocks = min(max(steps, 1), self._peers.blocks)
         with self._device.driver.current():
-            kernel = self._device.kernel(kernel_name(key))
+            kernel = self._device.kernel(kernel_name(key.dtype, key.how.op, key.how.contract))
         return _Call(words, kernel, blocks)
 
     def _run(self, call: _Call, message: Tensor, out: Tensor) -> None:

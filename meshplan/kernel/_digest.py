@@ -4,7 +4,7 @@ Ranks compare digests. So these depend on dtype, shape and the bits of the eleme
 their indices, and on nothing else: not on strides, device, library or the pieces in which a tensor
 is read. The definition, version 1:
 
-* The elements' bytes, little-endian, are cut into blocks of 1024; the last is filled with zeros.
+* The elements' bytes, little-endian, are split into blocks of 1024; the last is filled with zeros.
 * A block is 128 pairs of 32-bit words ``(a, b)``. For each of two lanes it is hashed to the sum
   over the pairs of ``((a + k) mod 2^32) * ((b + k') mod 2^32)`` modulo 2^64, with keys for each
   word and lane. This is NH, of UMAC.

@@ -45,6 +45,11 @@ _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "record": ("cuEventRecord", "hipEventRecord", (_POINTER, _POINTER)),
     "query": ("cuEventQuery", "hipEventQuery", (_POINTER,)),
     "wait": ("cuStreamWaitEvent", "hipStreamWaitEvent", (_POINTER, _POINTER, _UINT)),
+    "capture_mode": (
+        "cuThreadExchangeStreamCaptureMode",
+        "hipThreadExchangeStreamCaptureMode",
+        (_POINTER,),
+    ),
     "capture_info": ("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2", (_POINTER,) * 6),
     "synchronize": ("cuCtxSynchronize", "hipDeviceSynchronize", ()),
     "error": ("cuGetErrorString", "hipDrvGetErrorString", (ctypes.c_int, ctypes.POINTER(_TEXT))),
@@ -55,6 +60,8 @@ _RECORD_EXTERNAL = ("cuEventRecordWithFlags", "hipEventRecordWithFlags")
 _EXTERNAL = 1
 # Portable and mapped: all contexts and the device itself see it.
 _HOST_FLAGS = 1 | 2
+# Of captures: this thread may make calls that no graph records.
+_RELAXED = 2
 # Other devices see writes while kernels run; ROCm keeps its own flags in such memory.
 _UNCACHED = 3
 _LAZY_PEER_ACCESS = 1
@@ -128,8 +135,13 @@ class Driver:
             self._check(self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
 
     def load(self, image: bytes) -> int:
-        """A module out of a cubin, a fatbin or a code object."""
-        return self._create(self._functions["load"], image)
+        """A module out of a cubin, a fatbin or a code object; also while a stream is captured."""
+        mode = ctypes.c_int(_RELAXED)
+        self._run("capture_mode", ctypes.byref(mode))
+        try:
+            return self._create(self._functions["load"], image)
+        finally:
+            self._run("capture_mode", ctypes.byref(mode))
 
     def function(self, module: int, name: str) -> int:
         """A kernel of a module."""

@@ -1,7 +1,8 @@
-"""Reductions of leaves by the compiled library, as one operator that torch's tools can see.
+"""Reductions of leaves by compiled code, as one operator that torch's tools can see.
 
-Tracing records the operator ``meshplan::fold``, and fake tensors answer it; it exists for CPU
-tensors. It checks nothing: the functions around it make the checks of ``meshplan.definition``.
+Tracing records the operator ``meshplan::fold``, and fake tensors answer it; it exists for tensors
+on CPUs and GPUs. For a GPU without compiled kernels it runs the definition. It checks nothing: the
+functions around it make the checks of ``meshplan.definition``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ import torch
 from torch import Tensor
 
 from meshplan import definition
+from meshplan._dtypes import name_of
 from meshplan.contract import Contract, Op, check_dtype
-from meshplan.definition import check_leaves, partial_dtype, refuse_flushing_thread
+from meshplan.definition import (
+    check_leaves,
+    partial_dtype,
+    partial_shape,
+    refuse_flushing_thread,
+)
 from meshplan.errors import ContractTypeError
+from meshplan.kernel._device_fold import fold_device, launch_fold
 from meshplan.kernel._library import DTYPES, OPS, load
 from meshplan.orders import ORDERS
 
@@ -38,7 +46,7 @@ def reduce_leaves(
     """As ``meshplan.definition.reduce_leaves``, bit for bit, with its arguments and errors."""
     if not _serves(leaves, contract):
         return definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor)
-    leaves, divisor = _check_whole(leaves, op, shape, divisor)
+    leaves, divisor = _check_whole(leaves, op, shape, contract, divisor)
     return _run(leaves, op, shape, contract, leaves[0].dtype, divisor, _WHOLE)
 
 
@@ -70,9 +78,9 @@ def reduce_into(
     if not _serves(leaves, contract):
         out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
         return
-    leaves, divisor = _check_whole(leaves, op, shape, divisor)
+    leaves, divisor = _check_whole(leaves, op, shape, contract, divisor)
     dtype = leaves[0].dtype
-    _check_thread(op, dtype)
+    _check_thread(op, dtype, out)
     _write(out, leaves, op, list(shape) or [1], *_words(contract), dtype, divisor, _WHOLE)
 
 
@@ -84,7 +92,7 @@ def combine_leaves(
         return definition.combine_leaves(leaves, op, shape, contract)
     leaves = check_leaves(leaves, op, shape, None)
     dtype = leaves[0].dtype
-    check_dtype(op, dtype)
+    check_dtype(op, dtype, contract)
     contract.check_parts(op, dtype)
     return _run(leaves, op, shape, contract, dtype, None, _COMBINE)
 
@@ -104,22 +112,28 @@ def finish_partials(
         # The definition also raises the errors.
         return definition.finish_partials(partials, op, shape, contract, dtype, divisor)
     partials = check_leaves(partials, op, shape, divisor)
-    check_dtype(op, dtype)
+    check_dtype(op, dtype, contract)
     contract.check_parts(op, dtype)
     return _run(partials, op, shape, contract, dtype, divisor, _FINISH)
 
 
 def _serves(leaves: Sequence[Tensor], contract: Contract) -> bool:
-    on_cpu = bool(leaves) and leaves[0].device.type == "cpu"
-    return on_cpu and ORDERS[contract.order].compiled and load()[0] is not None
+    if not leaves or not ORDERS[contract.order].compiled:
+        return False
+    kind = leaves[0].device.type
+    return kind == "cuda" or (kind == "cpu" and load()[0] is not None)
 
 
 def _check_whole(
-    leaves: Sequence[Tensor], op: Op, shape: Sequence[int], divisor: int | None
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract,
+    divisor: int | None,
 ) -> tuple[Sequence[Tensor], int | None]:
     """The checks of ``reduce_leaves``; arguments that passed once for plain leaves pass again."""
     first = leaves[0]
-    key = op, tuple(shape), len(leaves), divisor, first.dtype
+    key = op, tuple(shape), len(leaves), _words(contract), divisor, first.dtype
     # The checks replace leaves with a pending negation or a gradient, so these never skip them.
     plain = all(
         leaf.shape == first.shape
@@ -131,15 +145,15 @@ def _check_whole(
     )
     if key not in _passed or not plain:
         leaves = check_leaves(leaves, op, shape, divisor)
-        check_dtype(op, first.dtype)
+        check_dtype(op, first.dtype, contract)
         if len(_passed) >= _MOST_PASSED:
             _passed.clear()
         _passed.add(key)
     return leaves, len(leaves) if divisor is None and op == "avg" else divisor
 
 
-def _check_thread(op: str, dtype: torch.dtype) -> None:
-    rounds = dtype.is_floating_point and op not in ("max", "min")
+def _check_thread(op: str, dtype: torch.dtype, tensor: Tensor) -> None:
+    rounds = tensor.is_cpu and dtype.is_floating_point and op not in ("max", "min")
     # Flushing is a mode of the thread, and the library computes on the calling thread alone. The
     # product, in Python on this thread, is 0 only if it flushes: a cheap test before the exact one.
     if rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0:
@@ -153,7 +167,7 @@ def _words(contract: Contract) -> tuple[str, str, str]:
 def _run(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], contract: Contract, *rest: Any
 ) -> Tensor:
-    _check_thread(op, rest[0])
+    _check_thread(op, rest[0], leaves[0])
     words = _words(contract)
     result: Tensor = torch.ops.meshplan.fold(list(leaves), op, list(shape) or [1], *words, *rest)
     return result
@@ -170,13 +184,26 @@ def _empty(
     divisor: int | None,
     part: int,
 ) -> Tensor:
+    found = leaves[0].shape
+    # A whole fold is on the path of every call.
+    if part == _WHOLE:
+        return leaves[0].new_empty(found, dtype=dtype)
+    contract = Contract(order, accumulate, rounding)  # type: ignore[arg-type]
     if part == _COMBINE:
-        contract = Contract(order, accumulate, rounding)  # type: ignore[arg-type]
+        found = torch.Size(partial_shape(found, op, dtype, contract))
         dtype = partial_dtype(op, dtype, contract)
-    return leaves[0].new_empty(leaves[0].shape, dtype=dtype)
+    elif contract.sums_exactly(op, name_of(dtype)):
+        found = found[1:]
+    return leaves[0].new_empty(found, dtype=dtype)
 
 
 def _fold(leaves: list[Tensor], *call: Any) -> Tensor:
+    op, shape, *words, dtype, divisor, part = call
+    if part != _WHOLE and (contract := Contract(*words)).sums_exactly(op, name_of(dtype)):
+        # The library has whole sums only.
+        if part == _COMBINE:
+            return definition.combine_leaves(leaves, op, shape, contract)
+        return definition.finish_partials(leaves, op, shape, contract, dtype, divisor)
     out = _empty(leaves, *call)
     _write(out, leaves, *call)
     return out
@@ -194,6 +221,10 @@ def _write(
     divisor: int | None,
     part: int,
 ) -> None:
+    if out.is_cuda:
+        contract = Contract(order, accumulate, rounding)  # type: ignore[arg-type]
+        _write_on_device(out, leaves, op, shape, contract, dtype, divisor, part)
+        return
     flat = [leaf.contiguous() for leaf in leaves]
     compiled, reason = load()
     assert compiled is not None, reason
@@ -215,6 +246,28 @@ def _write(
     assert code == 0, (dtype, op)
 
 
+def _write_on_device(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    op: Any,
+    shape: list[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> None:
+    device = fold_device(out.device.index)
+    if device is not None and out.data_ptr() % out.itemsize == 0:
+        launch_fold(device, out, leaves, op, shape, contract, dtype, divisor, part)
+    elif part == _WHOLE:
+        divisor = divisor if op == "avg" else None
+        out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
+    elif part == _COMBINE:
+        out.copy_(definition.combine_leaves(leaves, op, shape, contract))
+    else:
+        out.copy_(definition.finish_partials(leaves, op, shape, contract, dtype, divisor))
+
+
 OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]
 """The library of torch in which meshplan registers its operators."""
 OPERATORS.define(  # type: ignore[no-untyped-call]
@@ -222,5 +275,6 @@ OPERATORS.define(  # type: ignore[no-untyped-call]
     "ScalarType dtype, int? divisor, int part) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-OPERATORS.impl("fold", _fold, "CPU")  # type: ignore[no-untyped-call]
+for _key in ("CPU", "CUDA"):
+    OPERATORS.impl("fold", _fold, _key)  # type: ignore[no-untyped-call]
 torch.library.register_fake("meshplan::fold", _empty, lib=OPERATORS)

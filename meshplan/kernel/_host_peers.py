@@ -95,7 +95,9 @@ class HostCommunicator(Communicator[PeerCall]):
             self._release()
 
     def _prepare(self, key: CallKey) -> PeerCall:
-        return prepare_call(key, self.size, self.timeout)
+        call = prepare_call(key, self.size, self.timeout)
+        call.piece = self._peers.tile
+        return call
 
     def _run(self, call: PeerCall, message: Tensor, out: Tensor) -> None:
         peers, outcome, processes = self._addresses

@@ -16,7 +16,7 @@ import torch
 from meshplan._installation import installation
 
 # These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
-ABI = 7
+ABI = 10
 MAX_PEERS = 72
 """Ranks of a communicator at most."""
 MAX_BLOCKS = 32
@@ -73,6 +73,8 @@ class PeerCall(ctypes.Structure):
         ("node", _INT),
         ("axes", _INT),
         ("shape", _INT * 8),
+        ("piece", _UINT),
+        ("unused", _UINT),
     )
 
 
@@ -120,6 +122,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "mp_digest": (None, [_POINTER, _INT64, _INT64, _POINTER]),
+    "mp_add_squares": (_INT, [_POINTER, _INT64, _INT, _POINTER]),
+    "mp_integers": (
+        _INT64,
+        [_INT, *[_POINTER] * 4, _INT64, _INT, _INT, _INT, _UINT64],
+    ),
     "mp_peer_bytes": (_UINT64, [_INT, _INT, _UINT, _INT]),
     "mp_device_call": (_INT, [_POINTER, _INT, _POINTER]),
     "mp_has_order": (_INT, [_UINT]),

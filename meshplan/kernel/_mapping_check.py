@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from meshplan.kernel._device_code import Device
-from meshplan.kernel._device_peers import _tile
+from meshplan.kernel._device_peers import tile_bytes
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import DeviceCall, Peers
 
@@ -99,7 +99,7 @@ class DeviceProbe:
     ) -> None:
         self._device = device
         size = len(addresses)
-        self._peers = Peers(world=size, rank=rank, blocks=blocks, tile=_tile(size))
+        self._peers = Peers(world=size, rank=rank, blocks=blocks, tile=tile_bytes(size))
         self._peers.region[:size] = addresses
         self._rank = rank
         self._wait = wait

@@ -24,7 +24,7 @@ def make_private(folder: Path) -> None:
     """Make the folder and what is missing above it, for this user alone, and check it.
 
     Raises:
-        OSError: it cannot be made; ``PermissionError``: as ``check_private`` says.
+        OSError: it cannot be made; ``PermissionError``: as in ``check_private``.
     """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):

@@ -28,6 +28,7 @@ using emulated::Event, emulated::Graph, emulated::Machine, emulated::kInvalid, e
 namespace {
 
 using Kernel = void (*)(const Peers, const DeviceCall, const unsigned char*, unsigned char*, Failures*);
+using FoldKernel = void (*)(const FoldCall);
 struct Handle {
   char text[64];
 };
@@ -57,6 +58,24 @@ std::set<void*> events;
 bool is_event(void* event) {
   const std::lock_guard guard(lock);
   return events.count(event) != 0;
+}
+
+// Kernels whose only parameter is a FoldCall.
+std::set<void*> folds;
+bool is_fold(const std::string& name) {
+  const std::string end = name.substr(name.rfind('_') + 1);
+  return end == "fold" || end == "combine" || end == "finish" || end == "table";
+}
+
+// As a thread has set it: 0 global, 2 relaxed.
+thread_local int capture_mode = 0;
+
+void run_blocks(unsigned blocks, unsigned lanes, const std::function<void()>& kernel) {
+  std::vector<std::thread> threads;
+  for (unsigned b = 0; b < blocks; ++b) {
+    threads.emplace_back([&, b] { gpu::Lanes(i32(b), i32(blocks), i32(lanes), kernel).run(); });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 constexpr int kNoMemory = 2, kNotFound = 500, kUnsupported = 801;
@@ -104,6 +123,7 @@ int cuCtxPopCurrent_v2(void** context) { return *context = &memory, 0; }
 #endif
 
 int MP_NAME(cuModuleLoadData, hipModuleLoadData)(void** module, const void* image) {
+  if (capture_mode != 2 && Machine::get().capturing()) return kUnsupportedInCapture;
   if (std::memcmp(image, "emulated", 8) != 0) return 200;
   return *module = &memory, 0;
 }
@@ -112,27 +132,29 @@ int MP_NAME(cuModuleGetFunction, hipModuleGetFunction)(void** function, void*, c
   dladdr(reinterpret_cast<void*>(&emulated_history), &self);
   void* library = dlopen(self.dli_fname, RTLD_NOLOAD | RTLD_NOW);
   *function = dlsym(library, name);
+  const std::lock_guard guard(lock);
+  if (is_fold(name)) folds.insert(*function);
   return *function == nullptr ? kNotFound : 0;
 }
 int MP_NAME(cuLaunchKernel, hipModuleLaunchKernel)(void* function, unsigned blocks, unsigned, unsigned,
                                                   unsigned lanes, unsigned, unsigned, unsigned,
                                                   void* stream, void** words, void**) {
   if (blocks == 0 || lanes == 0 || lanes > 512) return kInvalid;
+  note("launch " + std::to_string(blocks) + " on " + std::to_string(u64(stream)));
+  if (folds.count(function) != 0) {
+    const auto kernel = reinterpret_cast<FoldKernel>(function);
+    const FoldCall call = *static_cast<FoldCall*>(words[0]);
+    return Machine::get().launch(u64(stream),
+                                 [=] { run_blocks(blocks, lanes, [&] { kernel(call); }); });
+  }
   const auto kernel = reinterpret_cast<Kernel>(function);
   const Peers peers = *static_cast<Peers*>(words[0]);
   const DeviceCall call = *static_cast<DeviceCall*>(words[1]);
   const auto in = *static_cast<const unsigned char**>(words[2]);
   const auto out = *static_cast<unsigned char**>(words[3]);
   const auto failures = *static_cast<Failures**>(words[4]);
-  note("launch " + std::to_string(blocks) + " on " + std::to_string(u64(stream)));
   return Machine::get().launch(u64(stream), [=] {
-    std::vector<std::thread> threads;
-    for (unsigned b = 0; b < blocks; ++b) {
-      threads.emplace_back([&, b] {
-        gpu::Lanes(i32(b), i32(blocks), i32(lanes), [&] { kernel(peers, call, in, out, failures); }).run();
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    run_blocks(blocks, lanes, [&] { kernel(peers, call, in, out, failures); });
   });
 }
 
@@ -238,6 +260,9 @@ int MP_NAME(cuStreamGetCaptureInfo_v2, hipStreamGetCaptureInfo_v2)(void* stream,
                                                                   unsigned long long* id, void**, void**,
                                                                   std::size_t*) {
   return *status = Machine::get().status(u64(stream), id), 0;
+}
+int MP_NAME(cuThreadExchangeStreamCaptureMode, hipThreadExchangeStreamCaptureMode)(int* mode) {
+  return std::swap(*mode, capture_mode), 0;
 }
 int MP_NAME(cuCtxSynchronize, hipDeviceSynchronize)() { return Machine::get().synchronize(); }
 

@@ -58,6 +58,7 @@ class Lanes {
       makecontext(&lane.context, &Lanes::enter, 0);
     }
     bool upwards = false;
+    u32 chance = u32(block);
     for (std::size_t left = lanes_.size(); left > 0;) {
       bool released = false;
       std::size_t waiting = 0;
@@ -69,6 +70,12 @@ class Lanes {
         if (lane.done) continue;
         if (lane.at_barrier) {
           ++waiting;
+          continue;
+        }
+        // And some fall behind, as warps do.
+        chance = 1664525u * chance + 1013904223u;
+        if (chance >> 30 == 0) {
+          released = true;
           continue;
         }
         swapcontext(&scheduler_, &lane.context);
@@ -122,7 +129,8 @@ inline i32 blocks() { return Lanes::current()->blocks; }
 inline i32 lane() { return Lanes::current()->lane(); }
 inline i32 lanes() { return Lanes::current()->lanes(); }
 inline void sync() { Lanes::current()->give_way(true); }
-inline void barrier() { sync(); }
+inline void publish() { sync(); }
+inline void acquire() {}
 inline void nap() { Lanes::current()->give_way(false); }
 inline void store(u32* word, u32 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 inline u32 load(const u32* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }

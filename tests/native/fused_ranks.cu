@@ -16,6 +16,10 @@
 #include <vector>
 
 #include "cpu.h"
+
+// Of the kernels below only: all others would take minutes to compile.
+#define MP_PEER(name, D, Acc, Round, Op)
+#define MP_FOLD(name, In, Acc, Round, Out, Op)
 #include "device.cu"
 
 using namespace meshplan;
@@ -58,7 +62,7 @@ T* device_memory(std::size_t bytes) {
 
 class World {
  public:
-  World(i32 world, i32 blocks, u32 tile, i64 most) : world_(world), blocks_(blocks) {
+  World(i32 world, i32 blocks, u32 tile, i64 most) : world_(world), blocks_(blocks), tile_(tile) {
     const Map map{world, blocks, tile, true};
     const u32 near_wrap = 0xfffffffau;
     for (i32 r = 0; r < world; ++r) {
@@ -66,8 +70,7 @@ class World {
       for (i32 b = 0; b < blocks; ++b) {
         MUST(cudaMemcpy(region + map.generation(b), &near_wrap, 4, cudaMemcpyDefault));
         for (i32 p = 0; p < world; ++p) {
-          MUST(cudaMemcpy(region + map.flag(0, b, p), &near_wrap, 4, cudaMemcpyDefault));
-          MUST(cudaMemcpy(region + map.flag(1, b, p), &near_wrap, 4, cudaMemcpyDefault));
+          MUST(cudaMemcpy(region + map.flag(b, p), &near_wrap, 4, cudaMemcpyDefault));
         }
       }
       for (i32 of = 0; of < world; ++of) ranks_.peers[of].region[r] = region;
@@ -96,9 +99,10 @@ class World {
     call.item = i32(sizeof(D));
     call.order = rank_order ? Order::rank : Order::tree;
     call.one_axis = 1;
-    Schedule schedule{call.step, 0, 0, 0};
+    Schedule schedule{call.step, 0, 0, 0, 0};
     list_steps(schedule, call.order, &world_, 1);
     call.steps = schedule.count;
+    call.piece = piece_of(starts);
     MUST(cudaMemcpy(call_, &call, sizeof(call), cudaMemcpyDefault));
     for (i32 r = 0; r < world_; ++r) {
       ranks_.in[r] = in_[std::size_t(r)] + offset;
@@ -127,7 +131,17 @@ class World {
   u8* out(i32 rank) const { return ranks_.out[rank]; }
 
  private:
+  // As _device_peers.py shares a message out.
+  u32 piece_of(const std::vector<i64>& starts) const {
+    i64 longest = starts[0];
+    for (std::size_t p = 0; p + 1 < starts.size(); ++p) longest = std::max(longest, starts[p + 1] - starts[p]);
+    const i64 rounds = (longest + i64(blocks_) * tile_ - 1) / (i64(blocks_) * tile_);
+    const i64 even = (longest + rounds * blocks_ - 1) / std::max<i64>(rounds * blocks_, 1);
+    return u32(std::min<i64>(std::max<i64>((even + 63) / 64 * 64, 1024), tile_));
+  }
+
   i32 world_, blocks_;
+  u32 tile_;
   Ranks ranks_ = {};
   std::vector<u8*> in_, out_;
   Ranks* where_;
@@ -160,12 +174,12 @@ long wrong_elements(i32 world, std::mt19937& chance) {
       ranks.launch<D>();
       MUST(cudaDeviceSynchronize());
       std::vector<Instruction> room(std::size_t(2 * world));
-      Schedule schedule{room.data(), 0, 0, 0};
+      Schedule schedule{room.data(), 0, 0, 0, 0};
       list_steps(schedule, rank_order ? Order::rank : Order::tree, &world, 1);
       std::vector<const void*> from;
       for (const auto& leaf : leaves) from.push_back(leaf.data());
       std::vector<u8> expected(std::size_t(numel * item));
-      const Reduction how{dtype, 0, 0, 0, Part::whole, 0};
+      const Reduction how{dtype, 0, 0, 0, false, Part::whole, 0};
       reduce(expected.data(), from.data(), numel, schedule, how);
       for (i32 r = 0; r < world; ++r) {
         const bool part = mode == Mode::scatter;

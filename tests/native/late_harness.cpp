@@ -8,7 +8,6 @@
 //                              a peer gives up in the middle of a step: each fate
 //   late_harness refused WORLD calls after a failure: what they change in the regions
 //   late_harness overlapping   two calls of one rank at once: the fates of both
-//   late_harness idle WORLD    phase 1 rests for 2^31 steps: the wrong elements
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -23,11 +22,6 @@
 namespace {
 
 constexpr std::size_t kCalls = 6;
-#if defined(MP_EMULATED)
-constexpr bool kDevice = true;
-#else
-constexpr bool kDevice = false;
-#endif
 
 void nap(i64 microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
@@ -66,12 +60,13 @@ long wrong_bytes(const Planned& plan, i32 rank, i32 index, const u8* out, bool d
     longest = std::max(longest, starts[p + 1] - starts[p]);
   }
   long wrong = 0;
-  for (i64 step = index; step * kTile < longest; step += plan.used) {
+  const i64 piece = call.piece;
+  for (i64 step = index; step * piece < longest; step += plan.used) {
     for (std::size_t p = 0; p + 1 < starts.size(); ++p) {
       const bool whole = call.mode == Mode::one_shot, scatter = call.mode == Mode::scatter;
       if ((whole && p > 0) || (scatter && i32(p) != rank)) continue;
       const i64 begin = whole ? 0 : starts[p], end = whole ? starts.back() : starts[p + 1];
-      for (i64 i = begin + step * kTile; i < std::min(end, begin + (step + 1) * kTile); ++i) {
+      for (i64 i = begin + step * piece; i < std::min(end, begin + (step + 1) * piece); ++i) {
         const u8 wanted = done ? plan.expected[std::size_t(i)] : 0xff;
         wrong += out[scatter ? i - begin : i] != wanted;
       }
@@ -270,7 +265,7 @@ int overlapping() {
   };
   std::thread first(one, 0, 0);
   // It has stored its flags, and its peers are not there.
-  const auto* flag = reinterpret_cast<const u32*>(world.views[0].region[1] + world.map.flag(0, 0, 0));
+  const auto* flag = reinterpret_cast<const u32*>(world.views[0].region[1] + world.map.flag(0, 0));
   while (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == kNearWrap) nap(100);
   one(1, 0);
   std::thread second(one, 2, 1), third(one, 3, 2);
@@ -284,52 +279,6 @@ int overlapping() {
   return 0;
 }
 
-// Steps of one_shot only, over half the range of the count, and then two_shot with a late rank. What
-// lies between the multiples of 2^30 is skipped: nothing is written there that stays.
-int idle(i32 world_size) {
-  const World world(world_size, true);
-  float value = 0.f;  // never what a tile holds from before
-  const auto together = [&](Mode mode, std::size_t calls, i32 late_rank) {
-    std::atomic<long> wrong = 0;
-    std::vector<std::thread> threads;
-    value += 100.f;
-    for (i32 r = 0; r < world_size; ++r) {
-      threads.emplace_back([&, r] {
-        Case call{mode, false, false, false, true, std::vector<i64>(std::size_t(world_size), 20)};
-        for (std::size_t i = 0; i < calls; ++i) {
-          const std::vector<float> in(std::size_t(call.numel()), value + float(i));
-          std::vector<float> out(in.size());
-          if (r == late_rank) interruption = [](At where) { if (where == At::fold) nap(50'000); };
-          run(world, r, 0, 1, call, reinterpret_cast<const u8*>(in.data()),
-              reinterpret_cast<u8*>(out.data()));
-          for (float x : out) wrong += x != float(world_size) * in[0];
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    return wrong.load();
-  };
-  const auto leap = [&](u32 to) {
-    for (i32 r = 0; r < world_size; ++r) {
-      std::memcpy(world.views[0].region[r] + world.map.generation(0), &to, 4);
-      for (i32 p = 0; p < world_size; ++p) std::memcpy(world.views[0].region[r] + world.map.flag(0, 0, p), &to, 4);
-    }
-  };
-  for (i32 r = 0; r < world_size; ++r) {
-    for (i32 p = 0; p < world_size; ++p) std::memset(world.views[0].region[r] + world.map.flag(1, 0, p), 0, 4);
-  }
-  leap(0);
-  long wrong = together(Mode::two_shot, 3, -1);
-  for (const u32 quarter : {1u, 2u, 3u}) {
-    leap(quarter * (1u << 30) - 2);
-    wrong += together(Mode::one_shot, 6, -1);
-    if (quarter == 2) wrong += together(Mode::two_shot, 2, world_size - 1);
-  }
-  wrong += together(Mode::two_shot, 2, world_size - 1);
-  std::printf("%ld elements wrong\n", wrong);
-  return wrong != 0;
-}
-
 }  // namespace
 
 int main(int count, char** words) {
@@ -340,6 +289,5 @@ int main(int count, char** words) {
   if (what == "interrupted") return interrupted(world);
   if (what == "refused") return refused(world);
   if (what == "overlapping") return overlapping();
-  if (what == "idle") return idle(world);
   return 2;
 }

@@ -1,4 +1,5 @@
-// Every (rank, block) of the peer protocol as a thread, against a plain reading of the contract.
+// Every (rank, block) of the peer protocol as a thread, against a plain reading of the contract. With
+// -DMP_EMULATED, each block is one of the kernels for GPUs, with several lanes.
 //
 //   peer_harness random WORLD SEED [CALLS]
 //                                     random calls, flags that wrap; prints the wrong elements
@@ -18,6 +19,7 @@ namespace {
 int random_calls(i32 world_size, u32 seed, std::size_t all_calls) {
   long wrong = 0, failed = 0;
   for (bool push : {false, true}) {
+    if (kDevice && !push) continue;
     const World world(world_size, push);
     std::mt19937 chance(seed + push);
     const auto ranks = std::size_t(world_size);

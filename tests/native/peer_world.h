@@ -13,11 +13,19 @@
 #include "element.h"
 #include "host.h"
 #if defined(MP_EMULATED)
+// Only two kernels are run here.
+#define MP_PEER(name, D, Acc, Round, Op)
+#define MP_FOLD(name, In, Acc, Round, Out, Op)
 #include "device.cu"
 #endif
 
 using namespace meshplan;
 
+#if defined(MP_EMULATED)
+constexpr bool kDevice = true;
+#else
+constexpr bool kDevice = false;
+#endif
 constexpr i32 kBlocks = 3;
 constexpr u32 kTile = 512;
 constexpr u32 kNearWrap = 0xfffffff0u;
@@ -30,8 +38,8 @@ template <bool push>
 struct Block : HostBlock {
   static constexpr bool kPush = push;
   using HostBlock::HostBlock;
-  void copy(void* to, const void* from, i64 bytes) const {
-    HostBlock::copy(to, from, bytes);
+  void copy(void* to, const void* from, i64 bytes, const Team& team) const {
+    HostBlock::copy(to, from, bytes, team);
     if (interruption) interruption(At::copy);
   }
 };
@@ -40,6 +48,7 @@ struct Case {
   Mode mode;
   bool half, rank_order, in_place, push;
   std::vector<i64> parts;  // elements; one for one_shot
+  u32 piece = kTile;
   i64 numel() const {
     i64 sum = 0;
     for (i64 part : parts) sum += part;
@@ -112,8 +121,7 @@ struct World {
         std::memset(region + map.generation(b), 0, kLine);
         std::memcpy(region + map.generation(b), &kNearWrap, 4);
         for (i32 p = 0; p < world; ++p) {
-          std::memcpy(region + map.flag(0, b, p), &kNearWrap, 4);
-          std::memcpy(region + map.flag(1, b, p), &kNearWrap, 4);
+          std::memcpy(region + map.flag(b, p), &kNearWrap, 4);
         }
       }
       for (Peers& view : views) view.region[r] = region;
@@ -151,14 +159,15 @@ inline Outcome run(const World& world, i32 rank, i32 index, i32 count, const Cas
   words.one_axis = 1;
   words.signature.words[0] = u64(call.numel());
   words.signature.words[1] = u64(call.mode);
-  Schedule schedule{words.step, 0, 0, 0};
+  Schedule schedule{words.step, 0, 0, 0, 0};
   list_steps(schedule, call.order(), &world.size, 1);
   words.steps = schedule.count;
+  words.piece = call.piece;
   alignas(Failures) u8 room[sizeof(Failures) + kBlocks * sizeof(Failure)] = {};
   auto* failures = reinterpret_cast<Failures*>(room);
-  const auto kernel = call.half ? mp_bfloat16_sum : mp_float32_sum;
+  const auto kernel = call.half ? peer_reduce<Bfloat, float, float, Sum> : peer_reduce<float, float, float, Sum>;
   gpu::Lanes(index, count, kLanes, [&] {
-    kernel(world.views[std::size_t(rank)], words, in, out, failures);
+    kernel(world.views[std::size_t(rank)], words, in, out, failures, gpu::block(), gpu::blocks());
   }).run();
   return failures->any == 0 ? Outcome{} : failures->of[index].outcome;
 }
@@ -169,25 +178,25 @@ template <bool push>
 Outcome run_block(const World& world, i32 rank, i32 index, i32 count, const Case& call, const u8* in,
                   u8* out, i64 timeout_ns) {
   std::vector<Instruction> room(std::size_t(2 * world.size));
-  Schedule schedule{room.data(), 0, 0, 0};
+  Schedule schedule{room.data(), 0, 0, 0, 0};
   list_steps(schedule, call.order(), &world.size, 1);
-  const Reduction how{call.half ? 1 : 0, 0, 0, 0, Part::whole, 0};
+  const Reduction how{call.half ? 1 : 0, 0, 0, 0, false, Part::whole, 0};
   std::vector<i64> starts{0};
   for (i64 part : call.parts) starts.push_back(starts.back() + part * call.item());
   if (call.mode == Mode::one_shot) starts = {call.numel() * call.item()};
-  Message message{in, out, starts.data(), call.mode, call.item(), {}};
+  Message message{in, out, starts.data(), call.mode, call.item(), {}, call.piece};
   message.signature.words[0] = u64(call.numel());
   message.signature.words[1] = u64(call.mode);
-  auto fold = [&](u8* to, const Leaves& leaves, i64 numel, Block<push>& lanes) {
+  auto fold = [&](const Results& into, const Leaves& leaves, i64 numel, Block<push>& lanes) {
     if (push) {
       // As a device folds.
       const Elements elements{schedule.steps, schedule.count, world.size, call.order(), true, 0};
-      call.half ? fold_elements<Bfloat, float, float, Sum>(elements, to, leaves, numel, lanes)
-                : fold_elements<float, float, float, Sum>(elements, to, leaves, numel, lanes);
+      call.half ? fold_elements<Bfloat, float, float, Sum>(elements, into, leaves, numel, lanes)
+                : fold_elements<float, float, float, Sum>(elements, into, leaves, numel, lanes);
     } else {
       const void* from[kMaxPeers];
       for (i32 r = 0; r < world.size; ++r) from[r] = leaves.leaf(r);
-      reduce(to, from, numel, schedule, how);
+      reduce(into.out, from, numel, schedule, how);
     }
     if (interruption) interruption(At::fold);
   };
@@ -206,6 +215,7 @@ inline Outcome run(const World& world, i32 rank, i32 index, i32 count, const Cas
 // At most `most` elements, and often none at all.
 inline Case random_case(std::mt19937& chance, i32 world, bool push, u32 most = 6000) {
   Case call{Mode(chance() % 3), chance() % 2 == 0, chance() % 2 == 0, chance() % 2 == 0, push, {}};
+  call.piece = u32(kLine) * (1 + chance() % (kTile / u32(kLine)));
   const i64 numel = chance() % 8 == 0 ? 0 : i64(chance() % most);
   if (call.mode == Mode::scatter) {
     for (i32 r = 0; r < world; ++r) call.parts.push_back(i64(chance() % u32(numel / world + 1)));
