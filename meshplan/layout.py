@@ -7,7 +7,6 @@ coordinate, row-major, never by sorted rank. That order fixes the order of addit
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from meshplan._message_text import suggest
 from meshplan.errors import AxisNameError, LayoutError
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class Layout:
             return axis % len(self.sizes)
         if axis in self.axes:
             return self.axes.index(axis)
-        near = difflib.get_close_matches(axis, self.axes, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = suggest(axis, self.axes)
         raise AxisNameError(f"no axis '{axis}' in the mesh, it has {', '.join(self.axes)}{hint}")
 
     def axis_indices(self, axes: Iterable[str | int] | str | int) -> tuple[int, ...]:

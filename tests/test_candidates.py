@@ -36,7 +36,7 @@ class TestCube(TestCase):
             self.explained("P P P -> R R R"),
             """\
 (P(sum), P(sum), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
   all_reduce sum over (a, b, c), exchange
 rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new group over (b, c), 8.2 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
@@ -48,7 +48,7 @@ rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new
             self.explained("P P P -> R S(0) R"),
             """\
 (P(sum), P(sum), P(sum)) -> (R, S(0), R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
   all_reduce sum over (a, b, c), exchange
   slice R -> S(0) over (b), local
@@ -66,7 +66,7 @@ rejected, 91.7 us slower, 2.0 kB more inside domains, 1 more collective, a new g
             self.explained("P P P -> S(0) R R"),
             """\
 (P(sum), P(sum), P(sum)) -> (S(0), R, R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
   all_reduce sum over (a, b, c), exchange
   slice R -> S(0) over (a), local
@@ -84,7 +84,7 @@ rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new
             self.explained("P P P -> R R S(0)"),
             """\
 (P(sum), P(sum), P(sum)) -> (R, R, S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
   all_reduce sum over (a, b, c), exchange
   slice R -> S(0) over (c), local
@@ -102,7 +102,7 @@ rejected, 91.7 us slower, 2.0 kB more inside domains, 1 more collective, a new g
             self.explained("P P P -> S(0) R S(0)"),
             """\
 (P(sum), P(sum), P(sum)) -> (S(0), R, S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 26.6 us, 2 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 36.9 kB memory
   reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange
 rejected, 12.2 us slower, 8.2 kB more over the network, 4.1 kB more inside domains, 12.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
@@ -122,7 +122,7 @@ rejected, 59.0 us slower, 16.4 kB more inside domains, 2 more collectives, a new
             self.explained("P P P -> S(0) S(1) S(0)"),
             """\
 (P(sum), P(sum), P(sum)) -> (S(0), S(1), S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 19.4 us, 1 collective, 14.3 kB out (6.1 kB domain, 8.2 kB network), 34.8 kB memory
   reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c, exchange
 rejected, 19.4 us slower, 8.2 kB more over the network, 6.1 kB more inside domains, 1 more collective, 14.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
@@ -144,7 +144,7 @@ rejected, 66.2 us slower, 18.4 kB more inside domains, 3 more collectives, a new
             self.explained("P P P -> S(0) S(0) S(0)"),
             """\
 (P(sum), P(sum), P(sum)) -> (S(0), S(0), S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 19.4 us, 1 collective, 14.3 kB out (6.1 kB domain, 8.2 kB network), 34.8 kB memory
   reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange
 rejected, 19.4 us slower, 8.2 kB more over the network, 6.1 kB more inside domains, 1 more collective, 14.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
@@ -166,7 +166,7 @@ rejected, 66.2 us slower, 18.4 kB more inside domains, 3 more collectives, a new
             self.explained("P S(0) P -> R S(0) R"),
             """\
 (P(sum), S(0), P(sum)) -> (R, S(0), R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 33.1 us, 4 collectives, 12.3 kB out (8.2 kB domain, 4.1 kB network), 32.8 kB memory
   all_reduce sum over (a, c), exchange in blocks of 2
 rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c): 75.4 us, 2 collectives, 12.3 kB out (4.1 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
@@ -178,7 +178,7 @@ rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c):
             self.explained("P S(0) P -> R R R"),
             """\
 (P(sum), S(0), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 40.3 us, 5 collectives, 20.5 kB out (16.4 kB domain, 4.1 kB network), 32.8 kB memory
   all_reduce sum over (a, c), exchange in blocks of 2
   torch S(0) -> R over (b)
@@ -198,7 +198,7 @@ rejected, 42.4 us slower, 12.3 kB more over the network, a new group over (a, c)
             self.explained("P R P -> R R R"),
             """\
 (P(sum), R, P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 33.2 us, 4 collectives, 24.6 kB out (16.4 kB domain, 8.2 kB network), 65.5 kB memory
   all_reduce sum over (a, c), exchange in blocks of 2
 rejected, 42.3 us slower, 8.2 kB more over the network, a new group over (a, c): 75.5 us, 2 collectives, 24.6 kB out (8.2 kB domain, 16.4 kB network), 49.2 kB memory, new group over (a, c)
@@ -210,7 +210,7 @@ rejected, 42.3 us slower, 8.2 kB more over the network, a new group over (a, c):
             self.explained("P S(0) P -> R S(1) R"),
             """\
 (P(sum), S(0), P(sum)) -> (R, S(1), R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 40.3 us, 5 collectives, 16.4 kB out (12.3 kB domain, 4.1 kB network), 32.8 kB memory
   all_reduce sum over (a, c), exchange in blocks of 2
   torch S(0) -> S(1) over (b)
@@ -230,7 +230,7 @@ rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c):
             self.explained("P S(0) P -> S(0) S(0) S(0)"),
             """\
 (P(sum), S(0), P(sum)) -> (S(0), S(0), S(0)) on (a=2, b=2, c=2)
-6 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+6 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 31.0 us, 4 collectives, 24.6 kB out (20.5 kB domain, 4.1 kB network), 57.3 kB memory
   torch S(0) -> R over (b)
   reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange in blocks of 2
@@ -272,7 +272,7 @@ rejected, 51.7 us slower, 12.3 kB more over the network, a new group over (a, c)
             self.explained("S(0) P P -> S(0) R R"),
             """\
 (S(0), P(sum), P(sum)) -> (S(0), R, R) on (a=2, b=2, c=2)
-1 plan compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+1 plan compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 66.8 us, 2 collectives, 12.3 kB out domain, 24.6 kB memory, new group over (b, c)
   all_reduce sum over (b, c), exchange""",
         )
@@ -282,7 +282,7 @@ chosen: 66.8 us, 2 collectives, 12.3 kB out domain, 24.6 kB memory, new group ov
             self.explained("S(0) P P -> R R R"),
             """\
 (S(0), P(sum), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 76.3 us, 3 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 24.6 kB memory, new group over (b, c)
   all_reduce sum over (b, c), exchange
   torch S(0) -> R over (a)
@@ -296,7 +296,7 @@ rejected, 26 ns slower, 12.3 kB more inside domains, 24.6 kB more memory: 76.3 u
             self.explained("S(0) S(0) P -> R R R"),
             """\
 (S(0), S(0), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-3 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+3 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 31.1 us, 4 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 24.6 kB memory
   all_reduce sum over (c), exchange
   torch S(0) -> R over (b)
@@ -316,7 +316,7 @@ rejected, 26 ns slower, 12.3 kB more inside domains, 24.6 kB more memory: 31.1 u
             self.explained("P P P -> S(0) S(0) R"),
             """\
 (P(sum), P(sum), P(sum)) -> (S(0), S(0), R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4
+4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 26.6 us, 2 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 36.9 kB memory
   reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange
 rejected, 12.2 us slower, 8.2 kB more over the network, 4.1 kB more inside domains, 12.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
@@ -361,7 +361,7 @@ class TestClusters(TestCase):
             planned(ISSUE, "P P R -> R R R", topology=FIVE_NODES).explain(),
             """\
 (P(sum), P(sum), R) -> (R, R, R) on (ddp=8, fsdp=5, tp=1)
-1 plan compared for 4194304 elements of float32 (no shape given), 5 nodes of 8, domains of 8
+1 plan compared for 4194304 elements of float32 (no shape given), 5 nodes of 8, domains of 8; bytes out of the busiest rank
 chosen: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 50.3 MB memory
   all_reduce sum over (ddp, fsdp), exchange""",
         )
@@ -373,10 +373,10 @@ chosen: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 5
             planned(turned, "P P R -> R R R", topology=FIVE_NODES).explain(),
             """\
 (P(sum), P(sum), R) -> (R, R, R) on (fsdp=5, ddp=8, tp=1)
-2 plans compared for 4194304 elements of float32 (no shape given), 5 nodes of 8, domains of 8
-chosen: 188.8 us, 4 collectives, 32.7 MB out (29.4 MB domain, 3.4 MB network), 54.5 MB memory
+2 plans compared for 4194304 elements of float32 (no shape given), 5 nodes of 8, domains of 8; bytes out of the busiest rank
+chosen: 190.9 us, 8 collectives, 32.7 MB out (29.4 MB domain, 3.4 MB network), 54.5 MB memory
   all_reduce sum over (fsdp, ddp), exchange in blocks of 8
-rejected, 555.6 us slower, 23.5 MB more over the network: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 50.3 MB memory
+rejected, 553.4 us slower, 23.5 MB more over the network: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 50.3 MB memory
   all_reduce sum over (fsdp, ddp), exchange""",
         )
 
@@ -391,20 +391,20 @@ rejected, 555.6 us slower, 23.5 MB more over the network: 744.3 us, 2 collective
             ).explain(),
             """\
 (P(sum)) -> (S(0)) on (dp=64)
-6 plans compared for 4096 x 1024 elements of bfloat16, 8 nodes of 8, domains of 4
-chosen: 245.3 us, 2 collectives, 10.2 MB out (6.3 MB domain, 262.1 kB node, 3.7 MB network), 25.3 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
-  reduce_scatter sum over (dp) to S(0) over dp, exchange in blocks of 4
-rejected, 2.8 us slower, 3.9 MB more inside nodes, a new group in blocks of 8 over (dp), a new group across blocks of 8 over (dp): 248.2 us, 2 collectives, 9.2 MB out (3.1 MB domain, 4.2 MB node, 1.8 MB network), 21.1 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
+6 plans compared for 4096 x 1024 elements of bfloat16, 8 nodes of 8, domains of 4; bytes out of the busiest rank
+chosen: 242.2 us, 4 collectives, 9.2 MB out (3.1 MB domain, 4.2 MB node, 1.8 MB network), 21.1 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
   reduce_scatter sum over (dp) to S(0) over dp, exchange in blocks of 8
-rejected, 74.3 us slower, 3.7 MB more over the network, 262.1 kB more inside nodes: 319.6 us, 1 collective, 8.3 MB out (393.2 kB domain, 524.3 kB node, 7.3 MB network), 16.9 MB memory
+rejected, 3.1 us slower, 1.8 MB more over the network, 3.1 MB more inside domains, a new group in blocks of 4 over (dp), a new group across blocks of 4 over (dp), 4.2 MB more memory: 245.3 us, 2 collectives, 10.2 MB out (6.3 MB domain, 262.1 kB node, 3.7 MB network), 25.3 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
+  reduce_scatter sum over (dp) to S(0) over dp, exchange in blocks of 4
+rejected, 77.4 us slower, 5.5 MB more over the network: 319.6 us, 1 collective, 8.3 MB out (393.2 kB domain, 524.3 kB node, 7.3 MB network), 16.9 MB memory
   reduce_scatter sum over (dp) to S(0) over dp, exchange
-rejected, 106.6 us slower, 1.8 MB more over the network, 131.1 kB more inside nodes, 6.3 MB more inside domains, 2 more collectives, 8.3 MB more memory: 351.9 us, 4 collectives, 18.5 MB out (12.6 MB domain, 393.2 kB node, 5.5 MB network), 33.6 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
+rejected, 109.7 us slower, 3.7 MB more over the network, 9.4 MB more inside domains, a new group in blocks of 4 over (dp), a new group across blocks of 4 over (dp), 12.5 MB more memory: 351.9 us, 4 collectives, 18.5 MB out (12.6 MB domain, 393.2 kB node, 5.5 MB network), 33.6 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
   all_reduce sum over (dp), exchange in blocks of 4
   slice R -> S(0) over (dp), local
-rejected, 132.6 us slower, 8.1 MB more inside nodes, 2 more collectives, a new group in blocks of 8 over (dp), a new group across blocks of 8 over (dp), 4.1 MB more memory: 378.0 us, 4 collectives, 17.4 MB out (6.3 MB domain, 8.4 MB node, 2.8 MB network), 29.4 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
+rejected, 133.0 us slower, 917.5 kB more over the network, 4.2 MB more inside nodes, 3.1 MB more inside domains, 4 more collectives, 8.3 MB more memory: 375.3 us, 8 collectives, 17.4 MB out (6.3 MB domain, 8.4 MB node, 2.8 MB network), 29.4 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
   all_reduce sum over (dp), exchange in blocks of 8
   slice R -> S(0) over (dp), local
-rejected, 393.9 us slower, 11.0 MB more over the network, 786.4 kB more inside nodes: 639.2 us, 2 collectives, 16.5 MB out (786.4 kB domain, 1.0 MB node, 14.7 MB network), 25.2 MB memory
+rejected, 397.0 us slower, 12.8 MB more over the network, 4.1 MB more memory: 639.2 us, 2 collectives, 16.5 MB out (786.4 kB domain, 1.0 MB node, 14.7 MB network), 25.2 MB memory
   all_reduce sum over (dp), exchange
   slice R -> S(0) over (dp), local""",
         )
@@ -414,7 +414,7 @@ rejected, 393.9 us slower, 11.0 MB more over the network, 786.4 kB more inside n
             planned(CUBE, "P P P -> R R R", shape=(4,), topology=TWO_NODES).explain(),
             """\
 (P(sum), P(sum), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 4 elements of float32, 2 nodes of 4, domains of 4
+2 plans compared for 4 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
 chosen: 38.4 us, 2 collectives, 56 B out (24 B domain, 32 B network), 48 B memory
   all_reduce sum over (a, b, c), exchange
 rejected, 47.0 us slower, 2 more collectives, a new group over (b, c), 8 B more memory: 85.4 us, 4 collectives, 32 B out (24 B domain, 8 B network), 56 B memory, new group over (b, c)
@@ -430,7 +430,7 @@ rejected, 47.0 us slower, 2 more collectives, a new group over (b, c), 8 B more 
             ).explain(),
             """\
 (P(sum), P(sum), P(sum)) -> (R, R, S(0)) on (dp=2, cp=2, fsdp=2)
-2 plans compared for 8 elements of float32, nodes unknown
+2 plans compared for 8 elements of float32, nodes unknown; bytes out of the busiest rank
 chosen: 101.0 us, 2 collectives, 56 B out network, 96 B memory, new group over (dp, cp, fsdp)
   all_reduce sum over (dp, cp, fsdp), exchange
   slice R -> S(0) over (fsdp), local

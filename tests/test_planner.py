@@ -128,11 +128,11 @@ slice R -> S(0) over (c), local: after the reduction of P(sum)""",
         layout, nodes = Layout.of(dp=4, fsdp=8), Topology.uniform(32, node_size=8)
         self.assertExpectedInline(
             str(planned(layout, "P P", "R R", topology=nodes)),
-            """all_reduce sum over (dp, fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in one order for all siblings, hierarchical, 8 ranks per block""",
+            """all_reduce sum over (dp, fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in one order for all siblings, hierarchical, 8 ranks per block, cheapest for 4194304 elements""",
         )
         self.assertExpectedInline(
             str(planned(layout, "P P", "S(0) R", topology=nodes)),
-            """reduce_scatter sum over (dp, fsdp) to S(0) over dp, all_gather over (fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in one order for all siblings, hierarchical, 8 ranks per block""",
+            """reduce_scatter sum over (dp, fsdp) to S(0) over dp, all_gather over (fsdp), groups of 32, exchange in blocks of 8, contract v1/tree/wide/once: 2 axes in one reduction, in one order for all siblings, hierarchical, 8 ranks per block, cheapest for 4194304 elements""",
         )
         # A left fold has no parts that could be done first; a maximum has.
         rank = Contract(order="rank")
@@ -164,7 +164,7 @@ slice R -> S(0) over (c), local: after the reduction of P(sum)""",
         found = planned(Layout.of(a=2, b=2), "P P(avg)", "R R", dtype=torch.bfloat16)
         self.assertExpectedInline(
             found.dumps(),
-            """{"cost": {"collectives": 2, "creates": [], "domain": 0, "nanoseconds": 281058, "network": 12582912, "node": 0, "peak": 25165824}, "dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "shape": null, "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "contract": "v1/tree/wide/once", "divisor": 2, "inner": 1, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in one order for all siblings"}]}""",
+            """{"cost": {"collectives": 2, "creates": [], "domain": 0, "nanoseconds": 281058, "network": 12582912, "node": 0, "peak": 25165824}, "dst": ["R", "R"], "dtype": "bfloat16", "mesh": {"axes": ["a", "b"], "ranks": [0, 1, 2, 3], "sizes": [2, 2]}, "policy": "deterministic", "shape": null, "src": ["P(sum)", "P(avg)"], "steps": [{"axes": ["a", "b"], "between": "exchange", "chunk": 0, "contract": "v1/tree/wide/once", "divisor": 2, "inner": 1, "kind": "all_reduce", "move": "P(sum), P(avg) -> R", "norm": null, "op": "avg", "path": "exchange", "scatter": [], "sizes": [2, 2], "why": "2 axes in one reduction, in one order for all siblings"}]}""",
         )
         assert json.loads(found.dumps()) == found.to_json()
 
@@ -291,7 +291,7 @@ class TestErrors(TestCase):
         )
         self.assertExpectedInline(
             self.message(PolicyError, "P P P", "R R R", path="ring"),
-            """MP402: unknown contract path 'ring'; use 'exchange' or 'reference'""",
+            """MP402: unknown contract path 'ring'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'""",
         )
         self.assertExpectedInline(
             self.message(ContractTypeError, "P(avg) P P", "R R R", dtype=torch.int64),

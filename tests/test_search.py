@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import networkx as nx
 import pytest
 
 from meshplan.layout import Layout
-from meshplan.planner import NOMINAL_ELEMENTS, Problem
-from meshplan.planner._cost import ReductionStrategy
+from meshplan.planner import NOMINAL_ELEMENTS, Problem, plan
+from meshplan.planner._path_costs import ReductionStrategy
 from meshplan.planner._search import Move, _StateGraph, search
 from meshplan.topology import Topology
 
@@ -74,3 +77,50 @@ def test_moves_surround_the_single_reduction() -> None:
         Move(axis=1, held=0, then=-1),
         ReductionStrategy(axes=(0,), sharded=(0,)),
     )
+
+
+@pytest.mark.parametrize("nodes", [2, 512])
+def test_nodes_reduce_partials_by_halving(nodes: int) -> None:
+    topology = Topology.uniform(nodes * 8, node_size=8, domain_size=8)
+    how: dict[str, Any] = {"path": "auto", "topology": topology, "shape": (1 << 24,)}
+    layout = Layout((nodes, 8))
+    chosen = plan(Problem.of(layout, ("P", "P"), ("R", "R"), dtype="bfloat16", **how))
+    (step,) = chosen.reductions
+    assert (step.inner, step.between, step.path) == (8, "halving", "exchange")
+    assert step.chunk > 0
+    # 16 bits inside nodes, float32 partials of an eighth between them, 16 bits back.
+    assert chosen.candidates[0].cost.sent <= 2.15 * 2 * (1 << 24)
+
+
+@pytest.mark.parametrize("nodes", [3, 5, 64, 65])
+def test_shards_between_any_number_of_nodes_may_halve(nodes: int) -> None:
+    """Of 5 or 65 nodes some own no part, and get their shards in one round more."""
+    topology = Topology.uniform(nodes * 8, node_size=8, domain_size=8)
+    how: dict[str, Any] = {"path": "auto", "topology": topology, "shape": (1 << 24,)}
+    problem = Problem.of(Layout((nodes, 8)), ("P", "P"), ("R", "S(0)"), **how)
+    found = search(problem, (0, 1), 100)[0]
+    reductions = [one for each in found for one in each.path if isinstance(one, ReductionStrategy)]
+    assert ReductionStrategy((0, 1), (1,), 8, "halving") in reductions
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numel", "halves"),
+    [
+        ((12,), 1 << 19, True),  # 0.89 of the time of an exchange
+        ((12,), 1 << 20, False),  # 0.93
+        ((4, 8), 1 << 24, True),  # 0.94
+        ((4, 8), 1 << 26, False),  # 0.96
+    ],
+)
+def test_halving_has_to_save_a_margin(sizes: tuple[int, ...], numel: int, halves: bool) -> None:
+    """Of 10 % between ranks, and of 5 % between blocks."""
+    node = sizes[-1] if len(sizes) > 1 else 1
+    topology = Topology.uniform(math.prod(sizes), node_size=node, domain_size=node)
+    words = ["P"] * len(sizes), ["R"] * len(sizes)
+    chosen = plan(Problem.of(Layout(sizes), *words, path="auto", topology=topology, shape=(numel,)))
+    times: dict[str, int] = {}
+    for one in chosen.candidates:
+        times.setdefault(one.steps[0].between, one.cost.nanoseconds)
+    assert times["halving"] < times["exchange"]
+    assert (chosen.reductions[0].between == "halving") == halves
+    assert ("faster, within the margin that halving has to save" in chosen.explain()) != halves

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
+from meshplan.topology import Topology
 
 P, R, S = Partial(), Replicate(), Shard(0)
 
@@ -68,6 +70,27 @@ def test_all_ranks_of_the_8_by_5_mesh_agree(
         # Ten rows over five or over eight ranks are two each, while there are any.
         sharded = [i for i, p in enumerate(dst) if p == S]
         assert local.shape[0] == (10 if not sharded else 2 if where[sharded[0]] < 5 else 0)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_simulated_ranks_exchange_instead_of_halving(mesh: DeviceMesh, blocks: bool) -> None:
+    """With the reason in the report. Flat, halving was requested: it is a fallback."""
+    why = "ranks of one simulation issue the same collectives, those of halving differ"
+    how: dict[str, Any] = {"path": "halving"}
+    if blocks:
+        how = {"strict": True, "topology": Topology.uniform(40, node_size=5, domain_size=5)}
+    meshplan.clear_report()
+    with LocalTensorMode(40) as ranks, meshplan.installed(**how):
+        summand = ranks.rank_map(lambda r: torch.full((10, 3), float(r)))
+        d = DTensor.from_local(summand, mesh, (P, P, R), run_check=False)
+        found = d.redistribute(mesh, (R, R, R)).to_local()
+        (entry,) = meshplan.report(json=True)["entries"]
+    assert isinstance(found, LocalTensor)
+    for local in found._local_tensors.values():
+        assert set(local.flatten().tolist()) == {float(sum(range(40)))}
+    assert ("halving between them" if blocks else "halving,") in entry["planned"]
+    assert (entry["ran"], entry["fallback"]) == ("exchange", not blocks)
+    assert why in entry["why"]
 
 
 CASES = (

@@ -541,7 +541,7 @@ MP211: the topology describes 39 ranks, the mesh (ddp=8, fsdp=5) has rank 39; pa
         self.assertExpectedInline(
             "\n".join(found),
             """\
-MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp (did you mean 'fsdp'?)
 MP401: step ['fsdp'] names axis fsdp (P(sum) -> R) a second time, where nothing is pending; name each axis to reduce once: fsdp
 MP401: step [] is not one reduction, it names nothing; use steps of axes that reduce together, and a gathered axis by itself
 MP401: step ['fsdp'] names axis fsdp (R -> R), where nothing is pending; name each axis to reduce once: none

@@ -9,18 +9,30 @@ from meshplan._lazy_imports import list_names, make_lazy
 if TYPE_CHECKING:
     from meshplan.planner import _nccl_order as nccl_order
     from meshplan.planner._arithmetic import predict_divergence as predict_divergence
-    from meshplan.planner._cost import CONTRACT_PATHS as CONTRACT_PATHS
-    from meshplan.planner._cost import ContractPath as ContractPath
     from meshplan.planner._cost import Cost as Cost
-    from meshplan.planner._cost import PlannedReduction as PlannedReduction
-    from meshplan.planner._cost import exchange_cost as exchange_cost
-    from meshplan.planner._cost import intra_node_blocks as intra_node_blocks
-    from meshplan.planner._cost import one_message_bytes as one_message_bytes
-    from meshplan.planner._cost import reference_cost as reference_cost
-    from meshplan.planner._cost import register_cost as register_cost
+    from meshplan.planner._group_facts import intra_node_blocks as intra_node_blocks
+    from meshplan.planner._halving import Halving as Halving
+    from meshplan.planner._halving import HalvingMessage as HalvingMessage
+    from meshplan.planner._halving import HalvingRound as HalvingRound
+    from meshplan.planner._halving import halving_schedule as halving_schedule
+    from meshplan.planner._halving import merge_axes as merge_axes
+    from meshplan.planner._halving import share_owners as share_owners
     from meshplan.planner._hazard import Hazard as Hazard
     from meshplan.planner._hazards import are_uniform as are_uniform
     from meshplan.planner._hazards import hazards as hazards
+    from meshplan.planner._path_costs import CONTRACT_PATHS as CONTRACT_PATHS
+    from meshplan.planner._path_costs import ContractPath as ContractPath
+    from meshplan.planner._path_costs import PlannedReduction as PlannedReduction
+    from meshplan.planner._path_costs import exchange_cost as exchange_cost
+    from meshplan.planner._path_costs import find_halving_limits as find_halving_limits
+    from meshplan.planner._path_costs import halving_cost as halving_cost
+    from meshplan.planner._path_costs import integer_cost as integer_cost
+    from meshplan.planner._path_costs import one_message_bytes as one_message_bytes
+    from meshplan.planner._path_costs import reference_cost as reference_cost
+    from meshplan.planner._path_costs import register_cost as register_cost
+    from meshplan.planner._pipeline import count_chunks as count_chunks
+    from meshplan.planner._pipeline import cut_chunks as cut_chunks
+    from meshplan.planner._pipeline import weigh_chunks as weigh_chunks
     from meshplan.planner._plan import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
     from meshplan.planner._plan import Plan as Plan
     from meshplan.planner._plan import Step as Step
@@ -38,25 +50,33 @@ if TYPE_CHECKING:
     from meshplan.planner._problem import Spec as Spec
     from meshplan.planner._problem import check_audit as check_audit
     from meshplan.planner._problem import check_policy as check_policy
+    from meshplan.planner._reach import Reach as Reach
     from meshplan.planner._search import follows_default_order as follows_default_order
     from meshplan.planner._siblings import Algorithm as Algorithm
     from meshplan.planner._siblings import Siblings as Siblings
+    from meshplan.planner._siblings import cache_siblings as cache_siblings
     from meshplan.planner._simulation import Simulation as Simulation
     from meshplan.planner._simulation import simulate as simulate
 
 # Imported at first use: the linter needs hazards, and neither the search nor the costs.
 _MODULES = {
     "_arithmetic": "predict_divergence",
-    "_cost": "CONTRACT_PATHS ContractPath Cost PlannedReduction exchange_cost intra_node_blocks "
-    "one_message_bytes reference_cost register_cost",
+    "_cost": "Cost",
+    "_group_facts": "intra_node_blocks",
+    "_halving": "Halving HalvingMessage HalvingRound halving_schedule merge_axes share_owners",
     "_hazard": "Hazard",
     "_hazards": "are_uniform hazards",
+    "_path_costs": "CONTRACT_PATHS ContractPath PlannedReduction exchange_cost "
+    "find_halving_limits halving_cost integer_cost one_message_bytes reference_cost "
+    "register_cost",
+    "_pipeline": "count_chunks cut_chunks weigh_chunks",
     "_plan": "NOMINAL_ELEMENTS Plan Step format_bytes format_time",
     "_planner": "find_uncovered_reductions plan refuse_unpinned_scatter",
     "_prediction": "Prediction predict_backend predict_plan",
     "_problem": "POLICIES Policy Problem Spec check_audit check_policy",
+    "_reach": "Reach",
     "_search": "follows_default_order",
-    "_siblings": "Algorithm Siblings",
+    "_siblings": "Algorithm Siblings cache_siblings",
     "_simulation": "Simulation simulate",
 }
 __all__ = [*list_names(_MODULES), "nccl_order"]

@@ -99,7 +99,8 @@ def predict_divergence(
     chosen = list(dict.fromkeys(pattern for pair in pairs for pattern in pair))[:allowed]
     pairs = [pair for pair in pairs if set(pair) <= set(chosen)]
     numel = min(numel, max(_MAX_ELEMENTS // (size * max(len(chosen), 1)), 64))
-    rows = [draw_row(0, number, numel, name) for number in range(size if pairs else 0)]
+    random = np.random.RandomState()
+    rows = [draw_row(0, number, numel, name, random) for number in range(size if pairs else 0)]
     found: dict[Algorithm, float] = {}
     for algorithm in ALGORITHMS:
         adder = Adder(layout, reduced, siblings, algorithm, spread_elements(numel, size), name)
@@ -113,10 +114,16 @@ def predict_divergence(
     return found
 
 
-def draw_row(seed: int, number: int, numel: int, dtype: str) -> Row:
-    """Row ``number`` of the inputs: N(0, 1), ``numel`` elements of ``dtype``."""
+def draw_row(
+    seed: int, number: int, numel: int, dtype: str, random: np.random.RandomState | None = None
+) -> Row:
+    """Row ``number`` of the inputs: N(0, 1), ``numel`` elements of ``dtype``.
+
+    ``random`` is seeded again: another generator would cost ten times as much as a short row.
+    """
     # The only generator with the same numbers in all versions of numpy. Its seed has 32 bits.
-    random = np.random.RandomState((seed * 0x9E3779B1 + number) % (1 << 32))
+    random = np.random.RandomState() if random is None else random
+    random.seed((seed * 0x9E3779B1 + number) % (1 << 32))
     return _round(random.standard_normal(numel), dtype)
 
 

@@ -17,9 +17,8 @@ it excludes in-switch reductions (NVLS, CollNet), RCCL and GPUs without NVSwitch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from meshplan.planner._problem import (
     has_contract,
     is_exact,
 )
-from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
+from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings, cache_siblings
 from meshplan.topology import Topology
 
 _UNMODELLED = ("nvls", "collnet", "rccl")
@@ -51,6 +50,8 @@ def hazards(
     steps: Sequence[Sequence[int | str]] | None = None,
     sort_ranks: bool = True,
     channels: int | None = None,
+    siblings_over: Callable[[tuple[int, ...]], Siblings] | None = None,
+    with_examples: bool = True,
 ) -> tuple[Hazard, ...]:
     """The reductions that can make replicas differ if the backend chooses their order.
 
@@ -70,6 +71,10 @@ def hazards(
         channels: the most channels that NCCL uses (``NCCL_MAX_NCHANNELS``). By default one ring and
             two trees for each of the ranks of the fullest node, as on hosts with a network card for
             each GPU.
+        siblings_over: the groups over axes, of the same layout, topology and options, for callers
+            that check several problems of a large mesh. By default they are computed in each call.
+        with_examples: whether to write out the orders of two groups; seconds for those of 100,000
+            ranks.
 
     Returns:
         A ``Hazard`` for each reduction that is not safe in every order, in the order of the steps.
@@ -85,7 +90,11 @@ def hazards(
     """
     check_reach(topology, problem.layout)
     sequence = choose_default_steps(problem) if steps is None else check_steps(problem, steps)
-    return _Analysis(problem, topology, sort_ranks, channels).run(sequence)
+    if siblings_over is None:
+        siblings_over = cache_siblings(
+            problem.layout, topology, sort_ranks=sort_ranks, channels=channels
+        )
+    return _Analysis(problem, topology, siblings_over).run(sequence, with_examples)
 
 
 def are_uniform(
@@ -104,32 +113,33 @@ def are_uniform(
     if not topology.known:
         return False
     sequence = choose_default_steps(problem) if steps is None else check_steps(problem, steps)
-    return _Analysis(problem, topology, True, None).is_uniform(sequence)
+    return _Analysis(problem, topology, cache_siblings(problem.layout, topology)).is_uniform(
+        sequence
+    )
 
 
 class _Analysis:
     """One call of `hazards`. The groups of a reduction are computed once for all fixes."""
 
     def __init__(
-        self, problem: Problem, topology: Topology, sort_ranks: bool, channels: int | None
+        self,
+        problem: Problem,
+        topology: Topology,
+        siblings_over: Callable[[tuple[int, ...]], Siblings],
     ) -> None:
         self.problem = problem
         self.layout = problem.layout
         self.topology = topology
         self.replicated = {i for i, s in enumerate(problem.src) if s.kind == "replicate"}
-        self._siblings_over = cache(
-            lambda axes: Siblings(
-                self.layout, axes, topology, sort_ranks=sort_ranks, channels=channels
-            )
-        )
+        self._siblings_over = siblings_over
 
-    def run(self, steps: Sequence[tuple[int, ...]]) -> tuple[Hazard, ...]:
+    def run(self, steps: Sequence[tuple[int, ...]], with_examples: bool) -> tuple[Hazard, ...]:
         judged = (self._judge(axes, held) for axes, held in self._iterate_reductions(steps))
         found = [hazard for hazard in judged if hazard is not None]
-        if all(hazard.verdict == "none" for hazard in found):
+        if not with_examples or all(hazard.verdict == "none" for hazard in found):
             return tuple(found)
         fixes = self._suggest_fixes(steps)
-        return tuple(h if h.verdict == "none" else replace(h, fixes=fixes) for h in found)
+        return tuple(self._explain(h, fixes) for h in found)
 
     def is_uniform(self, steps: Sequence[tuple[int, ...]]) -> bool:
         for axes, held in self._iterate_reductions(steps):
@@ -152,7 +162,7 @@ class _Analysis:
             held = held.union(axes)
 
     def _find_axes_at_risk(self, axes: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
-        """The axes along which siblings must agree; none if every order gives the same bits."""
+        """The axes along which siblings must agree; none if every order has the same bits."""
         group_size = math.prod(self.layout.sizes[i] for i in axes)
         if group_size <= 2 or is_exact(self.problem, axes):
             return ()
@@ -181,11 +191,22 @@ class _Analysis:
         if not self.topology.known:
             return replace(hazard, unknown=(*ALGORITHMS, *hazard.unknown))
         siblings = self._siblings_over(axes)
-        classes, mixed = _count_orders(siblings, along)
-        hazard = replace(
-            hazard, classes=classes, signatures=tuple(dict.fromkeys(siblings.signatures))
+        return replace(
+            hazard,
+            classes=_count_orders(siblings, _find_mixed_sets(siblings, along)),
+            signatures=tuple(dict.fromkeys(siblings.signatures)),
         )
-        return _add_examples(hazard, siblings, mixed) if hazard.may_differ else hazard
+
+    def _explain(self, hazard: Hazard, fixes: tuple[str, ...]) -> Hazard:
+        """The hazard with fixes, and with examples if its siblings may differ."""
+        if hazard.verdict == "none":
+            return hazard
+        hazard = replace(hazard, fixes=fixes)
+        if not hazard.may_differ:
+            return hazard
+        siblings = self._siblings_over(hazard.axes)
+        mixed = _find_mixed_sets(siblings, self.layout.axis_indices(hazard.along))
+        return _add_examples(hazard, siblings, mixed)
 
     def _find_agreeing_axes(self, axes: tuple[int, ...], held: set[int]) -> tuple[int, ...]:
         return tuple(
@@ -243,14 +264,16 @@ class _Analysis:
         return ", ".join(f"({', '.join(labels[i] for i in axes)})" for axes in steps)
 
 
-def _count_orders(
-    siblings: Siblings, along: tuple[int, ...]
-) -> tuple[tuple[tuple[Algorithm, int], ...], Integers]:
-    """Associations per algorithm in the worst set, and the sets with several patterns."""
+def _find_mixed_sets(siblings: Siblings, along: tuple[int, ...]) -> Integers:
+    """The sets of siblings with several patterns: groups of one pattern add in one order."""
     sets = siblings.sets(along)
     patterns = siblings.pattern[sets]
-    mixed = sets[(patterns != patterns[:, :1]).any(axis=1)]
-    # Groups of one pattern add in one order, so only mixed sets need their orders computed.
+    mixed: Integers = sets[(patterns != patterns[:, :1]).any(axis=1)]
+    return mixed
+
+
+def _count_orders(siblings: Siblings, mixed: Integers) -> tuple[tuple[Algorithm, int], ...]:
+    """Associations per algorithm in the worst set."""
     classes: list[tuple[Algorithm, int]] = []
     for algorithm in ALGORITHMS:
         count = 1
@@ -258,7 +281,7 @@ def _count_orders(
             ordered = np.sort(siblings.associations(algorithm, mixed), axis=1)
             count += int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max())
         classes.append((algorithm, count))
-    return tuple(classes), mixed
+    return tuple(classes)
 
 
 def _add_examples(hazard: Hazard, siblings: Siblings, mixed: Integers) -> Hazard:
@@ -288,7 +311,7 @@ def _add_examples(hazard: Hazard, siblings: Siblings, mixed: Integers) -> Hazard
         Example(
             ranks=tuple(siblings.members[group].tolist()),
             signature=siblings.signatures[int(siblings.pattern[group])],
-            expression=order.draw(siblings.tree(algorithm, group, chunk or 0, channel)),
+            expression=siblings.draw(algorithm, group, chunk or 0, channel),
         )
         for group in (first, second)
     )

@@ -19,8 +19,9 @@ Trees may be as deep as a group is long. Every function here is iterative; only 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 from meshplan.errors import LayoutError
 
@@ -46,7 +47,11 @@ def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]
         raise LayoutError("node_of_member is empty; give one node number per group rank")
     nodes: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of_member):
-        nodes.setdefault(node, []).append(rank)
+        ranks = nodes.get(node)
+        if ranks is None:
+            nodes[node] = [rank]
+        else:
+            ranks.append(rank)
     return tuple(tuple(ranks) for ranks in nodes.values())
 
 
@@ -69,10 +74,18 @@ def ring_order(node_of_member: Sequence[int], head: int = 0) -> tuple[int, ...]:
     Source: NCCL 2.30.7, src/graph/search.cc (order tried first on NVSwitch hosts) and
     src/graph/rings.cc. The rings of heads 0 and 1 stand in a log of three H100 hosts.
     """
-    nodes = nodes_of_group(node_of_member)
+    return join_rings(nodes_of_group(node_of_member), head)
+
+
+def join_rings(nodes: Sequence[Sequence[int]], head: int) -> tuple[int, ...]:
+    """`ring_order` of the group ranks of every node, as of `nodes_of_group`."""
     if len(nodes) == 1:
-        return nodes[0]
-    ring = [ranks[(head - step) % len(ranks)] for ranks in nodes for step in range(len(ranks))]
+        return tuple(nodes[0])
+    ring: list[int] = []
+    for ranks in nodes:
+        first = head % len(ranks)
+        ring += ranks[first::-1]
+        ring += ranks[:first:-1]
     start = ring.index(0)
     return (*ring[start:], *ring[:start])
 
@@ -197,9 +210,32 @@ def tree_tree(node_of_member: Sequence[int], head: int = 0, *, second: bool = Fa
 
     Source: NCCL 2.30.7, src/graph/connect.cc (balanced tree) and src/device/all_reduce.h.
     """
-    nodes = nodes_of_group(node_of_member)
+    return node_tree(nodes_of_group(node_of_member), head, second=second)
+
+
+def node_tree(nodes: Sequence[Sequence[int]], head: int, *, second: bool) -> Tree:
+    """`tree_tree` of the group ranks of every node, as of `nodes_of_group`."""
+    return fold_nodes(nodes, head, second, _leaf, _join)
+
+
+def _leaf(rank: int) -> Tree:
+    return rank
+
+
+def _join(left: Tree, right: Tree) -> Tree:
+    return left, right
+
+
+def fold_nodes(
+    nodes: Sequence[Sequence[int]],
+    head: int,
+    second: bool,
+    leaf: Callable[[int], _T],
+    join: Callable[[_T, _T], _T],
+) -> _T:
+    """`fold` of the `tree_tree` of the group ranks of every node, as of `nodes_of_group`."""
     count = len(nodes)
-    heads: list[Tree | None] = [None] * count  # by place in the first tree
+    heads: list[_T | None] = [None] * count  # by place in the first tree
     # A parent precedes its children, so the reversed list has all children before their parent.
     parents_first = [0]
     for place in parents_first:
@@ -210,28 +246,21 @@ def tree_tree(node_of_member: Sequence[int], head: int = 0, *, second: bool = Fa
         # Without a network there is one chain. It starts at the first rank.
         start = head % len(ranks) if count > 1 else 0
         chain = (*ranks[start:], *ranks[:start])
+        # Each rank adds the sum of the rest of the chain, then the sums that it receives.
         child0, child1 = btree_children(count, place)
-        received: list[list[Tree]] = [[] for _ in chain]
-        for position, child in ((min(1, len(chain) - 1), child0), (0, child1)):
-            value = None if child is None else heads[child]
-            if value is not None:
-                received[position].append(value)
-        heads[place] = _add_along_chain(chain, received)
+        total = leaf(chain[-1])
+        for rank in chain[-2:0:-1]:
+            total = join(leaf(rank), total)
+        if child0 is not None:
+            total = join(total, cast(_T, heads[child0]))
+        if len(chain) > 1:
+            total = join(leaf(chain[0]), total)
+        if child1 is not None:
+            total = join(total, cast(_T, heads[child1]))
+        heads[place] = total
     root = heads[0]
     assert root is not None
     return root
-
-
-def _add_along_chain(chain: Sequence[int], received: Sequence[Sequence[Tree]]) -> Tree:
-    """Each rank adds the sum of the rest of the chain, then the sums that it receives."""
-    acc: Tree | None = None
-    for rank, sums in zip(reversed(chain), reversed(received), strict=True):
-        value: Tree = rank if acc is None else (rank, acc)
-        for one in sums:
-            value = (value, one)
-        acc = value
-    assert acc is not None
-    return acc
 
 
 def fold(tree: Tree, leaf: Callable[[int], _T], join: Callable[[_T, _T], _T]) -> _T:
@@ -261,10 +290,7 @@ def relabel(tree: Tree, leaf: Callable[[int], int]) -> Tree:
     def rename(rank: int) -> Tree:
         return leaf(rank)
 
-    def join(left: Tree, right: Tree) -> Tree:
-        return left, right
-
-    return fold(tree, rename, join)
+    return fold(tree, rename, _join)
 
 
 def draw(tree: Tree) -> str:
@@ -277,6 +303,32 @@ def draw(tree: Tree) -> str:
             pending += [")", item[1], "+", item[0], "("]
         else:
             parts.append(str(item))
+    return "".join(parts)
+
+
+def draw_nodes(
+    nodes: Sequence[Sequence[int]], head: int, *, second: bool, names: Sequence[str]
+) -> str:
+    """`draw` of the `node_tree` with ``names`` for its group ranks, without the tree itself."""
+
+    def leaf(rank: int) -> deque[str]:
+        return deque((names[rank],))
+
+    def join(left: deque[str], right: deque[str]) -> deque[str]:
+        # The longer text takes the shorter one, so a chain costs no more than a balanced tree.
+        if len(left) < len(right):
+            right.appendleft("+")
+            right.extendleft(reversed(left))
+            longer = right
+        else:
+            left.append("+")
+            left.extend(right)
+            longer = left
+        longer.appendleft("(")
+        longer.append(")")
+        return longer
+
+    parts: deque[str] = fold_nodes(nodes, head, second, leaf, join)
     return "".join(parts)
 
 

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from meshplan.contract import Contract, Op
 from meshplan.layout import Layout
 from meshplan.planner._cost import Cost
+from meshplan.planner._path_costs import Between
 from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._reach import split_sizes
 
 MAX_CANDIDATES = 6
 """Plans that a ``Plan`` keeps for ``explain``, itself among them."""
@@ -47,6 +49,11 @@ class Step:
         inner: for a hierarchical ``exchange``: the ranks per block that combine their summands
             first; 1 for a flat exchange. A divisor of the group size whose blocks are subtrees of
             the contract's tree.
+        between: for an ``exchange``: how the blocks reduce their partials; without blocks, which
+            path is predicted for the ranks.
+        halving: for a flat ``exchange``: the limits of ``find_halving_limits``; ``None`` if the
+            links are unknown.
+        chunk: for a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "slice", "torch"]
@@ -62,36 +69,26 @@ class Step:
     scatter: tuple[tuple[int, int], ...] = ()
     lengths: tuple[int, ...] = ()
     inner: int = 1
+    between: Between = "exchange"
+    halving: tuple[int, int] | None = None
+    chunk: int = 0
     src: Spec | None = None
     dst: Spec | None = None
 
     @property
     def outer_sizes(self) -> tuple[int, ...]:
         """Axis sizes of the tree over the blocks of ``inner`` ranks, outermost first."""
-        return self._split()[0]
+        return split_sizes(self.sizes, self.inner)[0]
 
     @property
     def inner_sizes(self) -> tuple[int, ...]:
         """Axis sizes of the tree inside a block, outermost first; its product is ``inner``."""
-        return self._split()[1]
-
-    def _split(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # Blocks take whole inner axes; one axis may belong to both trees, in two factors.
-        block, left = self.inner, list(self.sizes)
-        found: list[int] = []
-        while block > 1:
-            size = left.pop()
-            part = size if block % size == 0 else block
-            if part != size:
-                left.append(size // part)
-            found.insert(0, part)
-            block //= part
-        return tuple(left), tuple(found)
+        return split_sizes(self.sizes, self.inner)[1]
 
     @property
     def gather_axes(self) -> tuple[int, ...]:
         """The axes over which finished parts of a shard are gathered; none by ``reference``."""
-        if not self.scatter or self.path != "exchange":
+        if not self.scatter or self.path not in ("exchange", "halving"):
             return ()
         sharded = {axis for axis, _ in self.scatter}
         return tuple(i for i in self.axes if i not in sharded)
@@ -116,7 +113,11 @@ class Step:
 
     def describe_path(self) -> str:
         """The path in words."""
-        return f"{self.path}" if self.inner == 1 else f"{self.path} in blocks of {self.inner}"
+        halving = self.between == "halving"
+        if self.inner == 1:
+            return "halving" if halving else f"{self.path}"
+        between = ", halving between them" if halving else ""
+        return f"{self.path} in blocks of {self.inner}{between}"
 
     def _summarize(self, layout: Layout) -> str:
         over = _format_labels(layout, self.axes)
@@ -145,6 +146,8 @@ class Step:
             "norm": self.norm,
             "scatter": [[layout.axes[axis], dim] for axis, dim in self.scatter],
             "inner": self.inner,
+            "between": self.between,
+            "chunk": self.chunk,
             "path": self.path,
             "contract": self.contract.id if self.contract else None,
             "why": self.why,
@@ -222,7 +225,7 @@ class Plan:
             yield from (f"  {step.line(layout)}" for step in self.steps)
             return
         plans = f"{self.compared} plan{'s' if self.compared > 1 else ''}"
-        yield f"{plans} compared for {_describe_size(self.problem)}"
+        yield f"{plans} compared for {_describe_size(self.problem)}; bytes out of the busiest rank"
         best = self.candidates[0].cost
         for candidate in self.candidates:
             cost = candidate.cost
@@ -296,6 +299,8 @@ def _explain_rejection(best: Cost, other: Cost) -> str:
     if other.peak > best.peak:
         reasons.append(f"{format_bytes(other.peak - best.peak)} more memory")
     slower = other.nanoseconds - best.nanoseconds
+    if slower < 0:
+        return f"{format_time(-slower)} faster, within the margin that halving has to save"
     if not slower and not reasons:
         return "equal cost, later in the list"
     time = f"{format_time(slower)} slower" if slower else "same time"

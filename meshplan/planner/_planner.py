@@ -1,6 +1,6 @@
 """Plan one redistribution: all its plain partial axes become one reduction.
 
-Pure: no process group, no device, no environment. The same problem gives the same object.
+Pure: no process group, no device, no environment. The same problem returns the same object.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from functools import lru_cache
 
 from meshplan.contract import OPS, Op
 from meshplan.errors import PolicyError, ShardOrderError
-from meshplan.planner._cost import ReductionStrategy
+from meshplan.planner._group_facts import find_groups
 from meshplan.planner._hazards import hazards
-from meshplan.planner._plan import MAX_CANDIDATES, Candidate, Path, Plan, Step
-from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._path_costs import ReductionStrategy, find_chunk_unit, find_halving_limits
+from meshplan.planner._plan import MAX_CANDIDATES, NOMINAL_ELEMENTS, Candidate, Path, Plan, Step
+from meshplan.planner._problem import Problem, Spec, is_exact
 from meshplan.planner._search import REPLICATE, MoveSequence, search
 from meshplan.topology import Topology
 from meshplan.topology._nccl_algo import (
@@ -174,10 +175,20 @@ def _list_other_moves(problem: Problem, changed: Sequence[int]) -> list[Step]:
 def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bool = False) -> Step:
     layout, wide = problem.layout, strategy.axes
     op, divisor = _find_operation(problem, wide)
-    path: Path = "native" if native else problem.path
+    path: Path = "native" if native else "exchange" if problem.path == "auto" else problem.path
     count = f"{len(wide)} axes in one reduction" if len(wide) > 1 else "one axis"
     order = "in the backend's own order" if native else "in one order for all siblings"
     blocks = f", hierarchical, {strategy.inner} ranks per block" if strategy.inner > 1 else ""
+    if not native and problem.contract.ordering.exact and not is_exact(problem, wide):
+        order = "exact sums, the same in any order"
+        if strategy.inner > 1:
+            blocks += ", exact partials between blocks"
+        elif problem.path in ("auto", "exchange") and find_groups(
+            problem.layout, problem.topology
+        ).blocks(wide):
+            blocks = ", no blocks: exact partials cost more than they save"
+    if strategy.inner > 1 and problem.shape is None:
+        blocks += f", cheapest for {NOMINAL_ELEMENTS} elements"
     to = ", ".join(problem.dst[i].text if i in strategy.sharded else "R" for i in wide)
     return Step(
         kind="reduce_scatter" if strategy.sharded else "all_reduce",
@@ -192,7 +203,25 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
         norm=problem.src[wide[0]].norm,
         scatter=tuple((i, problem.dst[i].dim or 0) for i in strategy.sharded),
         inner=strategy.inner,
+        between=strategy.between,
+        halving=_find_halving(problem, strategy),
+        chunk=_chunk_unit(problem, strategy),
     )
+
+
+def _find_halving(problem: Problem, strategy: ReductionStrategy) -> tuple[int, int] | None:
+    """What decides about halving when the size is known, where nothing else has decided."""
+    if problem.path != "auto" or strategy.inner > 1:
+        return None
+    return find_halving_limits(find_groups(problem.layout, problem.topology).find_reach(strategy))
+
+
+def _chunk_unit(problem: Problem, strategy: ReductionStrategy) -> int:
+    """The unit of ``count_chunks``; 0 without blocks."""
+    if strategy.inner == 1:
+        return 0
+    reach = find_groups(problem.layout, problem.topology).find_reach(strategy)
+    return find_chunk_unit(reach, strategy.inner, strategy.between)
 
 
 def _find_operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | None]:

@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from meshplan._dtypes import itemsize
 from meshplan.errors import PlacementError
-from meshplan.planner._cost import Cost, GroupFacts, find_groups
+from meshplan.planner._cost import Cost
+from meshplan.planner._group_facts import GroupFacts, find_groups
 from meshplan.planner._plan import NOMINAL_ELEMENTS
 from meshplan.planner._planner import plan
 from meshplan.planner._problem import Problem, check_steps

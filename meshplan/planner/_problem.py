@@ -16,7 +16,7 @@ from meshplan._dtypes import is_complex, is_floating_point, name_of
 from meshplan.contract import OPS, Contract, check_dtype
 from meshplan.errors import ContractTypeError, PlacementError, PolicyError, TopologyError
 from meshplan.layout import Layout
-from meshplan.planner._cost import CONTRACT_PATHS, ContractPath
+from meshplan.planner._path_costs import CONTRACT_PATHS, ContractPath
 from meshplan.topology import Topology
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class Problem:
             whose sibling groups must agree and may not) or ``fast`` (none: several all-reduces
             become one of the backend, in its own order).
         contract: order, accumulator and rounding.
-        path: how contract reductions move their data; it cannot change a bit.
+        path: how contract reductions move their data; it cannot change a bit. ``auto``: an exchange
+            or recursive halving, whichever costs less.
         dtype: name of the tensor's dtype; a plan with ``None`` is valid for every dtype.
         scatter: whether each rank may reduce only its own part. False if the user orders the
             parts, or one process simulates all ranks.
@@ -227,7 +228,7 @@ def check_policy(policy: str, path: str) -> None:
     """Raise ``PolicyError`` for a policy or a contract path that does not exist."""
     for what, value, known in (
         ("policy", policy, POLICIES),
-        ("contract path", path, CONTRACT_PATHS),
+        ("contract path", path, ("auto", *CONTRACT_PATHS)),
     ):
         if value not in known:
             raise PolicyError(f"unknown {what} {value!r}; use {' or '.join(map(repr, known))}")
@@ -266,11 +267,11 @@ def has_contract(problem: Problem, axes: Sequence[int]) -> bool:
         return False
     if specs[0].kind == "norm" and any(problem.dst[i].kind != "replicate" for i in axes):
         return False
-    if problem.dtype is not None:
-        try:
-            check_dtype("sum", problem.dtype)
-        except ContractTypeError:
-            return False
+    try:
+        product = specs[0].op == "product"
+        check_dtype("product" if product else "sum", problem.dtype or "float32", problem.contract)
+    except ContractTypeError:
+        return False
     return True
 
 

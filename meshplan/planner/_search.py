@@ -18,18 +18,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshplan.planner._cost import (
-    Cost,
-    ElementWidth,
-    GroupFacts,
+from meshplan.planner._cost import Cost, predict_collective
+from meshplan.planner._group_facts import GroupFacts, find_groups
+from meshplan.planner._path_costs import (
+    MIN_HALVING_RANKS,
+    Between,
     PlannedReduction,
     ReductionStrategy,
-    find_groups,
-    predict_collective,
+    find_margin,
     predict_cost,
 )
 from meshplan.planner._plan import NOMINAL_ELEMENTS
 from meshplan.planner._problem import Problem, Spec
+from meshplan.planner._reach import ElementWidth
 
 REPLICATE, PENDING, APART = -1, -2, -3
 
@@ -57,8 +58,8 @@ class MoveSequence:
 def search(problem: Problem, axes: tuple[int, ...], best: int) -> tuple[list[MoveSequence], int]:
     """The ``best`` candidates that reduce over ``axes`` at once, and the number of candidates.
 
-    Ordered by time, then memory, then number of collectives, then a fixed order. The result is the
-    same on all ranks.
+    Ordered by time, to which halving adds ``find_margin``, then memory, then number of collectives,
+    then a fixed order. The result is the same on all ranks.
     """
     return _StateGraph(problem, axes).run(best)
 
@@ -94,10 +95,10 @@ class _StateGraph:
                 steps = [self.graph.edges[edge] for edge in pairwise(nodes)]
                 cost = Cost.total([step["cost"] for step in steps])
                 path = tuple(step["step"] for step in steps if step["step"] is not None)
-                found.append(MoveSequence(path, cost))
+                found.append((time, MoveSequence(path, cost)))
         # Sorting is stable: equal candidates stay in a fixed order.
-        found.sort(key=lambda one: (one.cost.nanoseconds, one.cost.peak, one.cost.collectives))
-        return found[:best], len(times)
+        found.sort(key=lambda one: (one[0], one[1].cost.peak, one[1].cost.collectives))
+        return [one for _, one in found[:best]], len(times)
 
     def _grow(self) -> list[_Node]:
         """Add all reachable states; returns the nodes of the reductions."""
@@ -132,12 +133,16 @@ class _StateGraph:
         _, state = node
         following = (True, apply_reduction(state, self.goal, strategy.sharded))
         here, there = self.count_elements(state), self.count_elements(following[1])
-        reduction = PlannedReduction(self.groups, strategy, here, there, self.width)
-        cost = predict_cost(self.problem.path, reduction)
+        reach = self.groups.find_reach(strategy)
+        reduction = PlannedReduction(
+            reach, here, there, self.width, strategy.inner, strategy.between
+        )
+        created = self.groups.predict_creation(self.groups.list_missing(strategy))
+        cost = Cost.total((predict_cost(self.problem.path, reduction), created))
         node_of_reduction = (state, strategy)
         # The extra node makes a shortest path through this strategy a query of its own.
         self.graph.add_edge(node, node_of_reduction, weight=0, cost=Cost(), step=None)
-        weight = cost.nanoseconds
+        weight = cost.nanoseconds * (100 + find_margin(strategy)) // 100
         self.graph.add_edge(node_of_reduction, following, weight=weight, cost=cost, step=strategy)
         return following
 
@@ -172,16 +177,20 @@ def _list_strategies(
     problem: Problem, groups: GroupFacts, axes: tuple[int, ...], state: State, goal: State
 ) -> Iterator[ReductionStrategy]:
     """The strategies to reduce over ``axes`` from ``state``; the simplest first."""
-    exchange = problem.path == "exchange"
+    exchange = problem.path in ("auto", "exchange")
     # Not every order permits blocks. float32 stands for all dtypes: plans do not use the greater
     # freedom of integers.
     nests = problem.contract.has_parts(problem.src[axes[0]].op or "", "float32")
     inners = (1, *(groups.blocks(axes) if exchange and nests else ()))
     sharded = find_scatter_axes(state, goal) if problem.scatter else ()
+    halving = problem.path == "auto" and nests and problem.contract.order == "tree"
     for inner in inners:
-        yield ReductionStrategy(axes, inner=inner)
-        if sharded:
-            yield ReductionStrategy(axes, sharded, inner)
+        both = halving and (inner > 1 or groups.count_ranks(axes) >= MIN_HALVING_RANKS)
+        betweens: tuple[Between, ...] = ("exchange", "halving") if both else ("exchange",)
+        for between in betweens:
+            yield ReductionStrategy(axes, (), inner, between)
+            if sharded:
+                yield ReductionStrategy(axes, sharded, inner, between)
 
 
 def find_ends(problem: Problem, reduced: Sequence[int]) -> tuple[State, State]:

@@ -8,9 +8,11 @@ so groups of one pattern have one association.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -22,6 +24,9 @@ from meshplan.topology import Topology
 Algorithm: TypeAlias = Literal["ring", "tree"]
 """Algorithms of NCCL whose order of additions is modelled."""
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+_MAX_DRAWN = 4
+_MAX_FORMS = 1 << 16
 
 
 class Siblings:
@@ -71,7 +76,9 @@ class Siblings:
         self._labels = labels[first]
         self._place = None if place is None else place[first]
         self._most_channels = channels
-        self._forms: dict[tuple[Algorithm, int, int], Hashable] = {}
+        self._forms: dict[tuple[Algorithm, int, int], bytes] = {}
+        self._drawn: dict[tuple[Algorithm, int, int, int], str] = {}
+        self._tables: dict[tuple[Algorithm, tuple[int, ...]], Integers] = {}
 
     @property
     def size(self) -> int:
@@ -79,12 +86,14 @@ class Siblings:
         return int(self.members.shape[1])
 
     @cached_property
+    def _nodes(self) -> list[tuple[tuple[int, ...], ...]]:
+        """NCCL ranks of each node for each pattern."""
+        return [_list_nodes(row) for row in self._labels]
+
+    @cached_property
     def signatures(self) -> tuple[tuple[int, ...], ...]:
         """Ranks per node for each pattern, nodes in order of their first NCCL rank."""
-        return tuple(
-            tuple(len(ranks) for ranks in order.nodes_of_group(row))
-            for row in self._labels.tolist()
-        )
+        return tuple(tuple(map(len, nodes)) for nodes in self._nodes)
 
     def sets(self, along: Sequence[int]) -> Integers:
         """Groups that differ only along the axes ``along``: an int64 array [sets, groups]."""
@@ -112,7 +121,16 @@ class Siblings:
         Numbers of two calls cannot be compared.
         """
         patterns = self.pattern[groups]
-        matching = [np.flatnonzero(np.bincount(patterns.ravel())).tolist()]
+        present = tuple(np.flatnonzero(np.bincount(patterns.ravel())).tolist())
+        table = self._tables.get((algorithm, present))
+        if table is None:
+            table = self._tables[algorithm, present] = self._number(algorithm, present)
+        numbers: Integers = table[patterns]
+        return numbers
+
+    def _number(self, algorithm: Algorithm, patterns: Sequence[int]) -> Integers:
+        """For each pattern the number of its order; 0 for those not among ``patterns``."""
+        matching = [list(patterns)]
         # Most patterns already differ in the first channel. Only the others need the next one.
         for channel in self.channels:
             if all(len(part) == 1 for part in matching):
@@ -123,8 +141,7 @@ class Siblings:
         table = np.zeros(len(self._first_group), dtype=np.int64)
         for number, part in enumerate(matching):
             table[part] = number
-        numbers: Integers = table[patterns]
-        return numbers
+        return table
 
     def find_channel(self, algorithm: Algorithm, one: int, other: int) -> int:
         """The first channel in which two groups add in different orders.
@@ -139,9 +156,9 @@ class Siblings:
 
     def ring(self, group: int, channel: int = 0) -> tuple[int, ...]:
         """The ring of a group in a channel, as places by mesh coordinate."""
+        ring = order.join_rings(self._nodes[int(self.pattern[group])], channel % self.heads)
         place = self._place_leaf(int(self.pattern[group]))
-        labels = self._labels[int(self.pattern[group])].tolist()
-        return tuple(place(rank) for rank in order.ring_order(labels, channel % self.heads))
+        return ring if self._place is None else tuple(map(place, ring))
 
     def tree(self, algorithm: Algorithm, group: int, chunk: int, channel: int = 0) -> order.Tree:
         """The association by ``algorithm`` in a group (a position in ``members``), of global ranks.
@@ -149,13 +166,30 @@ class Siblings:
         It is that of one channel. Each ``chunk`` of the message starts at another rank of a ring; a
         tree ignores it.
         """
-        labels = self._labels[int(self.pattern[group])].tolist()
+        nodes, head = self._nodes[int(self.pattern[group])], channel % self.heads
         ranks = self.members[group].tolist()
         if algorithm == "ring":
-            tree = order.ring_tree(order.ring_order(labels, channel % self.heads), chunk)
+            tree = order.ring_tree(order.join_rings(nodes, head), chunk)
         else:
-            tree = self._find_tree(labels, channel)
+            tree = order.node_tree(nodes, head, second=channel >= self.heads)
         return order.relabel(tree, ranks.__getitem__)
+
+    def draw(self, algorithm: Algorithm, group: int, chunk: int, channel: int) -> str:
+        """The `tree` of the same ``algorithm``, ``group``, ``chunk`` and ``channel``, as text.
+
+        The first texts are kept: they are examples of several hazards.
+        """
+        key = (algorithm, group, chunk, channel)
+        text = self._drawn.get(key)
+        if text is None and algorithm == "tree":
+            nodes, head = self._nodes[int(self.pattern[group])], channel % self.heads
+            names = list(map(str, self.members[group].tolist()))
+            text = order.draw_nodes(nodes, head, second=channel >= self.heads, names=names)
+        elif text is None:
+            text = order.draw(self.tree(*key))
+        if len(self._drawn) < _MAX_DRAWN:
+            self._drawn[key] = text
+        return text
 
     def smallest(self, groups: Integers) -> int:
         """Of ``groups``, the one on the fewest nodes; of several such, that of the lowest rank."""
@@ -163,32 +197,51 @@ class Siblings:
         lowest = self.members[groups].min(axis=1)
         return int(groups[np.lexsort((lowest, nodes))[0]])
 
-    def _find_tree(self, labels: Sequence[int], channel: int) -> order.Tree:
-        return order.tree_tree(labels, channel % self.heads, second=channel >= self.heads)
-
     def _split(self, algorithm: Algorithm, patterns: list[int], channel: int) -> list[list[int]]:
         """Parts of ``patterns`` that add in one order in a channel."""
         if len(patterns) == 1 or self.size <= 2:  # a sum of two commutes
             return [patterns]
         parts: dict[Hashable, list[int]] = {}
         for pattern in patterns:
-            key = (algorithm, channel, pattern)
-            if key not in self._forms:
-                self._forms[key] = self._find_form(*key)
-            parts.setdefault(self._forms[key], []).append(pattern)
+            parts.setdefault(self._find_form(algorithm, channel, pattern), []).append(pattern)
         return list(parts.values())
 
     def _find_form(self, algorithm: Algorithm, channel: int, pattern: int) -> Hashable:
+        """The `_make_form` of a pattern, by its digest, as forms are as long as a group."""
+        key = (algorithm, channel, pattern)
+        if key not in self._forms:
+            if len(self._forms) >= _MAX_FORMS:
+                self._forms.clear()
+            self._forms[key] = hashlib.sha256(self._make_form(*key)).digest()
+        return self._forms[key]
+
+    def _make_form(self, algorithm: Algorithm, channel: int, pattern: int) -> bytes:
         if algorithm == "ring":
             # The ring itself is the canonical form. Chunk c adds the chain x[c+1], x[c+2], ...,
             # x[c] along the ring x. Commuting additions can swap only the first two leaves of a
             # chain: each later leaf is the difference of two partial sums. With 3 or more ranks,
             # x[c] is such a later leaf in chunk c. So two rings that agree in all chunks have the
             # same x[c] for every c, hence are equal; and equal rings agree in every chunk.
-            return self.ring(int(self._first_group[pattern]), channel)
-        head, second = channel % self.heads, channel >= self.heads
-        place = None if self._place is None else tuple(self._place[pattern].tolist())
-        return _draw_tree(tuple(self._labels[pattern].tolist()), head, second, place)
+            return np.array(self.ring(int(self._first_group[pattern]), channel)).tobytes()
+        # A sum is known by its lowest leaf. Each other leaf is the lowest of a sum that is once
+        # added to one with a lower leaf: which one, and after how many others, tells all pairs.
+        size = self.size
+        pairs, added = array("q", bytes(8 * size)), [0] * size
+
+        def join(one: int, other: int) -> int:
+            low, high = (one, other) if one < other else (other, one)
+            pairs[high] = low * size + added[low]
+            added[low] += 1
+            return low
+
+        order.fold_nodes(
+            self._nodes[pattern],
+            channel % self.heads,
+            channel >= self.heads,
+            self._place_leaf(pattern),
+            join,
+        )
+        return pairs.tobytes()
 
     def _place_leaf(self, pattern: int) -> Callable[[int], int]:
         if self._place is None:
@@ -197,15 +250,21 @@ class Siblings:
         return place.__getitem__
 
 
-# A job is checked for several reductions and orders of them, which have the same groups.
-@lru_cache(maxsize=64)
-def _draw_tree(
-    labels: tuple[int, ...], head: int, second: bool, place: tuple[int, ...] | None
-) -> str:
-    tree = order.tree_tree(labels, head, second=second)
-    if place is not None:
-        tree = order.relabel(tree, place.__getitem__)
-    return order.draw(order.canonical(tree))
+def cache_siblings(
+    layout: Layout, topology: Topology, *, sort_ranks: bool = True, channels: int | None = None
+) -> Callable[[tuple[int, ...]], Siblings]:
+    """A function from axes to their groups, which computes each once for as long as it lives."""
+    return cache(
+        lambda axes: Siblings(layout, axes, topology, sort_ranks=sort_ranks, channels=channels)
+    )
+
+
+def _list_nodes(labels: Integers) -> tuple[tuple[int, ...], ...]:
+    """`order.nodes_of_group` of one row of `_label_equal`, whose labels ascend by first rank."""
+    ranks = labels.argsort(kind="stable")
+    starts = np.flatnonzero(np.diff(labels[ranks], prepend=-1)).tolist()
+    listed = tuple(ranks.tolist())
+    return tuple(listed[a:b] for a, b in zip(starts, [*starts[1:], len(listed)], strict=True))
 
 
 def _label_equal(rows: Integers) -> Integers:

@@ -125,7 +125,7 @@ def simulate(
             named twice, a reduction that is neither a sum nor an average.
         AxisNameError: ``steps`` names an axis that the mesh does not have.
         PolicyError: an unknown algorithm or dtype, or more elements than ``MAX_BYTES`` and
-            ``MAX_DRAWN`` allow; the message says how many can be simulated.
+            ``MAX_DRAWN`` allow; the message has the number that can be simulated.
     """
     if algorithm not in ALGORITHMS:
         known = " or ".join(ALGORITHMS)

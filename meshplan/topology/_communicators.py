@@ -43,7 +43,7 @@ def read_communicators(text: str) -> list[Communicator]:
     """The communicators of which lines of all ranks are in a log, the largest first.
 
     Args:
-        text: the log of a job with ``NCCL_DEBUG=INFO``; of several files, one after the other.
+        text: the log of a job with ``NCCL_DEBUG=INFO``; of several files, in sequence.
 
     Raises:
         TopologyInputError: it is no log of NCCL, or has more ranks than a job.

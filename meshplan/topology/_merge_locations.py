@@ -28,7 +28,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
-    """Merge the locations of ranks 0, 1, 2, ...; equal locations give equal clusters on all ranks.
+    """Merge the locations of ranks 0, 1, 2, ...; equal locations make equal clusters on all ranks.
 
     Raises:
         TopologyError: no location.

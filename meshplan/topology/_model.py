@@ -110,7 +110,7 @@ class Topology:
     ) -> Topology:
         """From the node, and the domain if known, of rank 0, 1, 2, ...
 
-        Maps that `uniform` could have made give a topology equal to that of `uniform`.
+        Maps that `uniform` could have made have a topology equal to that of `uniform`.
 
         Args:
             node_of_rank: a number of each rank; equal: on one node.

@@ -6,11 +6,11 @@ As ``parseList`` of NCCL reads them (``src/graph/tuning.cc`` of 2.24 to 2.30, th
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshplan._message_text import find_near
 from meshplan.errors import PolicyError
 
 __all__ = [
@@ -107,7 +107,7 @@ def _find_element(name: str, elements: Sequence[str], what: str) -> str:
         if element.lower() == name.lower():
             return element
     stripped = {element.lower(): element for element in elements}
-    near = difflib.get_close_matches(name.strip(" ^").lower()[:40], list(stripped), n=1)
+    near = find_near(name.strip(" ^").lower(), stripped)
     hint = f"did you mean {stripped[near[0]]}?" if near else f"it knows {', '.join(elements)}"
     spaces = "; no spaces may stand in the list" if name != name.strip() else ""
     raise PolicyError(f"NCCL knows no {what} '{_shorten(name)}'; {hint}{spaces}")

@@ -119,7 +119,7 @@ class Member:
 def list_communicators(text: str) -> list[dict[int, Member]]:
     """The members of each communicator by rank, the largest first.
 
-    A communicator is left out if a rank of it is missing, or if no line tells it from another one.
+    A communicator is left out if a rank of it is missing, or if no line sets it apart.
 
     Args:
         text: the log of a job with ``NCCL_DEBUG=INFO``.

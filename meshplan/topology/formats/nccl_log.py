@@ -149,7 +149,7 @@ def _describe(size: int, name: str) -> str:
 
 
 def _is_cut(ring: str, size: int) -> bool:
-    """NCCL cuts lines of rings after 128 characters and writes "..."; others cut without it."""
+    """NCCL truncates lines of rings after 128 characters with "..."; others truncate without it."""
     return ring.endswith("...") or len(ring.split(":")[-1].split()) < size
 
 

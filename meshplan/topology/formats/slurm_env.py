@@ -80,8 +80,8 @@ def _parse_counts(text: str) -> list[int]:
 def assign_nodes(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ...] | None:
     """Node of each rank if node i has ``per_node[i]`` of them, assigned by ``order``.
 
-    ``block`` fills nodes sequentially, ``cyclic`` gives each node one rank in turn, and ``plane=N``
-    gives each N in turn; a full node is skipped. Any other order: ``None``.
+    ``block`` fills nodes sequentially, ``cyclic`` places one rank on each node in turn, ``plane=N``
+    places N on each in turn; a full node is skipped. Any other order: ``None``.
 
     Args:
         nodes: number of nodes.

@@ -1,0 +1,113 @@
+"""What ``auto`` runs without shared memory: by size, ranks and links, from facts that ranks share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshplan.contract import Contract
+from meshplan.definition import reduce_leaves
+from meshplan.execute import Purpose, StepGroups, run_reduction
+from meshplan.execute._choose import PathRequest, choose
+from meshplan.execute._provenance import clear_report, report
+from meshplan.layout import Layout
+from meshplan.planner import Problem, Reach, Step, find_halving_limits, plan
+from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.topology import Link, Links, Topology
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+
+
+def planned(links: Links, *sizes: int, **contract: str) -> Step:
+    """The step of an all-reduce between ranks that are on nodes of their own."""
+    ranks = math.prod(sizes)
+    problem = Problem.of(
+        Layout(sizes=sizes),
+        ["P"] * len(sizes),
+        ["R"] * len(sizes),
+        path="auto",
+        contract=Contract(**contract),  # type: ignore[arg-type]
+        topology=Topology.uniform(ranks, node_size=1, links=links),
+    )
+    (step,) = plan(problem).reductions
+    return step
+
+
+def chosen(step: Step, nbytes: int, dtype: torch.dtype = torch.float32) -> str:
+    """The name of the path of a summand of so many bytes."""
+    dist.init_process_group("fake", rank=0, world_size=step.group_size, store=FakeStore())
+    try:
+        tensor = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+        found = choose(PathRequest(step, StepGroups(dist.group.WORLD), tensor, "auto"))
+        return found.path.name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_path_depends_on_size_and_ranks() -> None:
+    found = {
+        (ranks, kib): chosen(planned(Links(), ranks), kib << 10)
+        for ranks in (4, 16, 48)
+        for kib in (1, 64, 1 << 17)
+    }
+    assert found == {
+        (4, 1): "reference",
+        (4, 64): "reference",
+        (4, 1 << 17): "exchange",
+        (16, 1): "reference",
+        (16, 64): "halving",
+        # As many bytes by both: a tie keeps the exchange.
+        (16, 1 << 17): "exchange",
+        (48, 1): "halving",
+        (48, 64): "halving",
+        (48, 1 << 17): "exchange",
+    }
+
+
+def test_path_depends_on_links_and_dtype() -> None:
+    far = Links(network=Link(1e-3, 1e9))
+    near = Links(network=Link(0.0, 1e9))
+    assert chosen(planned(far, 16), 1 << 26) == "halving"
+    assert chosen(planned(near, 16), 1 << 26) == "exchange"
+    # Sums of bfloat16 travel as float32.
+    assert chosen(planned(Links(), 16), 1 << 26, torch.bfloat16) == "exchange"
+    assert chosen(planned(Links(), 16, order="rank"), 1 << 26) == "exchange"
+
+
+def test_complex_numbers_travel_as_their_parts() -> None:
+    """By the path of a graph, which brings real and imaginary parts."""
+    step = planned(Links(), 16, accumulate="float64")
+    for nbytes in (1 << 18, 1 << 21, 1 << 24):
+        assert chosen(step, nbytes, torch.complex64) == chosen(step, nbytes, torch.float32)
+    assert chosen(step, 1 << 21) == "exchange"
+    assert chosen(planned(Links(), 16), 1 << 21, torch.complex64) == "halving"
+
+
+def test_limits_are_where_both_cost_the_same() -> None:
+    reach = Reach.unknown((16,), Links())
+    assert find_halving_limits(reach) == (3296000, 924112)
+    assert find_halving_limits(Reach.unknown((8,), Links())) == (0, 0)
+
+
+@pytest.mark.full
+def test_auto_takes_halving_between_twelve_ranks() -> None:
+    def ranks(rank: int) -> str:
+        leaves = [order_sensitive(60_000, rank=r, world_size=12) for r in range(12)]
+        step, groups = planned(Links(), 12), StepGroups(dist.group.WORLD)
+        clear_report()
+        found = run_reduction(
+            leaves[rank], step, groups, purpose=Purpose("a", "p", "g"), path="auto"
+        )
+        assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (12,)))
+        (entry,) = report().entries
+        assert entry["ran"] == "halving"
+        return str(entry["why"])
+
+    whys = run_ranks(ranks, 12)
+    assert len(set(whys)) == 1
+    assert "; halving is predicted to cost less than an exchange up to " in whys[0]
