@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,12 @@ def fold_step(leaves: Sequence[Array], step: Step) -> Array:
     node = _node(step.op, dtype, wide, contract)
     with np.errstate(all="ignore"):
         rows = [leaf.astype(wide) for leaf in leaves]
-        if step.inner > 1:
+        if contract.order == "exact" and step.op in ("sum", "avg") and wide.kind == "f":
+            total = np.array(
+                [_exact_sum(column, wide) for column in np.stack(rows).reshape(len(rows), -1).T],
+                dtype=wide,
+            )
+        elif step.inner > 1:
             blocks = [rows[i : i + step.inner] for i in range(0, len(rows), step.inner)]
             partials = [_fold(block, step.inner_sizes, contract, node) for block in blocks]
             total = _fold(partials, step.outer_sizes, contract, node)
@@ -81,6 +87,30 @@ def _node(
         return value.astype(dtype).astype(wide) if contract.rounding == "node" else value
 
     return node
+
+
+def _exact_sum(column: Array, dtype: np.dtype[Any]) -> Any:
+    """The sum of rationals, rounded once to nearest even."""
+    special = column[~np.isfinite(column)]
+    if special.size:
+        return special.sum()
+    if not column.any():
+        return dtype.type(-0.0 if np.signbit(column).all() else 0.0)
+    total = sum(map(Fraction, column.tolist()), Fraction())
+    # Infinity stands for the number that would follow the largest one.
+    above = 2 * Fraction(2) ** (np.finfo(dtype).maxexp - 1)
+    try:
+        near = dtype.type(float(total))
+    except OverflowError:
+        near = dtype.type(math.copysign(math.inf, total))
+
+    def distance(number: Any) -> tuple[Fraction, int]:
+        value = Fraction(float(number)) if np.isfinite(number) else above * int(np.sign(number))
+        return abs(value - total), int(bits(np.array([number]))[0] & 1)
+
+    return min(
+        (near, *(np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))), key=distance
+    )
 
 
 def _extremum(op: str, a: Array, b: Array) -> Array:

@@ -117,7 +117,7 @@ def test_every_plan_gives_the_bits_of_the_contract() -> None:
     seen: Counter[str] = Counter()
 
     # Some kinds are rare.
-    @settings(max_examples=max(1200, CASES), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max(800, CASES), suppress_health_check=list(HealthCheck))
     @given(redistributions())
     def each(case: Redistribution) -> None:
         try:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 WORLD_SIZES = [*map(full, (1, 2, 3, 4, 5, 6, 7, 8, 9)), longest(16)]
 NUMELS = (0, 1, 3, 7, 8, 15, 16, 17, 4095, 4097, (1 << 20) + 3)
-PATHS = ("one_shot", "two_shot", "exchange", "reference")
+PATHS = ("one_shot", "two_shot", "exchange", "halving", "reference")
 
 
 @dataclass

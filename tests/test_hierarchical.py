@@ -57,7 +57,7 @@ TARGETS: tuple[tuple[Placement, Placement], ...] = (
 @pytest.mark.parametrize(
     ("sizes", "order", "nodes"),
     [
-        ((2, 4), range(8), TWO_NODES),
+        full((2, 4), range(8), TWO_NODES),
         # The nodes are dealt out over the ranks; along the mesh they are two blocks all the same.
         full((2, 4), (0, 2, 4, 6, 1, 3, 5, 7), Topology.of([0, 1] * 4)),
         full((8, 1), range(8), TWO_NODES),

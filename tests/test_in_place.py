@@ -26,6 +26,7 @@ from meshplan.execute import (
     report,
     run_reduction,
 )
+from meshplan.execute._wire import wait_for_all
 from meshplan.execute.paths import _exchange
 from meshplan.kernel import _fold_operator, large_pages, reduce_into
 from meshplan.kernel._memory import LARGE_BYTES
@@ -71,21 +72,22 @@ def test_uneven_slices_have_the_bits_of_the_definition(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices that are shorter than others, or empty: both ways give the bits of the definition."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8)
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int8):
+        for numel in (*range(world_size, 4 * world_size + 1), 61, 12288, 30001):
+            leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
+            for op, order in (("sum", "tree"), ("sum", "rank"), ("max", "tree")):
+                wanted = step(world_size, op, contract=Contract(order=order))  # type: ignore[arg-type]
+                expected = reduce_leaves(leaves, op, (world_size,), wanted.contract)
+                cases.append((leaves, wanted, expected, f"{dtype} {numel} {op} {order}"))
 
     def ranks(rank: int) -> None:
-        numels = (*range(world_size, 4 * world_size + 1), 61, 12288, 30001)
-        for dtype in dtypes:
-            for numel in numels:
-                leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
-                for op, order in (("sum", "tree"), ("sum", "rank"), ("max", "tree")):
-                    contract = Contract(order=order)  # type: ignore[arg-type]
-                    expected = reduce_leaves(leaves, op, (world_size,), contract)
-                    for least in (1, 1 << 30):
-                        monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", least)
-                        found, sends = run(leaves[rank], step(world_size, op, contract=contract))
-                        assert ("broadcast" in sends) == (least == 1)
-                        assert_bitwise_equal(found, expected, f"{dtype} {numel} {op} {order}")
+        for leaves, wanted, expected, what in cases:
+            for least in (1, 1 << 30):
+                monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", least)
+                found, sends = run(leaves[rank], wanted)
+                assert ("broadcast" in sends) == (least == 1)
+                assert_bitwise_equal(found, expected, what)
 
     run_ranks(ranks, world_size)
 
@@ -284,7 +286,7 @@ def test_every_work_is_waited_for() -> None:
     first, second = RuntimeError("first"), RuntimeError("second")
     works = [Work(), Work(first), Work(), Work(second), Work()]
     with pytest.raises(RuntimeError) as caught:
-        _exchange._wait(works)  # type: ignore[arg-type]
+        wait_for_all(works, None)  # type: ignore[arg-type]
     assert caught.value is first
     assert [work.waits for work in works] == [1] * 5
 

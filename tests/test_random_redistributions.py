@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -24,7 +25,7 @@ from meshplan.errors import ShardOrderError
 from meshplan.layout import Layout
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
-from tests.marks import CASES, full
+from tests.marks import CASES, full, longest
 from tests.processes import run_ranks
 from tests.strategies import Redistribution, redistributions
 
@@ -77,8 +78,8 @@ def hierarchical() -> list[Redistribution]:
     options = {"contract": Contract(), "topology": nodes, "path": "exchange"}
     targets = ("R", "R"), ("S(0)", "R")
     return [
-        Redistribution(layout, ("P", "P"), dst, (4097, 3), torch.float32, options, seed)
-        for seed, dst in enumerate(targets)
+        Redistribution(layout, ("P", "P"), dst, (4097, 3), torch.float32, options, 2 * i)
+        for i, dst in enumerate(targets)
     ]
 
 
@@ -135,10 +136,10 @@ class Leaves:
         return self.shard(total, case.dst)
 
 
-@pytest.mark.parametrize("backend", ["gloo", full("meshplan")])
-def test_random_redistributions_that_start_from_partial(backend: str) -> None:
-    """Uneven and empty shards, 0-dim and zero-size tensors, meshes of some ranks in any order."""
-    cases = [*drawn(CASES, 8), *hierarchical(), refused()]
+def run_cases(
+    cases: list[Redistribution], world_size: int, backend: str = "gloo"
+) -> list[Counter[str]]:
+    """How many cases ran by which path, for each rank."""
 
     def ranks(rank: int) -> Counter[str]:
         meshes: dict[Layout, DeviceMesh] = {}
@@ -158,13 +159,32 @@ def test_random_redistributions_that_start_from_partial(backend: str) -> None:
     for case in cases:
         for where in itertools.product(*map(range, case.layout.sizes)):
             Leaves(case, where).source()
-    found = run_ranks(ranks, 8, backend=backend)
+    return run_ranks(ranks, world_size, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", full("meshplan")])
+def test_random_redistributions_that_start_from_partial(backend: str) -> None:
+    """Uneven and empty shards, 0-dim and zero-size tensors, meshes of some ranks in any order."""
+    cases = [*drawn(CASES, 8), *hierarchical(), refused()]
+    found = run_cases(cases, 8, backend)
     total = sum(found, Counter())
     assert len(cases) > CASES // 2
     assert total["right"] > CASES
+    assert total["halving"] > CASES // 4
     assert total["refused"] >= 8
     assert total["hierarchical"] >= 16
     assert sum(counter.total() for counter in found) == sum(c.layout.world_size for c in cases)
+
+
+@pytest.mark.parametrize("world_size", [*map(longest, range(2, 13)), full(13)])
+def test_random_redistributions_by_halving(world_size: int) -> None:
+    cases = [
+        replace(case, seed=case.seed | 1, options=case.options | {"path": "exchange"})
+        for case in drawn(CASES // 2, world_size)
+    ]
+    found = sum(run_cases(cases, world_size), Counter())
+    assert found.total() == sum(case.layout.world_size for case in cases)
+    assert found["halving"] > found.total() // 6
 
 
 def run_one(case: Redistribution, mesh: DeviceMesh, where: tuple[int, ...]) -> str:
@@ -179,11 +199,18 @@ def run_one(case: Redistribution, mesh: DeviceMesh, where: tuple[int, ...]) -> s
         stride=torch.empty(case.shape).stride(),
     )
     meshplan.clear_report()
-    with meshplan.installed(strict=True, timeout=60.0, **case.options):
+    options = dict(case.options)
+    if options["path"] == "exchange" and case.seed % 2:
+        # An exchange is used where the plan has blocks, or an order that cannot be halved.
+        options["path"] = "halving"
+    strict = options["path"] != "halving"
+    with meshplan.installed(strict=strict, timeout=60.0, **options):
         try:
             result = d.redistribute(mesh, dst).to_local()
         except ShardOrderError:
             return "refused"
     assert_bitwise_equal(result, leaves.expected(), f"{case} on rank {dist.get_rank()}")
+    if any(e["ran"] == "halving" for e in meshplan.report().entries):
+        return "halving"
     planned = [e["planned"] for e in meshplan.report().entries if e["ran"] == "exchange"]
     return "hierarchical" if any("in blocks of" in text for text in planned) else "right"

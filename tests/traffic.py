@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,44 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.execute._gloo import Channel
+from meshplan.execute._provenance import CollectiveLog
 
 
 def counts(calls: CommDebugMode) -> dict[str, int]:
     """How often each collective was issued, under the names of the report."""
-    names = {"alltoall_base_": "all_to_all_single", "broadcast_": "broadcast"}
+    names = {
+        "allgather_": "all_gather_into_tensor",
+        "alltoall_base_": "all_to_all_single",
+        "broadcast_": "broadcast",
+    }
     found = ((str(key).split(".")[-1], n) for key, n in calls.get_comm_counts().items())
     return {names.get(name, name): n for name, n in found}
+
+
+def count_sent(function: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What ``function`` returns, and the bytes of each message of its reductions to another rank.
+
+    Messages between pairs, headers included, and parts of all-to-alls and gathers behind headers.
+    """
+    issue, sent = CollectiveLog.issue, list[int]()
+
+    def counted(log: CollectiveLog, call: Any, *arguments: Any, **options: Any) -> Any:
+        if call.__name__ == "send":
+            sent.append(arguments[0][0].nbytes)
+        elif call is dist.all_to_all_single:
+            _, message, _, lengths, group = arguments
+            others = [n for r, n in enumerate(lengths) if r != group.rank()]
+            sent.extend(n * message.element_size() for n in others)
+        elif call is dist.all_gather:
+            places, mine = arguments
+            sent.extend([mine.nbytes] * (len(places) - 1))
+        return issue(log, call, *arguments, **options)
+
+    CollectiveLog.issue = counted  # type: ignore[method-assign]
+    try:
+        return function(), sent
+    finally:
+        CollectiveLog.issue = issue  # type: ignore[method-assign]
 
 
 class Sent(TorchDispatchMode):
@@ -65,8 +96,14 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = func._schema.name.split("::")
-        if space == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.names.append(name)
+        if func._schema.name == "c10d::allgather_":
+            (sent,), peers = args[1], dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[2]))
+            self.names.append("all_gather_into_tensor")
+            self.dtypes.append(sent.dtype)
+            self.elements.append(sent.numel())
+            self._count(peers, [sent.numel()] * len(peers), sent.element_size())
+        elif space == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.names.append(name.removesuffix("_out"))
             self.dtypes.append(args[0].dtype)
             self.elements.append(args[0].numel())
             peers = dist.get_process_group_ranks(_resolve_process_group(args[-1]))

@@ -1,4 +1,4 @@
-"""Run one step of a plan by one of the paths, and record what ran."""
+"""Run one step of a plan by one of the paths, and record its execution."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from meshplan.execute.paths import Outcome as Outcome
 from meshplan.execute.paths import Path as Path
 from meshplan.execute.paths import check_path as check_path
 from meshplan.execute.paths import register as register
+from meshplan.execute.paths import select_path as select_path
 from meshplan.execute.paths import shares_memory as shares_memory
 from meshplan.execute.paths import unregister as unregister
 
@@ -50,6 +51,7 @@ __all__ = [
     "register",
     "report",
     "run_reduction",
+    "select_path",
     "shares_memory",
     "unregister",
 ]

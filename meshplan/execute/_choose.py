@@ -7,14 +7,16 @@ dtype of the summand are compared in the first message, whose room is the same o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
 from meshplan.contract import check_dtype
+from meshplan.definition import partial_dtype
 from meshplan.errors import ContractTypeError
 from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._groups import StepGroups
@@ -22,13 +24,15 @@ from meshplan.execute._switches import ONE_SHOT_VARIABLE
 from meshplan.execute._wire import Wire
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths._exchange import PATH as EXCHANGE
+from meshplan.execute.paths._halving import PATH as HALVING
+from meshplan.execute.paths._halving import why_not_simulated
 from meshplan.execute.paths._hierarchical import PATH as HIERARCHICAL
 from meshplan.execute.paths._native import PATH as NATIVE
 from meshplan.execute.paths._one_shot import PATH as ONE_SHOT
 from meshplan.execute.paths._reference import PATH as REFERENCE
 from meshplan.execute.paths._shared_memory import FASTER_MODE
 from meshplan.execute.paths._two_shot import PATH as TWO_SHOT
-from meshplan.planner import Step, one_message_bytes
+from meshplan.planner import Reach, Step, find_halving_limits, one_message_bytes
 from meshplan.topology import Link, Links
 
 __all__ = ["BY_SIZE", "PathChoice", "ChosenPath", "PathRequest", "choose"]
@@ -44,7 +48,9 @@ class SizeDependentPath(Path):
 
     def now(self, step: Step, groups: StepGroups, tensor: Tensor) -> Path:
         """The path for the size of ``tensor``: the one that ``choose`` returns without a graph."""
-        return REFERENCE if is_small(step, groups, tensor.nbytes) else EXCHANGE
+        if is_small(step, groups, tensor.nbytes):
+            return REFERENCE
+        return HALVING if is_halved(step, groups, tensor) else EXCHANGE
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         return self.now(step, groups, tensor).all_reduce(tensor, step, groups, wire)
@@ -126,7 +132,7 @@ class PathRequest:
         if dtype.is_complex and self.step.op in ("sum", "avg") and self.step.norm is None:
             dtype = dtype.to_real()
         try:
-            check_dtype(self.step.op, dtype)
+            check_dtype(self.step.op, dtype, self.step.contract)
         except ContractTypeError as error:
             if self.step.op == "avg" and not self.tensor.dtype.is_floating_point:
                 raise
@@ -151,11 +157,21 @@ class PathRequest:
         return self.nbytes is not None and is_small(self.step, self.groups, self.nbytes)
 
     @property
+    def halved(self) -> bool:
+        """Whether halving is cheaper than the exchange of the plan; not in the same graphs."""
+        if self.traced and not self.over_gloo:
+            return False
+        return self.nbytes is not None and is_halved(self.step, self.groups, self.tensor)
+
+    @property
     def prefix(self) -> str:
-        """The plan's reason, and the switch."""
+        """The plan's reason, why blocks exchange instead of halving, and the switch."""
+        found = self.step.why
+        if self.step.inner > 1 and self.step.between == "halving" and (why := why_not_simulated()):
+            found = f"{found}; {why}"
         if self.planned != EXCHANGE.name or self.wanted != "auto" or self.one_shot is None:
-            return self.step.why
-        return f"{self.step.why}; {self.switch}"
+            return found
+        return f"{found}; {self.switch}"
 
     @property
     def switch(self) -> str:
@@ -199,7 +215,7 @@ def may_be_small(step: Step, groups: StepGroups) -> bool:
 
 def is_small(step: Step, groups: StepGroups, nbytes: int) -> bool:
     """Whether one all-gather of ``nbytes`` is cheaper than the exchange."""
-    return may_be_small(step, groups) and 0 < nbytes <= small_bytes(step.group_size)
+    return may_be_small(step, groups) and 0 < nbytes <= small_bytes(step)
 
 
 # Each rank on a host of its own, over TCP on 10 Gb/s Ethernet. Where links are faster, as between
@@ -207,14 +223,39 @@ def is_small(step: Step, groups: StepGroups, nbytes: int) -> bool:
 _SLOWEST = Links(network=Link(latency=25e-6, bandwidth=1.2e9), launch=50e-6)
 
 
-@lru_cache(maxsize=64)
-def small_bytes(ranks: int) -> int:
-    """Up to how many bytes one all-gather costs less than an exchange, in a group of ``ranks``.
+def small_bytes(step: Step) -> int:
+    """Up to how many bytes one all-gather costs less than other paths.
 
     By the planner's model, and no more than what travels behind a header in the first message over
     gloo: beyond, there are two collectives again.
     """
-    return min(one_message_bytes(ranks, _SLOWEST), inline_bytes(ranks))
+    return min(one_message_bytes(step.sizes, _SLOWEST), inline_bytes(step.group_size))
+
+
+def is_halved(step: Step, groups: StepGroups, tensor: Tensor) -> bool:
+    """Whether halving is cheaper than a flat exchange, and possible."""
+    if step.inner > 1 or not 0 < tensor.nbytes <= halving_bytes(step, tensor):
+        return False
+    return not HALVING.why_not(step, groups, tensor)
+
+
+def halving_bytes(step: Step, tensor: Tensor) -> int:
+    """Up to how many bytes halving costs less than a flat exchange, by the planner's model."""
+    assert step.op is not None
+    assert step.contract is not None
+    limits = step.halving
+    if limits is None:
+        limits = find_halving_limits(Reach.unknown(step.sizes, _SLOWEST))
+    # A graph brings the real and the imaginary parts of complex numbers.
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    wide = partial_dtype(step.op, dtype, step.contract).itemsize > dtype.itemsize
+    return limits[wide]
+
+
+def _explain_halving(request: PathRequest) -> str:
+    limit = halving_bytes(request.step, request.tensor)
+    reach = f" up to {limit} bytes" if limit < sys.maxsize else ""
+    return f"halving is predicted to cost less than an exchange{reach}"
 
 
 TABLE = (
@@ -246,7 +287,7 @@ TABLE = (
     Row(lambda r: not r.no_memory, faster_mode, lambda r: r.prefix),
     # Without it, a small message costs what its collectives cost: one is less than two.
     Row(
-        lambda r: r.over_gloo and r.nbytes is None and may_be_small(r.step, r.groups),
+        lambda r: r.over_gloo and r.nbytes is None and r.step.inner == 1,
         lambda r: BY_SIZE,
         lambda r: f"{r.prefix}; {r.no_memory}",
     ),
@@ -255,8 +296,13 @@ TABLE = (
         lambda r: REFERENCE,
         lambda r: (
             f"{r.prefix}; {r.no_memory}; one all-gather costs less than an exchange up to "
-            f"{small_bytes(r.step.group_size)} bytes"
+            f"{small_bytes(r.step)} bytes"
         ),
+    ),
+    Row(
+        lambda r: r.halved,
+        lambda r: HALVING,
+        lambda r: f"{r.prefix}; {r.no_memory}; {_explain_halving(r)}",
     ),
     Row(lambda r: True, lambda r: r.flat, lambda r: f"{r.prefix}; {r.no_memory}"),
 )

@@ -5,14 +5,19 @@ result is filled with NaN (or with all ones), and the headers go to memory of th
 reduction on a device, ``meshplan.check`` and a ``Work``'s ``wait`` raise what has arrived there.
 What torch traces and what a CUDA graph captures is not compared.
 
+Gathering W headers takes W - 1 steps around a ring. More than ``_MOST_GATHERED`` ranks reduce their
+largest and smallest words instead, which the backend does in log W steps. The last word is a digest
+of the header and the rank, so its extremes are two ranks with different headers.
+
 NCCL checks no sizes. Ranks that bring different sizes can hang in the collective of the data, which
 NCCL's watchdog ends. The headers were gathered before, so that ``meshplan.check`` names the ranks.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,16 +27,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._torch import backend_of
 from meshplan._torch import functional_operators as _ops
+from meshplan._torch.process_group import end_coalescing, start_coalescing
 from meshplan.execute._groups import StepGroups
-from meshplan.execute._header import Header, mismatch_error
-from meshplan.execute._wire import Wire
+from meshplan.execute._header import (
+    Header,
+    RankHeader,
+    extremes_error,
+    mismatch_error,
+    ranked_digest,
+)
+from meshplan.execute._wire import Message, Wire
 from meshplan.kernel import register_check
 
 __all__ = ["DeferredWire", "is_deferred", "raise_pending"]
 
 # Reductions whose headers the host has not read; far more than a host is ahead of its device.
 _MOST = 1024
+# More rows take longer than two small reductions.
+_MOST_GATHERED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +54,16 @@ class _PendingHeaders:
     """Headers on their way to the host.
 
     Attributes:
-        rows: words and rank of each header, in memory of the host.
+        mine: of this process.
+        rows: words and rank of each header, in memory of the host; or the largest and the
+            smallest words.
+        gathered: whether they are those of each rank.
         event: that has passed when they are there; ``None``: they are.
     """
 
+    mine: RankHeader
     rows: Tensor
+    gathered: bool
     event: Any
 
 
@@ -66,10 +86,12 @@ def raise_pending() -> None:
     """
     with _lock:
         while _pending and (_pending[0].event is None or _pending[0].event.query()):
-            rows = _pending.pop(0).rows.tolist()
-            brought = [(row[-1], Header(tuple(row[:-1]))) for row in rows]
+            first = _pending.pop(0)
+            brought = [(row[-1], Header(tuple(row[:-1]))) for row in first.rows.tolist()]
             if len({header for _, header in brought}) > 1:
-                raise mismatch_error(brought, dist.get_rank())
+                if first.gathered:
+                    raise mismatch_error(brought, first.mine[0])
+                raise extremes_error(brought, first.mine)
 
 
 class DeferredWire(Wire):
@@ -77,48 +99,98 @@ class DeferredWire(Wire):
 
     Args:
         groups: of the step.
-        header: this rank's.
+        mine: this rank and its header.
         device: of the tensors.
 
     Raises:
         SignatureMismatchError: as ``raise_pending``, for earlier reductions.
     """
 
-    def __init__(self, groups: StepGroups, header: Header, device: torch.device) -> None:
+    def __init__(self, groups: StepGroups, mine: RankHeader, device: torch.device) -> None:
         super().__init__()
         raise_pending()
         self._groups = groups
-        self._mine = _row(header, dist.get_rank(), device, _current_stream(device))
+        self._header = mine
+        self._gathered = math.prod(pg.size() for pg in groups.levels) <= _MOST_GATHERED
+        self._mine = _row(mine, self._gathered, device, _current_stream(device))
         self._rows: Tensor | None = None
 
-    def exchange(
+    def start_exchange(
         self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
-    ) -> Sequence[Tensor]:
+    ) -> Callable[[], Sequence[Tensor]]:
         self.compare()
-        return super().exchange(parts, group, last=last)
+        return super().start_exchange(parts, group, last=last)
 
     def compare(self) -> None:
-        """Gather the headers of all ranks, once."""
-        if self._rows is None:
-            rows = self._mine
-            for group in self._groups.levels:
-                rows = _ops.wait_tensor(self.all_gather(rows, group))
-            self._rows = rows
+        """Gather the headers of all ranks, or reduce them, once."""
+        if self._rows is not None:
+            return
+        rows = self._mine
+        for group in self._groups.levels:
+            if self._gathered:
+                rows = self.all_gather(rows, group)
+            else:
+                rows = self.issue(_ops.all_reduce, rows, "max", group.group_name)
+            rows = _ops.wait_tensor(rows)
+        self._rows = rows if self._gathered else torch.stack((rows[0], ~rows[1]))
+
+    def start_round(
+        self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
+    ) -> Callable[[], None]:
+        """As in ``Wire``; a rank without messages does nothing.
+
+        The arguments of an all-to-all have a number for each rank, so that issuing one takes time
+        for all of them. What NCCL gets is the same: one message for each pair and direction.
+        """
+        if not backend_of(group, device).supports_coalescing:
+            return super().start_round(messages, group, device)
+        parts: dict[tuple[bool, int], list[Tensor]] = {}
+        for sends, tensor, peer in messages:
+            if tensor.numel():
+                parts.setdefault((sends, peer), []).append(tensor)
+        if not parts:
+            return lambda: None
+        whole = {key: _message(key[0], tensors) for key, tensors in parts.items()}
+        start_coalescing(group, device)
+        for (sends, peer), message in whole.items():
+            self.issue(group.send if sends else group.recv, [message], peer, 0)
+        work = end_coalescing(group, device)
+        assert work is not None
+
+        def finish() -> None:
+            work.wait()
+            for (sends, peer), message in whole.items():
+                tensors = parts[sends, peer]
+                if not sends and len(tensors) > 1:
+                    came = torch.split(message, [tensor.numel() for tensor in tensors])
+                    for tensor, part in zip(tensors, came, strict=True):
+                        tensor.copy_(part)
+
+        return finish
 
     def checked(self, result: Tensor) -> Tensor:
         """``result``, or what no one takes for one if headers differ; waited for on the stream."""
         rows, result = self._rows, _ops.wait_tensor(result)
         assert rows is not None
-        differs = (rows[:, :-1] != self._mine[:, :-1]).any()
+        differs = (rows[:, :-1] != self._mine[:1, :-1]).any()
         wrong = float("nan") if result.dtype.is_floating_point else -1
         if result.dtype in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
             wrong = 1 if result.dtype is torch.bool else torch.iinfo(result.dtype).max
         result = result.masked_fill(differs, wrong)
-        _note(rows)
+        _note(self._header, rows, self._gathered)
         return result
 
 
-def _note(rows: Tensor) -> None:
+def _message(sends: bool, tensors: Sequence[Tensor]) -> Tensor:
+    """What travels between two ranks, for ``tensors``."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if sends:
+        return torch.cat(list(tensors))
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+def _note(mine: RankHeader, rows: Tensor, gathered: bool) -> None:
     event = None
     if rows.device.type != "cpu":
         found = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
@@ -127,7 +199,7 @@ def _note(rows: Tensor) -> None:
         event.record(_current_stream(rows.device))
         rows = found
     with _lock:
-        _pending.append(_PendingHeaders(rows, event))
+        _pending.append(_PendingHeaders(mine, rows, gathered, event))
         del _pending[:-_MOST]
 
 
@@ -137,9 +209,13 @@ def _current_stream(device: torch.device) -> Any:
 
 # By stream: on another one, the copy would not be ordered before its use.
 @lru_cache(maxsize=1024)
-def _row(header: Header, rank: int, device: torch.device, stream: Any) -> Tensor:
+def _row(mine: RankHeader, gathered: bool, device: torch.device, stream: Any) -> Tensor:
+    rank, header = mine
     with torch.inference_mode(False):
-        words = [[*header.words, rank]]
+        words = [[*header.words, rank if gathered else ranked_digest(mine)]]
+        if not gathered:
+            # The largest complement is that of the smallest word.
+            words.append([~word for word in words[0]])
         row = torch.tensor(words, dtype=torch.int64, pin_memory=device.type != "cpu")
         # From pinned memory: else the host would wait for the stream.
         return row.to(device, non_blocking=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
+from meshplan.execute._gloo_groups import break_connections
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
-from meshplan.flatten import RollCall, find_missing, format_failure
+from meshplan.flatten import RollCall, find_missing, format_failure, is_across_jobs
 
 __all__ = ["raise_failure"]
 
@@ -72,15 +72,15 @@ def _is_of_this_rank(error: RuntimeError) -> bool:
 def _failed(
     error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose
 ) -> CollectiveError:
-    rank = dist.get_rank()
+    rank = groups.rank
+    if device_type == "cpu":
+        break_connections(groups)
     name = "" if groups.whole is None else groups.whole.group_name
     call = f"{purpose.request}, {purpose.planned}"
     roll = find_missing(groups.levels[0], groups.members, device_type, name, call)
     return CollectiveError(
         f"a reduction over {purpose.group} failed on rank {rank}: {format_failure(error)}; "
-        f"{_found_out(roll, rank)}{_differing(roll)}. These groups are unusable: call "
-        "meshplan.shutdown() and destroy_process_group(), then init_process_group() with the ranks "
-        "that are left",
+        f"{_found_out(roll, rank)}{_differing(roll)}. {_remedy(groups)}",
         missing=roll.missing,
     )
 
@@ -101,6 +101,15 @@ def _add_roll_call(
     )
 
 
+def _remedy(groups: StepGroups) -> str:
+    if is_across_jobs(groups.levels[0]):
+        return "The group is unusable: shut it down, and create one with the ranks that are left"
+    return (
+        "These groups are unusable: call meshplan.shutdown() and destroy_process_group(), then "
+        "init_process_group() with the ranks that are left"
+    )
+
+
 def _found_out(roll: RollCall, rank: int) -> str:
     """Which ranks are missing; a rank that may be alive is never said to be, only a candidate."""
     known = [f"{_ranks(roll.ended, 'has', 'have')} ended"] * bool(roll.ended)
@@ -108,7 +117,10 @@ def _found_out(roll: RollCall, rank: int) -> str:
     if known:
         return " and ".join(known)
     if roll.late:
-        return f"the others gave up waiting for rank {rank} (this one) before"
+        found = f"the others gave up waiting for rank {rank} (this one) before"
+        if roll.silent:
+            found += f"; {_ranks(roll.silent)} did not report the failure to them either"
+        return found
     if roll.silent:
         return (
             f"{_ranks(roll.silent)} did not report it too within {roll.seconds:g} s: one that "

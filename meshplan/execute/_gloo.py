@@ -11,15 +11,18 @@ room to spare is safe. So the first message of every collective is an all-to-all
 buffers have the same room on all ranks, whatever their tensors, and whose blocks start with the
 headers of the ranks that send them. Data of up to that room travels in the same message; more data
 follows in messages of its own, once all headers are known to be equal.
+
+In a group of more than ``_MOST_AT_ONCE`` ranks headers are compared in rounds (``_gloo_rounds``).
+The all-to-all then collects the headers only if they differ, for the error.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,24 +30,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshplan._aborts import THIS_THREAD, check_aborted
-from meshplan._torch import backend_of
+from meshplan.execute._gloo_rounds import ROUND_BYTES, HeaderRounds, start_messages
 from meshplan.execute._groups import StepGroups
-from meshplan.execute._header import HEADER_BYTES, Header, mismatch_error
+from meshplan.execute._header import HEADER_BYTES, Header, RankHeader, mismatch_error
 from meshplan.execute._provenance import CollectiveLog
-from meshplan.execute._wire import Wire
+from meshplan.execute._wire import Message, Wire, from_wire_dtype, to_wire_dtype, wait_for_group
 
-__all__ = ["Channel", "GlooWire", "is_gloo", "inline_bytes"]
-
-RankHeader = tuple[int, Header]
-"""A global rank and its header."""
+__all__ = ["Channel", "GlooWire", "inline_bytes"]
 
 # Of data, for each rank that sends. A slice of 128 KiB or more goes in place anyway.
 _MOST_BYTES = 128 << 10
 _ALL_BYTES = 1 << 20
 _LINE = 64
-# How soon a wait for a rank that does not come finds that its group was aborted.
-_SLICE = timedelta(milliseconds=200)
+# In larger groups headers are compared in rounds.
+_MOST_AT_ONCE = 32
 _MAX_LAYOUTS = 64
 
 
@@ -162,7 +161,7 @@ class Channel:
             layout.sends,
             self._options,
         )
-        _wait(work, group)
+        wait_for_group(work, group)
         leaves: list[Tensor] = []
         if parts is not None:
             leaves = [*layout.leaves[:rank], parts[rank], *layout.leaves[rank:]]
@@ -204,11 +203,12 @@ class Channel:
             head + -(-length * dtype.itemsize // _LINE) * _LINE if r != rank else 0
             for r, length in enumerate(lengths)
         ]
-        starts = [sum(sends[:r]) for r in range(ranks) if r != rank]
+        others = [r for r in range(ranks) if r != rank]
+        starts = [sum(sends[:r]) for r in others]
         sent = self._sent[: sum(sends)]
         slots = [
-            sent[start + head :][: length * dtype.itemsize].view(dtype)
-            for start, length in zip(starts, _without(lengths, rank), strict=True)
+            sent[start + head :][: lengths[r] * dtype.itemsize].view(dtype)
+            for start, r in zip(starts, others, strict=True)
         ]
         before = after = None
         if isinstance(parts, Tensor):
@@ -241,48 +241,123 @@ class GlooWire(Wire):
 
     Args:
         groups: of the step, over gloo.
-        header: this rank's.
+        mine: this rank and its header.
 
     Raises:
-        SignatureMismatchError: by ``exchange`` on the last level, ``gather`` and ``compare``, on
+        SignatureMismatchError: by an exchange on the last level, ``gather`` and ``compare``, on
             all ranks of the reduction, if the headers of any two of them differ.
     """
 
     in_place = True
 
-    def __init__(self, groups: StepGroups, header: Header) -> None:
+    def __init__(self, groups: StepGroups, mine: RankHeader) -> None:
         super().__init__()
         self._groups = groups
         # Those of this rank's block, once they are known.
-        self._headers: tuple[RankHeader, ...] = ((dist.get_rank(), header),)
+        self._headers: tuple[RankHeader, ...] = (mine,)
         self._equal = True
+        self._compared = self._inline = False
+        large = len(groups.levels) == 1 and groups.flat.size() > _MOST_AT_ONCE
+        self._rounds = HeaderRounds(groups.flat, mine[1], self.log) if large else None
+        self._works: dict[int, tuple[Work, ProcessGroup]] = {}
 
-    def exchange(
+    def start_exchange(
         self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
-    ) -> Sequence[Tensor]:
+    ) -> Callable[[], Sequence[Tensor]]:
+        if self._rounds is not None:
+            self.compare()
+        if self._compared:
+            return super().start_exchange(parts, group)
         longest = parts.shape[1] if isinstance(parts, Tensor) else max(p.numel() for p in parts)
         # Ranks that bring different tensors may choose differently here. Either message has headers
         # in front and fits the same buffers, so the difference is found before data is used.
         fits = longest * parts[0].element_size() <= inline_bytes(group.size())
         leaves = self._meet(group, parts if fits and self._equal else None, last)
         if not fits and self._equal:
-            return super().exchange(parts, group)
+            return super().start_exchange(parts, group)
         # Of a block whose headers differ no number is used: the last level raises.
-        return leaves or [parts[group.rank()]] * group.size()
+        found = leaves or [parts[group.rank()]] * group.size()
+        return lambda: found
+
+    def all_gather(self, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        # Gloo's two threads write the names of completed collectives to one string, without a lock
+        # (torch 2.13). More than 15 characters are allocated, and may be freed while the other one
+        # writes: "ALLGATHER_COALESCED", the functional gather. This one is "ALLGATHER".
+        sent, ranks = to_wire_dtype(tensor), group.size()
+        # Memory of its own, also for nothing: works are found by it.
+        out = sent.new_empty(max(ranks * sent.numel(), 1))[: ranks * sent.numel()]
+        places = list(out.view(ranks, *sent.shape).unbind(0))
+        work = self.issue(dist.all_gather, places, sent, group=group, async_op=True)
+        self._works[_memory(out)] = work, group
+        return from_wire_dtype(out.view(ranks * sent.shape[0], *sent.shape[1:]), tensor)
+
+    def all_to_all(
+        self, message: Tensor, into: Sequence[int], out: Sequence[int], group: ProcessGroup
+    ) -> Tensor:
+        found, how = message.new_empty(max(sum(into), 1))[: sum(into)], (list(into), list(out))
+        work = self.issue(dist.all_to_all_single, found, message, *how, group, async_op=True)
+        self._works[_memory(found)] = work, group
+        return found
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        if (under_way := self._works.pop(_memory(tensor), None)) is not None:
+            wait_for_group(*under_way)
+        return tensor
+
+    def checked(self, result: Tensor) -> Tensor:
+        return self.wait(result)
+
+    def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
+        self._inline = self._rounds is not None and inline and nbytes <= ROUND_BYTES
+        if not self._inline:
+            self.compare()
+
+    def start_round(
+        self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
+    ) -> Callable[[], None]:
+        """As in ``Wire``; a rank without messages does nothing."""
+        if self._inline:
+            assert self._rounds is not None
+            return partial(self._rounds.swap, messages)
+        # Both sides know which messages are empty.
+        return start_messages([one for one in messages if one.tensor.numel()], group, self.log)
+
+    def end_rounds(self, *, gathered: bool) -> None:
+        if self._inline:
+            assert self._rounds is not None
+            self._inline = False
+            if not gathered:
+                self._rounds.compare(forth=False)
+            self._refuse_difference()
+
+    def _refuse_difference(self) -> None:
+        assert self._rounds is not None
+        if not self._rounds.equal:
+            group = self._groups.flat
+            _, found = _channel(group, 1).exchange(group, self._headers, None, self.log)
+            raise mismatch_error(found, self._groups.rank)
+        self._compared = True
 
     def gather(self, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
-        """As ``Wire`` says; in one message where it has the room."""
+        """As in ``Wire``; in one message where it has the room."""
         ranks = group.size()
-        if tensor.nbytes <= inline_bytes(ranks):
+        if self._rounds is None and tensor.nbytes <= inline_bytes(ranks):
             return self.exchange(tensor.expand(ranks, -1), group)
         return super().gather(tensor, group)
 
     def compare(self) -> None:
+        if self._compared:
+            return
+        if self._rounds is not None:
+            self._rounds.compare()
+            self._refuse_difference()
+            return
         # Each level passes on what it has seen, so the last one compares all ranks of the step.
         *first, last = self._groups.levels
         for group in first:
             self._meet(group, None, False)
         self._meet(last, None, True)
+        self._compared = True
 
     def _meet(
         self, group: ProcessGroup, parts: Tensor | Sequence[Tensor] | None, last: bool
@@ -293,25 +368,12 @@ class GlooWire(Wire):
         self._equal = self._equal and not found
         if last:
             if not self._equal:
-                raise mismatch_error(found or mine, dist.get_rank())
+                raise mismatch_error(found or mine, self._groups.rank)
         else:
             self._headers = found or tuple((rank, mine[0][1]) for rank in over.ranks)
         return leaves
 
 
-def _wait(work: Work, group: ProcessGroup) -> None:
-    """Wait for all ranks of ``group``; as long as they allow, or until it is aborted."""
-    # The end of a slice is an error like that of the collective, which may end just then: only a
-    # wait for a completed collective shows its result.
-    while THIS_THREAD.abort is not None and not work.is_completed():
-        try:
-            work.wait(_SLICE)
-        except RuntimeError:
-            check_aborted(f"ranks of group {group.group_name}")
-    work.wait()
-
-
-_known: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 _channels: WeakKeyDictionary[ProcessGroup, dict[int, Channel]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -331,23 +393,5 @@ def _rows(headers: Sequence[RankHeader]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-def _without(values: Sequence[int], place: int) -> list[int]:
-    return [value for r, value in enumerate(values) if r != place]
-
-
-def is_gloo(tensor: Tensor, groups: StepGroups) -> bool:
-    """Whether tensors like this one travel over gloo in ``groups``."""
-    return tensor.device.type == "cpu" and all(_over_gloo(group) for group in groups.levels)
-
-
-def _over_gloo(group: ProcessGroup) -> bool:
-    found = _known.get(group)
-    if found is None:
-        try:
-            backend = backend_of(group, torch.device("cpu"))
-            found = group.size() > 1 and backend.name() == "gloo"
-        except RuntimeError:
-            # A group that is written in Python has no backend.
-            found = False
-        _known[group] = found
-    return found
+def _memory(tensor: Tensor) -> int:  # Views are waited for by it.
+    return tensor.untyped_storage().data_ptr()

@@ -141,6 +141,9 @@ def _written(step: Step) -> str:
             "scatter": step.scatter,
             "lengths": step.lengths,
             "inner": step.inner,
+            "between": step.between,
+            "halving": step.halving,
+            "chunk": step.chunk,
         }
     )
 
@@ -155,6 +158,7 @@ def _read(text: str) -> Step:
             "sizes": tuple(words["sizes"]),
             "scatter": tuple((axis, dim) for axis, dim in words["scatter"]),
             "lengths": tuple(words["lengths"]),
+            "halving": words["halving"] and tuple(words["halving"]),
         },
         contract=contract and Contract.of_id(contract),
         move="",

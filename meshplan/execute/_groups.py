@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from meshplan._torch import resolve_process_group
 from meshplan.errors import GroupStateError
+from meshplan.flatten import rank_in
 from meshplan.kernel import Communicator
 
 __all__ = ["StepGroups", "resolve_group"]
@@ -74,6 +75,11 @@ class StepGroups:
             return self.ranks()
         found = (rank for pg in self.levels for rank in dist.get_process_group_ranks(pg))
         return tuple(dict.fromkeys(found))
+
+    @property
+    def rank(self) -> int:
+        """This process, as ``members`` lists it."""
+        return rank_in(self.levels[0])
 
     @property
     def position(self) -> int:

@@ -6,6 +6,7 @@ be equal.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,14 +17,17 @@ from torch import Tensor
 from meshplan._dtypes import name_of
 from meshplan.errors import SignatureMismatchError
 from meshplan.planner import Step
-from meshplan.record import differences, pack_words, ranks_text, read_words
+from meshplan.record import WORD_FIELDS, differences, pack_words, ranks_text, read_words
 
 __all__ = [
     "HEADER_BYTES",
     "Header",
+    "RankHeader",
+    "extremes_error",
     "gather_header",
     "list_header",
     "mismatch_error",
+    "ranked_digest",
     "step_header",
     "tensor_header",
 ]
@@ -46,6 +50,12 @@ class Header(NamedTuple):
         return str(read_words(self.words))
 
 
+RankHeader = tuple[int, Header]
+"""A global rank and its header."""
+
+
+# Of a number of 64 bits that also has a rank: over 16 million ranks.
+_RANK_BITS = 24
 _MOST_RECENT = 1024
 # The step is kept as well, so that no other step has its identity.
 _recent: dict[object, tuple[Step, Header]] = {}
@@ -79,6 +89,8 @@ def step_header(step: Step, dtype: torch.dtype, shape: tuple[int, ...], path: st
             norm=step.norm,
             layout=cut,
             inner=step.inner,
+            between=step.between,
+            chunk=step.chunk,
         )
     )
 
@@ -150,7 +162,47 @@ def list_header(
     )
 
 
-def mismatch_error(brought: Sequence[tuple[int, Header]], rank: int) -> SignatureMismatchError:
+def ranked_digest(mine: RankHeader) -> int:
+    """A number of 64 bits, with sign: a digest of the header in front of the rank.
+
+    Equal headers have equal digests, so the largest and the smallest of these numbers over all
+    ranks are of ranks with different headers if there are any.
+
+    Args:
+        mine: a rank and its header.
+    """
+    rank, header = mine
+    digest = hashlib.sha1(repr(header.words).encode()).digest()[:8]
+    return int.from_bytes(digest, "little", signed=True) >> _RANK_BITS << _RANK_BITS | rank
+
+
+def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMismatchError:
+    """``mismatch_error`` where only the largest and the smallest words of all headers are known.
+
+    Args:
+        ends: the largest of each word, then the smallest; a ``ranked_digest`` in place of the rank.
+        mine: this process's global rank and header.
+    """
+    (most, largest), (least, smallest) = ends
+    first, last = (number & ((1 << _RANK_BITS) - 1) for number in (most, least))
+    # At most one of them has this rank's header.
+    other = last if most >> _RANK_BITS == ranked_digest(mine) >> _RANK_BITS else first
+    fields = dict.fromkeys(
+        field
+        for field, high, low in zip(WORD_FIELDS, largest.words, smallest.words, strict=True)
+        if high != low
+    )
+    return SignatureMismatchError(
+        f"the ranks of one collective brought different tensors or options: ranks "
+        f"{min(first, last)} and {max(first, last)}, and there may be more. Rank {mine[0]} brought "
+        f"{mine[1]}. Different: "
+        f"{', '.join(fields)}. No result was returned on any rank: pass the same shape, dtype, "
+        "operation and contract on every rank",
+        rank=other,
+    )
+
+
+def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatchError:
     """The error of a collective whose ranks brought different headers; all ranks have one text.
 
     Args:

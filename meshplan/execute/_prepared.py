@@ -10,11 +10,12 @@ from meshplan._observing import Extent
 from meshplan.errors import FallbackRefusedError
 from meshplan.execute._choose import ChosenPath, PathRequest, choose
 from meshplan.execute._deferred import is_deferred
-from meshplan.execute._gloo import is_gloo
+from meshplan.execute._gloo_groups import is_gloo
 from meshplan.execute._groups import StepGroups
-from meshplan.execute._header import Header
+from meshplan.execute._header import RankHeader
 from meshplan.execute._provenance import Event, Purpose
 from meshplan.execute._wire import is_captured
+from meshplan.execute.paths import get_path
 from meshplan.planner import Step
 
 __all__ = ["PreparedReduction"]
@@ -55,7 +56,7 @@ class PreparedReduction:
         captured = traced and is_captured(tensor)
         request = PathRequest(step, groups, tensor, path, one_shot, traced, captured, over_gloo)
         self.choice = choose(request)
-        if self.choice.fallback and strict:
+        if self.choice.fallback and (strict or not _is_replaceable(path)):
             raise _refused(self.choice, request, tensor, purpose)
         self.path, self.ran = self.choice.path, self.choice.path.reported_name
         backend = not self.path.shares_memory
@@ -68,7 +69,7 @@ class PreparedReduction:
         self.pairs = tensor.is_complex() and step.op in ("sum", "avg") and step.norm is None
         # Kept, so that no others have their identities.
         self.keys = step, purpose
-        self.header: Header | None = None
+        self.header: RankHeader | None = None
         self.events: dict[tuple[str, ...], Event] = {}
 
     def event(
@@ -108,6 +109,10 @@ class PreparedReduction:
         )
 
 
+def _is_replaceable(path: str) -> bool:
+    return path == "auto" or get_path(path).replaceable
+
+
 def _refused(
     choice: ChosenPath, request: PathRequest, tensor: Tensor, purpose: Purpose
 ) -> FallbackRefusedError:
@@ -123,5 +128,7 @@ def _refused(
         )
     return FallbackRefusedError(
         f"{purpose.request}: path {choice.wanted} was requested and "
-        f"{choice.path.reported_name} would run: {choice.why}; pass another path, or strict=False"
+        f"{choice.path.reported_name} would run: {choice.why}; pass another path"
+        + ", or strict=False"
+        * _is_replaceable(request.wanted)
     )

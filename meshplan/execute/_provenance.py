@@ -126,7 +126,10 @@ class CollectiveLog:
 
 
 # One collective has one name, whether torch's function or the group's method issues it.
-_NAMES = {"alltoall_base": "all_to_all_single"}
+_NAMES = {
+    "all_gather": "all_gather_into_tensor",
+    "alltoall_base": "all_to_all_single",
+}
 
 
 @dataclass(slots=True)
@@ -230,7 +233,7 @@ def record(
     Args:
         event: to count.
         elements, nbytes: of this rank's summand; ``None`` where that is not known.
-        seconds: of the host, until what ran has returned.
+        seconds: of the host, until the call has returned.
         audited: compared with the reference.
     """
     _EVENTS.add(event, elements, nbytes, seconds, audited=audited)

@@ -24,10 +24,11 @@ from meshplan.execute import _audit
 from meshplan.execute._choose import BY_SIZE
 from meshplan.execute._deferred import DeferredWire
 from meshplan.execute._failures import raise_failure
-from meshplan.execute._gloo import GlooWire, is_gloo
+from meshplan.execute._gloo import GlooWire
+from meshplan.execute._gloo_groups import is_gloo
 from meshplan.execute._graph import define_operators, trace_reduction
 from meshplan.execute._groups import StepGroups
-from meshplan.execute._header import Header, tensor_header
+from meshplan.execute._header import Header, RankHeader, tensor_header
 from meshplan.execute._prepared import PreparedReduction
 from meshplan.execute._provenance import MAX_RECORDS, Purpose, record
 from meshplan.execute._shards import select_shard
@@ -53,7 +54,7 @@ def run_reduction(
     audit: int = 0,
     traced: bool | None = None,
 ) -> Tensor:
-    """Reduce ``tensor`` over ``groups`` as ``step`` says; each rank gets the result or its shard.
+    """Reduce ``tensor`` over ``groups`` as in ``step``; each rank gets the result or its shard.
 
     Args:
         tensor: this rank's summand, any shape and strides; left as it is. The dtypes of the
@@ -87,7 +88,7 @@ def run_reduction(
             ``native`` errors may come later, and are then the backend's own.
         GroupStateError: another thread is in a reduction over the same groups.
         AuditError: on every rank, where an audit has found other bits than the contract's.
-        RuntimeError: no memory, for example; a note says in what reduction.
+        RuntimeError: no memory, for example; a note names the reduction.
     """
     assert step.op is not None
     started = time.perf_counter()
@@ -188,7 +189,7 @@ def compare_headers(
     groups = StepGroups(group)
     if is_traced(tensor) or not is_gloo(tensor, groups):
         return ()
-    wire = GlooWire(groups, header)
+    wire = GlooWire(groups, (groups.rank, header))
     _guarded(wire.compare, groups, tensor.device.type, purpose)
     return tuple(wire.log.names)
 
@@ -227,7 +228,7 @@ def _reduced(
     if found.over_gloo or found.deferred:
         header = found.header
         if header is None:
-            header = found.header = _header(summand, step, path, found.pairs)
+            header = found.header = _header(summand, step, groups, path, found.pairs)
         if found.over_gloo:
             if summand.requires_grad:
                 summand = summand.detach()
@@ -245,8 +246,10 @@ def _reduced(
     return reduced
 
 
-def _header(summand: Tensor, step: Step, path: Path, is_complex: bool) -> Header:
-    return tensor_header(summand, step, path.reported_name, is_complex)
+def _header(
+    summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool
+) -> RankHeader:
+    return groups.rank, tensor_header(summand, step, path.reported_name, is_complex)
 
 
 def _in_graph(
@@ -256,7 +259,7 @@ def _in_graph(
     path = BY_SIZE.now(step, groups, summand) if name == BY_SIZE.name else get_path(name)
     if summand.requires_grad:
         summand = summand.detach()
-    wire = GlooWire(groups, _header(summand, step, path, is_complex))
+    wire = GlooWire(groups, _header(summand, step, groups, path, is_complex))
     if OBSERVING.observer is None:
         return _run_path(path, summand, step, groups, wire)
     started, in_contract = time.perf_counter(), path.in_contract

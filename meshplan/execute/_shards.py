@@ -1,8 +1,8 @@
 """The shards of a reduce-scatter: which part of the tensor each rank is to hold, and to reduce.
 
-The shard of a rank is what DTensor's placements make of its mesh coordinate: one cut per sharded
+The shard of a rank is what DTensor's placements make of its mesh coordinate: one split per sharded
 axis, outermost first, parts as ``torch.chunk`` makes them, empty ones at the end; or, on one axis,
-what the step says. Ranks that differ only along axes that are not sharded hold the same shard; each
+those of the step. Ranks that differ only along axes that are not sharded hold the same shard; each
 of them reduces a part of it, and they gather the finished parts. An element is always one fold over
 the same leaves, so that its bits are those of the all-reduce.
 """
@@ -44,7 +44,7 @@ def gather_shard(
     """The shard, of the parts of it that this rank and its sharers have finished.
 
     Args:
-        finished: this rank's part, flat, as ``split_parts`` cut it.
+        finished: this rank's part, flat, as ``split_parts`` split it.
         shape: of the shard.
         groups: of the step.
         wire: that carried the summands.
@@ -65,7 +65,7 @@ def gather_shard(
 
 
 def split_parts(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
-    """What is sent to each rank: its part of its shard, flat."""
+    """The message to each rank: its part of its shard, flat."""
     gather_axes = step.gather_axes
     sizes = [size for axis, size in zip(step.axes, step.sizes, strict=True) if axis in gather_axes]
     sharers = math.prod(sizes)

@@ -6,22 +6,56 @@ Every collective is issued through the wire's ``CollectiveLog``, which the repor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
+from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._torch import AsyncCollectiveTensor, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
-__all__ = ["Wire", "to_wire_dtype", "split_equally", "fold", "is_captured", "is_traced"]
+__all__ = [
+    "WAIT_SLICE",
+    "wait_for_all",
+    "wait_for_group",
+    "Message",
+    "Wire",
+    "to_wire_dtype",
+    "split_equally",
+    "fold",
+    "is_captured",
+    "is_compiled",
+    "is_traced",
+]
 
 # Other subclasses stand for what a tracer or a simulation sees; one is a collective under way.
 _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
+
+
+WAIT_SLICE = timedelta(milliseconds=200)
+"""How soon a wait for a rank that does not come finds that its group was aborted."""
+
+
+class Message(NamedTuple):
+    """One message of a round between pairs of ranks.
+
+    Attributes:
+        sends: whether this rank sends it; else it receives it.
+        tensor: bytes to send, or the memory for them: flat and contiguous.
+        peer: the other rank's position in the group of the round.
+    """
+
+    sends: bool
+    tensor: Tensor
+    peer: int
 
 
 class Wire:
@@ -60,6 +94,21 @@ class Wire:
             Flat, in the order of the ranks, and waited for; valid until the next exchange over
             ``group``.
         """
+        return self.start_exchange(parts, group, last=last)()
+
+    def start_exchange(
+        self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
+    ) -> Callable[[], Sequence[Tensor]]:
+        """``exchange``, whose messages are under way when it returns.
+
+        After ``compare`` it sends no headers, and several exchanges may be under way.
+
+        Args:
+            parts, group, last: as for ``exchange``.
+
+        Returns:
+            Waits for the messages, and returns the parts.
+        """
         ranks = group.size()
         if isinstance(parts, Tensor):
             own = parts.shape[1]
@@ -67,11 +116,13 @@ class Wire:
         else:
             own = parts[group.rank()].numel()
             message, split = torch.cat(list(parts)), [part.numel() for part in parts]
-        received = self.issue(
-            _ops.all_to_all_single, to_wire_dtype(message), [own] * ranks, split, group.group_name
-        )
-        rows = from_wire_dtype(_ops.wait_tensor(received), message).view(ranks, own)
-        return rows.unbind(0)
+        received = self.all_to_all(to_wire_dtype(message), [own] * ranks, split, group)
+
+        def finish() -> Sequence[Tensor]:
+            found = from_wire_dtype(self.wait(received), message)
+            return found.view(ranks, own).unbind(0)
+
+        return finish
 
     def gather(self, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
         """The summands of all ranks of ``group``, in their order.
@@ -84,8 +135,26 @@ class Wire:
             Flat, waited for; valid until the next exchange over ``group``.
         """
         self.compare()
-        gathered: Tensor = _ops.wait_tensor(self.all_gather(tensor, group))
+        gathered = self.wait(self.all_gather(tensor, group))
         return gathered.view(group.size(), tensor.numel()).unbind(0)
+
+    def all_to_all(
+        self, message: Tensor, into: Sequence[int], out: Sequence[int], group: ProcessGroup
+    ) -> Tensor:
+        """Send ``out[r]`` elements of ``message`` to each rank r, and receive ``into[r]`` from it.
+
+        Args:
+            message: flat and contiguous, in the order of the ranks; headers are not compared.
+            into, out: one number for each rank of ``group``.
+            group: of this rank and others.
+
+        Returns:
+            What is received, in the order of the ranks; not waited for.
+        """
+        found: Tensor = self.issue(
+            _ops.all_to_all_single, message, list(into), list(out), group.group_name
+        )
+        return found
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup) -> Tensor:
         """The tensors of all ranks of ``group``, concatenated along the first dim.
@@ -101,6 +170,72 @@ class Wire:
             _ops.all_gather_into_tensor, to_wire_dtype(tensor), group.size(), group.group_name
         )
         return from_wire_dtype(found, tensor)
+
+    def start_gather(self, tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+        """``all_gather`` that may run concurrently with other collectives.
+
+        Args:
+            tensor, group: as for ``all_gather``.
+
+        Returns:
+            Waits for the messages, and returns the tensors.
+        """
+        return partial(self.wait, self.all_gather(tensor, group))
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        """``tensor``, of ``all_to_all`` or ``all_gather`` or a view of it, once it has come."""
+        found: Tensor = _ops.wait_tensor(tensor)
+        return found
+
+    def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
+        """Compare headers before the first ``start_round``, or in the rounds.
+
+        Args:
+            group: of this rank and others.
+            nbytes: no message is longer; equal on ranks with equal headers.
+            inline: whether the rounds are those of ``halving_schedule`` over one axis.
+        """
+        self.compare()
+
+    def start_round(
+        self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
+    ) -> Callable[[], None]:
+        """Exchange messages with some ranks of ``group``. All ranks take part in each round.
+
+        It is one all-to-all, of which NCCL sends only what is not empty, as one group.
+
+        Args:
+            messages: those between two ranks are in one order on both.
+            group: of this rank and others.
+            device: of all tensors.
+
+        Returns:
+            Waits for the messages, and writes those that came to their memory.
+        """
+        splits = [[0] * group.size(), [0] * group.size()]
+        ordered = sorted(messages, key=lambda one: one.peer)
+        for sends, tensor, peer in ordered:
+            splits[sends][peer] += tensor.numel()
+        into, out = splits
+        parts = [tensor for sends, tensor, _ in ordered if sends]
+        message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+        issued = self.all_to_all(message, into, out, group)
+
+        def finish() -> None:
+            received, start = self.wait(issued), 0
+            for sends, tensor, _ in ordered:
+                if not sends:
+                    tensor.copy_(received[start : start + tensor.numel()])
+                    start += tensor.numel()
+
+        return finish
+
+    def end_rounds(self, *, gathered: bool) -> None:
+        """Complete a comparison that ``begin_rounds`` has left to the rounds.
+
+        Args:
+            gathered: whether the rounds back have been done.
+        """
 
     def checked(self, result: Tensor) -> Tensor:
         """``result``; filled with invalid numbers by a wire that compares headers later."""
@@ -141,14 +276,42 @@ def is_traced(tensor: Tensor) -> bool:
     Args:
         tensor: the summand.
     """
-    return (
-        type(tensor) not in _PLAIN
-        or torch.compiler.is_compiling()
-        or get_proxy_mode() is not None
-        or is_captured(tensor)
-    )
+    return type(tensor) not in _PLAIN or is_compiled() or is_captured(tensor)
+
+
+def is_compiled() -> bool:
+    """Whether torch traces into a graph now."""
+    return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
 def is_captured(tensor: Tensor) -> bool:
     """Whether a CUDA graph captures operations on ``tensor`` now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def wait_for_all(works: Iterable[Work], group: ProcessGroup) -> None:
+    """Wait for all, also if one has failed: the others still use their memory.
+
+    Raises:
+        RuntimeError: the first failure.
+    """
+    failure: RuntimeError | None = None
+    for work in works:
+        try:
+            wait_for_group(work, group)
+        except RuntimeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def wait_for_group(work: Work, group: ProcessGroup) -> None:
+    """Wait for all ranks of ``group``; as long as they allow, or until it is aborted."""
+    # The end of a slice is an error like that of the collective, which may end just then: only a
+    # wait for a completed collective shows its result.
+    while THIS_THREAD.abort is not None and not work.is_completed():
+        try:
+            work.wait(WAIT_SLICE)
+        except RuntimeError:
+            check_aborted(f"ranks of group {group.group_name}")
+    work.wait()

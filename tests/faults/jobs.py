@@ -81,8 +81,11 @@ def run_job(
     with forked_ranks(function, world_size, backend, collective_timeout) as (
         processes,
         receivers,
+        stay,
         _,
     ):
+        # Here a rank that has returned is one that has left.
+        stay.close()
         outcomes = _outcomes(processes, receivers, timeout)
     assert set(os.listdir("/dev/shm")) <= before
     return outcomes

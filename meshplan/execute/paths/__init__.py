@@ -10,6 +10,7 @@ from meshplan.execute.paths._path import Path as Path
 from meshplan.execute.paths._path import check_path as check_path
 from meshplan.execute.paths._path import get_path as get_path
 from meshplan.execute.paths._path import register as register
+from meshplan.execute.paths._path import select_path as select_path
 from meshplan.execute.paths._path import shares_memory as shares_memory
 from meshplan.execute.paths._path import unregister as unregister
 
@@ -21,7 +22,10 @@ for _module in (
     "one_shot",
     "two_shot",
     "exchange",
+    "halving",
     "hierarchical",
+    "integer",
+    "integer_checksum",
     "reference",
     "native",
 ):

@@ -11,7 +11,7 @@ whose buffer is too short, so headers are compared before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,14 @@ from torch.distributed import ProcessGroup
 
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import gather_shard, select_shard, split_parts
-from meshplan.execute._wire import Wire, fold, split_equally, to_wire_dtype
+from meshplan.execute._wire import (
+    Wire,
+    fold,
+    split_equally,
+    to_wire_dtype,
+    wait_for_all,
+    wait_for_group,
+)
 from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import large_pages, reduce_into
 from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost
@@ -38,7 +45,7 @@ class ExchangePath(Path):
     name = "exchange"
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As ``Path`` says: equal slices, the last ones padded."""
+        """As in ``Path``: equal slices, the last ones padded."""
         group = groups.flat
         if wire.in_place and _is_in_place(tensor, group):
             wire.compare()
@@ -48,7 +55,7 @@ class ExchangePath(Path):
         return Outcome(gathered[: tensor.numel()].view(tensor.shape), wire.log, pending=True)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As ``Path`` says: ranks of one shard reduce a part each and gather the parts."""
+        """As in ``Path``: ranks of one shard reduce a part each and gather the parts."""
         group = groups.flat
         leaves = wire.exchange(list(split_parts(tensor, step, group.size())), group)
         shard = select_shard(tensor, step, group.rank())
@@ -76,7 +83,7 @@ def _exchange_in_place(tensor: Tensor, step: Step, group: ProcessGroup, wire: Wi
     mine = result[rank * width :][: lengths[rank]]
     leaves = _leaves(flat, result, lengths, group, wire)
     reduce_into(mine, leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
-    works: list[dist.Work | None] = []
+    works = []
     try:
         for r, length in enumerate(lengths):
             if length > 0:
@@ -84,7 +91,7 @@ def _exchange_in_place(tensor: Tensor, step: Step, group: ProcessGroup, wire: Wi
                 sent = wire.issue(dist.broadcast, part, group=group, group_src=r, async_op=True)
                 works.append(sent)
     finally:
-        _wait(works)
+        wait_for_all(works, group)
     return result[: flat.numel()].view(tensor.shape)
 
 
@@ -93,11 +100,16 @@ def _leaves(
 ) -> Sequence[Tensor]:
     """Every rank's part of the own slice, in memory of ``result`` where there is room for it.
 
-    The one of this rank lies in the own slice of ``result``, or nowhere in it.
+    The one of this rank is in the own slice of ``result``, or nowhere in it.
     """
     ranks, rank = group.size(), group.rank()
     width, own = result.numel() // ranks, lengths[rank]
-    swap = dist.all_to_all_single
+
+    def swap(into: Tensor, message: Tensor, *splits: list[int]) -> None:
+        how = to_wire_dtype(into), to_wire_dtype(message), *splits
+        work = wire.issue(dist.all_to_all_single, *how, group=group, async_op=True)
+        wait_for_group(work, group)
+
     if ranks == 2:
         # Each sends only the slice of the other; an all-to-all would copy the own slice too.
         other = 1 - rank
@@ -105,17 +117,15 @@ def _leaves(
         sent = flat[other * width :][: lengths[other]]
         come, go = [0, 0], [0, 0]
         come[other], go[other] = own, sent.numel()
-        wire.issue(swap, to_wire_dtype(place), to_wire_dtype(sent), come, go, group)
+        swap(place, sent, come, go)
         mine = flat[rank * width :][:own]
         return [mine, place] if rank == 0 else [place, mine]
     if lengths[-1] == width:
-        wire.issue(swap, to_wire_dtype(result), to_wire_dtype(flat), group=group)
+        swap(result, flat)
         return result.view(ranks, width).unbind(0)
     # This rank's slice may be shorter than the others: parts of it do not fill the result's rows.
     leaves = result if own == width else flat.new_empty(ranks * own)
-    wire.issue(
-        swap, to_wire_dtype(leaves), to_wire_dtype(flat), [own] * ranks, list(lengths), group
-    )
+    swap(leaves, flat, [own] * ranks, list(lengths))
     return leaves.view(ranks, own).unbind(0)
 
 
@@ -123,19 +133,6 @@ def _slices(numel: int, ranks: int) -> tuple[int, list[int]]:
     """How wide slices are, and how much of each is there: the last ones may be shorter or empty."""
     width = -(-numel // ranks)
     return width, [max(0, min(width, numel - r * width)) for r in range(ranks)]
-
-
-def _wait(works: Iterable[dist.Work | None]) -> None:
-    """Wait for all, also if one has failed: the others still write to the result's memory."""
-    failure: BaseException | None = None
-    for work in works:
-        assert work is not None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
 
 PATH = ExchangePath()

@@ -24,6 +24,7 @@ __all__ = [
     "check_path",
     "get_path",
     "register",
+    "select_path",
     "shares_memory",
     "unregister",
 ]
@@ -58,6 +59,7 @@ class Path(Protocol):
         in_contract: whether the contract fixes its bits.
         shares_memory: whether it needs memory that the ranks share, instead of a backend.
         captured: whether a CUDA graph may hold it.
+        replaceable: whether an exchange may run in its place where it cannot.
         traced: whether torch may trace through it. Over gloo it need not: there graphs hold one
             operator, which runs the path later.
         asynchronous: whether it may return on a CPU while its last collective is under way, which
@@ -69,6 +71,7 @@ class Path(Protocol):
     in_contract: bool = True
     shares_memory: bool = False
     captured: bool = True
+    replaceable: bool = True
     traced: bool = True
     asynchronous: bool = False
 
@@ -179,6 +182,22 @@ def check_path(name: str) -> None:
     """
     if name not in PATHS:
         raise PolicyError(f"no path {name!r}; use one of {', '.join(map(repr, PATHS))}")
+
+
+def select_path(name: str, verify: str | None) -> str:
+    """The path that runs for path ``name`` with this ``verify``.
+
+    Raises:
+        PolicyError: the path cannot be verified so.
+    """
+    if verify is None:
+        return name
+    if verify != "checksum" or name != "integer":
+        raise PolicyError(
+            f"verify={verify!r} with path={name!r}: only the messages of path 'integer' have "
+            "checksums; pass path='integer' and verify='checksum', or leave verify out"
+        )
+    return "integer_checksum"
 
 
 def shares_memory(name: str, device_type: str, one_shot: bool | None) -> bool:

@@ -1,0 +1,9 @@
+"""Path ``integer_checksum``: path ``integer`` with checksums over its messages."""
+
+from __future__ import annotations
+
+from meshplan.execute.paths._integer import IntegerPath
+
+__all__ = ["PATH"]
+
+PATH = IntegerPath(verify=True)
