@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import GroupAgreementError
 from meshplan.flatten._agree import VoteResult, open_round, roll_call, vote, wait_for_ranks
-from meshplan.record import Record
+from meshplan.record import VERSION, Record
 
 # Seconds: a test that waited so long would not end.
 NEVER = 3600.0
@@ -226,8 +226,8 @@ def test_another_release_is_reported_at_once_on_every_rank(store: dist.Store) ->
             assert found == {
                 (
                     "MP501: the ranks that came together differ in the version of meshplan's "
-                    f"records 2 (ranks 0, 2), {version} (rank 1): install one release of meshplan "
-                    "on every rank",
+                    f"records {VERSION} (ranks 0, 2), {version} (rank 1): install one release "
+                    "of meshplan on every rank",
                     (1,),
                 )
             }

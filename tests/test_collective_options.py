@@ -57,6 +57,8 @@ def test_all_collectives_have_the_same_keyword_arguments() -> None:
             wanted |= {"out": None, "async_op": False}
         if "all_gather" not in function.__name__:
             wanted["op"] = "sum"
+        if function.__name__ in ("deterministic_all_reduce", "deterministic_reduce_scatter"):
+            wanted["verify"] = None
         if "all_reduce" not in function.__name__:
             wanted |= {"dim": 0, "sizes": None}
         _, *keywords = inspect.signature(function).parameters.values()
@@ -92,7 +94,7 @@ class TestRefusals(TestCase):
         }
         self.assertExpectedInline(
             "\n".join(said),
-            """MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'reference', 'native'""",
+            """MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'""",
         )
 
     def test_path_forbidden_by_the_environment_is_refused(self) -> None:
@@ -330,7 +332,7 @@ MP411: dim=-3 of a tensor with 2 dimensions; pass one of its dimensions""",
             """\
 MP411: no contract 'v2/tree/wide/once'; use an id of this version, e.g. 'v1/tree/wide/once'
 MP411: no contract 'tree'; use an id of this version, e.g. 'v1/tree/wide/once'
-MP411: no order 'heap' in the contract; use 'tree' or 'rank'""",
+MP411: no order 'heap' in the contract; use 'tree' or 'rank' or 'exact'""",
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractTypeError, FallbackRefusedError
-from meshplan.execute import Purpose, StepGroups, clear_report, report, run_reduction
+from meshplan.execute import Purpose, StepGroups, _gloo, clear_report, report, run_reduction
+from meshplan.execute._gloo import GlooWire, wait_for_group
+from meshplan.execute._header import tensor_header
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full, longest
@@ -124,26 +129,30 @@ DTYPES = (
 )
 
 
+def draw_all(numels: Sequence[int], world_size: int) -> Iterator[list[Tensor]]:
+    """The leaves of all ranks, of every dtype; drawn once, before the ranks are forked."""
+    for numel, dtype in itertools.product(numels, DTYPES):
+        yield [
+            order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
+            for r in range(world_size)
+        ]
+
+
 @pytest.mark.parametrize(("world_size", "sizes"), [(3, (3,)), full(6, (2, 3)), full(5, (5,))])
 def test_any_number_of_elements_is_reduced(world_size: int, sizes: tuple[int, ...]) -> None:
     """Fewer elements than ranks, slices that do not come out even, none at all."""
+    cases = [
+        (leaves, contract, reduce_leaves(leaves, "sum", sizes, contract))
+        for leaves in draw_all((0, 1, 2, 3, 5, 7, 16, 17, 31, 1000), world_size)
+        for contract in (Contract(), Contract(order="rank"))
+    ]
 
     def ranks(rank: int) -> None:
-        for numel in (0, 1, 2, 3, 5, 7, 16, 17, 31, 1000):
-            for dtype in DTYPES:
-                leaves = [
-                    order_sensitive(
-                        numel, rank=r, world_size=world_size, dtype=dtype, specials=True
-                    )
-                    for r in range(world_size)
-                ]
-                for order in ("tree", "rank"):
-                    contract = Contract(order=order)  # type: ignore[arg-type]
-                    expected = reduce_leaves(leaves, "sum", sizes, contract)
-                    for path in ("exchange", "reference"):
-                        wanted = step(path, "sum", sizes, contract=contract)
-                        found = run(leaves[rank], wanted)
-                        assert_bitwise_equal(found, expected, f"{path} {dtype} {numel} {order}")
+        for leaves, contract, expected in cases:
+            for path in ("exchange", "reference"):
+                found = run(leaves[rank], step(path, "sum", sizes, contract=contract))
+                where = f"{path} {contract.id} {expected.dtype} {expected.numel()}"
+                assert_bitwise_equal(found, expected, where)
 
     run_ranks(ranks, world_size)
 
@@ -223,6 +232,27 @@ def test_wire_dtype_matches_the_tensor() -> None:
     assert run_ranks(ranks, 3) == [[torch.bfloat16] * 3] * 3
 
 
+def test_each_empty_collective_is_waited_for() -> None:
+    def ranks(rank: int) -> list[str]:
+        empty, group = torch.ones(0), dist.group.WORLD
+        assert group is not None
+        header = tensor_header(empty, step("exchange", sizes=(2,)), "exchange", False)
+        wire, waited = GlooWire(StepGroups(group), (rank, header)), []
+        found = [wire.all_gather(empty, group), wire.all_gather(torch.ones(0, 2), group)]
+        found.append(wire.all_to_all(empty, [0, 0], [0, 0], group))
+
+        def wait(work: dist.Work, group: dist.ProcessGroup) -> None:
+            waited.append(work)
+            wait_for_group(work, group)
+
+        with mock.patch.object(_gloo, "wait_for_group", wait):
+            shapes = [str(tuple(wire.wait(one).shape)) for one in found]
+        assert len(set(waited)) == 3
+        return shapes
+
+    assert run_ranks(ranks, 2) == [["(0,)", "(0, 2)", "(0,)"]] * 2
+
+
 def test_native_average_divides_once() -> None:
     def ranks(rank: int) -> list[float]:
         wanted = step("native", "avg", (2, 3), contract=None, divisor=3)
@@ -272,27 +302,21 @@ TREES = (
 @pytest.mark.parametrize(("sizes", "inner"), NESTED, ids=str)
 def test_hierarchical_equals_flat(sizes: tuple[int, ...], inner: int) -> None:
     world_size = math.prod(sizes)
+    cases = []
+    for leaves in draw_all((0, 1, 5, 31, 1000), world_size):
+        mean = "avg" if leaves[0].is_floating_point() else "sum"
+        for op, contract in zip(("sum", mean, "max", "product"), TREES, strict=True):
+            how: dict[str, Any] = {"contract": contract, "divisor": 3 if op == "avg" else None}
+            expected = reduce_leaves(leaves, op, sizes, **how)
+            cases.append((leaves, step("exchange", op, sizes, inner=inner, **how), expected))
 
     def ranks(rank: int) -> None:
         groups = groups_of(step("exchange", sizes=sizes, inner=inner))
         assert groups.position == rank
-        for numel in (0, 1, 5, 31, 1000):
-            for dtype in DTYPES:
-                leaves = [
-                    order_sensitive(
-                        numel, rank=r, world_size=world_size, dtype=dtype, specials=True
-                    )
-                    for r in range(world_size)
-                ]
-                mean = "avg" if dtype.is_floating_point else "sum"
-                for op, contract in zip(("sum", mean, "max", "product"), TREES, strict=True):
-                    divisor = 3 if op == "avg" else None
-                    wanted = step(
-                        "exchange", op, sizes, inner=inner, contract=contract, divisor=divisor
-                    )
-                    expected = reduce_leaves(leaves, op, sizes, contract, divisor=divisor)
-                    found = run(leaves[rank], wanted, groups)
-                    assert_bitwise_equal(found, expected, f"{op} {contract.id} {dtype} {numel}")
+        for leaves, wanted, expected in cases:
+            found = run(leaves[rank], wanted, groups)
+            where = f"{wanted.op} {wanted.contract} {expected.dtype} {expected.numel()}"
+            assert_bitwise_equal(found, expected, where)
 
     run_ranks(ranks, world_size)
 
@@ -300,17 +324,14 @@ def test_hierarchical_equals_flat(sizes: tuple[int, ...], inner: int) -> None:
 @pytest.mark.parametrize("contract", [TREES[-1], *map(full, TREES[:-1])], ids=lambda one: one.id)
 def test_hierarchical_sums_of_every_float_dtype_equal_flat(contract: Contract) -> None:
     """Sums alone, at a length that is no multiple of anything, under each contract."""
+    sizes = (3, 4)
+    every = [*draw_all((997,), 12)]
+    sums = [reduce_leaves(leaves, "sum", sizes, contract) for leaves in every]
 
     def ranks(rank: int) -> None:
-        sizes = (3, 4)
         nested = [step("exchange", sizes=sizes, inner=n, contract=contract) for n in (2, 4)]
         groups = [groups_of(wanted) for wanted in nested]
-        for dtype in DTYPES:
-            leaves = [
-                order_sensitive(997, rank=r, world_size=12, dtype=dtype, specials=True)
-                for r in range(12)
-            ]
-            expected = reduce_leaves(leaves, "sum", sizes, contract)
+        for leaves, expected in zip(every, sums, strict=True):
             for wanted, those in zip(nested, groups, strict=True):
                 assert_bitwise_equal(run(leaves[rank], wanted, those), expected)
 

@@ -32,10 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
 from meshplan import Contract
+from meshplan.definition import reduce_leaves
 from meshplan.dtensor import current_config
 from meshplan.errors import GroupStateError
+from meshplan.execute.paths import _hierarchical
 from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.topology import Topology
 from tests.compiled import NATIVE, REDUCTIONS, Graphs, bits, compiles, orders_run, warm_inductor
+from tests.marks import full
 from tests.processes import run_ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -150,7 +154,7 @@ def _both(x: Tensor, mesh: DeviceMesh) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("path", ["auto", "exchange"])
+@pytest.mark.parametrize("path", ["auto", "exchange", full("halving")])
 def test_each_planned_reduction_is_one_graph_operator(path: Any) -> None:
     """Each planned reduction is one in the graph, none is the backend's own; backward as well."""
 
@@ -180,6 +184,44 @@ def test_each_planned_reduction_is_one_graph_operator(path: Any) -> None:
         return bits(eager[0], eager[4], eager[5])
 
     assert len(set(run_ranks(ranks, 4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("compiler", "blocks"),
+    [("aot_eager", True), pytest.param("inductor", False, marks=needs_compiler)],
+)
+def test_halving_and_chunks_have_their_bits_in_graphs(compiler: Any, blocks: bool) -> None:
+    """Six ranks: in blocks of two and three chunks, or flat halving."""
+
+    def ranks(rank: int) -> None:
+        chunks = []
+
+        def three(*_: object) -> int:
+            chunks.append(3)
+            return 3
+
+        _hierarchical.count_chunks = three
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("ddp", "fsdp"))
+        leaves = [order_sensitive(999, rank=r, world_size=6) for r in range(6)]
+        how: dict[str, Any] = {"path": "halving"}
+        if blocks:
+            how = {"topology": Topology.uniform(6, node_size=2, domain_size=2)}
+
+        def step(x: Tensor) -> Tensor:
+            return DTensor.from_local(x, mesh, (P, P), run_check=False).full_tensor() * 1.0
+
+        with meshplan.installed(strict=True, **how):
+            compiled = torch.compile(step, backend=compiler, fullgraph=True)
+            found = [compiled(leaves[rank]), compiled(leaves[rank]), step(leaves[rank])]
+            entries = meshplan.report(json=True)["entries"]
+        for one in found:
+            assert_bitwise_equal(one, reduce_leaves(leaves, "sum", (3, 2)))
+        form = "exchange in blocks of 2, halving between them" if blocks else "halving"
+        planned = f"all_reduce sum over (ddp, fsdp), groups of 6, {form}, contract "
+        assert all(entry["planned"].startswith(planned) for entry in entries), entries
+        assert len(chunks) == 3 * blocks
+
+    run_ranks(ranks, 6)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -207,6 +207,42 @@ def count_model_of_nccl(_: int) -> list[dict[str, int]]:
     return found
 
 
+class SilentGroup(dist.ProcessGroup):
+    """A third party's group, which torch and users call by position or by keyword."""
+
+    def size(self) -> int:
+        return 2
+
+    def name(self) -> str:
+        return "silent"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
+        pass
+
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
+    ) -> None:
+        pass
+
+
+def test_keywords_of_groups_written_in_python() -> None:
+    group, x = SilentGroup(0, 2), ones()
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    with meshplan.coverage() as found:
+        group.allreduce(tensors=[x])
+        group.allreduce([x], opts=options)
+        group.allreduce(opts=options, tensors=[x])
+        group.reduce_scatter([x], input_tensors=[[x, x]])
+        group.reduce_scatter(output_tensors=[x], input_tensors=[[x, x]])
+    rows = [(row["reduction"], row["bytes"]) for step in found.steps for row in step.rows]
+    assert rows == [
+        ("all_reduce sum over silent", 16),
+        *[("all_reduce max over silent", 16)] * 2,
+        *[("reduce_scatter sum over silent", 32)] * 2,
+    ]
+
+
 def test_groups_written_in_python_are_counted() -> None:
     for found in run_ranks(count_model_of_nccl, 2):
         assert found == [{"outside": 1}] * 4 + [{"contract": 1}] * 4

@@ -121,14 +121,17 @@ def test_operation_without_derivative_is_an_error() -> None:
 
 
 def test_one_rank_gets_a_copy_with_a_gradient() -> None:
-    for run in (functional.all_reduce, functional.reduce_scatter, functional.all_gather):
-        given = leaf(0).t().requires_grad_()
-        found = run(given)
-        assert found.is_contiguous()
-        assert found.data_ptr() != given.data_ptr()
-        assert_bitwise_equal(found.detach(), given.detach().contiguous())
-        found.backward(leaf(1).t())
-        assert_bitwise_equal(given.grad, leaf(1).t().contiguous())
+    def alone(rank: int) -> None:
+        for run in (functional.all_reduce, functional.reduce_scatter, functional.all_gather):
+            given = leaf(0).t().requires_grad_()
+            found = run(given)
+            assert found.is_contiguous()
+            assert found.data_ptr() != given.data_ptr()
+            assert_bitwise_equal(found.detach(), given.detach().contiguous())
+            found.backward(leaf(1).t())
+            assert_bitwise_equal(given.grad, leaf(1).t().contiguous())
+
+    run_ranks(alone, 1, init=False)
 
 
 def test_operators_are_well_formed() -> None:

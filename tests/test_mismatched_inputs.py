@@ -19,7 +19,7 @@ from meshplan.collectives import functional
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import SignatureMismatchError
-from meshplan.execute import Purpose, StepGroups, _prepared, run_reduction
+from meshplan.execute import Purpose, StepGroups, _deferred, _prepared, run_reduction
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
@@ -51,9 +51,15 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "reference": ({}, "reference"),
     "native": ({}, "native"),
     "hierarchical": (BLOCKS, "exchange"),
+    "hierarchical in chunks": ({**BLOCKS, "chunk": 1}, "exchange"),
+    "halving between blocks": ({**BLOCKS, "between": "halving"}, "exchange"),
     "native in blocks": (BLOCKS, "native"),
     "scatter": (SCATTER, "exchange"),
     "scatter by reference": (SCATTER, "reference"),
+    "scatter in chunks": (
+        {**BLOCKS, **SCATTER, "chunk": 2, "scatter": ((0, 0), (1, 0))},
+        "exchange",
+    ),
     "scatter in blocks": ({**BLOCKS, **SCATTER, "scatter": ((0, 0), (1, 0))}, "exchange"),
 }
 # What the odd rank brings otherwise, and what it does otherwise.
@@ -68,6 +74,7 @@ BRANCHES: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = {
     "divisor": ((8, 4), torch.float32, {"op": "avg", "divisor": 3}),
     "norm": ((8, 4), torch.float32, {"norm": 2.0}),
     "contract": ((8, 4), torch.float32, {"contract": Contract(rounding="node")}),
+    "chunks": ((8, 4), torch.float32, {"chunk": 1 << 20}),
 }
 
 
@@ -100,7 +107,7 @@ def test_any_difference_is_an_error_on_every_rank(form: str) -> None:
                 continue
             tensor, found = torch.ones(8, 4), step(**how)
             if rank == ODD:
-                tensor, found = torch.ones(shape, dtype=dtype), step(**how, **more)
+                tensor, found = torch.ones(shape, dtype=dtype), step(**{**how, **more})
             with pytest.raises(SignatureMismatchError) as caught:
                 run(tensor, found, path, pairs)
             texts[name] = str(caught.value)
@@ -286,8 +293,11 @@ def test_compiled_graphs_compare_too(path: str, compiled: tuple[int, ...]) -> No
     run_ranks(ranks, 3)
 
 
+@pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("form", ["exchange", "native", "scatter", "hierarchical"])
-def test_headers_on_devices_poison_the_result_and_are_raised_later(form: str) -> None:
+def test_headers_on_devices_poison_the_result_and_are_raised_later(
+    form: str, gathered: bool
+) -> None:
     """What GPUs run, on tensors of the CPU: the host does not wait, so the next call raises."""
     how, path = FORMS[form]
     kinds = {torch.float32: torch.ones(8, 4), torch.int32: torch.ones(8, 4, dtype=torch.int32)}
@@ -295,6 +305,7 @@ def test_headers_on_devices_poison_the_result_and_are_raised_later(form: str) ->
     def ranks(rank: int) -> list[str]:
         _prepared.is_gloo = lambda *_: False  # type: ignore[assignment]
         _prepared.is_deferred = lambda *_: True  # type: ignore[assignment]
+        _deferred._MOST_GATHERED = WORLD if gathered else WORLD - 1
         pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
         texts = []
         for dtype, tensor in kinds.items():
@@ -306,6 +317,7 @@ def test_headers_on_devices_poison_the_result_and_are_raised_later(form: str) ->
             with pytest.raises(SignatureMismatchError) as caught:
                 meshplan.check()
             texts.append(str(caught.value))
+            assert (caught.value.rank == ODD) == (rank != ODD)
             meshplan.check()
             run(tensor, odd if rank == ODD else step(**how), path, pairs)
             with pytest.raises(SignatureMismatchError):
@@ -315,5 +327,11 @@ def test_headers_on_devices_poison_the_result_and_are_raised_later(form: str) ->
         return texts
 
     found = run_ranks(ranks, WORLD)
-    assert found == [found[0]] * WORLD
-    assert "ranks 0, 1, 3: float32[8, 4] for " in found[0][0]
+    if gathered:
+        assert found == [found[0]] * WORLD
+        assert "ranks 0, 1, 3: float32[8, 4] for " in found[0][0]
+        return
+    for rank, (text, _) in enumerate(found):
+        assert ", and there may be more. " in text
+        assert f"{ODD}" in text.partition(", and there may")[0]
+        assert f"Rank {rank} brought float32[8, 4] for " in text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from expecttest import TestCase
 
-from tests.harnesses import RACE, THREADS, UNDEFINED, Builds, run
+from tests.harnesses import DEVICE, RACE, THREADS, UNDEFINED, Builds, run
 
 HARNESS = "peer_harness"
 
@@ -88,7 +88,33 @@ MUTANTS = {
     "relaxed stores": ("host.h", "value, __ATOMIC_RELEASE", "value, __ATOMIC_RELAXED"),
     "relaxed loads": ("host.h", "word, __ATOMIC_ACQUIRE", "word, __ATOMIC_RELAXED"),
     "one buffer": ("peer.h", "return i32(generation_ & 1u);", "return 0;"),
-    "no second barrier": ("peer.h", "if (!pass_barrier(1)) return false;", ""),
+    "no barrier before the pieces": (
+        "peer.h",
+        "if (!pass_barrier(pieces || first ? 0 : 1)) return false;",
+        "if (!pieces && !pass_barrier(1)) return false;",
+    ),
+    "no barrier before the last results": (
+        "peer.h",
+        "if (!pass_barrier(pieces || first ? 0 : 1)) return false;",
+        "if ((pieces || first) && !pass_barrier(0)) return false;",
+    ),
+    "results in the half that is read": ("peer.h", "result(parity() ^ 1, ", "result(parity(), "),
+    "no round for the results": (
+        "peer.h",
+        "first < steps() ? count : 0);",
+        "first < steps() ? 0 : 0);",
+    ),
+    "a result that is not pushed": (
+        "element.h",
+        "for (i32 k = 0; k < into.copies; ++k) write(",
+        "for (i32 k = 1; k < into.copies; ++k) write(",
+    ),
+    "lanes that raise flags before all have staged": ("peer.h", "block_.publish();", ""),
+    "lanes that go on before all have read": (
+        "device.h",
+        "gpu::sync();\n    return *static_cast<volatile u64*>",
+        "return *static_cast<volatile u64*>",
+    ),
     "rotated order": (
         "peer.h",
         "if (from == rank) return own;",
@@ -108,8 +134,8 @@ MUTANTS = {
     ),
     "a result that is not staged": (
         "peer.h",
-        "block_.copy(peers_.region[to] + result(rank), out, own.bytes);",
-        "(void)to;",
+        "block_.copy(peers_.region[rank] + result(rank), message_.out + own.start, own.bytes, {});",
+        "(void)own;",
     ),
 }
 
@@ -117,8 +143,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(builds: Builds, name: str) -> None:
     file, old, new = MUTANTS[name]
-    # Races need the sanitizer; wrong values show without it, which is faster.
-    flags = THREADS if "relaxed" in name else ()
+    # Races need the sanitizer, and barriers of a block several lanes. Else wrong values show without
+    # them, which is faster.
+    flags = THREADS if "relaxed" in name else DEVICE if "lanes" in name else ()
     program = builds.harness(HARNESS, flags, builds.mutant(file, old, new))
     caught = []
     for world_size in (3, 5):

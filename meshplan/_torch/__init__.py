@@ -2,8 +2,8 @@
 
 ``from meshplan._torch import local_tensor_mode`` looks a name up when it is first imported; torch
 itself is imported then, and not before. The tables (``_names``, ``_optional_names``) say where
-each name is, from which torch on, what for, and how it is checked; ``Entry.gives`` says what an
-import returns. A torch that does not have a name does not break the import: the name is then a
+each name is, from which torch on, what for, and how it is checked; ``Entry.gives`` is the result
+of an import. A torch that does not have a name does not break the import: the name is then a
 class that raises ``UnsupportedTorchError`` when it is used. ``install`` checks the tables before it
 replaces anything: by name and form (``_check``), some by effect (``effects``, ``executor``). It
 reports all that has moved in one message.
@@ -23,7 +23,7 @@ from meshplan._torch._optional_names import DDP_NAMES, TESTING_NAMES, WATCHED_FS
 
 if TYPE_CHECKING:
     # What the names are to a type checker.
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     from torch import Tensor, device
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET_SENTINEL
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     # Constructors and values that are not typed further.
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     functional_operators: Any
     attribute_source: Callable[..., Any]
     install_guard: Callable[..., Any]
+    foreach_add_: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    foreach_mul_: Callable[[Sequence[Tensor], float], None]
     new_process_group: Callable[..., tuple[ProcessGroup, Any]]
     is_in_bad_fork: Callable[[], bool]
     fp32_precision: Callable[..., str]

@@ -53,7 +53,13 @@ _COLLECTIVES = {
         "torch",
         "ops._c10d_functional",
         _WIRE,
-        parts=("all_gather_into_tensor", "all_reduce", "all_to_all_single", "wait_tensor"),
+        parts=(
+            "all_gather_into_tensor",
+            "all_gather_into_tensor_out",
+            "all_reduce",
+            "all_to_all_single",
+            "wait_tensor",
+        ),
     ),
     "AsyncCollectiveTensor": Entry(_FUNCTIONAL, "AsyncCollectiveTensor", "results under way"),
     "maybe_wrap_tensor": Entry(_FUNCTIONAL, "_maybe_wrap_tensor", "results under way"),
@@ -91,6 +97,8 @@ _TENSORS = {
     "version_of": Entry(
         "torch", "Tensor._version", "sees whether a tensor was written to", "attribute"
     ),
+    "foreach_add_": Entry("torch", "_foreach_add_", "adds gradients"),
+    "foreach_mul_": Entry("torch", "_foreach_mul_", "scales gradients"),
     "is_zerotensor": Entry("torch", "Tensor._is_zerotensor", "reads the bits of tensors", "method"),
     "is_traceable_wrapper_subclass": Entry(
         _MODES, "is_traceable_wrapper_subclass", "compares the parts of tensor subclasses"

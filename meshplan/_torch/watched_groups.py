@@ -57,10 +57,14 @@ def _classes_of(kind: type) -> Iterator[type]:
 def _watched(method: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(group: Any, *arguments: Any, **options: Any) -> Any:
+        # A group that hands its reductions to one of meshplan's, where they are counted.
+        if getattr(group, "hands_on_reductions", False):
+            return method(group, *arguments, **options)
         # Outputs, if they are others than the inputs; the inputs; the options, or none for a sum.
         place = 1 if "scatter" in name else 0
-        given = options.get("opts", (*arguments, dist.ReduceOp.SUM)[place + 1])
         reduction = partial(method, group, *arguments, **options)
-        return watch(group, name, getattr(given, "reduceOp", given), arguments[place], reduction)
+        given = options.pop("opts", None)
+        tensors, opts = (*arguments, *options.values(), given or dist.ReduceOp.SUM)[place:][:2]
+        return watch(group, name, getattr(opts, "reduceOp", opts), tensors, reduction)
 
     return run

@@ -28,7 +28,7 @@ from meshplan._torch.process_group import WrappingProcessGroup
 from meshplan.errors import BackendError
 from meshplan.flatten._create import this_rank
 
-__all__ = ["DerivingProcessGroup"]
+__all__ = ["DerivingProcessGroup", "describe_group", "gather_members"]
 
 
 class DerivingProcessGroup(WrappingProcessGroup):
@@ -38,10 +38,14 @@ class DerivingProcessGroup(WrappingProcessGroup):
         inner: as for ``WrappingProcessGroup``.
         timeout: of the group.
         backend: the inner one, as ``init_process_group`` accepts it.
+        across_jobs: the ranks belong to several jobs.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, timeout: timedelta, backend: str) -> None:
+    def __init__(
+        self, inner: dist.ProcessGroup, timeout: timedelta, backend: str, across_jobs: bool
+    ) -> None:
         super().__init__(inner)
+        self._across_jobs = across_jobs
         self._timeout = timeout
         self._backend = backend
         self._names: Counter[str] = Counter()
@@ -52,7 +56,12 @@ class DerivingProcessGroup(WrappingProcessGroup):
         self._timeout = timeout
 
     def _derive(
-        self, made: Any, options: Any, timeout: timedelta | None, inner: str | None
+        self,
+        made: Any,
+        options: Any,
+        timeout: timedelta | None,
+        inner: str | None,
+        across_jobs: bool,
     ) -> DerivingProcessGroup:
         """Create a derived group.
 
@@ -60,6 +69,7 @@ class DerivingProcessGroup(WrappingProcessGroup):
             made: what torch would know of it.
             options: of the caller.
             timeout, inner: replace those of this group.
+            across_jobs: the ranks belong to several jobs.
         """
         raise NotImplementedError
 
@@ -95,7 +105,7 @@ class DerivingProcessGroup(WrappingProcessGroup):
             return None
         name = group_name or f"{self.group_name}:split:{ranks}"
         unique = self._unique(name)
-        made = _describe(
+        made = describe_group(
             unique,
             PrefixStore(f"split/{unique}", self.get_group_store()),
             ranks.index(self.rank()),
@@ -103,7 +113,7 @@ class DerivingProcessGroup(WrappingProcessGroup):
             timeout or self._timeout,
         )
         desc = group_desc or f"{self.group_desc}:split"
-        return _named(self._derive(made, opts, timeout, inner), name, desc)
+        return _named(self._derive(made, opts, timeout, inner, self._across_jobs), name, desc)
 
     def merge_remote_group(
         self,
@@ -116,19 +126,21 @@ class DerivingProcessGroup(WrappingProcessGroup):
         """A group of the ranks that come to ``store``, in the order in which they come.
 
         Args:
-            store: for this merge alone.
+            store: for this merge alone. Ranks of several jobs also agree through it later.
             size: how many ranks come.
             timeout: of the new group.
             group_name, group_desc: of the new group.
-
-        Raises:
-            BackendError: on every member, if they are ranks of several jobs.
         """
         name = group_name or f"{self.group_name}:merge"
-        rank, members = _meet(store, int(size))
-        made = _describe(self._unique(name), store, rank, members, timeout)
+        # Torch's own key: a member's number is the order in which it came.
+        rank = store.add("mergeGroupRank", 1) - 1
+        identity, members = gather_members(store, rank, int(size))
+        across_jobs = not members
+        # Several jobs have names and counters of their own.
+        unique = identity if across_jobs else self._unique(name)
+        made = describe_group(unique, store, rank, members or list(range(int(size))), timeout)
         desc = group_desc or f"{self.group_desc}:merge"
-        return _named(self._derive(made, None, timeout, None), name, desc)
+        return _named(self._derive(made, None, timeout, None, across_jobs), name, desc)
 
     def splitGroup(self, *given: Any) -> DerivingProcessGroup | None:  # noqa: N802 - C++ calls it
         """``split_group`` for C++, which does not keep an object of Python alive."""
@@ -148,16 +160,21 @@ def _named(group: DerivingProcessGroup, name: str, desc: str) -> DerivingProcess
     return group
 
 
-def _meet(store: Store, size: int) -> tuple[int, list[int]]:
-    """This rank's place in a merged group, and the global ranks of its members.
+def gather_members(store: Store, rank: int, size: int) -> tuple[str, list[int]]:
+    """A name for the group of those who meet at ``store``, and their global ranks.
+
+    Args:
+        store: for this group alone.
+        rank: of this process in the group.
+        size: how many ranks come.
+
+    Returns:
+        The name, and the ranks in order of the group; none if they belong to several jobs.
 
     Raises:
-        BackendError: on every member, if they are ranks of several jobs: these have no store in
-            which reductions could agree.
         RuntimeError: from the store, if members do not come.
     """
-    # Torch's own key: a member's number is the order in which it came.
-    rank = store.add("mergeGroupRank", 1) - 1
+    # Who belongs to the job of rank 0 finds the key in the default store.
     if rank == 0:
         job = f"meshplan/job/{uuid.uuid4().hex}"
         default_store().set(job, "")
@@ -165,16 +182,11 @@ def _meet(store: Store, size: int) -> tuple[int, list[int]]:
     job = store.get("meshplan/job").decode()
     store.set(f"meshplan/{rank}", json.dumps([this_rank(), default_store().check([job])]))
     found = [json.loads(store.get(f"meshplan/{r}")) for r in range(size)]
-    if not all(same for _, same in found):
-        others = [r for r, (_, same) in enumerate(found) if not same]
-        raise BackendError(
-            f"merge_remote_group got ranks of several jobs: ranks {others} of the merged group do "
-            "not share the default group of its rank 0; merge groups of the inner backend instead"
-        )
-    return rank, [one for one, _ in found]
+    alone = all(same for _, same in found)
+    return job, [one for one, _ in found] if alone else []
 
 
-def _describe(
+def describe_group(
     name: str, store: Store, rank: int, members: list[int], timeout: timedelta
 ) -> DistributedBackendOptions:
     made = DistributedBackendOptions()

@@ -59,6 +59,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         options: a ``BackendOptions``, or those of the inner backend.
         defaults: without a ``BackendOptions``; ``None``: those of the default group.
         origin: the group that torch has created, if this one is derived from it.
+        across_jobs: the ranks belong to several jobs.
 
     Raises:
         BackendError: torch does not know the inner backend.
@@ -70,6 +71,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         options: Any = None,
         defaults: BackendOptions | None = None,
         origin: MeshplanProcessGroup | None = None,
+        across_jobs: bool = False,
     ) -> None:
         given = options
         if not isinstance(options, BackendOptions):
@@ -80,8 +82,10 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             name=made.group_id,
             store=made.store,
             rank=made.group_rank,
-            ranks=made.global_ranks_in_group,
+            # Torch has no global ranks for several jobs: a rank of the group stands for one.
+            ranks=[] if across_jobs else made.global_ranks_in_group,
             size=made.group_size,
+            across_jobs=across_jobs,
         )
         backend = options.inner or _inner.default_inner()
         inner = create(
@@ -90,14 +94,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             timeout=made.timeout,
             options=None if given is options else given,
         )
-        super().__init__(inner, made.timeout, backend)
+        super().__init__(inner, made.timeout, backend, across_jobs)
         inside = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
         timeout = options.timeout or made.timeout
         self._lane: dist.ProcessGroup | None = None
         if "cpu" in inside:
             self._lane = create("reductions", backend=str(inside["cpu"]), timeout=timeout)
-        # Devices that the backend was named for.
-        self._checked: set[str] = set()
+        # Devices that the backend was named for. Torch does not know groups of torchft.
+        self._checked = set(inside) if across_jobs and origin is None else set[str]()
         # The group that torch has created; not this one, which would keep itself alive.
         self._origin = origin
         described = f"group {made.group_id} of {made.group_size} ranks"
@@ -241,10 +245,15 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return None if block is None else block.end()
 
     def _derive(
-        self, made: Any, options: Any, timeout: timedelta | None, inner: str | None
+        self,
+        made: Any,
+        options: Any,
+        timeout: timedelta | None,
+        inner: str | None,
+        across_jobs: bool,
     ) -> MeshplanProcessGroup:
         defaults = self.options.replace(timeout=timeout, inner=inner)
-        return MeshplanProcessGroup(made, options, defaults, self._origin or self)
+        return MeshplanProcessGroup(made, options, defaults, self._origin or self, across_jobs)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the inner groups, for calls that begin later."""
@@ -258,7 +267,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._followed = self.inner_timeout
 
     def _follow_timeout(self) -> None:
-        """Give reductions the timeout that a caller has set on the inner backend."""
+        """Set the timeout of reductions to that of the inner backend."""
         self.lent = False
         found = self.inner_timeout
         if found is not None and found != self._followed:
@@ -303,7 +312,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 "on one device"
             )
         self._check_device(first.device.type)
-        return read_operation(opts.reduceOp, first, self.options.policy)
+        return read_operation(opts.reduceOp, first, self.options.contract, self.options.policy)
 
     def _check_device(self, kind: str) -> None:
         """Refuse a device for which the group was created with another backend."""

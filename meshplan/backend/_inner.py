@@ -18,6 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from meshplan._torch import WORLD, GroupName, PrefixStore, new_process_group
 from meshplan.backend._options import NAME
 from meshplan.errors import BackendError
+from meshplan.flatten import keep_store
+from meshplan.flatten._create import rest_at_end
 
 __all__ = ["check_device", "create_inner_group", "default_inner", "destroy_inner_group"]
 
@@ -40,6 +42,7 @@ def create_inner_group(
     size: int,
     timeout: timedelta,
     options: Any = None,
+    across_jobs: bool = False,
 ) -> ProcessGroup:
     """Create a plain group of the same ranks; every member calls it while the group is created.
 
@@ -52,6 +55,7 @@ def create_inner_group(
         ranks: its global ranks; empty for the default group.
         timeout: of its collectives.
         options: of the inner backend; ``None``: its own defaults.
+        across_jobs: the ranks belong to several jobs, and ``ranks`` is empty.
 
     Raises:
         BackendError: torch does not have the backend.
@@ -80,6 +84,10 @@ def create_inner_group(
     members = ranks or range(size)
     getattr(c10d, WORLD).pg_group_ranks[group] = {one: i for i, one in enumerate(members)}
     assert isinstance(group, ProcessGroup)
+    if across_jobs:
+        keep_store(group, PrefixStore(f"agreements/{use}", store))
+    if "gloo" in backend:
+        rest_at_end()
     return group
 
 

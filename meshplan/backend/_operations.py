@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshplan._dtypes import name_of
 from meshplan._torch.process_group import factor_of
-from meshplan.contract import INTEGERS, OPS, Contract, Op, check_dtype
+from meshplan.contract import FLOATS, INTEGERS, OPS, Contract, Op, check_dtype
 from meshplan.errors import ContractTypeError
 
 __all__ = ["Operation", "read_operation"]
@@ -61,9 +61,16 @@ class Operation:
 
 
 def read_operation(
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType, tensor: Tensor, policy: str = "deterministic"
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    tensor: Tensor,
+    contract: Contract,
+    policy: str = "deterministic",
 ) -> Operation:
-    """What ``op`` is on tensors like this one, in a group of this policy."""
+    """What ``op`` is on tensors like this one, in a group of this contract and policy.
+
+    Raises:
+        ContractTypeError: a product of floats in an exact order.
+    """
     kind: Any = getattr(op, "op", op)
     name = str(kind.name).lower()
     if policy == "fast":
@@ -84,7 +91,10 @@ def read_operation(
     if word not in OPS:
         return Operation(name, None, f"the contract does not define {name}")
     try:
-        check_dtype(word, real)
+        check_dtype(word, real, contract)
     except ContractTypeError as error:
+        if word == "product" and name_of(real) in FLOATS:
+            # Only an exact order refuses it, and the inner backend has no exact product either.
+            raise
         return Operation(name, None, str(error))
     return Operation(name, word, factor=factor)

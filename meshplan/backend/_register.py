@@ -1,15 +1,19 @@
-"""The registration of the backend with torch."""
+"""The registration of the backend with torch, and groups that torch does not create."""
 
 from __future__ import annotations
 
+import uuid
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from meshplan._torch import Store
+from meshplan.backend._derived import describe_group
 from meshplan.backend._group import MeshplanProcessGroup
-from meshplan.backend._options import NAME
+from meshplan.backend._options import NAME, BackendOptions
 
-__all__ = ["create_group", "register"]
+__all__ = ["create_group", "create_group_across_jobs", "register"]
 
 
 def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
@@ -20,6 +24,31 @@ def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
         options: the ``pg_options`` of the caller.
     """
     return MeshplanProcessGroup(made, options)
+
+
+def create_group_across_jobs(
+    store: Store, rank: int, size: int, timeout: timedelta, options: BackendOptions | None
+) -> MeshplanProcessGroup:
+    """A group of ranks that each have a default group of their own.
+
+    Args:
+        store: for this group alone. The members agree through it for as long as the group lives.
+        rank: of this process in the group.
+        size: of the group.
+        timeout: of the group.
+        options: of the group; ``None``: those of the default group, if it is of the backend.
+
+    Raises:
+        RuntimeError: from torch, if members do not come.
+    """
+    # Each job has used other names before.
+    if rank == 0:
+        store.set("meshplan/name", f"meshplan/jobs/{uuid.uuid4().hex}")
+    name = store.get("meshplan/name").decode()
+    made = describe_group(name, store, rank, list(range(size)), timeout)
+    group = MeshplanProcessGroup(made, options, across_jobs=True)
+    group._set_group_name(name)
+    return group
 
 
 def register() -> None:

@@ -82,7 +82,7 @@ class SteadyTable:
         self, found: SteadyReduction, form: Form, message: Tensor, out: Tensor, op: Any
     ) -> None:
         if not found.run(message, out):
-            self.first(form, message, out, read_operation(op, message))()
+            self.first(form, message, out, read_operation(op, message, self._options.contract))()
 
 
 def _is_watched() -> bool:

@@ -124,7 +124,7 @@ def start_reduction(
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:
-    """Give tensors a new version, as every operator that writes: autograd refuses an old value.
+    """Raise the version of tensors, as operators that write do: autograd refuses an old value.
 
     Call it when the reduction is issued. Selective checkpointing keeps a result from then on, and
     refuses it if its version changes later, when another thread writes it.

@@ -22,6 +22,8 @@ from meshplan.collectives._nccl_profiles import (
     configure_deterministic_nccl_env as configure_deterministic_nccl_env,
 )
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
+from meshplan.collectives._norms import clip_grad_norm_ as clip_grad_norm_
+from meshplan.collectives._norms import exact_norm as exact_norm
 from meshplan.collectives._shards import deterministic_all_gather as deterministic_all_gather
 from meshplan.collectives._shards import (
     deterministic_reduce_scatter as deterministic_reduce_scatter,
@@ -36,6 +38,7 @@ __all__ = [
     "NcclProfile",
     "NcclSetting",
     "Work",
+    "clip_grad_norm_",
     "configure_deterministic_nccl_env",
     "deterministic_all_gather",
     "deterministic_all_gather_coalesced",
@@ -43,6 +46,7 @@ __all__ = [
     "deterministic_all_reduce_coalesced",
     "deterministic_reduce_scatter",
     "deterministic_reduce_scatter_coalesced",
+    "exact_norm",
     "functional",
     "nccl_profile",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def deterministic_all_reduce(
     out: Tensor | None = None,
     async_op: bool = False,
     strict: bool = False,
+    verify: Literal["checksum"] | None = None,
     debug: bool = False,
 ) -> Tensor | Work:
     """Reduce ``tensor`` over the ranks of a group, in place or to ``out``.
@@ -56,8 +58,8 @@ def deterministic_all_reduce(
             ``torch.distributed.ReduceOp`` of that name. ``avg`` is the sum, and one division by the
             number of ranks before the result is rounded.
         path: how data moves, one of ``meshplan.execute.PATHS``, such as ``"auto"``,
-            ``"one_shot"``, ``"two_shot"``, ``"exchange"`` or ``"reference"``. No bit depends on it,
-            except by ``"native"``: the backend's own order, outside every contract.
+            ``"one_shot"``, ``"two_shot"``, ``"exchange"``, ``"halving"`` or ``"reference"``. No bit
+            depends on it, except by ``"native"``: the backend's own order, outside every contract.
         contract: the order and the rounding of additions, ``Contract()`` if ``None``. Path
             ``native`` reads its ``rounding``: ``once`` adds 16-bit floats in float32.
         group: a ``ProcessGroup``, a ``DeviceMesh`` of one axis, or ``(mesh, axis)``; all ranks if
@@ -65,6 +67,8 @@ def deterministic_all_reduce(
         out: the result is written to it, and ``tensor`` is left as it is unless they share memory.
         async_op: return a ``Work`` at once.
         strict: raise an error instead of taking another path than ``path``.
+        verify: with path ``integer``: ``"checksum"`` finds every flipped bit in its messages. A
+            call that cannot run so raises an error, with ``strict`` or without.
         debug: hold an agreement round over the store before the call.
 
     Returns:
@@ -77,10 +81,11 @@ def deterministic_all_reduce(
         GroupStateError: no process group in a job of several ranks, or a rank outside the group.
         AxisNameError: ``group`` names no axis of its mesh.
         GroupAgreementError, GroupCreationError: at the first use of a group.
-        FallbackRefusedError: ``strict``, and the path is unavailable or ``native``.
+        FallbackRefusedError: ``strict`` or ``verify``, and the path is unavailable or ``native``.
+        ChecksumError: ``verify``, and a bit has changed; on every rank.
         PeerTimeoutError, SignatureMismatchError: ranks that are missing, or came with another call.
     """
-    options = read_options(op, path, contract, strict)
+    options = read_options(op, path, contract, strict, verify)
     check_all_reduce(tensor, out, options)
     found = read_group(group)
     result = tensor if out is None else out

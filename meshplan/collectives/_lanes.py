@@ -1,4 +1,4 @@
-"""Collectives that run beside the caller: one lane for each process group, in order of submission.
+"""Asynchronous collectives: one lane for each process group, in order of submission.
 
 On a CPU a lane is a thread that has a process group to itself, so that what it sends can never
 change places with what the caller sends. On a GPU it is a side stream, of the device.
@@ -169,7 +169,7 @@ def finished(result: Any) -> Work:
 
 
 def in_lane(lane: Lane, run: Callable[[], Any], result: Any = None) -> Work:
-    """Run a collective beside the caller, after those submitted to the lane before it.
+    """Run a collective asynchronously, after those submitted to the lane before it.
 
     Args:
         lane: all that ``run`` sends is sent on its group.

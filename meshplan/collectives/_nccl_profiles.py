@@ -1,6 +1,6 @@
 """Environment profiles of NCCL, as frameworks set them: each key with its effect and its source.
 
-What a profile gives is about one group: with one algorithm, one protocol and a fixed number of
+A profile affects one group: with one algorithm, one protocol and a fixed number of
 channels, NCCL adds an element in an order that does not depend on the size of the message, or on
 its place in it. No variable of NCCL makes groups agree that lie differently on nodes; that is what
 the contract is for. NCCL reads these variables when a communicator is made.

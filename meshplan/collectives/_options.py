@@ -22,7 +22,7 @@ from meshplan.errors import (
 )
 from meshplan.execute._switches import ONE_SHOT_VARIABLE, one_shot_switch
 from meshplan.execute.paths import _path as registry
-from meshplan.execute.paths import check_path
+from meshplan.execute.paths import check_path, select_path
 
 __all__ = [
     "AnyOp",
@@ -82,7 +82,11 @@ class ReductionOptions:
 
 
 def read_options(
-    op: AnyOp = "sum", path: str = "auto", contract: Contract | None = None, strict: bool = False
+    op: AnyOp = "sum",
+    path: str = "auto",
+    contract: Contract | None = None,
+    strict: bool = False,
+    verify: str | None = None,
 ) -> ReductionOptions:
     """The options of one call.
 
@@ -91,6 +95,8 @@ def read_options(
         PolicyError: an unknown path, or one that the environment forbids.
         FallbackRefusedError: ``strict`` with path ``native``.
     """
+    if verify is not None:
+        path = select_path(path, verify)
     check_requested_path(path)
     name = read_op(op)
     check_contract(contract)
@@ -190,7 +196,7 @@ def check_summand(tensor: Tensor, options: ReductionOptions) -> None:
     # Real and imaginary parts are two elements.
     pairs = tensor.is_complex() and op in ("sum", "avg")
     check = check_dtype if torch.compiler.is_compiling() else _check_dtype
-    check(op, tensor.dtype.to_real() if pairs else tensor.dtype)
+    check(op, tensor.dtype.to_real() if pairs else tensor.dtype, options.contract)
 
 
 def check_destination(out: Tensor, tensor: Tensor | None = None, shape: object = None) -> None:
@@ -204,7 +210,7 @@ def check_destination(out: Tensor, tensor: Tensor | None = None, shape: object =
     Raises:
         ContractTypeError: not a dense tensor of the same dtype and device.
         ContractError: another shape, or elements that share memory.
-        ContractStateError: ``out`` requires a gradient, which the result would cut off.
+        ContractStateError: ``out`` requires a gradient, which the result would lose.
     """
     if tensor is not None:
         check_tensor(out, "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ def deterministic_reduce_scatter(
     out: Tensor | None = None,
     async_op: bool = False,
     strict: bool = False,
+    verify: Literal["checksum"] | None = None,
     debug: bool = False,
 ) -> Tensor | Work:
     """Reduce ``tensor`` over the ranks of a group; each rank gets its shard of the result.
@@ -81,7 +83,8 @@ def deterministic_reduce_scatter(
             same list on every rank. ``None``: the lengths of ``torch.chunk``, with shorter and
             empty shards at the end.
         out: this rank's shard is written to it; it may share memory with ``tensor``.
-        op, path, contract, group, async_op, strict, debug: as for ``deterministic_all_reduce``.
+        op, path, contract, group, async_op, strict, verify, debug: as for
+            ``deterministic_all_reduce``.
 
     Returns:
         ``out``, or a new contiguous tensor; with ``async_op`` a ``Work`` whose ``result()`` it is.
@@ -91,7 +94,7 @@ def deterministic_reduce_scatter(
             and everything that ``deterministic_all_reduce`` raises.
     """
     refuse_in_graph("meshplan.deterministic_reduce_scatter")
-    options = read_options(op, path, contract, strict)
+    options = read_options(op, path, contract, strict, verify)
     check_summand(tensor, options)
     found = read_group(group)
     shards = read_scatter(tensor, found, dim, sizes)
@@ -274,8 +277,10 @@ def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards) -> Tensor
     if mine.numel():
         sends = (*sends, "all_gather_into_tensor")
         ranks, name = len(lengths), group.group_name
+        whole = mine.new_empty(ranks * mine.numel())
         with span("all_gather"):
-            whole = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, name))
+            # With an output, because of gloo: see GlooWire.all_gather.
+            _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, ranks, name, out=whole))
     parts = whole.view(len(lengths), width * row)
     if any(length < width for length in lengths):
         pairs = zip(parts, lengths, strict=True)

@@ -129,7 +129,7 @@ class Config:
     @property
     def contract_path(self) -> ContractPath:
         """The path that the planner assumes; the final one is chosen when the group is known."""
-        return self.path if self.path in CONTRACT_PATHS else "exchange"
+        return self.path if self.path in ("auto", *CONTRACT_PATHS) else "exchange"
 
     def maps_memory(self, device_type: str) -> bool:
         """Whether groups should share memory if their ranks can.

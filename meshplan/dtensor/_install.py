@@ -52,7 +52,7 @@ from meshplan.dtensor._seam import (
 )
 from meshplan.dtensor._uncovered import unwatch, watch
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
-from meshplan.execute import PathChoice, one_shot_switch
+from meshplan.execute import PathChoice, one_shot_switch, select_path
 from meshplan.topology import Topology
 
 
@@ -119,6 +119,7 @@ def install(
     contract: Contract | None = None,
     path: PathChoice = "auto",
     strict: bool = False,
+    verify: Literal["checksum"] | None = None,
     timeout: float | None = None,
     topology: Topology | Literal["live"] | None = None,
     debug: bool = False,
@@ -156,6 +157,9 @@ def install(
         strict: raise ``FallbackRefusedError``, before anything is sent, instead of running a
             reduction below the requested policy or path; also if FSDP2, DDP or spmd_types would
             reduce in the backend's own order.
+        verify: with path ``integer``: ``"checksum"`` raises ``ChecksumError`` on every rank if a
+            bit of a message changes. A reduction under the contract that cannot be verified so
+            raises ``FallbackRefusedError``.
         timeout: seconds to wait for the other members before the first reduction of a group; the
             default group's own timeout if not given.
         topology: the placement of the job's ranks and the cost of links, the same on every rank.
@@ -192,7 +196,7 @@ def install(
     config = Config(
         policy=Config.policy_of(policy),
         contract=Contract() if contract is None else contract,
-        path=os.environ.get("MESHPLAN_PATH") or path,
+        path=select_path(os.environ.get("MESHPLAN_PATH") or path, verify),
         strict=strict,
         timeout=timeout,
         topology=None if topology == "live" else topology,
@@ -261,6 +265,7 @@ def installed(
     contract: Contract | None = None,
     path: PathChoice = "auto",
     strict: bool = False,
+    verify: Literal["checksum"] | None = None,
     timeout: float | None = None,
     topology: Topology | Literal["live"] | None = None,
     debug: bool = False,
@@ -273,8 +278,8 @@ def installed(
     last and has not ended applies.
 
     Args:
-        policy, contract, path, strict, timeout, topology, debug, audit, allow_untested_torch: as
-            for ``install``.
+        policy, contract, path, strict, verify, timeout, topology, debug, audit,
+            allow_untested_torch: as for ``install``.
 
     Raises:
         InstallError, UnsupportedTorchError, PolicyError, ContractError, TopologyError,
@@ -288,6 +293,7 @@ def installed(
             contract=contract,
             path=path,
             strict=strict,
+            verify=verify,
             timeout=timeout,
             topology=topology,
             debug=debug,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshplan._lazy_imports import make_lazy
+from meshplan.flatten._across_jobs import is_across_jobs as is_across_jobs
+from meshplan.flatten._across_jobs import keep_store as keep_store
+from meshplan.flatten._across_jobs import rank_in as rank_in
 from meshplan.flatten._create import default_timeout as default_timeout
 from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._group_table import Block as Block
@@ -13,9 +16,9 @@ from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import Group as Group
-from meshplan.flatten._join import format_failure as format_failure
 from meshplan.flatten._missing import RollCall as RollCall
 from meshplan.flatten._missing import find_missing as find_missing
+from meshplan.flatten._missing import format_failure as format_failure
 from meshplan.flatten._threads import is_worker_thread as is_worker_thread
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ __all__ = [
     "GroupRegistry",
     "GroupHandle",
     "RollCall",
+    "is_across_jobs",
     "is_worker_thread",
+    "keep_store",
+    "rank_in",
     "default_timeout",
     "discover",
     "find_missing",

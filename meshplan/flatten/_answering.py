@@ -1,8 +1,8 @@
 """A store whose every answer is waited for a bounded time.
 
 Torch's client of a TCP store waits for most answers (``check``, ``add``, ``compare_set``, ``set``)
-without a limit. Where the network to the store's host is cut without a notice, that is until
-the kernel gives the connection up: a quarter of an hour and more. So each question is put on a
+without a limit. Where the network to the store's host breaks without a notice, that is until
+the kernel closes the connection: a quarter of an hour and more. So each question is put on a
 thread that is left behind if no answer comes. (Where Python is older than 3.14, a process that is
 just ending when a late answer comes after all is aborted.)
 """

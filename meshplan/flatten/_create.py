@@ -38,18 +38,23 @@ from meshplan._torch import (
     timeout_of,
 )
 from meshplan.errors import GroupStateError
+from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._threads import is_worker_thread
 
 # Threads that ask for the interpreter have it at once while the main thread sleeps; a busy machine
 # may let them ask late.
-_SECONDS = 0.05
+_REST_SECONDS = 0.2
 
 
 @cache
 def rest_at_end() -> None:
-    """Let this process rest for a moment before it ends. To be called once or more."""
+    """Let this process rest for a moment before it ends. To be called once or more.
+
+    Gloo's thread frees the tensors of a collective after those who wait for it have gone on, and
+    aborts a process whose interpreter has ended by then.
+    """
     if sys.version_info < (3, 14):
-        atexit.register(time.sleep, _SECONDS)
+        atexit.register(time.sleep, _REST_SECONDS)
 
 
 # How much earlier than the backend a reduction in shared memory gives up: the smaller of the two.
@@ -57,14 +62,23 @@ _EARLIER_SHARE = 0.1
 _EARLIER_SECONDS = 60.0
 
 
-def group_name(ranks: Sequence[int], backend: str, device_type: str, use: str = "") -> str:
+def group_name(
+    ranks: Sequence[int],
+    backend: str,
+    device_type: str,
+    use: str = "",
+    group: ProcessGroup | None = None,
+) -> str:
     """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group.
 
     The same on every member and in every run, so that compiled graphs, which hold group names,
-    are found again in a cache. ``use`` distinguishes groups that match in all that.
+    are found again in a cache. ``use`` distinguishes groups that match in all that. The members of
+    a ``group`` across jobs have several default groups, which are left out.
     """
-    default = default_group()
-    identity = f"{list(ranks)} {backend} {device_type} {default.group_name} {default.size()}"
+    identity = f"{list(ranks)} {backend} {device_type}"
+    if group is None or not is_across_jobs(group):
+        default = default_group()
+        identity += f" {default.group_name} {default.size()}"
     if use:
         identity += f" {use}"
     return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
@@ -105,6 +119,16 @@ def peer_timeout(device_type: str, group: ProcessGroup) -> float:
     """
     seconds = default_timeout(device_type, group)
     return seconds - min(_EARLIER_SHARE * seconds, _EARLIER_SECONDS)
+
+
+def capture_objection(device_type: str) -> str | None:
+    """Why a group cannot be created now, if a CUDA graph is being captured."""
+    if device_type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
+    return (
+        "a CUDA graph is being captured, in which no communicator can be created; "
+        "call meshplan.prepare(mesh) before the capture"
+    )
 
 
 def create_members_only(
@@ -208,7 +232,7 @@ def attempt_store(prefix: str, backend: str) -> Store:
     earlier, failed creation left behind are never read.
 
     Raises:
-        GroupStateError: a thread beside the main thread, and a store that cannot be cloned.
+        GroupStateError: a thread other than the main thread, and a store that cannot be cloned.
     """
     store = default_store()
     # The fake backend connects no ranks.

@@ -26,7 +26,7 @@ from meshplan.kernel import Communicator
 
 
 class KeyedLock:
-    """A lock for each key, for as long as somebody holds it or waits for it."""
+    """A lock for each key, for as long as a thread holds it or waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class GroupHandle:
 class Block:
     """One of the two groups of a hierarchical step, out of the ordered group over its axes.
 
-    That group is cut in blocks of ``size`` consecutive ranks; ``size`` divides it.
+    That group is split in blocks of ``size`` consecutive ranks; ``size`` divides it.
 
     Attributes:
         kind: ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place
@@ -311,7 +311,7 @@ class GroupTable:
         return [group for group in found if group is not None]
 
     def has_met(self, meeting: Hashable) -> bool:
-        """Whether this meeting was added."""
+        """Whether this round was added."""
         return meeting in self._meetings
 
     def why_no_meeting(self) -> str | None:

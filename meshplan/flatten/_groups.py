@@ -1,9 +1,9 @@
 """The process groups that steps run on: reuse what exists, else create, and keep.
 
-One registry per process. What it knows belongs to one default group, as ``_table`` says. It creates
+One registry per process. What it knows belongs to one default group, as in ``_table``. It creates
 at most ``MAX_GROUPS`` groups and never destroys one behind the caller's back, for destroying is
-collective too; ``shutdown`` does. Where threads reduce beside the main one, each mesh of theirs has
-groups of its own, unless the main thread waits for them: ``_threads`` says why.
+collective too; ``shutdown`` does. If other threads reduce concurrently with the main one, each
+mesh of theirs has groups of its own, unless the main thread waits for them: see ``_threads``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan._torch import WORLD, default_store
+from meshplan._torch import WORLD
 from meshplan.errors import GroupStateError
+from meshplan.flatten import _across_jobs as across_jobs
 from meshplan.flatten._agree import Signatures
 from meshplan.flatten._answering import AnsweringStore
-from meshplan.flatten._create import default_timeout, peer_timeout, rest_at_end, this_rank
+from meshplan.flatten._create import (
+    capture_objection,
+    default_timeout,
+    peer_timeout,
+    rest_at_end,
+    this_rank,
+)
 from meshplan.flatten._group_table import (
     Block,
     GroupEntry,
@@ -154,8 +160,8 @@ class GroupRegistry:
             pg: this rank is a member. How long it allows its collectives is how long members wait.
             device_type: of the tensors.
             token, peers: as for ``get``.
-            apart: another process group of the same ranks, created for work that runs beside what
-                ``pg`` does.
+            apart: another process group of the same ranks, created for work that runs
+                concurrently with that of ``pg``.
 
         Raises:
             GroupAgreementError, GroupCreationError, GroupStateError: as for ``get``.
@@ -165,6 +171,8 @@ class GroupRegistry:
         if group is not None and (apart or group.pg is pg):
             return group
         refuse_forked()
+        if apart:
+            across_jobs.refuse_second_group(pg)
         ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
         backend = str(getattr(c10d, WORLD).pg_map[pg][0])
         usable = peers and device_type in ("cpu", "cuda") and backend != "fake"
@@ -175,7 +183,7 @@ class GroupRegistry:
             if group is None:
                 found = None if apart else Group(pg, ranks, "given", pg.group_name)
                 wait = default_timeout(device_type, pg)
-                group = self._join(found, key, this_rank(), wait, token)
+                group = self._join(found, key, across_jobs.rank_in(pg), wait, token)
             self._table.add_shortcut(shortcut, group)
             return group
 
@@ -233,16 +241,16 @@ class GroupRegistry:
         """
         wait = default_timeout(device_type)
         name = "-".join(map(str, group.ranks))
-        if is_worker_thread():
+        if is_worker_thread() or across_jobs.is_across_jobs(group.pg):
             name += f" {group.name}"
 
         def first() -> Signatures:
-            store = AnsweringStore(default_store(), wait)
-            return Signatures.of(store, name, group.ranks, this_rank())
+            store = AnsweringStore(across_jobs.store_of(group.pg), wait)
+            return Signatures.of(store, name, group.ranks, across_jobs.rank_in(group.pg))
 
         verdict = self._table.signatures(name, first).compare(signature, wait)
         if not verdict.unanimous:
-            raise refusal(verdict, group.ranks, this_rank(), wait, "a reduction")
+            raise refusal(verdict, group.ranks, across_jobs.rank_in(group.pg), wait, "a reduction")
 
     def memory_of(self, pg: ProcessGroup) -> list[Communicator[Any]]:
         """What the ranks of ``pg`` have mapped to reduce over it; empty if they share no memory."""
@@ -365,22 +373,13 @@ class GroupRegistry:
                 f"{count} groups exist and the limit is {self.max_groups}; "
                 "call meshplan.shutdown() between phases that use different meshes"
             )
-        return _capture_objection(device_type)
+        return capture_objection(device_type)
 
     def _peers_objection(self, device_type: str) -> str | None:
         sharing = self._table.sharing()
         if sharing >= self.max_groups:
             return f"{sharing} groups share memory"
-        return _capture_objection(device_type)
-
-
-def _capture_objection(device_type: str) -> str | None:
-    if device_type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return None
-    return (
-        "a CUDA graph is being captured, in which no communicator can be created; "
-        "call meshplan.prepare(mesh) before the capture"
-    )
+        return capture_objection(device_type)
 
 
 _REGISTRY = GroupRegistry()

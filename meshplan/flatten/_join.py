@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +14,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._spans import span
-from meshplan._torch import WORLD, default_group, default_store, flattened_meshes_of, root_mesh_of
+from meshplan._torch import WORLD, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
+from meshplan.flatten._across_jobs import store_of
 from meshplan.flatten._agree import VoteResult, open_round, vote, wait_for_ranks
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
@@ -27,7 +27,7 @@ from meshplan.flatten._create import (
     group_name,
     warm_up,
 )
-from meshplan.flatten._missing import note_process
+from meshplan.flatten._missing import format_failure, note_process
 from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
 
@@ -52,12 +52,12 @@ def agree_on_place(
         Why they use groups of their own; empty if all use those of the main thread.
 
     Raises:
-        GroupAgreementError, GroupStateError: as ``GroupRegistry.get`` says.
+        GroupAgreementError, GroupStateError: as in ``GroupRegistry.get``.
     """
     token = Record.of(main_thread="waits" if in_place else "goes on")
     tokens = dict.fromkeys(ranks, token)
     if backend != "fake":
-        store = AnsweringStore(default_store(), timeout)
+        store = AnsweringStore(store_of(None), timeout)
         name = f"{group_name(ranks, backend, device_type, use)}/place"
         prefix, refused = open_round(store, name, rank)
         verdict = refused or vote(
@@ -138,15 +138,17 @@ def join_group(
         use: what the group is for, where another of the same ranks is for something else.
 
     Raises:
-        GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.get`` says.
+        GroupAgreementError, GroupCreationError, GroupStateError: as in ``GroupRegistry.get``.
     """
-    name = group_name(ranks, backend, device_type, use)
+    pg = found.pg if found else None
+    name = group_name(ranks, backend, device_type, use, pg)
     if backend == "fake":
         # One process simulates one rank: there are no others to vote.
         return found or _create(ranks, backend, device_type, "meshplan/fake", name)
     # Also for a group that this rank has: a member without it would create one, alone.
     how = found.origin if found else "new"
     prefix = _agreed(
+        pg,
         name,
         ranks,
         rank=rank,
@@ -174,16 +176,17 @@ def agree_on(
     """Agree with the other ranks to reduce together, without a group of all of them.
 
     Raises:
-        GroupAgreementError, GroupStateError: as ``GroupRegistry.get`` says.
+        GroupAgreementError, GroupStateError: as in ``GroupRegistry.get``.
     """
     if backend != "fake":
         # The name of the whole group: a rank that would reduce over that is found as well.
         name = group_name(ranks, backend, device_type, use)
         token = token.adding(group="in blocks")
-        _agreed(name, ranks, rank=rank, token=token, timeout=timeout, objection=objection)
+        _agreed(None, name, ranks, rank=rank, token=token, timeout=timeout, objection=objection)
 
 
 def _agreed(
+    pg: ProcessGroup | None,
     name: str,
     ranks: tuple[int, ...],
     *,
@@ -193,7 +196,7 @@ def _agreed(
     objection: str | None = None,
 ) -> str:
     """Hold a vote on ``name``; returns its key prefix if all said yes."""
-    store = AnsweringStore(default_store(), timeout)
+    store = AnsweringStore(store_of(pg), timeout)
     note_process(store, rank)
     prefix, refused = open_round(store, name, rank)
     verdict = refused or vote(
@@ -228,8 +231,8 @@ def share_memory(
     Raises:
         GroupAgreementError: a member did not come.
     """
-    name = group_name(group.ranks, "peers", device_type, use)
-    store = AnsweringStore(default_store(), wait)
+    name = group_name(group.ranks, "peers", device_type, use, group.pg)
+    store = AnsweringStore(store_of(group.pg), wait)
     meet = connect if device_type == "cpu" else partial(connect_devices, group.pg.group_name)
     found = meet(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
@@ -288,7 +291,7 @@ def _connect(
     ready = False
     try:
         verdict = vote(
-            AnsweringStore(default_store(), timeout),
+            AnsweringStore(store_of(None), timeout),
             f"{prefix}/ready",
             ranks=ranks,
             rank=rank,
@@ -319,22 +322,12 @@ def _reason(
 ) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
     wait = min(timeout, _ROLL_CALL_SECONDS)
-    store = AnsweringStore(default_store(), wait)
+    store = AnsweringStore(store_of(None), wait)
     # Present, so that others that have failed do not name this rank.
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
     missing = wait_for_ranks(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
     absent = f" ({format_ranks(missing)} had not come {wait:g} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
-
-
-def format_failure(failure: BaseException) -> str:
-    """What a backend says, without where in its source and without its advice.
-
-    Args:
-        failure: what the backend raised.
-    """
-    first = str(failure).splitlines()[0] if str(failure) else ""
-    return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
 
 
 def _create(

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torch.distributed import ProcessGroup
 
-from meshplan._torch import Store, default_store
+from meshplan._torch import Store
+from meshplan.flatten._across_jobs import rank_in, store_of
 from meshplan.flatten._agree import roll_call
 from meshplan.flatten._answering import AnsweringStore
-from meshplan.flatten._create import default_timeout, this_rank
+from meshplan.flatten._create import default_timeout
 from meshplan.flatten._threads import is_forked
 from meshplan.kernel import host
 
@@ -70,6 +72,16 @@ def _stat(number: int) -> tuple[str, str] | None:
     return words[0], words[19]
 
 
+def format_failure(failure: BaseException) -> str:
+    """The message of a backend, without the place in its source and without its advice.
+
+    Args:
+        failure: what the backend raised.
+    """
+    first = str(failure).splitlines()[0] if str(failure) else ""
+    return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
+
+
 _SECONDS = 10.0
 
 
@@ -119,9 +131,9 @@ def find_missing(
         return RollCall()
     name = f"{'-'.join(map(str, ranks))} {name}"
     try:
-        store = AnsweringStore(default_store(), wait)
+        store = AnsweringStore(store_of(group), wait)
         absent, late, notes = roll_call(
-            store, name, ranks=ranks, rank=this_rank(), wait=wait, note=note
+            store, name, ranks=ranks, rank=rank_in(group), wait=wait, note=note
         )
         states = {rank: process_state(store, rank) for rank in absent}
     except (RuntimeError, ValueError):

@@ -6,6 +6,8 @@ sum once more. The hook sums first. Without it the replicas have equal bits, too
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,6 +58,15 @@ def average_bucket(
     Raises:
         IntegrationError: a bucket that is not dense.
     """
+    return reduce_bucket(group, bucket, dist.ReduceOp.AVG)
+
+
+def reduce_bucket(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    op: Any,
+) -> torch.futures.Future[torch.Tensor]:
+    """As ``average_bucket``, by another operation."""
     gradients: Tensor = bucket.buffer()
     if gradients.layout is not torch.strided:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in bucket.parameters())
@@ -63,7 +74,7 @@ def average_bucket(
             f"the gradient of a parameter of shape {shapes} is {gradients.layout}, and the "
             "contract is for dense ones; pass sparse=False to its module"
         )
-    work = dist.all_reduce(gradients, dist.ReduceOp.AVG, group, async_op=True)
+    work = dist.all_reduce(gradients, op, group, async_op=True)
     assert work is not None
     # In a callback: DDP takes an error that is set on a future for a value.
     found: torch.futures.Future[Tensor] = work.get_future().then(_first)

@@ -54,7 +54,8 @@ def apply(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> tuple
     Raises:
         IntegrationError: no FSDP module, a mesh whose groups are not of the backend ``meshplan``
             or differ in their contract, a contract whose order cannot be reduced in two steps, or
-            a module with parameters on several meshes.
+            a module with parameters on several meshes. The last one is found when the modules
+            before it have their reduce-scatter already.
     """
     modules: dict[str, Any] = {
         name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)
@@ -65,25 +66,30 @@ def apply(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> tuple
         )
     replicated = [name for name, one in modules.items() if _check_replicas(name, one)]
     for name in replicated:
-        try:
-            modules[name].set_custom_reduce_scatter(_ReduceScatter())
-        except ValueError as error:
-            raise IntegrationError(
-                f"{_label(name)} has parameters on several meshes, for which FSDP2 accepts no "
-                "custom reduce-scatter; call apply on the other modules"
-            ) from error
+        set_reduce_scatter(name, modules[name], ReduceScatter())
     for module in modules.values():
         _keep_gradients(module, reduce_dtype)
     return tuple(replicated)
 
 
-class _ReduceScatter:
+class ReduceScatter:
     """FSDP's reduce-scatter, with whose sums the all-reduce over the replicas goes on."""
+
+    def check(self, dtype: torch.dtype, op: Any = None) -> None:
+        """Raise an error for reductions that a subclass does not accept.
+
+        FSDP allocates before each reduction, also where one shard needs none.
+
+        Args:
+            dtype: of the reduction.
+            op: of the reduction; ``None``: at the allocation.
+        """
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Allocate FSDP's flat gradients."""
+        self.check(dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -103,9 +109,25 @@ class _ReduceScatter:
             op: ``SUM``, ``AVG`` or ``PREMUL_SUM``.
             async_op: return a ``Work``, which is finished.
         """
+        self.check(input_tensor.dtype, op)
         shards = check_group(group, "the reduce-scatter of FSDP2")
         shards.scatter_partial_sum(output_tensor, input_tensor, op)
         return FinishedWork([output_tensor]) if async_op else None
+
+
+def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:
+    """Have an FSDP module, which has a name in the model, reduce by ``comm``.
+
+    Raises:
+        IntegrationError: its parameters are on several meshes.
+    """
+    try:
+        module.set_custom_reduce_scatter(comm)
+    except ValueError as error:
+        raise IntegrationError(
+            f"{_label(name)} has parameters on several meshes, for which FSDP2 accepts no "
+            "custom reduce-scatter; call apply on the other modules"
+        ) from error
 
 
 def _check_replicas(name: str, module: nn.Module) -> bool:
@@ -138,7 +160,7 @@ def _check_replicas(name: str, module: nn.Module) -> bool:
         contract = groups[0].options.contract
         if not has_partial_sums(contract, name_of(parameter.dtype)):
             raise IntegrationError(
-                f"{_label(name)} is reduced under {contract.id}, whose order has no parts: one "
+                f"{_label(name)} is reduced under {contract.id}, which has no partial sums: one "
                 "reduction over shards and replicas cannot be made of two; pass "
                 "BackendOptions(contract=Contract(order='tree')), or leave apply out"
             )

@@ -3,6 +3,7 @@
 * ``verify_replicas``: compare a module, an optimizer or tensors over a mesh, once.
 * ``ReplicaCheck``: the same every so many steps of a training loop.
 * ``digest``: 128 bits of one tensor, for logs and checkpoints.
+* ``StepMonitor``: totals of both for loggers, Prometheus and OpenTelemetry.
 * ``coverage``: which reductions of the job are under the contract, by call site.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from meshplan import _require_torch as _require_torch
 from meshplan.replicas._coverage import Coverage, CoverageStep, coverage
 from meshplan.replicas._divergence import Divergence, Elements, ReplicaReport
+from meshplan.replicas._monitor import StepMonitor
 from meshplan.replicas._verify import ReplicaCheck, digest, verify_replicas
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Elements",
     "ReplicaCheck",
     "ReplicaReport",
+    "StepMonitor",
     "coverage",
     "digest",
     "verify_replicas",

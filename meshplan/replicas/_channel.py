@@ -76,10 +76,11 @@ class ReplicaChannel:
 
     def gather(self, words: Tensor) -> Tensor:
         """All ranks' int64 ``words``, of one shape: CPU tensor [ranks, ...]."""
-        mine = words.to(self._device).contiguous()
-        found: Tensor = _ops.wait_tensor(
-            _ops.all_gather_into_tensor(mine.view(-1), self.size, self._group.group_name)
-        )
+        mine = words.to(self._device).contiguous().view(-1)
+        found = mine.new_empty(self.size * mine.numel())
+        # With an output, because of gloo: see GlooWire.all_gather.
+        name = self._group.group_name
+        _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
         return found.cpu().view(self.size, *words.shape)
 
     def broadcast(self, record: Any, source: int) -> Any:

@@ -34,7 +34,7 @@ def bits(tensor: Tensor) -> Tensor:
 
     Returns:
         Contiguous uint8 (for 1-byte dtypes, bool too), int16, int32 or int64 tensor of the same
-        shape on the same device. A complex tensor gives one more axis of size 2, for the real and
+        shape on the same device. A complex tensor has one more axis of size 2, for the real and
         the imaginary part. A view where the tensor is contiguous, else a copy.
     """
     # A view of an unfinished asynchronous result would be read too early.

@@ -135,7 +135,7 @@ def _generator(*key: object) -> torch.Generator:
 
 
 def _integers(generator: torch.Generator, numel: int, words: int) -> Tensor:
-    """Random int64 [numel] of ``words`` times 16 bits; four words give any int64."""
+    """Random int64 [numel] of ``words`` times 16 bits; four words make any int64."""
     # Small ranges only: how torch draws from a large range has changed between releases.
     result = torch.zeros(numel, dtype=torch.int64, device=_CPU)
     for _ in range(words):

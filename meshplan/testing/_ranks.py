@@ -18,6 +18,7 @@ from torch import Tensor
 from meshplan._bits import bytes_of, tensor_of
 from meshplan._torch import device_types_of
 from meshplan.errors import GroupStateError, MeshplanError, SignatureMismatchError
+from meshplan.flatten._create import rest_at_end
 from meshplan.testing._segments import LeafRange, cover_range
 
 __all__ = ["RankGroup"]
@@ -54,6 +55,8 @@ class RankGroup:
         whole: Any = dist.group.WORLD if group is None else group
         types = [device.type for device in device_types_of(whole)]
         self._device = torch.device("cpu" if "cpu" in types else types[0])
+        if "cpu" in types:
+            rest_at_end()
 
     def run(
         self, work: Callable[[], tuple[_T, Any]], error: type[MeshplanError]

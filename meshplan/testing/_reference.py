@@ -102,6 +102,7 @@ def reference_reduce(
     orders: dict[str, Callable[..., _Number]] = {
         "tree": _tree,
         "rank": lambda values, _, node: reduce(node, values),
+        "exact": lambda values, _, node: _through(accumulator, reduce(_sum, values)),
     }
     if contract.order not in orders:
         raise ContractError(

@@ -4,7 +4,7 @@ The tree ``T(n)`` of ``meshplan.contract`` splits n leaves after the largest pow
 than n. Each of its subtrees covers a block of positions ``[i * 2^j, (i + 1) * 2^j)``, truncated at
 n. So the owner of the leaves ``[start, stop)`` can reduce the largest such blocks inside its own
 range, and the values of these blocks (at most ``2 * log2(n)`` of them) are all that others need:
-joined at their positions they give the bits of ``T(n)``, for any ranges.
+joined at their positions they have the bits of ``T(n)``, for any ranges.
 """
 
 from __future__ import annotations

@@ -19,12 +19,18 @@ import meshplan
 import meshplan.backend
 from meshplan._aborts import THIS_THREAD, Abort
 from meshplan.backend._group import MeshplanProcessGroup
-from meshplan.execute import _gloo
+from meshplan.execute import _wire
+from meshplan.execute._gloo import GlooWire
+from meshplan.execute._groups import StepGroups
+from meshplan.execute._header import tensor_header
+from meshplan.execute._wire import Message
+from meshplan.execute.paths import _exchange
 from meshplan.flatten import _missing
 from tests.processes import run_ranks
+from tests.test_collectives import step
 
 pytestmark = pytest.mark.processes
-PATHS = pytest.mark.parametrize("path", ["auto", "exchange", "reference"])
+PATHS = pytest.mark.parametrize("path", ["auto", "exchange", "halving", "reference"])
 # Of the group: far more than any test takes.
 LONG = timedelta(seconds=300)
 
@@ -73,10 +79,10 @@ def test_a_collective_that_ends_with_a_slice_of_the_wait_has_not_failed(
     monkeypatch.setattr(THIS_THREAD, "abort", Abort("a group"))
     group: Any = SimpleNamespace(group_name="0")
     work = EndingWork()
-    _gloo._wait(work, group)
+    _wire.wait_for_group(work, group)
     assert work.ended
     with pytest.raises(RuntimeError, match="its own error"):
-        _gloo._wait(EndingWork("its own error"), group)
+        _wire.wait_for_group(EndingWork("its own error"), group)
 
 
 def abort_waiting(path: str, first: bool, is_async: bool, rank: int) -> list[str]:
@@ -117,6 +123,43 @@ def test_abort_ends_the_reduction_under_way_and_those_behind_it(
     for one in others:
         assert one.startswith("MP503: group ")
         assert "of 2 ranks was aborted; destroy it" in one
+
+
+def wait_for_data(rank: int) -> list[str]:
+    """Headers are compared, and rank 1 sends no data; another thread aborts."""
+    group = dist.new_group(timeout=LONG)
+    store = dist.distributed_c10d._get_default_store()
+    large = torch.ones(2 * _exchange.MIN_SLICE_BYTES)
+    wanted = step("exchange", sizes=(2,))
+    header = tensor_header(large, wanted, "exchange", False)
+    wire = GlooWire(StepGroups(group), (rank, header))
+    wire.compare()
+    if rank == 1:
+        store.wait(["done"], LONG)
+        return []
+    message = Message(False, large.view(torch.uint8), 1)
+    waits: list[Callable[[], Any]] = [
+        lambda: wire.start_exchange(large.view(2, -1), group)(),
+        lambda: wire.start_gather(large, group)(),
+        lambda: wire.start_round([message], group, large.device)(),
+        lambda: _exchange.PATH.all_reduce(large, wanted, StepGroups(group), wire),
+    ]
+    found = []
+    for wait in waits:
+        THIS_THREAD.abort = abort = Abort("a group")
+        timer = threading.Timer(0.5, setattr, (abort, "requested", True))
+        timer.start()
+        found.append(attempt(wait))
+        timer.join()
+    store.set("done", "")
+    return found
+
+
+def test_abort_ends_waits_for_data() -> None:
+    found, _ = run_ranks(wait_for_data, 2)
+    assert len(found) == 4
+    for message in found:
+        assert message.startswith("MP503: a group was aborted while it waited for ranks of group ")
 
 
 def shorten(path: str, by_torch: bool, rank: int) -> list[str]:

@@ -10,6 +10,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.marks import full
+
 ROOT = Path(__file__).parents[2]
 START = """
 import sys
@@ -46,7 +48,9 @@ def run(metadata: Path, script: str, **environment: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else lines[-1]
 
 
-@pytest.mark.parametrize("backend", ["meshplan", "cpu:meshplan,cuda:meshplan", "Meshplan"])
+@pytest.mark.parametrize(
+    "backend", ["meshplan", full("cpu:meshplan,cuda:meshplan"), full("Meshplan")]
+)
 def test_the_name_is_enough(metadata: Path, backend: str) -> None:
     script = f"""
     early = [name for name in sys.modules if name.startswith("meshplan.")]

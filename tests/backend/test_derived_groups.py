@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,26 +160,35 @@ def test_invalid_ranks_and_devices_are_refused() -> None:
     assert first[3].startswith("MP505: split_group got devices ['meta'], and the group has ['cpu'")
 
 
-def merge_other_job(rank: int) -> str:
-    """Each rank is a job of its own."""
-    shared = dist.FileStore(os.environ["MESHPLAN_TEST_STORE"], 2)
-    dist.init_process_group("meshplan", store=dist.HashStore(), rank=0, world_size=1)
+def merge_jobs(rank: int, path: str) -> list[bool]:
+    """Each rank is a job of its own, and one has derived other groups before."""
+    shared = dist.FileStore(os.environ["MESHPLAN_TEST_STORE"], 3)
+    options = BackendOptions(path=path)
+    store = dist.HashStore()
+    dist.init_process_group("meshplan", store=store, rank=0, world_size=1, pg_options=options)
     world = dist.group.WORLD
     assert isinstance(world, MeshplanProcessGroup)
-    try:
-        world.merge_remote_group(dist.PrefixStore("merge", shared), 2)
-    except meshplan.MeshplanError as error:
-        return str(error)
-    return "no error"
+    if rank == 1:
+        world.merge_remote_group(dist.PrefixStore("alone", store), 1, group_name="all")
+    whole = world.merge_remote_group(dist.PrefixStore("merge", shared), 3, group_name="all")
+    part = whole.split_group([2, 0, 1])
+    assert isinstance(part, MeshplanProcessGroup)
+    leaves = [torch.randn(50, generator=torch.Generator().manual_seed(r)) * 9**r for r in range(3)]
+    found = []
+    for group in (whole, part, whole):
+        x = leaves[group.rank()].clone()
+        with count_native_reductions() as counts:
+            dist.all_reduce(x, group=group)
+        found += [torch.equal(x, meshplan.reduce_leaves(leaves, "sum", [3])), dict(counts) == {}]
+    # Ranks are those of the group: the global rank of each member is 0.
+    with pytest.raises(meshplan.errors.SignatureMismatchError) as raised:
+        whole.allreduce([torch.ones(4 + (whole.rank() == 2))]).wait()
+    found.append("rank 2" in str(raised.value))
+    with pytest.raises(meshplan.errors.GroupStateError, match="ranks of several jobs"):
+        meshplan.deterministic_all_reduce(torch.ones(3), group=whole.lane, async_op=True)
+    return found
 
 
-def test_ranks_of_several_jobs_are_refused() -> None:
-    found = run_ranks(merge_other_job, 2, init=False)
-    assert (
-        found
-        == [
-            "MP505: merge_remote_group got ranks of several jobs: ranks [1] of the merged group do not "
-            "share the default group of its rank 0; merge groups of the inner backend instead"
-        ]
-        * 2
-    )
+@pytest.mark.parametrize("path", ["auto", "exchange"])
+def test_merged_jobs_reduce_in_the_order_of_the_group(path: str) -> None:
+    assert run_ranks(partial(merge_jobs, path=path), 3, init=False) == [[True] * 7] * 3

@@ -53,7 +53,7 @@ class Case(NamedTuple):
 CASES = [
     Case(*case)
     for case in product(
-        ("auto", "exchange"), ("all_reduce", "reduce_scatter", "coalesced"), (False, True)
+        ("auto", "halving"), ("all_reduce", "reduce_scatter", "coalesced"), (False, True)
     )
 ]
 Groups = dict[Case, dist.ProcessGroup]

@@ -70,6 +70,8 @@ def train_hsdp(rank: int) -> dict[str, Any]:
         results[name] = differing_replicas(model, mesh.get_group("ddp")), dict(counts)
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=6)
+    # A rank that went on first would end while its peers connect to it.
+    dist.barrier()
     return results
 
 

@@ -439,5 +439,31 @@ class TestErrors(TestCase):
             """\
 MP901: module '0' has a group of the backend 'gloo', which reduces in its own order; call torch.distributed.init_process_group('meshplan'), or pass a group of new_group(backend='meshplan')
 MP901: module '0' is reduced over groups of the contracts v1/rank/wide/once and v1/tree/wide/once; pass the same BackendOptions to all groups of the mesh
-MP901: module '0' is reduced under v1/rank/wide/once, whose order has no parts: one reduction over shards and replicas cannot be made of two; pass BackendOptions(contract=Contract(order='tree')), or leave apply out""",
+MP901: module '0' is reduced under v1/rank/wide/once, which has no partial sums: one reduction over shards and replicas cannot be made of two; pass BackendOptions(contract=Contract(order='tree')), or leave apply out""",
+        )
+
+    def test_parameters_on_several_meshes(self) -> None:
+        common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+        if not hasattr(common, "ShardPlacementResult"):
+            pytest.skip("this torch has one mesh for each module")
+
+        def run(rank: int) -> str:
+            mesh = hsdp_mesh((2, 2))
+            infos = [common.HSDPMeshInfo(hsdp_mesh((2, 2)), 1, 0), common.HSDPMeshInfo(mesh, 1, 0)]
+            model = nn.Sequential(nn.Linear(4, 4))
+            fully_shard(
+                model[0],
+                mesh=mesh,
+                shard_placement_fn=lambda one: common.ShardPlacementResult(
+                    Shard(0), infos[one.ndim - 1]
+                ),
+            )
+            with pytest.raises(IntegrationError) as caught:
+                fsdp.apply(model)
+            return str(caught.value)
+
+        messages = run_ranks(run, 4, backend="meshplan")
+        self.assertExpectedInline(
+            "\n".join(sorted(set(messages))),
+            """MP901: module '0' has parameters on several meshes, for which FSDP2 accepts no custom reduce-scatter; call apply on the other modules""",
         )

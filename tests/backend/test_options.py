@@ -46,7 +46,7 @@ class TestRefusals(TestCase):
             "\n".join(found),
             """\
 MP411: contract='tree' is not a contract; pass contract=meshplan.Contract()
-MP402: no path 'fast'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'reference', 'native'
+MP402: no path 'fast'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: path='native' is outside every contract; pass another path, or policy='fast' for the inner backend's own order
 MP402: policy='consistent' is not a policy of a process group; pass 'deterministic' or 'fast', and 'consistent' to meshplan.install, which knows the mesh
 MP402: audit=0 is not a number of calls; pass audit=100 to compare every 100th call of each reduction with the reference, or audit=None
@@ -66,7 +66,7 @@ MP505: timeout=3.0 is not a timedelta; pass datetime.timedelta(seconds=...)""",
             """\
 MP411: no contract 'tree'; use an id of this version, e.g. 'v1/tree/wide/once'
 MP505: MESHPLAN_STRICT='yes' is not a switch; set 1 to refuse reductions outside the contract, 0 to allow them, or unset it
-MP402: no path 'fast'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'reference', 'native'
+MP402: no path 'fast'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: policy='x' is not a policy of a process group; pass 'deterministic' or 'fast', and 'consistent' to meshplan.install, which knows the mesh
 MP402: MESHPLAN_AUDIT='1.5' is not a number of calls; set e.g. 100 to compare every 100th call of each reduction with the reference, or unset it""",
         )
@@ -265,7 +265,7 @@ def audit_wrong_bit(rank: int) -> list[Any]:
 
     def wrong(*arguments: Any) -> Outcome:
         found = right(*arguments)
-        result = torch.ops._c10d_functional.wait_tensor(found.tensor).clone()
+        result = arguments[-1].wait(found.tensor).clone()
         if rank == 1:
             result.view(torch.int32)[-1] ^= 1
         return Outcome(result, found.log)

@@ -36,6 +36,8 @@ def repeat_everything(rank: int) -> list[str]:
     for contract in CONTRACTS:
         group = dist.new_group(backend="meshplan", pg_options=BackendOptions(contract))
         for dtype, op in cases():
+            if contract.order == "exact" and op == "product" and dtype.is_floating_point:
+                continue  # refused
             whole = expected(dtype, op, contract)
             with count_decisions() as decided:
                 for number in range(3):

@@ -28,9 +28,16 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError
 from meshplan.testing import order_sensitive
 from tests import emulated_cuda as emulated
+from tests.marks import full
 from tests.processes import run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        torch.backends.cuda.is_built(),
+        reason="CUDA tensors of a torch built for CUDA need a GPU; tests/test_gpu_backend.py has one",
+    ),
+]
 NUMEL = 1003
 CUDA = torch.device("cuda:0")
 
@@ -553,7 +560,7 @@ class TestRefusals(TestCase):
         )
 
 
-def reduce_without_the_backend(rank: int) -> list[bool]:
+def reduce_without_the_backend(rank: int, path: Any) -> list[bool]:
     """``async_op=True`` of the functions of meshplan, whose results have memory of their own."""
     emulated_group()
     plain = dist.new_group(backend="emulated")
@@ -564,9 +571,10 @@ def reduce_without_the_backend(rank: int) -> list[bool]:
         # The first call connects the ranks, and waits.
         gate = emulated.Gate(emulated.current_stream()) if turn else None
         x.mul_(1.0)
-        work = meshplan.deterministic_all_reduce(x, group=plain, async_op=True)
-        lists = meshplan.deterministic_all_reduce_coalesced([y], group=plain, async_op=True)
-        shard = meshplan.deterministic_reduce_scatter(y, group=plain, async_op=True)
+        how: Any = {"path": path, "group": plain, "async_op": True}
+        work = meshplan.deterministic_all_reduce(x, **how)
+        lists = meshplan.deterministic_all_reduce_coalesced([y], **how)
+        shard = meshplan.deterministic_reduce_scatter(y, **how)
         assert isinstance(lists, Work)
         assert isinstance(shard, Work)
         assert isinstance(work, Work)
@@ -580,8 +588,10 @@ def reduce_without_the_backend(rank: int) -> list[bool]:
     return right
 
 
-def test_asynchronous_collectives_of_plain_groups_use_side_streams() -> None:
-    assert run_ranks(reduce_without_the_backend, 2, timeout=60) == [[True] * 6] * 2
+@pytest.mark.parametrize("path", ["auto", full("halving")])
+def test_asynchronous_collectives_of_plain_groups_use_side_streams(path: str) -> None:
+    found = run_ranks(lambda rank: reduce_without_the_backend(rank, path), 2, timeout=60)
+    assert found == [[True] * 6] * 2
 
 
 def coalesce(rank: int) -> list[Any]:

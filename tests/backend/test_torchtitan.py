@@ -20,7 +20,7 @@ MISSING = importlib.util.find_spec("torchtitan") is None
 pytestmark = [
     pytest.mark.full,
     pytest.mark.processes,
-    pytest.mark.skipif(MISSING, reason="pip install --group trainers --group torchtitan"),
+    pytest.mark.skipif(MISSING, reason="pip install --group trainers --group without-dependencies"),
 ]
 
 

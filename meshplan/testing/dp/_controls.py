@@ -41,7 +41,7 @@ def deterministic_controls(seed: int = 0, *, threads: int = 1) -> Iterator[None]
       benchmarking, which picks kernels by time.
     * ``threads`` threads within an operation on the CPU. Some kernels split a sum by them: the
       gradient of a layer norm's weight has other bits with two threads than with one, and torchrun
-      gives one thread to several ranks per node but all cores to one rank.
+      sets one thread for several ranks per node, and all cores for one rank.
 
     On exit, after an exception too, every setting and every state of random numbers is restored.
     Where a GPU is available, CUDA is initialised to read its states. No environment variable is

@@ -67,13 +67,13 @@ class Reduction:
         return f"{self.op}/{self.divisor or 'leaves'}/{self.contract.id}"
 
     def check(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Refuse dtypes and orders that have no parts."""
+        """Refuse dtypes and orders that leaves of a batch cannot have."""
         for parameter in parameters.values():
             check_dtype("sum", parameter.dtype)
-            self.contract.check_parts("sum", parameter.dtype)
         if self.contract.order != "tree":
             raise ContractError(
-                f"leaves of a batch are combined by order='tree', got order='{self.contract.order}'"
+                f"leaves of a batch are combined in order='tree', got order='{self.contract.order}'"
+                "; pass a contract of that order, or all leaves to reduce_leaves"
             )
 
     def leaf(self, gradient: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ def dp_gradients(
 
     This requires that a leaf has the same bits wherever it is computed: one machine type, one build
     of torch, the same settings and the same number of threads (``deterministic_controls``), and
-    kernels that return the same bits when they run twice. The model must give the same result for a
-    sample whatever ran before: plain Python attributes and random numbers other than torch's are
-    not restored. torch's own full-batch gradient, which sums over samples inside its kernels, is
+    kernels that return the same bits when they run twice. The model must return the same result
+    for a sample whatever ran before: plain Python attributes and random numbers other than torch's
+    are not restored. torch's own full-batch gradient, which sums over samples in its kernels, is
     equal in exact arithmetic only. One forward and backward for each leaf is slow:
     ``samples_per_leaf`` makes fewer and larger leaves, with other bits, and again the same for any
     number of ranks.

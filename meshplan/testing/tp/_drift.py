@@ -30,10 +30,10 @@ def summarize_kernel_drift(
 
     Returns:
         * ``max_abs_error``, ``mean_abs_error``: floats; NaN where only one of the two is a NaN. Two
-          NaNs, or two equal infinities, are no error.
+            NaNs, or two equal infinities, are no error.
         * ``max_ulps``: the largest distance in units in the last place, as an int: 0 for equal
-          bits, for two NaNs and between zeros; None if the dtypes differ or are not IEEE formats,
-          or if only one of the two is a NaN.
+            bits, for two NaNs and between zeros; None if the dtypes differ or are not IEEE formats,
+            or if only one of the two is a NaN.
         * ``active_count``: int.
 
         Without active elements all are 0.
@@ -78,9 +78,9 @@ def summarize_tp_logprob_drift(
         * ``max_rel_error``, ``mean_rel_error``: relative to the reference, at least 1e-12;
         * ``backend``, ``reduction_name``, ``dtype`` (a str), ``tp_size``;
         * of the first active token with the largest absolute error (NaN is the largest):
-          ``flat_index``, ``multi_index``, ``token_id``, ``owner_rank``, ``owner_vocab_start``,
-          ``owner_vocab_end`` (the three are None where no rank holds it), ``candidate_value``,
-          ``reference_value``, ``signed_error``. All None without active tokens.
+            ``flat_index``, ``multi_index``, ``token_id``, ``owner_rank``, ``owner_vocab_start``,
+            ``owner_vocab_end`` (these three: None where no rank holds it), ``candidate_value``,
+            ``reference_value``, ``signed_error``. All None without active tokens.
 
     Raises:
         ShardError: shapes or devices differ, complex numbers, ranges that overlap, or ids that

@@ -1,0 +1,142 @@
+"""Totals of a job for dashboards: reductions by kind, and comparisons of replicas."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from meshplan.errors import PolicyError, ReplicaDivergenceError
+from meshplan.replicas._coverage import KINDS, CoverageStep
+from meshplan.replicas._divergence import ReplicaReport
+
+__all__ = ["StepMonitor"]
+
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_REDUCTIONS = {
+    "count": ("meshplan_reductions_total", "Reductions of this process by kind of order."),
+    "bytes": ("meshplan_reduction_bytes_total", "Bytes of the summands of this process."),
+    "seconds": ("meshplan_reduction_seconds_total", "Seconds of the host in reductions."),
+}
+
+
+class StepMonitor:
+    """Adds up the steps of ``meshplan.coverage(on_step=monitor)``. ``str(monitor)`` is one line.
+
+    Another thread may read it, such as one that answers a scraper.
+
+    Args:
+        tracer: of OpenTelemetry (``opentelemetry.trace.get_tracer("meshplan")``): gets one span
+            for each step and one for each comparison. ``None``: no spans.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        self._tracer = tracer
+        self._lock = threading.Lock()
+        self._step_began = time.time_ns()
+        self._totals = dict.fromkeys(_names(), 0.0)
+
+    def __call__(self, step: CoverageStep) -> None:
+        """Add a step that has ended.
+
+        Args:
+            step: from ``meshplan.coverage``.
+        """
+        scalars = step.to_scalars()
+        with self._lock:
+            began, self._step_began = self._step_began, time.time_ns()
+            self._totals["meshplan/steps"] += 1
+            for name, number in scalars.items():
+                self._totals[name] += number
+        self._trace("meshplan.step", began, {"meshplan/step": step.number} | scalars)
+
+    def add_check(self, found: ReplicaReport | ReplicaDivergenceError | None) -> None:
+        """Add the result of ``meshplan.verify_replicas``.
+
+        Args:
+            found: the report, or the error that was raised; ``None``, on a rank outside the mesh,
+                adds nothing.
+        """
+        if found is None:
+            return
+        differing = found.tensors if isinstance(found, ReplicaDivergenceError) else 0
+        seconds = found.seconds if isinstance(found, ReplicaReport) else 0.0
+        with self._lock:
+            self._totals["meshplan/replicas/checks"] += 1
+            self._totals["meshplan/replicas/failed_checks"] += differing > 0
+            # Of the last comparison: replicas that were restored are equal again.
+            self._totals["meshplan/replicas/differing_tensors"] = differing
+        began = time.time_ns() - int(seconds * 1e9)
+        self._trace("meshplan.verify_replicas", began, {"meshplan/differing_tensors": differing})
+
+    def to_scalars(self) -> dict[str, float]:
+        """Totals since the monitor was created, with the names of ``CoverageStep.to_scalars``."""
+        with self._lock:
+            return dict(self._totals)
+
+    def to_prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """The totals in Prometheus' text format, version 0.0.4.
+
+        Args:
+            labels: added to each sample, such as ``{"rank": "0"}``.
+
+        Raises:
+            PolicyError: the name of a label is invalid, or `kind`.
+        """
+        for name in labels or {}:
+            if _LABEL.fullmatch(name) is None or name == "kind":
+                raise PolicyError(
+                    f"label {name!r} is not a free name of Prometheus; use letters, digits and _, "
+                    'such as {"rank": "0"}'
+                )
+        totals = self.to_scalars()
+        lines = []
+        for unit, (metric, text) in _REDUCTIONS.items():
+            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} counter"]
+            for kind in KINDS:
+                word = kind.replace(" ", "_")
+                number = totals[f"meshplan/{word}/{unit}"]
+                lines.append(_sample(metric, {"kind": word, **(labels or {})}, number))
+        for name, sort, text in (
+            ("steps", "counter", "Steps that have ended."),
+            ("replicas/checks", "counter", "Comparisons of replicas."),
+            ("replicas/failed_checks", "counter", "Comparisons that found different bits."),
+            ("replicas/differing_tensors", "gauge", "Different tensors in the last comparison."),
+        ):
+            total = "_total" if sort == "counter" else ""
+            metric = f"meshplan_{name.replace('/', '_')}{total}"
+            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} {sort}"]
+            lines.append(_sample(metric, labels or {}, totals[f"meshplan/{name}"]))
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        totals = self.to_scalars()
+        words = {kind: kind.replace(" ", "_") for kind in KINDS}
+        counts = [f"{totals[f'meshplan/{word}/count']:.0f} {kind}" for kind, word in words.items()]
+        checks, failed = (totals[f"meshplan/replicas/{one}"] for one in ("checks", "failed_checks"))
+        return (
+            f"[meshplan] {totals['meshplan/steps']:.0f} steps: {', '.join(counts)}; replicas "
+            f"compared {checks:.0f} times, {failed:.0f} times different"
+        )
+
+    def _trace(self, name: str, began: int, attributes: Mapping[str, float]) -> None:
+        if self._tracer is not None:
+            named = {key.replace("/", "."): number for key, number in attributes.items()}
+            self._tracer.start_span(name, start_time=began, attributes=named).end()
+
+
+def _names() -> list[str]:
+    checks = ("checks", "failed_checks", "differing_tensors")
+    reductions = CoverageStep(0).to_scalars()
+    return ["meshplan/steps", *reductions, *(f"meshplan/replicas/{one}" for one in checks)]
+
+
+def _sample(metric: str, labels: Mapping[str, str], number: float) -> str:
+    shown = ",".join(f'{name}="{_escape(text)}"' for name, text in labels.items())
+    return f"{metric}{{{shown}}} {number:.17g}" if shown else f"{metric} {number:.17g}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

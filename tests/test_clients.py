@@ -1,0 +1,42 @@
+"""The versions of the libraries whose jobs run over the backend, on the page and installed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def versions_on_page() -> dict[str, str]:
+    page = (ROOT / "docs" / "howto" / "backend.md").read_text(encoding="utf-8")
+    table = page.partition("| library | version |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = (re.fullmatch(r"\| (\S+) \| (\S+) \|", line) for line in table.splitlines())
+    found = dict(row.groups() for row in rows if row is not None)
+    assert len(found) == len(table.splitlines()) > 4
+    return {name.lower(): version for name, version in found.items()}
+
+
+def test_versions_on_the_page_are_the_pinned_ones() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    pins = [*groups["trainers"], *groups["without-dependencies"]]
+    pins += (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    found = dict(pin.split("==") for pin in pins if "==" in pin)
+    versions = versions_on_page()
+    assert versions == {name: found[name] for name in versions}
+
+
+@pytest.mark.full
+def test_versions_on_the_page_are_the_installed_ones() -> None:
+    versions = versions_on_page()
+    if versions["torch"] != metadata.version("torch").partition("+")[0]:
+        pytest.skip("another torch than constraints-cpu.txt names")
+    try:
+        found = {name: metadata.version(name).partition("+")[0] for name in versions}
+    except metadata.PackageNotFoundError as error:
+        pytest.skip(f"{error}; run make test-clients")
+    assert found == versions

@@ -1,0 +1,146 @@
+"""Totals of steps and comparisons, as text, numbers, Prometheus' format and spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+from meshplan.errors import PolicyError, ReplicaDivergenceError
+from meshplan.replicas import CoverageStep, ReplicaReport, StepMonitor
+from meshplan.replicas._coverage import CoverageRow
+
+REPORT = ReplicaReport(3, 12, 48, (), (), 2, 3600.0)
+
+
+class Spans:
+    """OpenTelemetry's tracer, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int, dict[str, float]]] = []
+        self.ended = 0
+
+    def start_span(self, name: str, *, start_time: int, attributes: dict[str, float]) -> Spans:
+        self.begun.append((name, start_time, attributes))
+        return self
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def monitored(tracer: Any = None) -> StepMonitor:
+    monitor = StepMonitor(tracer)
+    for number in (1, 2):
+        step = CoverageStep(number)
+        step.add(CoverageRow("outside", "all_reduce", "float32", 2, "here"), 8, 0.25)
+        step.add(CoverageRow("any order", "all_reduce", "int64", 2, "here"), 16, 0.5)
+        monitor(step)
+    monitor.add_check(None)
+    monitor.add_check(ReplicaDivergenceError("they differ", divergences=(), tensors=2, step=1))
+    monitor.add_check(REPORT)
+    return monitor
+
+
+def test_line_has_the_totals() -> None:
+    assert str(monitored()) == (
+        "[meshplan] 2 steps: 2 outside, 0 native, 2 any order, 0 contract; replicas compared 2 "
+        "times, 1 times different"
+    )
+
+
+def test_scalars_are_totals_by_name() -> None:
+    found = monitored().to_scalars()
+    assert {name: number for name, number in found.items() if number} == {
+        "meshplan/steps": 2,
+        "meshplan/outside/count": 2,
+        "meshplan/outside/bytes": 16,
+        "meshplan/outside/seconds": 0.5,
+        "meshplan/any_order/count": 2,
+        "meshplan/any_order/bytes": 32,
+        "meshplan/any_order/seconds": 1.0,
+        "meshplan/replicas/checks": 2,
+        "meshplan/replicas/failed_checks": 1,
+    }
+    assert found["meshplan/replicas/differing_tensors"] == 0
+
+
+def test_prometheus_text() -> None:
+    text = monitored().to_prometheus({"job": 'a"b\\c\nd'})
+    assert_expected_inline(
+        text,
+        """\
+# HELP meshplan_reductions_total Reductions of this process by kind of order.
+# TYPE meshplan_reductions_total counter
+meshplan_reductions_total{kind="outside",job="a\\"b\\\\c\\nd"} 2
+meshplan_reductions_total{kind="native",job="a\\"b\\\\c\\nd"} 0
+meshplan_reductions_total{kind="any_order",job="a\\"b\\\\c\\nd"} 2
+meshplan_reductions_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
+# HELP meshplan_reduction_bytes_total Bytes of the summands of this process.
+# TYPE meshplan_reduction_bytes_total counter
+meshplan_reduction_bytes_total{kind="outside",job="a\\"b\\\\c\\nd"} 16
+meshplan_reduction_bytes_total{kind="native",job="a\\"b\\\\c\\nd"} 0
+meshplan_reduction_bytes_total{kind="any_order",job="a\\"b\\\\c\\nd"} 32
+meshplan_reduction_bytes_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
+# HELP meshplan_reduction_seconds_total Seconds of the host in reductions.
+# TYPE meshplan_reduction_seconds_total counter
+meshplan_reduction_seconds_total{kind="outside",job="a\\"b\\\\c\\nd"} 0.5
+meshplan_reduction_seconds_total{kind="native",job="a\\"b\\\\c\\nd"} 0
+meshplan_reduction_seconds_total{kind="any_order",job="a\\"b\\\\c\\nd"} 1
+meshplan_reduction_seconds_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
+# HELP meshplan_steps_total Steps that have ended.
+# TYPE meshplan_steps_total counter
+meshplan_steps_total{job="a\\"b\\\\c\\nd"} 2
+# HELP meshplan_replicas_checks_total Comparisons of replicas.
+# TYPE meshplan_replicas_checks_total counter
+meshplan_replicas_checks_total{job="a\\"b\\\\c\\nd"} 2
+# HELP meshplan_replicas_failed_checks_total Comparisons that found different bits.
+# TYPE meshplan_replicas_failed_checks_total counter
+meshplan_replicas_failed_checks_total{job="a\\"b\\\\c\\nd"} 1
+# HELP meshplan_replicas_differing_tensors Different tensors in the last comparison.
+# TYPE meshplan_replicas_differing_tensors gauge
+meshplan_replicas_differing_tensors{job="a\\"b\\\\c\\nd"} 0
+""",
+    )
+
+
+def test_invalid_labels_are_refused() -> None:
+    with pytest.raises(PolicyError, match="label 'kind' is not a free name"):
+        StepMonitor().to_prometheus({"kind": "0"})
+    with pytest.raises(PolicyError) as raised:
+        StepMonitor().to_prometheus({"my-rank": "0"})
+    assert_expected_inline(
+        str(raised.value),
+        """MP402: label 'my-rank' is not a free name of Prometheus; use letters, digits and _, such as {"rank": "0"}""",
+    )
+
+
+def test_spans_have_the_numbers_of_a_step() -> None:
+    spans = Spans()
+    monitored(spans)
+    assert [name for name, _, _ in spans.begun] == [
+        *["meshplan.step"] * 2,
+        *["meshplan.verify_replicas"] * 2,
+    ]
+    assert spans.ended == 4
+    starts = [start for _, start, _ in spans.begun]
+    assert starts[0] <= starts[1]
+    # The comparison took an hour.
+    assert starts[2] - starts[3] > 0
+    second = spans.begun[1][2]
+    assert (second["meshplan.step"], second["meshplan.outside.count"]) == (2, 1)
+    assert spans.begun[2][2] == {"meshplan.differing_tensors": 2}
+
+
+@pytest.mark.full
+def test_tracer_of_opentelemetry_accepts_the_spans() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    monitored(provider.get_tracer("meshplan"))
+    found = exporter.get_finished_spans()
+    assert [span.name for span in found].count("meshplan.step") == 2
+    assert found[0].attributes["meshplan.outside.count"] == 1
+    assert found[0].end_time >= found[0].start_time
