@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import meshplan
@@ -78,6 +78,7 @@ class Row:
     redistribution: str
     model: str
     reductions: int
+    digest: str
     backend_calls: dict[str, int]
     distinct_replicas: int
     max_fraction_differing: float
@@ -125,13 +126,14 @@ def redistribute(
     return results, counts, float(torch.stack(slowest).max())
 
 
-def compare(results: Sequence[Tensor]) -> tuple[int, float]:
-    """Over all ranks: different bit patterns, and the largest share of elements unlike rank 0's."""
+def compare(results: Sequence[Tensor]) -> tuple[int, float, str]:
+    """Distinct replicas, the largest share of elements unlike rank 0's, and rank 0's digest."""
     bits = torch.cat([r.flatten() for r in results]).view(torch.int32)
     gathered = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, bits)
-    patterns = {hashlib.sha256(g.numpy().tobytes()).hexdigest() for g in gathered}
-    return len(patterns), max(float((g != gathered[0]).float().mean()) for g in gathered)
+    patterns = [hashlib.sha256(g.numpy().tobytes()).hexdigest() for g in gathered]
+    differing = max(float((g != gathered[0]).float().mean()) for g in gathered)
+    return len(set(patterns)), differing, patterns[0]
 
 
 def measure(
@@ -140,7 +142,7 @@ def measure(
     """One row: run it, count it, compare the replicas."""
     meshplan.clear_report()
     results, calls, seconds = redistribute(grads, mesh, source)
-    distinct, fraction = compare(results)
+    distinct, fraction, digest = compare(results)
     ran = [e for e in meshplan.report().entries if e["ran"] != "torch"]
     # Over meshplan's backend, a reduction that is left to the backend is reported by both.
     ran = [e for e in ran if e["kind"] == "redistribution"] or ran
@@ -157,6 +159,7 @@ def measure(
         redistribution=f"({letters}) -> ({target})",
         model=model,
         reductions=planned or counted,
+        digest=digest,
         backend_calls=calls,
         distinct_replicas=distinct,
         max_fraction_differing=fraction,
@@ -164,7 +167,14 @@ def measure(
     )
 
 
-def run_all(mesh: DeviceMesh, domain: int) -> list[Row]:
+def shuffle(count: int, seed: int | None) -> list[int]:
+    """0 to ``count - 1``: in a random order with a seed."""
+    if seed is None:
+        return list(range(count))
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run_all(mesh: DeviceMesh, domain: int, order: str, seed: int | None) -> list[Row]:
     """Plain DTensor and policy ``fast`` under both algorithms, meshplan once under each."""
     layout = meshplan.Layout.from_mesh(mesh)
     coordinate = mesh.get_coordinate() or []
@@ -176,7 +186,10 @@ def run_all(mesh: DeviceMesh, domain: int) -> list[Row]:
         index = index * layout.sizes[i] + coordinate[i]
     # Partial over (ddp, fsdp): each rank has its own slice. Partial over ddp alone: the ranks
     # along fsdp are replicas of one another, and hold the same gradients.
-    jobs = [(both, gradients(index)), (first, gradients(coordinate[0]))]
+    # Another order of the ranks is another order of the slices along the axes that are reduced.
+    slices = shuffle(math.prod(layout.sizes[:data_axes]), seed)
+    rows_of_slices = shuffle(layout.sizes[0], seed)
+    jobs = [(both, gradients(slices[index])), (first, gradients(rows_of_slices[coordinate[0]]))]
     if data_axes == 1:
         jobs.pop()
     rows = []
@@ -185,7 +198,7 @@ def run_all(mesh: DeviceMesh, domain: int) -> list[Row]:
         for source, grads in jobs:
             rows.append(measure("plain DTensor", algorithm, grads, mesh, source))
             # The nodes that this models could not share memory.
-            with meshplan.installed(path="exchange"):
+            with meshplan.installed(path="exchange", contract=meshplan.Contract(order)):
                 rows.append(measure("meshplan", algorithm, grads, mesh, source))
         with meshplan.installed(policy="fast"):
             rows.append(measure("meshplan fast", algorithm, jobs[0][1], mesh, both))
@@ -226,7 +239,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def describe(mesh: DeviceMesh, domain: int) -> str:
-    """How the groups of each axis fall on the domains."""
+    """How the groups of each axis are placed on the domains."""
     layout = meshplan.Layout.from_mesh(mesh)
     nodes = [rank // domain for rank in range(layout.world_size)]
     lines = [f"mesh {layout}, NVLink domains of {domain}"]
@@ -250,6 +263,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("nccl_model", "meshplan"),
         default="nccl_model",
         help="backend of the default group; meshplan reduces under the contract for every caller",
+    )
+    parser.add_argument(
+        "--order", choices=("tree", "rank", "exact"), default="tree", help="of meshplan's contract"
+    )
+    parser.add_argument(
+        "--permute",
+        type=int,
+        metavar="SEED",
+        help="permute the ranks of the mesh, and with them the slices of the text",
     )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
@@ -283,7 +305,8 @@ def main() -> int:
     nccl_model.configure(domain_size=options.domain)
     if options.backend == "meshplan":
         # As below: the nodes that this models could not share memory.
-        inside = meshplan.BackendOptions(inner="nccl_model", path="exchange")
+        contract = meshplan.Contract(options.order)
+        inside = meshplan.BackendOptions(contract, inner="nccl_model", path="exchange")
         dist.init_process_group("meshplan", pg_options=inside)
     else:
         dist.init_process_group("nccl_model")
@@ -297,8 +320,9 @@ def main() -> int:
             )
             return 2
         names = AXES[: len(options.sizes)]
-        mesh = init_device_mesh("cpu", options.sizes, mesh_dim_names=names)
-        rows = run_all(mesh, options.domain)
+        ranks = torch.tensor(shuffle(dist.get_world_size(), options.permute)).view(options.sizes)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        rows = run_all(mesh, options.domain, options.order, options.permute)
         if dist.get_rank() == 0:
             print(describe(mesh, options.domain))
             print(table(rows))
@@ -307,6 +331,7 @@ def main() -> int:
                     "mesh": options.sizes,
                     "domain": options.domain,
                     "backend": options.backend,
+                    "order": options.order,
                     "order_of_additions": nccl_model.ABOUT,
                     "rows": [asdict(row) for row in rows],
                 }

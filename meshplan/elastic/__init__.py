@@ -1,0 +1,30 @@
+"""The same bits of a training step on any number of ranks that is a power of two.
+
+The leaves of the contract's tree are the micro-batches of a step, instead of the ranks. Micro-batch
+g belongs to rank g mod W in round g div W of a job with W data-parallel ranks. So each round is a
+subtree, and the rounds are combined in the tree over all micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshplan import _require_torch as _require_torch
+from meshplan._lazy_imports import list_names, make_lazy
+
+if TYPE_CHECKING:
+    from meshplan.elastic._combine import combine as combine
+    from meshplan.elastic._gradients import GradientAccumulator as GradientAccumulator
+    from meshplan.elastic._micro_batches import MicroBatches as MicroBatches
+    from meshplan.elastic._micro_batches import MicroBatchSampler as MicroBatchSampler
+    from meshplan.elastic._micro_batches import seed_micro_batch as seed_micro_batch
+
+_MODULES = {
+    "_combine": "combine",
+    "_gradients": "GradientAccumulator",
+    "_micro_batches": "MicroBatches MicroBatchSampler seed_micro_batch",
+}
+__all__ = list_names(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if not TYPE_CHECKING:  # so that type checkers find misspelt names
+    __getattr__, __dir__ = make_lazy(__name__, _MODULES)

@@ -1,0 +1,398 @@
+"""Gradients of FSDP2 and DDP models, added over rounds in the tree over all micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan.definition import partial_dtype
+from meshplan.elastic._combine import TreeSum, check_contract
+from meshplan.elastic._hooks import (
+    check_batch_norms,
+    find_batch_norms,
+    reset_shards,
+    sum_buckets,
+    sum_shards,
+)
+from meshplan.elastic._meshes import check_order, check_shards
+from meshplan.elastic._micro_batches import MicroBatches, mix, seed_micro_batch, working_ranks
+from meshplan.errors import ElasticError
+from meshplan.integrations._groups import check_group
+from meshplan.kernel import reduce_into
+
+__all__ = ["GradientAccumulator"]
+
+
+class GradientAccumulator:
+    """Adds the gradients of a step's micro-batches with the same bits on any number of ranks.
+
+        accumulator = GradientAccumulator(model, 16, mesh)
+        for batch in batches:  # M / W of them
+            with accumulator.round():
+                loss(model(batch)).backward()
+        accumulator.finish()
+        meshplan.clip_grad_norm_(model.parameters(), 1.0)
+
+    Each round is reduced, as without accumulation, but not divided. At most ``log2(M / W) + 1``
+    copies of this rank's gradients are kept: of its shards in FSDP2, of all of them in DDP.
+
+    Attributes:
+        micro_batches: those of this rank, and the number of finished steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batches: int,
+        mesh: DeviceMesh | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        """Change how ``model`` reduces gradients: call it on every rank, before the first backward.
+
+        FSDP2 gets a custom reduce-scatter, a factor of 1 and sums instead of averages; DDP a
+        communication hook. Contract and path are those of the groups (``BackendOptions``).
+
+        Args:
+            model: after the last ``fully_shard``, or a ``DistributedDataParallel``. Parameters of
+                float32 or float64; FSDP2 may compute in 16 bits and reduce in float32.
+            micro_batches: M, of a step on all ranks together. It is fixed for a run.
+            mesh: of FSDP2: the axes over which it was sharded, replicas before shards, without
+                those of tensor parallelism. DDP has a process group.
+            seed: seed torch's random numbers in each round by (seed, step, micro-batch), so that
+                dropout does not depend on the number of ranks; ``None``: leave them.
+
+        Raises:
+            ElasticError: a number of ranks that is no power of two or does not divide M, a model
+                that is not supported, or other numbers on another rank.
+            IntegrationError: groups of another backend, or parameters on several meshes.
+            ContractError: a contract of another order than ``"tree"``.
+        """
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._buckets, self._mesh = None, mesh
+        if isinstance(model, DistributedDataParallel):
+            groups = [check_group(model.process_group, "the model")]
+        elif mesh is not None and any(isinstance(one, FSDPModule) for one in model.modules()):
+            groups = [check_group(mesh.get_group(axis), "the mesh") for axis in range(mesh.ndim)]
+            check_order(mesh)
+        else:
+            raise ElasticError(
+                f"model is a {type(model).__name__}; pass a DistributedDataParallel, or a model "
+                "after fully_shard and its mesh"
+            )
+        self._contract = groups[0].options.contract
+        self._groups = groups
+        self._check_groups()
+        self._checked = {name for name, one in self._parameters.items() if one.requires_grad}
+        self._check_parameters(self._checked)
+        rank, self._ranks = 0, 1
+        for group in groups:
+            rank, self._ranks = rank * group.size() + group.rank(), self._ranks * group.size()
+        self._check_agreement(micro_batches, seed)
+        self.micro_batches = MicroBatches(micro_batches, ranks=self._ranks, rank=rank)
+        self._seed = seed
+        self._norms = find_batch_norms(model)
+        self._unreduced = self._failed = False
+        self._round = 0
+        self._sums = TreeSum(self._contract)
+        # The gradients of the first round. FSDP2's have the memory into which all are added.
+        self._gradients: dict[str, Tensor] = {}
+        self._reduced: set[str] = set()
+        self._repeated: set[str] = set()
+        for name in self._checked:
+            self._count(name)
+        if isinstance(model, DistributedDataParallel):
+            self._buckets = sum_buckets(model)
+        else:
+            sum_shards(model, self._ranks)
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """A block with the forward and the backward of this rank's next micro-batch.
+
+        Gradients are taken out of ``parameter.grad`` at its end.
+
+        Raises:
+            ElasticError: all rounds are done, the last one raised an exception, a parameter has a
+                gradient already, a batch norm trains, or the gradients were not reduced, were
+                reduced several times, or are of other parameters than in the first round.
+        """
+        self._check_start()
+        step, at = self.micro_batches.step, self.micro_batches.index(self._round)
+        self._reduced, self._repeated = set(), set()
+        if self._buckets:
+            self._buckets.reduced.clear()
+        self._failed = True
+        with nullcontext() if self._seed is None else seed_micro_batch(self._seed, step, at):
+            yield
+        found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        self._check_found(found)
+        # Autograd would record each access to the local tensor of a DTensor.
+        with torch.no_grad():
+            # DDP's gradients may be views of buckets, which the next round writes to.
+            copy = self._buckets is not None
+            self._sums.add([_local_of(one).contiguous() for one in found.values()], copy=copy)
+        if not self._round:
+            self._gradients = found
+        self._round += 1
+        for name in found:
+            self._parameters[name].grad = None
+        self._failed = False
+
+    def _check_start(self) -> None:
+        self._check_unreduced()
+        if self._failed:
+            # Gradients that FSDP2 has not yet reduced would be added to those of this round.
+            raise ElasticError(
+                f"an exception ended round {self._round}; call reset on every rank, and begin the "
+                "step again"
+            )
+        check_batch_norms(self._norms)
+        if self._round == self.micro_batches.rounds:
+            raise ElasticError(
+                f"all {self._round} rounds of this step are done; call finish, and then the "
+                "optimizer, or reset to begin the step again"
+            )
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                raise ElasticError(
+                    f"parameter {name!r} has a gradient before the round; call "
+                    "optimizer.zero_grad(set_to_none=True) after each step, and backward inside "
+                    "of round only"
+                )
+
+    def _check_found(self, found: dict[str, Tensor]) -> None:
+        if not found or (self._buckets and not self._buckets.reduced):
+            self._unreduced = self._buckets is None
+            raise ElasticError(
+                f"no gradient was reduced in round {self._round}; call backward once in it, "
+                "without no_sync, and with set_requires_gradient_sync(True)"
+            )
+        if self._buckets:
+            self._buckets.check({name: self._parameters[name] for name in found}, self._round)
+        if self._repeated:
+            raise ElasticError(
+                f"parameter {min(self._repeated)!r} got several gradients in round {self._round}, "
+                "whose sum depends on the number of ranks; call backward once in it, and shard a "
+                "module that forward calls several times with its parent"
+            )
+        if self._round and found.keys() != self._gradients.keys():
+            name = min(found.keys() ^ self._gradients.keys())
+            raise ElasticError(
+                f"parameter {name!r} has a gradient in some rounds and none in round "
+                f"{0 if name in found else self._round}; use all parameters in each micro-batch"
+            )
+        self._check_parameters(found.keys() - self._checked)
+        for name in found.keys() - self._checked:
+            self._count(name)
+        self._checked |= found.keys()
+
+    def finish(self, divisor: int | None = None) -> None:
+        """Set ``parameter.grad`` to the mean over all micro-batches, and count a finished step.
+
+        Args:
+            divisor: divide the sums by it instead of M, such as by the number of tokens of the
+                step if the loss of a micro-batch is a sum. The same on every rank.
+
+        It waits for the device, to compare all of this between ranks.
+
+        Raises:
+            ElasticError: a round is missing, ``divisor`` is not a positive integer, or ranks differ
+                in it, in the number of finished steps or in the parameters that have gradients.
+        """
+        rounds = self.micro_batches.rounds
+        if self._round != rounds:
+            raise ElasticError(
+                f"{self._round} of {rounds} rounds are done; compute {rounds} micro-batches on "
+                "each rank before finish"
+            )
+        if divisor is not None and (not isinstance(divisor, int) or not 1 <= divisor < 2**63):
+            raise ElasticError(f"divisor={divisor!r}; pass an integer from 1 to 2**63 - 1")
+        divisor = divisor or self.micro_batches.count
+        self._check_step(divisor)
+        with torch.no_grad():
+            for (name, first), total in zip(
+                self._gradients.items(), self._sums.take(), strict=True
+            ):
+                reduce_into(total, [total], "avg", (1,), self._contract, divisor=divisor)
+                gradient = _local_of(first)
+                if gradient.data_ptr() != total.data_ptr():
+                    gradient.copy_(total)
+                self._parameters[name].grad = first
+        self._forget()
+        self.micro_batches.finish_step()
+
+    def reset(self) -> None:
+        """Forget the gradients of this step, to begin it again, such as after an exception.
+
+        Call it on every rank, and make a new iterator of the data loader. A DDP model whose
+        backward raised must be made again: torch refuses its next forward.
+
+        Raises:
+            ElasticError: FSDP2 keeps gradients that were not reduced.
+        """
+        self._check_unreduced()
+        reset_shards(self._model)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._forget()
+
+    def _check_unreduced(self) -> None:
+        if self._unreduced:
+            raise ElasticError(
+                "a round ended without a reduction, and FSDP2 adds its gradients to the next "
+                "ones; make the model again from the last checkpoint"
+            )
+
+    def _forget(self) -> None:
+        self._round, self._gradients, self._failed = 0, {}, False
+        self._sums = TreeSum(self._contract)
+
+    def sum_scalars(self, values: Sequence[Tensor | float]) -> float:
+        """The exact sum of a number of each micro-batch, rounded once: a loss, a token count.
+
+        Call it on every rank. It waits for the device.
+
+        Args:
+            values: one for each round of this rank, such as losses: numbers, or tensors of one
+                element. Integers are exact up to 2^53.
+
+        Returns:
+            The sum over all M micro-batches, the same on any number of ranks. Infinite if the sum
+            exceeds float64.
+
+        Raises:
+            ElasticError: another number of values.
+        """
+        if len(values) != self.micro_batches.rounds:
+            raise ElasticError(
+                f"got {len(values)} values for {self.micro_batches.rounds} rounds; pass one for "
+                "each round of this rank"
+            )
+        return _exact_sum(self._gather([float(value) for value in values], torch.float64))
+
+    def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
+        """The numbers of all ranks, in mesh order."""
+        device = next(iter(self._parameters.values())).device
+        for group in reversed(self._groups):
+            if group.size() == 1:
+                continue
+            mine = torch.tensor(numbers, dtype=dtype, device=device)
+            every = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(every, mine, group=group)
+            numbers = torch.cat(every).tolist()
+        return numbers
+
+    def _count(self, name: str) -> None:
+        """Notice a second gradient of a parameter in one round."""
+
+        def notice(_: Tensor) -> None:
+            (self._repeated if name in self._reduced else self._reduced).add(name)
+
+        self._parameters[name].register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+
+    def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
+        """Refuse numbers that differ between ranks, on all of them."""
+        working_ranks(micro_batches)
+        found = self._differing_rank([micro_batches, seed is not None, *divmod(seed or 0, 1 << 32)])
+        if found:
+            rank, *facts = found
+            other, first = (
+                (count, (high << 32) + low if seeded else None)
+                for count, seeded, high, low in facts
+            )
+            raise ElasticError(
+                f"data-parallel rank {rank} has (micro_batches, seed) = {other}, rank 0 "
+                f"{first}; pass the same on all ranks"
+            )
+
+    def _check_step(self, divisor: int) -> None:
+        """Refuse steps that differ between ranks, on all of them.
+
+        FSDP2 reduces the gradients that each rank has, in one flat tensor: those of other
+        parameters would be added.
+        """
+        names = list(self._gradients)
+        found = self._differing_rank([divisor, self.micro_batches.step, mix(*names) >> 1])
+        if not found:
+            return
+        rank, other, first = found
+        if other[:2] != first[:2]:
+            raise ElasticError(
+                f"data-parallel rank {rank} has (divisor, finished steps) = {tuple(other[:2])}, "
+                f"rank 0 {tuple(first[:2])}; pass the same divisor and load the same checkpoint on "
+                "all ranks"
+            )
+        found = self._differing_rank([int(name in self._gradients) for name in self._parameters])
+        assert found is not None
+        rank, other, first = found
+        at = next(at for at, pair in enumerate(zip(other, first, strict=True)) if len({*pair}) > 1)
+        with_gradient, without = (rank, 0) if other[at] else (0, rank)
+        raise ElasticError(
+            f"parameter {list(self._parameters)[at]!r} has gradients on data-parallel rank "
+            f"{with_gradient} and none on rank {without}; use all parameters in each micro-batch"
+        )
+
+    def _differing_rank(self, mine: list[int]) -> tuple[int, list[int], list[int]] | None:
+        """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
+        every = self._gather(mine, torch.int64)
+        for rank in range(self._ranks):
+            other = every[rank * len(mine) : (rank + 1) * len(mine)]
+            if other != every[: len(mine)]:
+                return rank, other, every[: len(mine)]
+        return None
+
+    def _check_groups(self) -> None:
+        check_contract(self._contract)
+        for group in self._groups:
+            options = group.options
+            if options.contract != self._contract or options.policy == "fast":
+                raise ElasticError(
+                    f"a group reduces under {options.contract.id} with policy="
+                    f"{options.policy!r}, another under {self._contract.id}; pass the same "
+                    "BackendOptions of policy='deterministic' to all groups"
+                )
+
+    def _check_parameters(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            parameter = self._parameters[name]
+            if self._mesh is not None:
+                check_shards(name, parameter, self._mesh)
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise ElasticError(
+                    f"parameter {name!r} is {parameter.dtype}, to which each round would be "
+                    "rounded; keep parameters in float32, and compute in 16 bits by "
+                    "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
+                )
+            if partial_dtype("sum", parameter.dtype, self._contract) is not parameter.dtype:
+                raise ElasticError(
+                    f"parameter {name!r} is {parameter.dtype}, to which each round would be "
+                    f"rounded under {self._contract.id}; use accumulate='wide'"
+                )
+
+
+def _local_of(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _exact_sum(numbers: Sequence[float]) -> float:
+    others = [one for one in numbers if not math.isfinite(one)]
+    if others:
+        return sum(others)
+    total = sum(map(Fraction, numbers), Fraction())
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf

@@ -1,0 +1,56 @@
+"""Meshes over which FSDP2 adds the shards of a parameter in the order of micro-batches."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import ElasticError
+
+__all__ = ["check_order", "check_shards"]
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Refuse replicas whose shards are in different orders.
+
+    Raises:
+        ElasticError: such a mesh.
+    """
+    for axis in range(mesh.ndim):
+        # Torch orders the ranks of a group by their numbers, whatever their order in the mesh.
+        places = mesh.mesh.argsort(axis).argsort(axis).movedim(axis, 0)
+        places = places.reshape(mesh.size(axis), -1)
+        if bool((places != places[:, :1]).any()):
+            raise ElasticError(
+                f"the groups of {mesh} along axis {axis} have ranks in different orders: "
+                f"{mesh.mesh.tolist()}. Torch sorts them, and FSDP2 then adds other shards; pass "
+                "a mesh with the same order in all groups of an axis"
+            )
+
+
+def check_shards(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Refuse a parameter that is not replicated and sharded over ``mesh``.
+
+    Raises:
+        ElasticError: such a parameter.
+    """
+    wanted = [(_ranks_along(mesh, axis), axis < mesh.ndim - 1) for axis in range(mesh.ndim)]
+    found = []
+    if isinstance(parameter, DTensor):
+        over = parameter.device_mesh
+        # Replicas and shards come before the axes of tensor parallelism.
+        found = [
+            (_ranks_along(over, axis), parameter.placements[axis].is_replicate())
+            for axis in range(min(over.ndim, mesh.ndim))
+        ]
+    if found != wanted:
+        raise ElasticError(
+            f"parameter {name!r} is not sharded over {mesh}; pass the mesh that "
+            "fully_shard got, and shard all parameters over it"
+        )
+
+
+def _ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(axis))

@@ -1,0 +1,368 @@
+"""Gradients over rounds are those of all micro-batches, over FSDP2, HSDP, TP and DDP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import meshplan
+from meshplan import Contract, reduce_leaves
+from meshplan.elastic import GradientAccumulator
+from meshplan.elastic._gradients import _exact_sum
+from meshplan.errors import ContractError, ElasticError, IntegrationError
+from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
+from tests.backend.test_hsdp import PLAN, Block
+from tests.marks import full
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+
+F32, BF16 = torch.float32, torch.bfloat16
+M = 8
+# Sharded unevenly; one has fewer rows than there are shards.
+SHAPES = ((7, 11), (1, 5), (64, 3))
+
+
+@cache
+def row(g: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    numel = math.prod(shape)
+    return order_sensitive(numel, rank=g, world_size=M, dtype=dtype, seed=seed).view(shape)
+
+
+class Model(nn.Module):
+    """The gradients of micro-batch ``g`` are its rows."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in SHAPES)
+
+    def forward(self, g: int) -> Tensor:
+        products = [
+            (one * row(g, shape, i, one.dtype)).float().sum()
+            for i, (shape, one) in enumerate(zip(SHAPES, self.weights, strict=True))
+        ]
+        return torch.stack(products).sum()
+
+
+def shard(mesh: DeviceMesh, compute: torch.dtype = F32, reduce: torch.dtype = F32) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    return fully_shard(Model(), mesh=mesh, mp_policy=policy)
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("ddp", "fsdp")[-len(sizes) :])
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    found = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def accumulate(accumulator: GradientAccumulator, model: nn.Module, **options: Any) -> None:
+    for round in range(accumulator.micro_batches.rounds):
+        with accumulator.round():
+            model(accumulator.micro_batches.index(round)).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    accumulator.finish(**options)
+
+
+KINDS = (
+    ("fsdp", (2,)),
+    ("ddp", (2,)),
+    *(full(*one) for one in (("fsdp", (1,)), ("fsdp", (4,)), ("bf16", (2,)), ("ddp", (4,)))),
+    *(full(kind, sizes) for kind in ("fsdp", "bf16") for sizes in ((2, 2), (2, 4), (2, 1))),
+    full("views", (4,)),
+)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), KINDS)
+def test_gradients_are_those_of_all_micro_batches(kind: str, sizes: tuple[int, ...]) -> None:
+    compute = BF16 if kind == "bf16" else F32
+
+    def run(rank: int) -> list[float]:
+        if kind in ("ddp", "views"):
+            model: nn.Module = DistributedDataParallel(
+                Model(), gradient_as_bucket_view=kind == "views"
+            )
+            accumulator = GradientAccumulator(model, M)
+        else:
+            mesh = mesh_of(sizes)
+            model = shard(mesh, compute)
+            accumulator = GradientAccumulator(model, M, mesh)
+        assert accumulator.micro_batches.rank == rank
+        for divisor in (None, 77):
+            accumulate(accumulator, model, divisor=divisor)
+            for i, found in enumerate(whole_gradients(model)):
+                leaves = [row(g, SHAPES[i], i, compute).float() for g in range(M)]
+                wanted = reduce_leaves(leaves, "avg", (M,), divisor=divisor)
+                assert_bitwise_equal(found, wanted, f"{SHAPES[i]}")
+            model.zero_grad()
+        assert accumulator.micro_batches.step == 2
+        values = [1e16 * (-1) ** g + g for g in range(M)]
+        dealt = accumulator.micro_batches
+        mine = [values[dealt.index(round)] for round in range(dealt.rounds)]
+        return [accumulator.sum_scalars(mine)]
+
+    assert run_ranks(run, math.prod(sizes), backend="meshplan") == [[28.0]] * math.prod(sizes)
+
+
+@pytest.mark.full
+def test_plain_accumulation_has_other_bits() -> None:
+    """What FSDP2 does with the same micro-batches."""
+
+    def run(rank: int) -> float:
+        model = shard(mesh_of((2,)))
+        for round in range(M // 2):
+            (model(round * 2 + rank) * (2 / M)).backward()
+        found = torch.cat([one.flatten() for one in whole_gradients(model)])
+        leaves = [
+            torch.cat([row(g, shape, i, F32).flatten() for i, shape in enumerate(SHAPES)])
+            for g in range(M)
+        ]
+        return (bits(found) != bits(reduce_leaves(leaves, "avg", (M,)))).float().mean().item()
+
+    assert min(run_ranks(run, 2, backend="meshplan")) > 0.3
+
+
+def tensor_parallel_step(
+    folder: Path, shards: int, steps: int, load: str = "", save: str = ""
+) -> list[Any]:
+    """Bits of gradients, parameters and optimizer states, from a checkpoint and to another."""
+    mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    model = fully_shard(parallelize_module(Block(), mesh["tp"], PLAN), mesh=mesh["fsdp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accumulator = GradientAccumulator(model, M, mesh["fsdp"])
+    micro_batches = accumulator.micro_batches
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, **micro_batches.state_dict()}
+
+    if load:
+        saved = state()
+        checkpoint.load(saved, checkpoint_id=folder / load)
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
+        micro_batches.load_state_dict(saved)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for round in range(micro_batches.rounds):
+            with accumulator.round():
+                at = micro_batches.step * M + micro_batches.index(round)
+                seed = 2 * at + mesh.get_local_rank("tp")
+                x = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(seed))
+                (model(x) * 10.0 ** (seed % 5)).square().sum().backward()
+        accumulator.finish()
+        norm = meshplan.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        parts = [norm, *whole_gradients(model)]
+        for one in model.parameters():
+            parts += [one, *(value for _, value in sorted(optimizer.state[one].items()))]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in parts]
+        found.append([bits(one.detach()).tolist() for one in whole])
+    if save:
+        checkpoint.save(state(), checkpoint_id=folder / save)
+    return found
+
+
+@pytest.mark.full
+def test_tensor_parallel_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """With two tensor-parallel ranks, of 1, 2 or 4 data-parallel ranks, through checkpoints."""
+
+    def run(shards: int, *options: Any) -> list[Any]:
+        def call(_: int) -> list[Any]:
+            return tensor_parallel_step(tmp_path, shards, *options)
+
+        every = run_ranks(call, 2 * shards, backend="meshplan")
+        assert every == [every[0]] * (2 * shards)
+        return every[0]  # type: ignore[no-any-return]
+
+    wanted = run(1, 3)
+    assert run(2, 1, "", "first") == wanted[:1]
+    assert run(4, 1, "first", "second") == wanted[1:2]
+    assert run(1, 1, "second") == wanted[2:]
+
+
+def test_scalar_sums_do_not_depend_on_order() -> None:
+    inf = math.inf
+    for numbers, wanted in (
+        ([1e308, 1e308, -1e308], 1e308),
+        ([1e308, 1e308], inf),
+        ([-1e308, -1e308], -inf),
+        ([inf, 1.0], inf),
+        ([0.1] * 10, 1.0),
+        ([1.0, 1e100, 1.0, -1e100], 2.0),
+    ):
+        assert _exact_sum(numbers) == _exact_sum(numbers[::-1]) == wanted
+    assert math.isnan(_exact_sum([inf, 1.0, -inf]))
+    assert math.isnan(_exact_sum([math.nan, inf]))
+
+
+def refuse(call: Callable[[], Any], kind: type[Exception] = ElasticError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+class TestErrors(TestCase):
+    maxDiff = None
+
+    @pytest.mark.full
+    def test_unsupported_models_are_refused(self) -> None:
+        def run(rank: int) -> list[str]:
+            gloo = dist.new_group(backend="gloo")
+            mesh, pair = mesh_of((2,)), mesh_of((2, 1))
+            texts = [
+                refuse(lambda: GradientAccumulator(shard(mesh), 7, mesh)),
+                refuse(lambda: GradientAccumulator(Model(), M, mesh)),
+                refuse(lambda: GradientAccumulator(shard(mesh), M)),
+                refuse(lambda: GradientAccumulator(shard(pair), M, pair["ddp"])),
+                refuse(lambda: GradientAccumulator(fully_shard(Model(BF16), mesh=mesh), M, mesh)),
+                refuse(
+                    lambda: GradientAccumulator(DistributedDataParallel(Model(BF16)), M),
+                ),
+                refuse(
+                    lambda: GradientAccumulator(
+                        DistributedDataParallel(Model(), process_group=gloo), M
+                    ),
+                    IntegrationError,
+                ),
+            ]
+            for error, options in (
+                (ContractError, {"contract": Contract(order="rank")}),
+                (ElasticError, {"contract": Contract(accumulate="float64")}),
+                (ElasticError, {"policy": "fast"}),
+            ):
+                pg_options = meshplan.BackendOptions(**options)  # type: ignore[arg-type]
+                group = dist.new_group(backend="meshplan", pg_options=pg_options)
+                model = DistributedDataParallel(Model(), process_group=group)
+                texts.append(refuse(partial(GradientAccumulator, model, M), error))
+            return texts
+
+        found = run_ranks(run, 2, backend="meshplan")
+        assert found[0] == found[1]
+        self.assertExpectedInline(
+            "\n".join(found[0]),
+            """\
+MP902: 2 data-parallel ranks for 7 micro-batches in a step; use 1: a power of two that divides 7
+MP902: model is a Model; pass a DistributedDataParallel, or a model after fully_shard and its mesh
+MP902: model is a FSDPModel; pass a DistributedDataParallel, or a model after fully_shard and its mesh
+MP902: parameter 'weights.0' is not sharded over DeviceMesh((ddp=2), 'cpu', stride=(1,)); pass the mesh that fully_shard got, and shard all parameters over it
+MP902: parameter 'weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
+MP902: parameter 'module.weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
+MP901: the model has a group of the backend 'gloo', which reduces in its own order; call torch.distributed.init_process_group('meshplan'), or pass a group of new_group(backend='meshplan')
+MP411: sums under v1/rank/wide/once cannot be made of rounds; use Contract(order='tree')
+MP902: parameter 'module.weights.0' is torch.float32, to which each round would be rounded under v1/tree/float64/once; use accumulate='wide'
+MP902: a group reduces under v1/tree/wide/once with policy='fast', another under v1/tree/wide/once; pass the same BackendOptions of policy='deterministic' to all groups""",
+        )
+
+    def test_wrong_calls_are_refused(self) -> None:
+        def run(rank: int) -> list[str]:
+            mesh = mesh_of((2,))
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
+
+            def backward(g: int) -> None:
+                with accumulator.round():
+                    for _ in range(2 if g == 9 else g >= 0):
+                        model(g % 9).backward()
+
+            texts = [refuse(accumulator.finish), refuse(lambda: backward(9))]
+            texts.append(refuse(lambda: backward(rank)))
+            model = shard(mesh)
+            texts.append(refuse(lambda: GradientAccumulator(model, 4 << rank, mesh)))
+            texts.append(refuse(lambda: GradientAccumulator(model, 4, mesh, seed=rank or None)))
+            accumulator = GradientAccumulator(model, 4, mesh)
+            backward(rank)
+            model.weights[1].requires_grad_(False)
+            texts.append(refuse(lambda: backward(rank)))
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
+            backward(rank)
+            backward(rank)
+            texts.append(refuse(lambda: backward(rank)))
+            texts.append(refuse(lambda: accumulator.finish(divisor=0)))
+            texts.append(refuse(lambda: accumulator.finish(divisor=8 + rank)))
+            texts.append(refuse(lambda: accumulator.sum_scalars([1.0])))
+            accumulator.finish()
+            texts.append(refuse(lambda: backward(rank)))
+            model.zero_grad()
+            texts.append(refuse(lambda: model.set_gradient_divide_factor(2.0)))
+            model.set_force_sum_reduction_for_comms(False)
+            texts.append(refuse(lambda: backward(rank)))
+            narrow = shard(mesh, BF16, BF16)
+            other = GradientAccumulator(narrow, 4, mesh)
+
+            def backward_in_16_bits() -> None:
+                with other.round():
+                    narrow(rank).backward()
+
+            texts.append(refuse(backward_in_16_bits))
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
+            texts += [refuse(lambda: backward(-1)), refuse(accumulator.reset)]
+            return texts
+
+        found = run_ranks(run, 2, backend="meshplan")
+        assert found[0] == found[1]
+        self.assertExpectedInline(
+            "\n".join(found[0]),
+            """\
+MP902: 0 of 2 rounds are done; compute 2 micro-batches on each rank before finish
+MP902: parameter 'weights.0' got several gradients in round 0, whose sum depends on the number of ranks; call backward once in it, and shard a module that forward calls several times with its parent
+MP902: an exception ended round 0; call reset on every rank, and begin the step again
+MP902: data-parallel rank 1 has (micro_batches, seed) = (8, None), rank 0 (4, None); pass the same on all ranks
+MP902: data-parallel rank 1 has (micro_batches, seed) = (4, 1), rank 0 (4, None); pass the same on all ranks
+MP902: parameter 'weights.1' has a gradient in some rounds and none in round 1; use all parameters in each micro-batch
+MP902: all 2 rounds of this step are done; call finish, and then the optimizer, or reset to begin the step again
+MP902: divisor=0; pass an integer from 1 to 2**63 - 1
+MP902: data-parallel rank 1 has (divisor, finished steps) = (9, 0), rank 0 (8, 0); pass the same divisor and load the same checkpoint on all ranks
+MP902: got 1 values for 2 rounds; pass one for each round of this rank
+MP902: parameter 'weights.0' has a gradient before the round; call optimizer.zero_grad(set_to_none=True) after each step, and backward inside of round only
+MP902: set_gradient_divide_factor(2.0) would divide each round; divide once, by GradientAccumulator.finish(divisor=...)
+MP902: FSDP2 does not sum a round; leave set_force_sum_reduction_for_comms as GradientAccumulator sets it
+MP902: gradients are reduced in torch.bfloat16, which rounds the sum of each round; pass MixedPrecisionPolicy(reduce_dtype=torch.float32)
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
+MP902: a round ended without a reduction, and FSDP2 adds its gradients to the next ones; make the model again from the last checkpoint""",
+        )
+
+    @pytest.mark.full
+    def test_gradients_that_ddp_does_not_reduce_are_refused(self) -> None:
+        def run(rank: int) -> str:
+            model = DistributedDataParallel(Model())
+            accumulator = GradientAccumulator(model, M)
+
+            def backward() -> None:
+                with accumulator.round(), model.no_sync():
+                    model(rank).backward()
+
+            return refuse(backward)
+
+        found = run_ranks(run, 2, backend="meshplan")
+        self.assertExpectedInline(
+            found[0],
+            """MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)""",
+        )

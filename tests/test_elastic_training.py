@@ -1,0 +1,163 @@
+"""``examples/elastic.py``: the bits of all steps do not depend on the ranks that computed them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshplan.testing import assert_bitwise_equal, bits
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "elastic.py"
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("elastic_example", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(folder: Path, schedule: str, *options: str) -> list[tuple[dict[str, Tensor], Any]]:
+    """The whole state and the logged values of each step."""
+    module = example()
+    folder.mkdir()
+    parsed = module.parse(["--schedule", schedule, "--folder", str(folder), *options])
+
+    def keep(step: int, state: dict[str, Tensor]) -> None:
+        torch.save(state, folder / f"{step}.pt")
+
+    def run(rank: int, sizes: tuple[int, ...], until: int) -> None:
+        module.train(parsed, sizes, until, keep if rank == 0 else None)
+
+    until = 0
+    for sizes, steps in parsed.schedule:
+        until += steps
+        backend = "gloo" if parsed.plain else "meshplan"
+        run_ranks(partial(run, sizes=sizes, until=until), math.prod(sizes), backend=backend)
+    log = json.loads((folder / "log.json").read_text())
+    states = [torch.load(folder / f"{step}.pt") for step in range(1, until + 1)]
+    return [(state, values_of(line)) for state, line in zip(states, log, strict=True)]
+
+
+def values_of(line: dict[str, str]) -> tuple[str, str, str]:
+    return line["loss"], line["norm"], line["digest"]
+
+
+def assert_same_steps(found: list[Any], wanted: list[Any]) -> None:
+    assert len(found) == len(wanted)
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True), 1):
+        assert one[1] == other[1], f"step {step}"
+        assert one[0].keys() == other[0].keys()
+        for name, tensor in one[0].items():
+            assert_bitwise_equal(tensor, other[0][name], f"step {step}, {name}")
+
+
+def share_of_difference(found: list[Any], wanted: list[Any]) -> float:
+    """Elements of the last state with other bits."""
+    differing = [bits(one) != bits(wanted[-1][0][name]) for name, one in found[-1][0].items()]
+    return torch.cat([one.flatten() for one in differing]).float().mean().item()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, compute: str) -> None:
+    """With active clipping and dropout, through checkpoints."""
+    options = ("--compute", compute, "--micro-batches", "8")
+    wanted = train(tmp_path / "whole", "4:4", *options)
+    assert all(float.fromhex(norm) > 0.5 for _, (_, norm, _) in wanted)
+    assert_same_steps(train(tmp_path / "parts", "4:1,1x2:1,1:1,1x4:1", *options), wanted)
+    plain = train(tmp_path / "plain", "4:4", *options, "--plain")
+    parts = train(tmp_path / "plain parts", "4:1,1x2:1,1:1,1x4:1", *options, "--plain")
+    assert share_of_difference(parts, plain) > 0.1
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(3600)
+def test_sixty_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    # In bfloat16 the order of few summands hardly shows.
+    options = ("--compute", "float32")
+    wanted = train(tmp_path / "whole", "2x4:60", *options)
+    for name, schedule in (
+        ("parts", "2x4:20,4:10,2:5,1:5,8:20"),
+        ("without replicas", "2x4:20,1x4:40"),
+    ):
+        assert_same_steps(train(tmp_path / name, schedule, *options), wanted)
+    plain = train(tmp_path / "plain", "2x4:60", *options, "--plain")
+    parts = train(tmp_path / "plain parts", "2x4:20,1x4:40", *options, "--plain")
+    assert share_of_difference(parts, plain) > 0.1
+
+
+def launch(folder: Path, port: int, *options: str) -> subprocess.Popen[bytes]:
+    """The agent of a node with two ranks."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
+        *("--nproc-per-node", "2", "--max-restarts", "9", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
+        *("--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1"),
+        *(str(SCRIPT), "--steps", "8", "--micro-batches", "8", "--folder", str(folder)),
+        *options,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Else gloo connects to addresses of ended processes (pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (
+        (folder / f"out{len(options)}").open("w") as out,
+        (folder / f"err{len(options)}").open("w") as error,
+    ):
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=error, start_new_session=True
+        )
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(1200)
+def test_job_goes_on_with_fewer_ranks_after_a_node_is_killed(tmp_path: Path) -> None:
+    """Both ranks of a node and its agent are killed in the middle of step 6."""
+    wanted = train(tmp_path / "whole", "4:8", "--micro-batches", "8")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    agents = [launch(folder, port)]
+    try:
+        time.sleep(3)  # The first agent has the store, so that it must not be lost.
+        agents.append(launch(folder, port, "--lose", "6"))
+        assert agents[0].wait(900) == 0, (folder / "err0").read_text()
+        assert agents[1].wait(60) == -signal.SIGKILL
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    log = json.loads((folder / "log.json").read_text())
+    assert [line["ranks"] for line in log] == [4, 4, 4, 4, 2, 2, 2, 2]
+    assert [values_of(line) for line in log] == [values for _, values in wanted]
+    assert re.search(rf"digest {log[-1]['digest']}\s*$", (folder / "out0").read_text())

@@ -1,0 +1,410 @@
+"""What training loops do in rounds: the bits do not depend on the ranks, or an error says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import meshplan
+from meshplan.elastic import GradientAccumulator
+from meshplan.errors import ElasticError
+from meshplan.testing import bits
+from tests.processes import run_ranks
+from tests.test_elastic_gradients import whole_gradients
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+M = 8
+
+
+class Model(nn.Module):
+    """Three layers with dropout, of which the forward calls some."""
+
+    def __init__(
+        self,
+        recompute: bool = False,
+        shared: bool = False,
+        skip: bool = False,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        if tied:
+            self.layers[2].weight = self.layers[0].weight
+        self.tied = tied
+        self.recompute, self.shared, self.skip = recompute, shared, skip
+
+    def forward(self, g: int) -> Tensor:
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(g)) * 10.0 ** (g % 4)
+        for at, layer in enumerate(self.layers):
+            if self.skip and at == 1 and g % 4 < 2:
+                continue
+
+            def apply(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                return nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+
+            x = checkpoint(apply, x, use_reentrant=False) if self.recompute else apply(x)
+            if self.shared and at == 1:
+                x = apply(x)
+        return (x * 10.0 ** (g % 3)).square().sum()
+
+
+def build(kind: str, ranks: int, **options: bool) -> tuple[nn.Module, GradientAccumulator]:
+    torch.manual_seed(0)
+    model = Model(**options)
+    if kind == "ddp":
+        unused = options.get("skip", False)
+        whole = DistributedDataParallel(model, find_unused_parameters=unused)
+        return whole, GradientAccumulator(whole, M, seed=1)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    # Modules that share a parameter are sharded together.
+    for module in (*(() if model.tied else model.layers), model):
+        fully_shard(module, mesh=mesh)
+    return model, GradientAccumulator(model, M, mesh, seed=1)
+
+
+def step(model: nn.Module, accumulator: GradientAccumulator, factor: float = 1.0) -> None:
+    for round in range(accumulator.micro_batches.rounds):
+        with accumulator.round():
+            (model(accumulator.micro_batches.index(round)) * factor).backward()
+    accumulator.finish()
+
+
+def bits_of(model: nn.Module) -> list[Any]:
+    return [bits(one).tolist() for one in whole_gradients(model)]
+
+
+def recomputed(kind: str, ranks: int) -> list[Any]:
+    model, accumulator = build(kind, ranks, recompute=True)
+    step(model, accumulator)
+    return bits_of(model)
+
+
+def stored(kind: str, ranks: int) -> list[Any]:
+    model, accumulator = build(kind, ranks)
+    step(model, accumulator)
+    return bits_of(model)
+
+
+def shared(kind: str, ranks: int) -> list[Any]:
+    """The forward calls a layer twice."""
+    model, accumulator = build(kind, ranks, shared=True)
+    step(model, accumulator)
+    return bits_of(model)
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise KeyError
+
+
+def begun_again(kind: str, ranks: int) -> list[Any]:
+    """A step that fails in the forward or in the backward of its last round."""
+    model, accumulator = build(kind, ranks)
+    last = accumulator.micro_batches.rounds - 1
+
+    def fail(*_: object) -> Any:
+        raise KeyError
+
+    layer = next(one for one in model.modules() if isinstance(one, nn.ModuleList))[1]
+    # DDP goes on after a failure of the forward only.
+    for hook in (fail, lambda *call: Fail.apply(call[-1]))[: 1 if kind == "ddp" else 2]:
+        with pytest.raises(KeyError):  # noqa: PT012
+            for round in range(last + 1):
+                if round == last:
+                    handle = layer.register_forward_hook(hook)
+                with accumulator.round():
+                    model(accumulator.micro_batches.index(round)).backward()
+        handle.remove()
+        accumulator.reset()
+    step(model, accumulator)
+    return bits_of(model)
+
+
+def compiled(kind: str, ranks: int) -> list[Any]:
+    """Compiled layers."""
+    model, accumulator = build(kind, ranks)
+    for layer in next(one for one in model.modules() if isinstance(one, nn.ModuleList)):
+        layer.compile(backend="aot_eager")
+    step(model, accumulator)
+    return bits_of(model)
+
+
+def tied(kind: str, ranks: int) -> list[Any]:
+    """Two layers with the same weight."""
+    model, accumulator = build(kind, ranks, tied=True)
+    step(model, accumulator)
+    assert len(list(model.parameters())) == 5
+    return bits_of(model)
+
+
+def by_tokens(kind: str, ranks: int) -> list[Any]:
+    """A mean over the tokens of the step, whose number differs between micro-batches."""
+    model, accumulator = build(kind, ranks)
+    dealt = accumulator.micro_batches
+    for round in range(dealt.rounds):
+        with accumulator.round():
+            (model(dealt.index(round)) * (dealt.index(round) + 1)).backward()
+    tokens = [dealt.index(round) + 1.0 for round in range(dealt.rounds)]
+    accumulator.finish(divisor=int(accumulator.sum_scalars(tokens)))
+    return bits_of(model)
+
+
+def scaled(kind: str, ranks: int) -> list[Any]:
+    """A scaler of losses, clipping, and an optimizer."""
+    model, accumulator = build(kind, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    norms = []
+    for _ in range(2):
+        for round in range(accumulator.micro_batches.rounds):
+            with accumulator.round():
+                scaler.scale(model(accumulator.micro_batches.index(round))).backward()
+        accumulator.finish()
+        scaler.unscale_(optimizer)
+        norms.append(meshplan.clip_grad_norm_(model.parameters(), 0.5).item().hex())
+        scaler.step(optimizer)
+        scaler.update()
+        found = bits_of(model)
+        optimizer.zero_grad()
+    return [found, norms]
+
+
+def frozen(kind: str, ranks: int) -> list[Any]:
+    """A layer is frozen after the first step, and trained again in the third."""
+    model, accumulator = build(kind, ranks)
+    found = []
+    for trained in (True, False, True):
+        list(model.parameters())[-1].requires_grad_(trained)
+        step(model, accumulator)
+        found += [
+            bits(p.grad.full_tensor()).tolist() for p in model.parameters() if p.grad is not None
+        ]  # type: ignore[attr-defined]
+        model.zero_grad()
+    return found
+
+
+def two_models(kind: str, ranks: int) -> list[Any]:
+    (one, first), (other, second) = build(kind, ranks), build(kind, ranks, recompute=True)
+    for round in range(first.micro_batches.rounds):
+        g = first.micro_batches.index(round)
+        with first.round(), second.round():
+            (one(g) + 0.5 * other(g)).backward()
+    first.finish()
+    second.finish()
+    return bits_of(one) + bits_of(other)
+
+
+USES = (
+    *(recomputed, stored, shared, begun_again, scaled, frozen, two_models),
+    *(compiled, tied, by_tokens),
+)
+# DDP counts on the gradients that it saw when it was constructed. Torch 2.11 does not reset FSDP2.
+WITHOUT = {
+    "ddp": (frozen,),
+    "fsdp": () if hasattr(FSDPModule, "reset_iter_state") else (begun_again,),
+}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_uses_have_the_bits_of_one_rank(kind: str) -> None:
+    uses = [use for use in USES if use not in WITHOUT[kind]]
+
+    def run(rank: int, ranks: int) -> dict[str, Any]:
+        return {use.__name__: use(kind, ranks) for use in uses}
+
+    wanted = run_ranks(partial(run, ranks=1), 1, backend="meshplan")[0]
+    assert wanted["stored"] == wanted["recomputed"]
+    assert wanted["stored"] == wanted.get("begun_again", wanted["stored"])
+    for ranks in (2, 4):
+        for found in run_ranks(partial(run, ranks=ranks), ranks, backend="meshplan"):
+            for name, value in found.items():
+                assert value == wanted[name], f"{name}, {ranks} ranks"
+
+
+def refuse(call: Callable[[], Any]) -> str:
+    with pytest.raises(ElasticError) as caught:
+        call()
+    return str(caught.value)
+
+
+class Branches(nn.Module):
+    """Odd micro-batches use one weight, even ones the other; or a batch norm follows."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.norm = norm or nn.Identity()
+
+    def forward(self, g: int) -> Tensor:
+        x = torch.full((2, 6), g + 1.0)
+        if not isinstance(self.norm, nn.Identity):
+            return self.norm(self.layers[0](x) + self.layers[1](x)).sum()  # type: ignore[no-any-return]
+        return self.layers[g % 2](x).sum()  # type: ignore[no-any-return]
+
+
+def test_parameters_that_other_ranks_do_not_use_are_refused() -> None:
+    """FSDP2 adds gradients of one rank's first weight and of another's second one."""
+
+    def run(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        model = fully_shard(Branches(), mesh=mesh)
+        return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
+
+    assert (
+        run_ranks(run, 2, backend="meshplan")
+        == [
+            "MP902: parameter 'layers.0.weight' has gradients on data-parallel rank 0 and none on rank "
+            "1; use all parameters in each micro-batch"
+        ]
+        * 2
+    )
+
+
+def test_ranks_with_other_checkpoints_are_refused() -> None:
+    def run(rank: int) -> str:
+        model, accumulator = build("ddp", 2)
+        state = {"step": 7 + rank, "micro_batches": M}
+        accumulator.micro_batches.load_state_dict(state)
+        return refuse(partial(step, model, accumulator))
+
+    assert (
+        run_ranks(run, 2, backend="meshplan")
+        == [
+            "MP902: data-parallel rank 1 has (divisor, finished steps) = (8, 8), rank 0 (8, 7); pass "
+            "the same divisor and load the same checkpoint on all ranks"
+        ]
+        * 2
+    )
+
+
+def test_gradients_that_a_failed_backward_left_in_fsdp_are_refused() -> None:
+    """They are in the whole parameters, and FSDP2 would add them to the next ones."""
+
+    def run(rank: int) -> str:
+        model, accumulator = build("fsdp", 1)
+
+        def forward() -> None:
+            with accumulator.round():
+                model(0).backward()
+
+        # The first module of the backward gets gradients, and the second one fails.
+        layer = next(one for one in model.modules() if isinstance(one, nn.ModuleList))[1]
+        handle = layer.register_forward_hook(lambda *call: Fail.apply(call[-1]))
+        with pytest.raises(KeyError):
+            forward()
+        handle.remove()
+        return refuse(forward)
+
+    assert run_ranks(run, 1, backend="meshplan") == [
+        "MP902: an exception ended round 0; call reset on every rank, and begin the step again"
+    ]
+
+
+def test_buckets_that_ddp_does_not_reduce_are_refused() -> None:
+    """One bucket waits for a parameter that was frozen; torch says so in the next forward only."""
+
+    def run(rank: int) -> str:
+        # Of more than 1 MiB each, so that each has a bucket.
+        layers = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+        model = DistributedDataParallel(layers, bucket_cap_mb=1)
+        accumulator = GradientAccumulator(model, 2)
+
+        def backward() -> None:
+            with accumulator.round():
+                model(torch.ones(600)).sum().backward()
+
+        # In the first one all parameters are in one bucket.
+        backward()
+        accumulator.finish()
+        model.zero_grad()
+        layers[0].bias.requires_grad_(False)
+        return refuse(backward)
+
+    assert (
+        run_ranks(run, 2, backend="meshplan")
+        == [
+            "MP902: parameter 'module.0.weight' has a gradient that DDP did not reduce in round 0; "
+            "freeze parameters before DDP is constructed, and have DDP ignore none that is trained"
+        ]
+        * 2
+    )
+
+
+def test_replicas_with_shards_in_another_order_are_refused() -> None:
+    """FSDP2 would add the first shard of a replica and the second one of another."""
+
+    def run(rank: int) -> str:
+        for ranks in ([[0, 1], [3, 2]], [[1, 0], [3, 2]]):
+            mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ddp", "fsdp"))
+            model = fully_shard(Model(), mesh=mesh)
+            if ranks[0] == [0, 1]:
+                text = refuse(partial(GradientAccumulator, model, M, mesh))
+        step(model, GradientAccumulator(model, M, mesh))
+        return text
+
+    assert (
+        run_ranks(run, 4, backend="meshplan")
+        == [
+            "MP902: the groups of DeviceMesh((ddp=2, fsdp=2), 'cpu', stride=(2, 1)) along axis 1 have "
+            "ranks in different orders: [[0, 1], [3, 2]]. Torch sorts them, and FSDP2 then adds other "
+            "shards; pass a mesh with the same order in all groups of an axis"
+        ]
+        * 4
+    )
+
+
+def test_batch_norms_that_train_are_refused() -> None:
+    def run(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        texts = []
+        for norm in (nn.BatchNorm1d(6), nn.SyncBatchNorm(6, track_running_stats=False)):
+            model = fully_shard(Branches(norm), mesh=mesh)
+            texts.append(refuse(partial(step, model, GradientAccumulator(model, M, mesh))))
+        for norm in (nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6, track_running_stats=False)):
+            model = fully_shard(Branches(norm), mesh=mesh)
+            step(model, GradientAccumulator(model, M, mesh))
+        return texts
+
+    assert run_ranks(run, 1, backend="meshplan")[0] == [
+        f"MP902: module 'norm' is a {name}, whose statistics depend on the number of ranks; "
+        "use LayerNorm or GroupNorm, or call eval() of the module"
+        for name in ("BatchNorm1d", "SyncBatchNorm")
+    ]
+
+
+def test_torch_that_cannot_reset_fsdp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+
+    def run(rank: int) -> str:
+        return refuse(build("fsdp", 1)[1].reset)
+
+    assert run_ranks(run, 1, backend="meshplan")[0] == (
+        f"MP902: torch {torch.__version__} does not reset FSDP2 after an exception; use torch 2.13 "
+        "or newer, or make the model again from the last checkpoint"
+    )
+
+
+def test_layers_that_some_micro_batches_do_not_use_are_refused() -> None:
+    def run(rank: int) -> list[str]:
+        return [refuse(partial(step, *build(kind, 1, skip=True))) for kind in ("fsdp", "ddp")]
+
+    assert run_ranks(run, 1, backend="meshplan")[0] == [
+        f"MP902: parameter '{name}layers.1.bias' has a gradient in some rounds and none in round "
+        "0; use all parameters in each micro-batch"
+        for name in ("", "module.")
+    ]
