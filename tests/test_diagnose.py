@@ -14,6 +14,7 @@ from meshplan.layout import Layout
 from meshplan.planner import Siblings
 from meshplan.topology import Topology
 from tests.cli import meshplan
+from tests.pages import ROOT
 from tests.test_nccl_order_twice import NONE, Ranks
 
 Change = Callable[[tuple[int, ...], int, Ranks], None]
@@ -171,6 +172,12 @@ meshplan: MP212: the log has no two complete communicators of 3 or more ranks ov
 meshplan: MP212: no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log
 """,
         )
+
+
+def test_example_is_a_log_of_the_model() -> None:
+    """That of docs/lint-a-cluster.md."""
+    write_log(Layout.of(ddp=2, fsdp=3), 2, ["fsdp"], heads=1)
+    assert Path("nccl.log").read_text() == (ROOT / "examples/data/nccl.log").read_text()
 
 
 @pytest.mark.parametrize("axis", ["ddp", "fsdp"])

@@ -19,7 +19,7 @@ from meshplan.lint._read_jobs import read_jobs
 PATH = Path(__file__).parent / "lint_corpus.txt"
 FRAMEWORKS = (
     *("torchtitan", "megatron", "nemo", "verl", "prime-rl", "accelerate", "axolotl", "deepspeed"),
-    *("lightning", "transformers", "vllm", "sglang"),
+    *("lightning", "transformers", "vllm", "sglang", "torchtune", "nanotron"),
 )
 
 

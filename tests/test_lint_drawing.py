@@ -642,7 +642,7 @@ ddp=1: ranks 5 to 9, on nodes (3, 2), differs from most siblings""",
         self.assertExpectedInline(
             f"{unknown.value}\n{short.value}",
             """\
-MP112: no axis 'fsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+MP112: no axis 'fsp' in the mesh, it has ddp, fsdp (did you mean 'fsdp'?)
 MP211: the topology describes 39 ranks, the mesh (ddp=8, fsdp=5) has rank 39; pass a topology of 40 or more ranks""",
         )
 

@@ -33,7 +33,7 @@ class TestText(TestCase):
         self.assertExpectedInline(
             "\n".join(fixes("ddp=8,fsdp=5,tp=1", 8, 8)),
             """\
-if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)
+if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
 choose other sizes: --mesh ddp=10,fsdp=4,tp=1 (memory and traffic of each rank change, the number of GPUs does not)
 choose other sizes: --mesh ddp=5,fsdp=8,tp=1 (memory and traffic of each rank change, the number of GPUs does not)
 order the axes as --mesh fsdp=5,ddp=8,tp=1 (a group over fsdp spans 5 domains instead of 2)
@@ -46,7 +46,7 @@ use 5 of the 8 GPUs of each node (8 nodes instead of 5, 24 of their GPUs idle)""
             "\n".join(fixes("ddp=4,fsdp=12", 8, 8)),
             """\
 reduce fsdp, then ddp (--reduce-order fsdp,ddp), in one redistribution each (the number of collectives stays; a reduction over ddp alone is safe, over the others it is not)
-if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)
+if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
 choose other sizes: --mesh ddp=3,fsdp=16 (memory and traffic of each rank change, the number of GPUs does not)
 choose other sizes: --mesh ddp=6,fsdp=8 (memory and traffic of each rank change, the number of GPUs does not)
 order the axes as --mesh fsdp=12,ddp=4 (a group over fsdp spans 6 domains instead of 2)
@@ -59,7 +59,7 @@ use 6 of the 8 GPUs of each node (8 nodes instead of 6, 16 of their GPUs idle)""
             "\n".join(fixes("tp=4,dp=6", 8, 8)),
             """\
 order the axes as --mesh dp=6,tp=4 (the groups with most traffic span no more domains)
-if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)
+if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
 keep the mesh and permute its ranks: DeviceMesh(device, torch.arange(24).view(6, 4).permute(1, 0)) (never flatten such a mesh: torch sorts the ranks (MP106))
 use 6 of the 8 GPUs of each node (4 nodes instead of 3, 8 of their GPUs idle)""",
         )
@@ -69,7 +69,7 @@ use 6 of the 8 GPUs of each node (4 nodes instead of 3, 8 of their GPUs idle)"""
             "\n".join(fixes("dp=2,fsdp=64,tp=8", 72, 72)),
             """\
 reduce fsdp, then dp (--reduce-order fsdp,dp), in one redistribution each (the number of collectives stays; a reduction over dp alone is safe, over the others it is not)
-if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)
+if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
 choose other sizes: --mesh dp=1,fsdp=128,tp=8 (a group over fsdp spans 15 domains instead of 8)
 choose other sizes: --mesh dp=128,fsdp=1,tp=8 (memory and traffic of each rank change, the number of GPUs does not)
 use 64 of the 72 GPUs of each node (16 nodes instead of 15, 128 of their GPUs idle)""",
@@ -78,7 +78,7 @@ use 64 of the 72 GPUs of each node (16 nodes instead of 15, 128 of their GPUs id
     def test_contract_may_be_the_only_fix(self) -> None:
         self.assertExpectedInline(
             "\n".join(fixes("dp=2,tp=7", 3)),
-            """if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)""",
+            """if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)""",
         )
 
     def test_file_fix_has_a_diff(self) -> None:

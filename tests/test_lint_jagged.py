@@ -8,6 +8,7 @@ import pytest
 from expecttest import TestCase
 
 from meshplan.lint._facts import JobFacts
+from meshplan.lint._read_jobs import read_jobs
 from meshplan.topology import Cluster, Topology
 from tests.jobs import format_findings, job, run_rules
 
@@ -222,3 +223,15 @@ def test_large_groups_are_abbreviated() -> None:
     # Too large to be simulated in a moment: nothing is said, and not that nothing differs.
     assert finding.data["simulated_share"] == {}
     assert not any(line.startswith("simulated") for line in finding.details)
+
+
+def test_exact_sums_have_no_order() -> None:
+    """Only if the configuration states it: the placement itself may still be reported."""
+    found = {}
+    for line in ("", 'order = "exact"\n'):
+        text = f'[[mesh]]\naxes = "ddp=8,fsdp=5"\nframework = "dtensor"\n{line}'
+        (one,) = read_jobs("meshplan.toml", text).jobs
+        findings = run_rules("MP101 MP102 MP103 MP105", one, Topology.uniform(40, node_size=8))
+        found[line] = {finding.code for finding in findings}
+    assert found[""] >= {"MP101", "MP105"}
+    assert not found['order = "exact"\n'] & {"MP101", "MP102", "MP105"}

@@ -44,6 +44,10 @@ mesh = init_device_mesh("cuda", (8, 5), mesh_dim_names=("dp", "fsdp"))  # meshpl
 """
 # Tests that reduce with the lines of an integration, and compare bits.
 TRIED = {
+    "unknown": (
+        "tests/backend/test_frameworks.py::test_replicas_of_hsdp_have_equal_bits",
+        "tests/backend/test_entry_points.py::test_every_entry_point_has_the_bits_of_the_contract",
+    ),
     "dtensor": ("tests/test_dtensor.py::test_policies_have_their_bits_under_the_nccl_model",),
     "fsdp2": ("tests/backend/test_frameworks.py::test_replicas_of_hsdp_have_equal_bits",),
     "ddp": ("tests/backend/test_ddp.py::test_gradients_are_averages_with_one_rounding",),
@@ -308,7 +312,7 @@ class TestOfferedFixes(TestCase):
     def test_fixes_for_an_unknown_program_are_offered(self) -> None:
         self.assertExpectedInline(
             self.lines("mesh.toml", 'mesh = "ddp=8,fsdp=5"\n'),
-            """if DTensor issues these reductions: call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order; not for Megatron-LM, DeepSpeed, vLLM or SGLang)""",
+            """if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)""",
         )
         self.assertExpectedInline(
             self.lines("mesh.toml", 'mesh = "ddp=8,fsdp=5"\n', "--framework", "fsdp2"),

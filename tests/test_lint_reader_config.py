@@ -150,6 +150,7 @@ cannot be written
             '[[mesh]]\naxes = "dp=2"\n\nframework = "fsdp"',
             '[[mesh]]\naxes = "dp=2"\nflattened = [["dp", "pd"]]',
             '[[mesh]]\naxes = "dp=2"\nreduce-order = ["dp", "dp"]',
+            '[[mesh]]\naxes = "dp=2"\norder = "tree"',
             '[[mesh]]\naxes = "dp=2"\ndims = [0]',
             '[[mesh]]\naxes = "dp=2"\nsequence-parallel = 1',
             '[[mesh]]\naxes = ["dp", "tp"]\nranks = [0, 1]',
@@ -162,10 +163,10 @@ cannot be written
         self.assertExpectedInline(
             "".join(lines),
             """\
-MP402: meshplan.toml:1: 'slect' is not a valid key (did you mean 'select'?); use one of domain-size, extend-select, fail-level, hosts, ignore, mesh, node-size, output-format, rank-order, roles, select, topology
+MP402: meshplan.toml:1: 'slect' is not a valid key; use one of domain-size, exclude, extend-select, fail-level, hosts, ignore, include, mesh, node-size, output-format, rank-order, roles, select, topology (did you mean 'select'?)
 MP402: meshplan.toml:1: select takes codes and prefixes such as "MP101" and "MP3", got 'MP1x'
 MP402: meshplan.toml:2: select must be a list of strings, got [1]
-MP402: meshplan.toml:1: fail-level must be one of info, warning, error, got 'warn'
+MP402: meshplan.toml:1: fail-level must be one of info, warning, error, got 'warn' (did you mean 'warning'?)
 MP402: meshplan.toml:1: domain-size must be a positive integer, got 0
 MP402: meshplan.toml:2: domain-size has two spellings; use one of them
 MP402: meshplan.toml:1: hosts must be a string, an integer or a list of these, got 1.5
@@ -173,13 +174,14 @@ MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mes
 MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, got int
 MP111: meshplan.toml:1: the size of axis 'dp' must be a positive integer, got '0'; use, for example, dp=8
 MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", { ddp = 8, fsdp = 5 }, or names together with ranks, got nothing
-MP402: meshplan.toml:3: 'role' is not a valid key (did you mean 'roles'?); use one of axes, dims, flattened, framework, ranks, reduce-order, roles, sequence-parallel
+MP402: meshplan.toml:3: 'role' is not a valid key; use one of axes, dims, flattened, framework, order, ranks, reduce-order, roles, sequence-parallel (did you mean 'roles'?)
 MP112: meshplan.toml:1: no axis 'tp' in the mesh, it has dp
-MP402: meshplan.toml:3: roles are replicate, shard, model, experts, apart, got 'modle' for axis dp
+MP402: meshplan.toml:3: roles are replicate, shard, model, experts, apart, got 'modle' for axis dp (did you mean 'model'?)
 MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, or a list of 1 roles
 MP402: meshplan.toml:4: framework is one of dtensor, fsdp2, ddp, got 'fsdp'
 MP112: meshplan.toml:1: no axis 'pd' in the mesh, it has dp
 MP402: meshplan.toml:3: reduce-order names an axis twice: dp, dp
+MP402: meshplan.toml:3: order is "exact", if every reduction of the mesh runs under it, got 'tree'; leave it out for other orders
 MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, got [0]
 MP402: meshplan.toml:3: sequence-parallel is true or false, got 1
 MP111: meshplan.toml:3: ranks are lists 2 deep for the axes dp, tp, got 1 deep; use one list for each coordinate of the outer axes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from expecttest import TestCase
 from hypothesis import given
@@ -147,6 +149,27 @@ def test_source_is_the_arguments() -> None:
     (job,) = read_arguments(["--tp", "8", "--name", "two words"]).jobs
     assert str(job.source) == "--tp 8 --name 'two words'"
     assert job.source.file == ""
+
+
+def test_constants_of_a_sourced_file_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "sizes.env").write_text("export TP=4\nPP=2\nDP=$(nproc)\n", encoding="utf-8")
+    script = tmp_path / "run.sh"
+    for line in ("source ./sizes.env", ". ${DIR}/sizes.env", 'source "$DIR/sizes.env"'):
+        text = f"{line}\nserve --tp $TP --pp ${{PP}}"
+        (job,) = read_jobs(str(script), text).jobs
+        assert job.layout.sizes == (2, 4)
+    for text in (
+        "source sizes.env\nTP=2\nserve --tp $TP",
+        "source sizes.env\nserve --tp 4 --dp $DP",
+    ):
+        found = read_jobs(str(script), text)
+        assert not found.jobs
+        assert "no single value" in found.skipped[0].why
+
+
+def test_words_of_another_language_are_no_branches() -> None:
+    (job,) = read_jobs("run.sh", "python <<END\nif x:\n  y\nelse:\n  z\nEND\nserve --tp 4").jobs
+    assert job.layout.sizes == (4,)
 
 
 def test_too_long_script_is_refused() -> None:

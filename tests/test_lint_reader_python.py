@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshplan.layout import Layout
 from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._readers.python import makes_meshes
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 TRAIN = '''\
@@ -82,7 +83,6 @@ train.py:27 (axis0=8) unknown: dtensor
 train.py:28 (axis0=2) unknown: dtensor
 train.py:30 (axis0=2, axis1=3) unknown unknown: dtensor
 train.py:22: not judged: args.dp is not a constant; give the mesh with --mesh
-train.py:23: not judged: rows is not a constant; give the mesh with --mesh
 train.py:4 (dp_shard=8, tp=2) shard model: fsdp2, sequence parallel
 train.py:11 (pp=1, dp_replicate=2, dp_shard=20, cp=1, tp=1) apart replicate shard shard model: fsdp2
 train.py:1 (replicate=4, shard=2, tp=2) replicate shard model: fsdp2, flattened replicate+shard, sequence parallel
@@ -96,8 +96,6 @@ train.py:1 (replicate=4, shard=2, tp=2) replicate shard model: fsdp2, flattened 
             """\
 train.py:17: not judged: torch.distributed.get_world_size() // 8 is not a constant; give the mesh with --mesh
 train.py:22: not judged: args.dp is not a constant; give the mesh with --mesh
-train.py:23: not judged: rows is not a constant; give the mesh with --mesh
-train.py:24: not judged: WORLD is not a constant; give the mesh with --mesh
 """,
         )
 
@@ -199,13 +197,13 @@ MP111: train.py: cannot be parsed as Python: nested too deeply
 
     def test_name_without_single_value_is_skipped(self) -> None:
         texts = (
-            "n = 1\nn = 2\ninit_device_mesh('cuda', (n,))\n",
-            "n = 2\nn += 1\ninit_device_mesh('cuda', (n,))\n",
-            "for n in (1, 2): init_device_mesh('cuda', (n,))\n",
-            "def f(n): init_device_mesh('cuda', (n,))\n",
-            "n = m\nm = n\ninit_device_mesh('cuda', (n,))\n",
-            "class A:\n  n = 2\n  def f(self): init_device_mesh('cuda', (n,))\n",
-            "n = 2\ndef f():\n  global n\n  n = 3\ninit_device_mesh('cuda', (n,))\n",
+            "n = 1\nn = 2\ninit_device_mesh('cuda', (n, 2))\n",
+            "n = 2\nn += 1\ninit_device_mesh('cuda', (n, 2))\n",
+            "for n in (1, 2): init_device_mesh('cuda', (n, 2))\n",
+            "def f(n): init_device_mesh('cuda', (n, 2))\n",
+            "n = m\nm = n\ninit_device_mesh('cuda', (n, 2))\n",
+            "class A:\n  n = 2\n  def f(self): init_device_mesh('cuda', (n, 2))\n",
+            "n = 2\ndef f():\n  global n\n  n = 3\ninit_device_mesh('cuda', (n, 2))\n",
             "init_device_mesh('cuda', shape)\n",
             "init_device_mesh('cuda', (8, 1 // 0))\n",
             "init_device_mesh('cuda', (8, 2 ** 2 ** 2 ** 100))\n",
@@ -368,9 +366,72 @@ def test_file_is_not_executed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("init_device_mesh('cuda', (get_world_size(),), mesh_dim_names=('dp',))", 0),
+        ("init_device_mesh('cuda', (config.ranks,))", 0),
+        ("DeviceMesh('cuda', list(range(config.ranks)))", 0),
+        ("DeviceMesh('cuda', torch.arange(config.ranks))", 0),
+        ("DeviceMesh('cuda', config.ranks)", 1),
+        ("init_device_mesh('cuda', (*config.shape,))", 1),
+        ("init_device_mesh('cuda', (config.ranks, 1))", 1),
+        ("m = init_device_mesh('cuda', (n,))\nm._unflatten(0, (2, n // 2), ('a', 'b'))", 1),
+    ],
+)
+def test_one_axis_of_any_size_is_no_mesh_to_judge(text: str, count: int) -> None:
+    found = read_jobs("train.py", text)
+    assert (len(found.jobs), len(found.skipped)) == (0, count)
+
+
+@pytest.mark.parametrize(
+    "first", ["torch.arange(0, 4)", "torch.Tensor([0, 1, 2, 3])", "ranks", "[0, 1, 2, 3]"]
+)
+def test_device_mesh_of_another_library_is_not_judged(first: str) -> None:
+    text = f"ranks = torch.arange(4).reshape(2, 2)\nDeviceMesh({first}, (2, 2))\n"
+    found = read_jobs("train.py", text)
+    assert (len(found.jobs), len(found.skipped)) == (0, 1)
+
+
+def test_name_that_stands_for_a_call_of_its_own_method_ends() -> None:
+    text = (
+        "def f(tokens):\n  found = found.shift(found.size - 1)\n  found.fill(tokens)\n"
+        "init_device_mesh('cuda', (8, 2))\n"
+    )
+    assert [job.layout for job in read_jobs("train.py", text).jobs] == [Layout((8, 2))]
+
+
+def test_order_of_axes_that_is_not_known_is_not_judged() -> None:
+    text = (
+        "def test(order):\n  parallel_state.initialize_model_parallel("
+        "tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order=order)\n"
+    )
+    found = read_jobs("test.py", text, world_size=8)
+    assert (len(found.jobs), len(found.skipped)) == (0, 1)
+
+
+def test_method_with_the_name_of_torchs_function_is_not_that_function() -> None:
+    text = (
+        "from comm import *\nclass Backend:\n  def init_device_mesh(self, shape):\n"
+        "    if old:\n      return torch.distributed.device_mesh.init_device_mesh(device(), shape)\n"
+        "    return torch.distributed.device_mesh.init_device_mesh(device, shape)\n"
+    )
+    assert len(read_jobs("backend.py", text).skipped) == 2
+
+
+def test_mesh_that_a_test_refuses_is_not_made() -> None:
+    text = (
+        "with pytest.raises(ValueError, match='axes'):\n    init_device_mesh('cuda', (0, 8))\n"
+        "class Case(TestCase):\n  def test(self):\n    with self.assertRaises(ValueError):\n"
+        "      ParallelDims(tp=0)\n    with self.subTest():\n      self.make(4)\n"
+        "  def make(self, n):\n    return init_device_mesh('cuda', (n, 2))\n"
+    )
+    assert [job.layout for job in read_jobs("test.py", text).jobs] == [Layout((4, 2))]
+
+
 def test_long_chain_of_names_is_skipped() -> None:
     lines = [f"v{i} = v{i + 1} + v{i + 1}" for i in range(3000)] + ["v3000 = 1"]
-    lines += ["init_device_mesh('cuda', (v0,))", "init_device_mesh('cuda', (v2990,))"]
+    lines += ["init_device_mesh('cuda', (v0, 1))", "init_device_mesh('cuda', (v2990,))"]
     found = read_jobs("train.py", "\n".join(lines))
     assert [job.layout for job in found.jobs] == [Layout((1024,))]
     assert len(found.skipped) == 1
@@ -430,7 +491,7 @@ _MAKE = "def make(shape):\n    return init_device_mesh('cuda', shape)\n"
         ("def make(shape):\n    make(shape)\n    " + _MESH + "make((4, 6))\n", [(4, 6)]),
         ("def two():\n    return 4, 6\na, b = two()\ninit_device_mesh('cuda', (a, b))\n", [(4, 6)]),
         (
-            "def n():\n    if x:\n        return 4\n    return 6\ninit_device_mesh('cuda', (n(),))\n",
+            "def n():\n    if x:\n        return 4\n    return 6\ninit_device_mesh('cuda', (n(), 2))\n",
             [],
         ),
     ],
@@ -449,3 +510,134 @@ def test_many_calls_are_followed_in_bounded_time() -> None:
     text = "".join(lines) + "def f12(n):\n  init_device_mesh('cuda', (n, 2))\nf0(4)\n"
     refusal("train.py", text)
     assert refusal("train.py", text.replace("f12", "f0")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("DeviceMesh('cuda', [0, 1])", True),
+        ("dm.DeviceMesh (\n 'cuda')", True),
+        ("DeviceMesh.from_group(group)", True),
+        ("from torch.distributed.device_mesh import DeviceMesh as DM", True),
+        ("make = torch.distributed.DeviceMesh\nmake(1)", True),
+        ("make = DeviceMesh", True),
+        ("functools.partial(DeviceMesh, 'cuda')", True),
+        ("class Mesh(DeviceMesh):", True),
+        ("def f(mesh: DeviceMesh, other: DeviceMesh | None = None) -> DeviceMesh:", False),
+        ("from torch.distributed.device_mesh import DeviceMesh\n", False),
+        ("isinstance(mesh, DeviceMesh)", False),
+        ("# how DeviceMesh creates groups", False),
+    ],
+)
+def test_text_that_names_the_type_makes_no_mesh(text: str, makes: bool) -> None:
+    assert makes_meshes(text) == makes
+
+
+INSTALLED = """\
+import meshplan
+from meshplan import Contract as Rule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+ORDER = "exact"
+
+def main():
+    meshplan.install(contract=Rule(ORDER), strict=True)
+    mesh = init_device_mesh("cuda", (8, 5), mesh_dim_names=("ddp", "fsdp"))
+    DTensor.from_local(part, mesh, [Partial()] * 2).redistribute(placements=[Replicate()] * 2)
+"""
+BACKEND = """\
+import torch.distributed as dist
+from meshplan import BackendOptions, Contract
+from torch.distributed.fsdp import fully_shard
+
+options = BackendOptions(Contract(order="exact"), strict=True, inner="nccl")
+dist.init_process_group("meshplan", pg_options=options)
+mesh = dist.init_device_mesh("cuda", (8, 5), mesh_dim_names=("ddp", "fsdp"))
+fully_shard(model, mesh=mesh)
+"""
+
+
+def is_exact(text: str) -> bool:
+    (job,) = read_jobs("train.py", text).jobs
+    return job.exact
+
+
+def test_exact_contracts_are_read() -> None:
+    assert is_exact(INSTALLED)
+    assert is_exact(BACKEND)
+    first = "meshplan.install(contract=Rule(order=ORDER), policy='deterministic', path='auto')\n"
+    assert is_exact(
+        _without(INSTALLED, "    meshplan.install").replace("def main", first + "def main")
+    )
+    assert is_exact(
+        BACKEND.replace("pg_options=options", "timeout=week, **{'pg_options': options}")
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('ORDER = "exact"', 'ORDER = "tree"'),
+        ('ORDER = "exact"', 'ORDER = "exact" if wide else "tree"'),
+        ("import meshplan\n", "import meshplan, deepspeed\n"),
+        ("contract=Rule(ORDER), ", ""),
+        ("Rule(ORDER)", "Rule(*ORDER)"),
+        ("strict=True", "**options"),
+        ("strict=True", 'path="native"'),
+        ("strict=True", "path=path"),
+        ("strict=True", 'policy="consistent"'),
+        ("strict=True", 'policy={"ddp": "fast"}'),
+        ("    meshplan.install", "    if wide:\n        meshplan.install"),
+        ("    meshplan.install", "    wide and meshplan.install"),
+        ("    meshplan.install", "    for _ in steps: meshplan.install"),
+        ("    mesh =", "    meshplan.uninstall()\n    mesh ="),
+        ("    mesh =", "    meshplan.install()\n    mesh ="),
+        ("    mesh =", "    undo = meshplan.uninstall\n    mesh ="),
+        ("    mesh =", "    dist.all_reduce(loss)\n    mesh ="),
+        ("    mesh =", "    with meshplan.installed():\n        train()\n    mesh ="),
+        ("    DTensor.", "    fully_shard(model, mesh=mesh)\n    DTensor."),
+        ("    DTensor.", "    train(model, dp_mesh=mesh)\n    DTensor."),
+        ("    DTensor.from_local(part, mesh, ", "    train(part, "),
+        ("    mesh =", "def other():\n    mesh ="),
+        ("def main", "class Rule: ...\ndef main"),
+        ("    meshplan.", "    meshplan = fake\n    meshplan."),
+        ("    meshplan.install", "    self.install"),
+    ],
+)
+def test_installed_contract_may_be_another(old: str, new: str) -> None:
+    assert old in INSTALLED
+    assert not is_exact(INSTALLED.replace(old, new))
+
+
+def test_contract_installed_after_the_mesh_is_not_read() -> None:
+    line = next(line for line in INSTALLED.splitlines() if "install(" in line)
+    assert not is_exact(_without(INSTALLED, "    meshplan.install") + line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("strict=True", "strict=False"),
+        ("strict=True, ", ""),
+        ("strict=True", 'strict=True, policy="fast"'),
+        ("strict=True", "strict=True, policy=policy"),
+        ('"exact"', '"rank"'),
+        ('"meshplan"', '"nccl"'),
+        ('"meshplan"', "backend"),
+        (", pg_options=options", ""),
+        ("dist.init_process", "if wide: dist.init_process"),
+        ("mesh = ", "options.strict = False\nmesh = "),
+        ("mesh = ", 'dist.new_group(backend="nccl")\nmesh = '),
+        ("mesh = ", "dist.init_process_group()\nmesh = "),
+        ('("ddp", "fsdp")', '("ddp", "fsdp"), backend_override={0: "nccl"}'),
+        ("import torch.distributed as dist", "import torch.distributed as dist, vllm"),
+    ],
+)
+def test_options_of_the_backend_may_be_others(old: str, new: str) -> None:
+    assert old in BACKEND
+    assert not is_exact(BACKEND.replace(old, new, 1))
+
+
+def _without(text: str, start: str) -> str:
+    return "".join(line for line in text.splitlines(True) if not line.startswith(start))

@@ -178,6 +178,8 @@ meshplan: warning MP\\n1 m
   "ignored": 2,
   "inputs": [],
   "allow_unjudged": false,
+  "files": 0,
+  "meshes": 0,
   "version": "0.1.0"
 }
 """,
@@ -238,6 +240,8 @@ meshplan: warning MP\\n1 m
   "ignored": 0,
   "inputs": [],
   "allow_unjudged": false,
+  "files": 0,
+  "meshes": 0,
   "version": "0.1.0"
 }
 """,
@@ -363,8 +367,8 @@ def test_json_has_every_field(report: LintReport) -> None:
         raise AssertionError(number)
 
     found = json.loads(render(report, "json"), parse_constant=refuse)
-    keys = ["findings", "judged", "ignored", "inputs", "allow_unjudged", "version"]
-    assert list(found) == keys
+    keys = ["findings", "judged", "ignored", "inputs", "allow_unjudged"]
+    assert list(found) == [*keys, "files", "meshes", "version"]
     assert found["version"] == meshplan.__version__
     assert (found["ignored"], len(found["judged"])) == (report.ignored, len(report.judged))
     for entry, finding in zip(found["findings"], report.findings, strict=True):

@@ -16,6 +16,7 @@ from hypothesis import given
 from meshplan.lint._finding import Finding, LintReport, Source
 from meshplan.lint._reporters import render
 from meshplan.lint._rules import RULES
+from tests.cli import meshplan
 from tests.reports import EMPTY, HOSTILE, PLAIN, REPORTS
 
 SUBSET = json.loads((Path(__file__).parent / "schemas" / "sarif_subset.json").read_text())
@@ -218,7 +219,7 @@ class TestSarif(TestCase):
         assert len(rules) == len(RULES)
         for rule in rules:
             assert "`" not in rule["help"]["text"]
-            assert "\n#" not in rule["help"]["text"]
+            assert "\n# " not in rule["help"]["text"]
             assert rule["help"]["markdown"].startswith("# ")
 
     def test_braces_and_brackets_are_escaped(self) -> None:
@@ -247,7 +248,90 @@ def test_any_report_is_in_the_subset(report: LintReport) -> None:
 @pytest.mark.parametrize("report", [PLAIN, EMPTY, HOSTILE, ALL_RULES])
 def test_output_validates_against_the_oasis_schema(report: LintReport) -> None:
     schema = json.loads(Path(os.environ["MESHPLAN_SARIF_SCHEMA"]).read_text(encoding="utf-8"))
-    jsonschema.Draft4Validator(schema).validate(json.loads(render(report, "sarif")))
+    jsonschema.validate(json.loads(render(report, "sarif")), schema)
+
+
+MESHES = {
+    "a.py": """\
+def make():
+    return init_device_mesh(
+        "cuda",
+        (8, 5),
+        mesh_dim_names=("ddp", "fsdp"),
+    )
+""",
+    "job.toml": """\
+[parallelism]
+data_parallel_replicate_degree = 8
+data_parallel_shard_degree = 5""",
+    "verl.yaml": "parallelism_config:\n  dp_replicate_size: 8\n  dp_shard_size: 5\nnum_processes: 40\n",
+    "accelerate.json": '{"parallelism_config":\n  {"dp_replicate_size": 8, "dp_shard_size": 5}}\n',
+    "run.sh": "set -e\n  torchrun --nnodes 5 --nproc-per-node 8 train.py --dp 8 --fsdp 5\n",
+}
+
+
+def apply(text: str, fix: Any) -> str:
+    """The text with a fix of SARIF: parts from the last on, by lines and columns from 1 on."""
+    lines = text.split("\n")
+    starts = [sum(len(line) + 1 for line in lines[:i]) for i in range(len(lines))]
+    for part in reversed(fix["artifactChanges"][0]["replacements"]):
+        region = part["deletedRegion"]
+        begin, end = (
+            starts[region[f"{side}Line"] - 1] + region[f"{side}Column"] - 1
+            for side in ("start", "end")
+        )
+        text = text[:begin] + part["insertedContent"]["text"] + text[end:]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("a.py", {"startLine": 2, "startColumn": 5, "endColumn": 29}),
+        ("job.toml", {"startLine": 1, "startColumn": 1, "endColumn": 14}),
+        ("verl.yaml", {"startLine": 2, "startColumn": 3, "endColumn": 23}),
+        ("accelerate.json", {"startLine": 2, "startColumn": 3, "endColumn": 48}),
+        ("run.sh", {"startLine": 2, "startColumn": 3, "endColumn": 66}),
+    ],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_places_and_fixes_are_those_of_the_file(
+    name: str,
+    place: dict[str, int],
+    is_file: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = MESHES[name]
+    words = (name,) if is_file else ("-", "--stdin-filename", name)
+    if is_file:
+        Path(name).write_text(text)
+    options = ("--isolated", "--no-env", "--domain-size", "8", "--output-format")
+    status, out, err = meshplan("lint", *words, *options, "sarif", given=text)
+    assert (status, err) == (1, "")
+    log = json.loads(out)
+    jsonschema.Draft202012Validator(SUBSET).validate(log)
+    if schema := os.environ.get("MESHPLAN_SARIF_SCHEMA"):
+        jsonschema.validate(log, json.loads(Path(schema).read_text()))
+    results = [one for one in log["runs"][0]["results"] if one["ruleId"] == "MP101"]
+    assert results
+    for result in results:
+        (location,) = result["locations"]
+        physical = {"artifactLocation": {"uri": name}, "region": place}
+        assert location == {"physicalLocation": physical}
+        for fix in result["fixes"]:
+            changed = apply(text, fix)
+            assert changed != text
+            Path(name).write_text(changed)
+            assert meshplan("lint", name, *options, "concise")[0] == 0
+    Path(name).write_text(text)
+    status, out, _ = meshplan("lint", *words, *options, "github", given=text)
+    columns = ",".join(f"{key}={place[old]}" for key, old in GITHUB.items())
+    assert f"::error file={name},{columns},title=MP101::" in out
+
+
+GITHUB = {"line": "startLine", "col": "startColumn", "endColumn": "endColumn"}
 
 
 @given(REPORTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path, PurePath
@@ -20,14 +19,17 @@ def make_diff(name: str, before: str, after: str) -> str:
     """The diff of a text whose name is ``name``.
 
     Args:
-        name: of a file, relative to the working directory or absolute, or of an option.
+        name: of a file, relative to the working directory or absolute.
         before: its text.
         after: its text with the change.
     """
-    is_option = name.startswith("--")
-    names = (name, name) if is_option else [f"{side}/{_make_relative(name)}" for side in "ab"]
+    # After a tab is a date, and without one git ends a name at a blank.
+    import difflib  # most runs need no diff, and this takes 3 ms
+
+    path = _make_relative(name)
+    path += "\t" * (" " in path)
     old, new = (_LINE.findall(text) for text in (before, after))
-    lines = difflib.unified_diff(old, new, *names)
+    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )

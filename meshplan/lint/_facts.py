@@ -21,7 +21,14 @@ from meshplan.lint._programs import is_reached
 from meshplan.lint._reductions import Reductions, find_gradient_axes, list_reductions
 from meshplan.lint._rules import RULES, Rule
 from meshplan.lint._uniform import find_islands
-from meshplan.planner import Algorithm, Hazard, Siblings, hazards, predict_divergence
+from meshplan.planner import (
+    Algorithm,
+    Hazard,
+    Siblings,
+    cache_siblings,
+    hazards,
+    predict_divergence,
+)
 from meshplan.topology import Cluster, Topology
 
 __all__ = ["GroupPlacement", "JaggedReduction", "JobFacts"]
@@ -77,6 +84,7 @@ class JobFacts:
         self.cluster = cluster
         self.layout = job.layout
         self.topology: Topology = cluster.topology
+        self._siblings_over = cache_siblings(self.layout, self.topology)
         self._placements: dict[tuple[tuple[int, ...], bool], GroupPlacement] = {}
         self._hazards: dict[Reductions, dict[tuple[int, ...], Hazard]] = {}
 
@@ -112,6 +120,7 @@ class JobFacts:
         """The same facts, to compare with those after a change."""
         same = copy.copy(self)
         same.is_trial = True
+        same._hazards = dict(self._hazards)  # its own have no examples
         return same
 
     def count_codes(self, *, without: str = "") -> Counter[str]:
@@ -132,7 +141,13 @@ class JobFacts:
     def find_hazards(self, reductions: Reductions) -> Mapping[tuple[int, ...], Hazard]:
         """The hazards of the reductions, by axes."""
         if reductions not in self._hazards:
-            found = hazards(reductions.problem, self.topology, steps=reductions.steps)
+            found = hazards(
+                reductions.problem,
+                self.topology,
+                steps=reductions.steps,
+                siblings_over=self._siblings_over,
+                with_examples=not self.is_trial,
+            )
             self._hazards[reductions] = {hazard.axes: hazard for hazard in found}
         return self._hazards[reductions]
 
@@ -152,8 +167,8 @@ class JobFacts:
         topology = self._islands if islands else self.topology
         assert topology is not None
         if (axes, islands) not in self._placements:
-            siblings = Siblings(self.layout, axes, topology, sort_ranks=True)
-            self._placements[axes, islands] = GroupPlacement(siblings)
+            over = cache_siblings(self.layout, topology) if islands else self._siblings_over
+            self._placements[axes, islands] = GroupPlacement(over(axes))
         return self._placements[axes, islands]
 
     @cached_property

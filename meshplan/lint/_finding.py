@@ -70,7 +70,7 @@ class Fix:
         title: what to do, imperative, one line.
         cost: one line, e.g. ``no GPU is left out``.
         mesh: the corrected mesh as ``ddp=5,fsdp=8``; empty if the fix is not another mesh.
-        diff: of the file as `git apply` reads it, or of the option with the mesh; may be empty.
+        diff: of the file as `git apply` reads it; may be empty.
         edit: of the file; ``None`` if the fix is not one.
     """
 
@@ -156,8 +156,12 @@ class LintReport:
         findings: selected and not ignored.
         judged: one line for each mesh with its rank placement.
         ignored: number of findings that comments suppressed.
-        inputs: every input of the command with its state, in the order of the command.
+        inputs: inputs with their states, in the order of the command; without files that were found
+            in a directory and have no mesh.
         allow_unjudged: whether inputs that were not judged pass.
+        files: number of files that were read as jobs.
+        meshes: number of meshes.
+        texts: of the files, by name.
     """
 
     findings: tuple[Finding, ...]
@@ -165,6 +169,9 @@ class LintReport:
     ignored: int = 0
     inputs: tuple[LintInput, ...] = ()
     allow_unjudged: bool = False
+    files: int = 0
+    meshes: int = 0
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def list_inputs(self, state: InputState) -> tuple[LintInput, ...]:
         """The inputs that ended in a state.

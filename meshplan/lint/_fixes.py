@@ -10,7 +10,7 @@ leave GPUs idle.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshplan.layout import Layout
@@ -27,7 +27,6 @@ from meshplan.lint._orders import (
 )
 from meshplan.lint._programs import find_integration, is_reached
 from meshplan.lint._reductions import find_gradient_axes
-from meshplan.lint._roles import Framework
 from meshplan.lint._spec import format_axes
 from meshplan.lint._uniform import is_uniform
 from meshplan.topology import Cluster, Topology
@@ -36,11 +35,6 @@ __all__ = ["find_fixes", "make_mesh_fix", "move_job"]
 
 _MOST_ORDERS = 24  # of reductions
 _MOST_SIZES = 2
-_CONDITIONS: Mapping[Framework, str] = {
-    "dtensor": "DTensor issues",
-    "fsdp2": "FSDP2 issues",
-    "ddp": "DistributedDataParallel issues",
-}
 
 
 def find_fixes(facts: JobFacts) -> tuple[Fix, ...]:
@@ -49,7 +43,7 @@ def find_fixes(facts: JobFacts) -> tuple[Fix, ...]:
 
 
 def make_mesh_fix(job: Job, layout: Layout, what: str, cost: str) -> Fix:
-    """A fix by another mesh, with the change of the file or option if that can express it."""
+    """A fix by another mesh, with the change of the file if that can express it."""
     mesh, edit, diff = format_axes(layout), None, ""
     if job.rewrite is not None:
         before, after = job.rewrite(job.layout), job.rewrite(layout)
@@ -57,8 +51,6 @@ def make_mesh_fix(job: Job, layout: Layout, what: str, cost: str) -> Fix:
             assert before is not None
             edit = Edit(job.source.file, before, after)
             diff = make_diff(edit.file, before, after)
-    elif job.source.option.startswith("--mesh"):
-        diff = make_diff("--mesh", format_axes(job.layout) + "\n", mesh + "\n")
     return Fix(f"{what} --mesh {mesh}", cost, mesh, diff, edit)
 
 
@@ -111,11 +103,10 @@ class _Search:
         if found is None:
             return
         verb = "use" if found.lines.startswith("DDPStrategy") else "call"
-        title, cost = f"{verb} {found.lines} in the training script", found.cost
+        title = f"{verb} {found.lines} in the training script"
         if self.job.program == "unknown":
-            title = f"if {_CONDITIONS[self.job.framework]} these reductions: {title}"
-            cost += "; not for Megatron-LM, DeepSpeed, vLLM or SGLang"
-        yield Fix(title, cost)
+            title = f"if torch.distributed issues these reductions: {title}"
+        yield Fix(title, found.cost)
 
     def _suggest_reduce_order(self) -> Iterator[Fix]:
         job = self.job

@@ -27,6 +27,7 @@ class Job:
         flattened: axis names of each mesh that the job flattens (``DeviceMesh._flatten``).
         dims: lengths of sharded tensor dims, if known.
         reduce_order: axis names in the order of reduction; empty: the order of the framework.
+        exact: whether every reduction runs under ``order="exact"``, whose bits no order changes.
         sequence_parallel: whether activations are reduce-scattered along model axes.
         rewrite: returns the file with another layout of the same axis names, in any order, or
             ``None`` if the file cannot express it.
@@ -43,6 +44,7 @@ class Job:
     dims: tuple[int, ...] = ()
     reduce_order: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    exact: bool = False
     rewrite: Callable[[Layout], str | None] | None = field(default=None, compare=False, repr=False)
     reread: Callable[[Layout], tuple[Job, ...] | None] | None = field(
         default=None, compare=False, repr=False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal
 
-from meshplan._message_text import shorten
+from meshplan._message_text import find_near, shorten
 from meshplan.errors import PolicyError
 from meshplan.topology._nccl_algo import ALGORITHMS, PROTOCOLS, NcclChoice, parse_choice
 
@@ -140,6 +139,6 @@ def find_near_variable(name: str) -> str | None:
     bare = name.removeprefix("NCCL_")
     if bare in known or bare.startswith(_PLUGINS) or len(bare) > 60:
         return None
-    near = difflib.get_close_matches(bare, known, n=1, cutoff=0.85)
+    near = find_near(bare, known, cutoff=0.85)
     found = _EXPECTED.get(bare) or (near[0] if near else "")
     return f"NCCL_{found}" if found else None

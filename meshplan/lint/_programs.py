@@ -44,6 +44,7 @@ Program = Literal[
     "accelerate",
     "axolotl",
     "lightning",
+    "nanotron",
 ]
 """The program or library that issues the reductions of a job.
 
@@ -71,6 +72,7 @@ PROGRAMS: Mapping[Program, str] = {
     "accelerate": "accelerate",
     "axolotl": "axolotl",
     "lightning": "Lightning",
+    "nanotron": "nanotron",
 }
 
 
@@ -88,20 +90,19 @@ class Integration:
 
 
 _COST = "the layout stays; every reduction adds in one fixed order"
+_BACKEND = "torch.distributed.init_process_group('meshplan')"
 # By program, or by framework where the program is torch.
 INTEGRATIONS: Mapping[str, Integration] = {
+    "unknown": Integration(
+        _BACKEND,
+        f"one word, {_COST}; not for vLLM, SGLang or Horovod, which bypass it",
+    ),
     "dtensor": Integration(
         "meshplan.install()",
         f"two lines, {_COST}",
     ),
-    "fsdp2": Integration(
-        "torch.distributed.init_process_group('meshplan')",
-        f"one word, {_COST}",
-    ),
-    "ddp": Integration(
-        "torch.distributed.init_process_group('meshplan')",
-        f"one word, {_COST}",
-    ),
+    "fsdp2": Integration(_BACKEND, f"one word, {_COST}"),
+    "ddp": Integration(_BACKEND, f"one word, {_COST}"),
     "torchtitan": Integration(
         "meshplan.install() and meshplan.integrations.fsdp.apply(part)",
         "two lines and their imports, the layout stays; the norm over pipeline stages is not "
@@ -109,7 +110,6 @@ INTEGRATIONS: Mapping[str, Integration] = {
     ),
 }
 
-_BACKEND = "torch.distributed.init_process_group('meshplan')"
 _LINES: Mapping[Program, str] = {
     "lightning": "DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan'",
     "accelerate": f"{_BACKEND} before Accelerator()",
@@ -117,7 +117,7 @@ _LINES: Mapping[Program, str] = {
 # Their groups are of torch.distributed, and tests run the backend under the first two only.
 _ON_TORCH_GROUPS: tuple[Program, ...] = (
     *("lightning", "accelerate", "megatron", "nemo", "verl", "prime-rl", "axolotl"),
-    *("deepspeed", "colossalai", "fsdp1"),
+    *("deepspeed", "colossalai", "fsdp1", "nanotron"),
 )
 
 _MODULES: Mapping[str, Program] = {
@@ -143,18 +143,18 @@ def uses_torch_groups(program: Program) -> bool:
 
 
 def find_integration(program: Program, framework: str) -> Integration | None:
-    """The lines for a program; for an unknown one, what holds if it uses ``framework``.
+    """The lines for a program; for an unknown one, what holds if it reduces by torch.distributed.
 
     Args:
         program: that reduces.
-        framework: ``dtensor``, ``fsdp2`` or ``ddp``.
+        framework: ``dtensor``, ``fsdp2`` or ``ddp``, if the program is torch.
     """
     if uses_torch_groups(program):
         tried = "" if program in _LINES else f"; not yet run with {PROGRAMS[program]}"
         return Integration(_LINES.get(program, _BACKEND), f"one line, {_COST}{tried}")
     if not is_reached(program):
         return None
-    return INTEGRATIONS[program if program == "torchtitan" else framework]
+    return INTEGRATIONS[framework if program == "torch" else program]
 
 
 def find_program_of_modules(modules: frozenset[str], *, torch_reduces: bool) -> Program:

@@ -74,7 +74,7 @@ def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> Jo
         world_size: as for `read_jobs`.
 
     Raises:
-        LayoutError: no option in them that gives the size of an axis, or sizes that cannot be.
+        LayoutError: no option in them sets the size of an axis, or the sizes are invalid.
     """
     text = shlex.join(words)
     shown = shorten(text, 80)

@@ -42,13 +42,13 @@ def list_reductions(job: Job) -> tuple[Reductions, ...]:
 
     Under ``dtensor`` each axis is also reduced alone, with replicas along the others, as a norm, a
     metric or a second redistribution does. A job with a specified order has no such reductions.
-    None is listed for a mesh with an axis of unknown role.
+    None is listed for a mesh with an axis of unknown role, nor for sums that no order changes.
 
     Sources: DTensor reduces from the outermost axis inward (torch 2.11 to 2.15,
     distributed/tensor/_redistribute.py), and merges axes only if the job flattened them. FSDP2
     reduce-scatters along the shard axes and then all-reduces along the replicate axis.
     """
-    if job.find_unknown_axes():
+    if job.exact or job.find_unknown_axes():
         return ()
     found = []
     axes, names = find_gradient_axes(job), job.layout.axes

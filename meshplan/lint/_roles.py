@@ -47,6 +47,7 @@ AXIS_NAMES: Mapping[Role, tuple[str, ...]] = {
     "shard": (
         *("fsdp", "shard", "sharding", "sharded", "zero", "dp_shard", "data_shard", "efsdp"),
         *("dp_shard_cp", "dp_shard_mod_ep", "dp_shard_in_ep", "edp_shard"),  # torchtitan
+        "ep_shard",  # NeMo Automodel
         *("dp_inner", "intra_dp", "dp_intra", "expt_dp"),  # Megatron-FSDP, Megatron-LM
         *("intra", "intra_node", "intranode", "inner", "gpu", "local"),  # by hand
         *_CONTEXT,
@@ -102,7 +103,7 @@ def resolve_roles(
 
 
 def assume_roles(roles: Sequence[Role], framework: Framework) -> tuple[Role, ...]:
-    """The roles if the user says that ``framework`` reduces along all axes without a role.
+    """The roles if the user states that ``framework`` reduces along all axes without a role.
 
     Args:
         roles: one for each axis.

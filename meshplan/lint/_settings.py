@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from meshplan._message_text import shorten
+from meshplan._message_text import shorten, suggest
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import SEVERITIES, Severity
 from meshplan.lint._roles import ROLES, Role
@@ -37,6 +36,8 @@ class Settings:
         rank_order: how ranks are assigned to hosts.
         output_format: of the report.
         roles: of axes, by name, in all meshes that the files describe.
+        include: patterns of the files of directories that are linted, instead of the default.
+        exclude: patterns of files and directories that are not linted.
     """
 
     select: tuple[str, ...] = ()
@@ -50,6 +51,8 @@ class Settings:
     rank_order: str = ""
     output_format: str = ""
     roles: Mapping[str, Role] = field(default_factory=dict)
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 SETTINGS_KEYS = tuple(field.name.replace("_", "-") for field in fields(Settings))
@@ -65,6 +68,7 @@ def read_settings(table: Mapping[str, Any]) -> Settings:
     if level is not None and level not in SEVERITIES:
         raise PolicyError(
             f"fail-level must be one of {', '.join(SEVERITIES)}, got {_shorten(level)}"
+            f"{suggest(str(level), SEVERITIES)}"
         )
     return Settings(
         select=_read_selectors("select", table),
@@ -78,6 +82,8 @@ def read_settings(table: Mapping[str, Any]) -> Settings:
         rank_order=_read_option("rank-order", table.get("rank-order", "")),
         output_format=_read_option("output-format", table.get("output-format", "")),
         roles=read_roles(table.get("roles", {})),
+        include=read_strings("include", table.get("include", [])),
+        exclude=read_strings("exclude", table.get("exclude", [])),
     )
 
 
@@ -94,6 +100,7 @@ def read_roles(given: object) -> dict[str, Role]:
         if role not in ROLES:
             raise PolicyError(
                 f"roles are {', '.join(ROLES)}, got {repr(role)[:40]} for axis {axis[:40]}"
+                f"{suggest(str(role), ROLES)}"
             )
         found[axis] = role
     return found
@@ -106,10 +113,9 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str]) -> None:
     names = sorted(known)
     for key in table:
         if key not in names:
-            near = difflib.get_close_matches(key[:60], names, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
             raise PolicyError(
-                f"{_shorten(key)} is not a valid key{hint}; use one of {', '.join(names)}"
+                f"{_shorten(key)} is not a valid key; use one of {', '.join(names)}"
+                f"{suggest(key, names)}"
             )
 
 

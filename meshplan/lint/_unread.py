@@ -28,7 +28,7 @@ _PARALLEL = (
 # The names that programs give to the sizes of axes, such as tensor_model_parallel_size,
 # rollout.tp_size, dp_replicate, ici_mesh_shape or zero_hpz_partition_size.
 _SIZE = re.compile(
-    rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT})?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
+    rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
     rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
     r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size)"
 )
@@ -41,6 +41,10 @@ _PAIR = re.compile(
     rf"(?P<value>{_NUMBER})"
     rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*)(?:=|[ \t]+)[\"']?(?P<given>{_NUMBER})"
 )
+# After a name in Python: the end of a key, an annotation, and the beginning of a degree.
+_VALUE = r"[\"']?\s*(?::[^=\n]*)?[=:]\s*[(\[]*\s*-?\s*[(\[]*\s*\d"
+# Hydra's and OmegaConf's ${trainer.parallelism.tensor_parallel_degree}.
+_REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
 _COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _JOB = re.compile(r"parallel|mesh_shape|world_size|num_gpus|num_nodes|n_gpus|nnodes|num_processes")
@@ -60,8 +64,13 @@ def find_unread_in_text(name: str, text: str) -> Skipped | None:
     bare = _COMMENT.sub(lambda comment: " " * len(comment[0]), text)
     # The vocabulary of a tokenizer has all short words.
     is_vocabulary = name.endswith(".json") and not _JOB.search(text)
-    for pair in _PAIR.finditer(bare):
+    pairs = [*_PAIR.finditer(bare)]
+    keys = {(pair["key"] or "").rpartition(".")[2] for pair in pairs}
+    for pair in pairs:
         key, value = pair["key"] or pair["option"], pair["value"] or pair["given"]
+        reference = _REFERENCE.match(bare, pair.end() - len(value))
+        if reference and _is_size(reference[1]) and reference[1] in keys:
+            continue  # the key that it names is among the pairs
         if value not in ("0", "1") and _is_size(key) and not (is_vocabulary and len(key) < 5):
             shown = f"{key} = {value}" if pair["key"] else f"--{key} {value}"
             return _skip_degree(Source(name, find_line(text, pair.start())), shown)
@@ -75,9 +84,12 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
 
     Comments and strings do not count, and neither do names that only pass a size on.
     """
-    words = {word.lower() for word in _WORD.findall(text)}
-    if not any(_is_size(word) or word.strip("_") in _WANTED for word in words):
-        return None
+    words = set(_WORD.findall(text))
+    if not any(word.lower().strip("_") in _WANTED for word in words):
+        # Parsing takes ten times as long as finding a number after one of these words.
+        sizes = "|".join(word for word in words if _is_size(word))
+        if not sizes or not re.search(rf"\b(?:{sizes})\b{_VALUE}", text):
+            return None
     try:
         tree = ast.parse(text.removeprefix("\ufeff"))
     except (SyntaxError, ValueError, MemoryError, RecursionError):

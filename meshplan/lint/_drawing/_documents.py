@@ -30,6 +30,7 @@ from meshplan.lint._drawing._text import (
     summarize_groups,
     wrap,
 )
+from meshplan.lint._finding import Finding, Fix
 from meshplan.planner import Hazard
 
 _FONT = 'system-ui,"Segoe UI","DejaVu Sans",sans-serif'
@@ -299,10 +300,14 @@ def write_patterns(colours: Iterable[int]) -> str:
     )
 
 
-def write_html(picture: Picture) -> str:
-    """The SVG with the text of the hazards and tables, as one HTML page.
+def write_html(picture: Picture, findings: Sequence[Finding] = ()) -> str:
+    """The SVG with the text of the hazards, the findings and tables, as one HTML page.
 
     Pointing at a rank shows its placement and highlights its group.
+
+    Args:
+        picture: the contents.
+        findings: of this mesh and others, with their fixes.
     """
     texts = "".join(map(_write_hazard, picture.hazards))
     name = escape(picture.subject)
@@ -312,10 +317,34 @@ def write_html(picture: Picture) -> str:
         f"<title>{name}</title>\n<style>\n{_PAGE}</style>\n</head>\n<body>\n<h1>{name}</h1>\n"
         f"<figure>\n{write_svg(picture, heading=False)}</figure>\n"
         + (f"<h2>Hazards</h2>\n{texts}" if texts else "")
+        + ("<h2>Findings and fixes</h2>\n" if findings else "")
+        + "".join(_write_findings(findings))
         + "<h2>Node placement of groups</h2>\n"
         + "".join(map(_write_table, picture.panels))
         + "</body>\n</html>\n"
     )
+
+
+def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """Messages, and each list of fixes once: two findings often have the same one."""
+    seen: dict[tuple[Fix, ...], str] = {}
+    for one in findings:
+        place = f"{one.source}: {one.subject}" if one.subject else str(one.source)
+        yield f"<h3>{one.severity} {escape(one.code)}: {escape(one.message)}</h3>\n"
+        yield f"<p>{escape(place)}</p>\n"
+        if not one.fixes:
+            continue
+        if one.fixes in seen:
+            yield f"<p>Fixes: those of {seen[one.fixes]}.</p>\n"
+            continue
+        seen[one.fixes] = f"the first {escape(one.code)} of {escape(str(one.source))}"
+        yield "<ol>\n"
+        for fix in one.fixes:
+            lines = "\n".join(map(escape, fix.diff.split("\n")))
+            diff = f"<pre>{lines}</pre>" if fix.diff else ""
+            cost = f" ({escape(fix.cost)})" if fix.cost else ""
+            yield f"<li>{escape(fix.title)}{cost}{diff}</li>\n"
+        yield "</ol>\n"
 
 
 def _write_hazard(hazard: Hazard) -> str:

@@ -154,7 +154,7 @@ def compose_picture(
     hazards: Sequence[Hazard] = (),
     hosts: Sequence[str] = (),
 ) -> Picture:
-    """Choose panels and nodes: of a large mesh a sample of nodes, and the picture says so.
+    """Choose panels and nodes: of a large mesh a sample of nodes, which the picture states.
 
     Args:
         layout: the mesh.
@@ -233,7 +233,7 @@ def classify_groups(
     """Group the siblings over ``axes`` by signature, and mark those that differ from most.
 
     Without ``hazards`` a group is marked if its signature is not the most frequent one. If a
-    hazard says that siblings may differ, a group is marked if it differs from most of the
+    hazard has siblings that may differ, a group is marked if it differs from most of the
     siblings that it must agree with: in ranks per node, in which members share a node, or in the
     order of ranks. If every hazard finds siblings identical, no group is marked.
 

@@ -181,7 +181,7 @@ def _make_jobs(
     inner = {axis: given.get(axis, sizes.get(axis, 1)) for axis in experts}
     inner["etp"] = given.get("etp", sizes.get("tp", 1) if mesh.expert_tp else 1)
     inner = {axis: inner[axis] for axis in experts}
-    left = next(axis for axis in experts if axis in ("edp", "efsdp"))
+    left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard"))
     inner[left] = _divide(ranks, inner, left)
     yield make_job(experts, inner, known | mesh.shown)
 
@@ -207,7 +207,7 @@ def _fill_sizes(
     if rest:
         # Two axes of -1 cannot be told apart.
         sizes[rest[0]] = _divide(total if len(rest) == 1 else None, sizes, rest[0])
-    elif mesh.fill and mesh.fill not in given and total is not None:
+    elif mesh.fill and mesh.fill not in given:
         sizes[mesh.fill] = _divide(total, sizes, mesh.fill)
     return sizes
 
@@ -241,6 +241,8 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
             shown = f"{one.key}{' ' if one.key.startswith('-') else ' = '}{shorten(value)}"
             raise UnknownMesh(f"{shown} is not an integer; give the mesh with --mesh", one.line)
         raise LayoutError(f"{one.key} must be an integer, got {repr(value)[:40]}")
+    if value == 0 and mesh.zero_is_one:
+        return 1
     if value == -1 and not is_rest:
         raise UnknownMesh(f"{one.key} = -1 is found by the program; give the mesh with --mesh")
     if value < 1:
@@ -258,6 +260,8 @@ def _read_orders(
     for one in settings:
         for key, names in mesh.orders.items():
             if one.path.rpartition(".")[2] == key and one.value not in (False, None):
+                if isinstance(one.value, Unknown):
+                    raise UnknownMesh(one.value.why, one.line)
                 given = names or str(one.value).lower()
     if not given:
         return mesh.order, mesh.experts

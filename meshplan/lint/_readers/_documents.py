@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -64,6 +64,7 @@ class Document:
         settings: in order of lines.
         insert: returns an edit that adds a key with a number after a setting, or ``None``.
         launch: of the command that starts the job, by the keys of `Framework.launch`.
+        commands: lines of settings in a command itself, not in a variable that it uses.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Document:
     settings: Sequence[Setting]
     insert: Callable[[Setting, str, int], Edit | None]
     launch: Mapping[str, int] = field(default_factory=dict)
+    commands: Set[int] = frozenset()
 
     @cached_property
     def texts(self) -> list[str]:
@@ -98,10 +100,17 @@ def count_ranks(
 ) -> tuple[int | None, int | None, int | None]:
     """Hosts, ranks of each host and ranks of the job, where the document specifies them."""
     found = dict(framework.defaults) | dict(document.launch)
+    given: dict[str, object] = {}
     for one in document.settings:
-        key = framework.launch.get(one.path)
-        if key and type(one.value) is int and 1 <= one.value <= 1 << 24:
-            found[key] = one.value
+        if one.path in framework.launch and given.setdefault(one.path, one.value) != one.value:
+            # Several commands of one script start different numbers.
+            given[one.path] = Unknown("several numbers")
+    for path, value in given.items():
+        key = framework.launch[path]
+        if type(value) is int and 1 <= value <= 1 << 24:
+            found[key] = value
+        elif isinstance(value, Unknown) and key not in document.launch:
+            found.pop(key, None)
     hosts, per_host = found.get("hosts"), found.get("ranks per host")
     total = found.get("world size")
     if total is None and hosts and per_host:
@@ -136,6 +145,43 @@ def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
 
 def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterator[Degrees]:
     groups: dict[str, dict[str, Setting]] = {}
+    lines: dict[str, dict[str, set[int]]] = {}
+    for part, axis, one in _find_settings(document, mesh):
+        group = groups.setdefault(part, {})
+        before = group.setdefault(axis, one)
+        if axis and document.kind == "command":
+            group[axis] = _merge(before, one)
+            if one.line in document.commands:
+                lines.setdefault(part, {}).setdefault(axis, set()).add(one.line)
+    for part, places in lines.items():
+        if _are_apart(document, places.values()):
+            unknown = Unknown("its commands have different degrees; give the mesh with --mesh")
+            for axis, one in groups[part].items():
+                groups[part][axis] = one._replace(value=unknown)
+    if not groups and not mesh.needs:
+        groups[""] = {}
+    for group in groups.values():
+        if _is_reference(group, document, groups.values()):
+            continue
+        if not mesh.needs or mesh.needs & set(group):
+            yield Degrees(framework, mesh, group, document)
+
+
+def _merge(before: Setting, one: Setting) -> Setting:
+    """A degree that a script has twice."""
+    if isinstance(before.value, Unknown) or before.value == one.value:
+        return before
+    if isinstance(one.value, Unknown):
+        return one
+    why = (
+        f"{one.key} is {shorten(str(one.value))} here and {before.key} was "
+        f"{shorten(str(before.value))} before; give the mesh with --mesh"
+    )
+    return one._replace(value=Unknown(why))
+
+
+def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, Setting]]:
+    """The part, the axis and the setting of each key of a mesh."""
     disabled = [
         one.path.rpartition(".")[0]
         for one in document.settings
@@ -144,26 +190,29 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        if section is None or key not in mesh.keys or prefix in disabled:
-            continue
-        group = groups.setdefault(section.groupdict().get("part") or "", {})
-        axis = mesh.keys[key]
-        before = group.setdefault(axis, one)
-        if isinstance(before.value, Unknown) or document.kind != "command" or not axis:
-            continue
-        if isinstance(one.value, Unknown):
-            group[axis] = one
-        elif before.value != one.value:
-            why = (
-                f"{one.key} is {shorten(str(one.value))} here and {before.key} was "
-                f"{shorten(str(before.value))} before; give the mesh with --mesh"
-            )
-            group[axis] = one._replace(value=Unknown(why))
-    if not groups and not mesh.needs:
-        groups[""] = {}
-    for group in groups.values():
-        if not mesh.needs or mesh.needs & set(group):
-            yield Degrees(framework, mesh, group, document)
+        if section is not None and key in mesh.keys and prefix not in disabled:
+            yield section.groupdict().get("part") or "", mesh.keys[key], one
+
+
+def _are_apart(document: Document, places: Iterable[Set[int]]) -> bool:
+    """Whether axes are in different commands: each command has a mesh of its own."""
+    if document.name.endswith((".yaml", ".yml", ".json")):
+        # A list of arguments has a line for each.
+        return len({len(lines) for lines in places}) > 1
+    return len({frozenset(lines) for lines in places}) > 1
+
+
+def _is_reference(
+    group: Mapping[str, Setting], document: Document, groups: Iterable[Mapping[str, Setting]]
+) -> bool:
+    """Whether all sizes are ``${...}`` that name those of another mesh: the same mesh again."""
+    if document.kind != "document" or not group or any(one.number for one in group.values()):
+        return False
+    return any(
+        any(one.number for one in other.values())
+        and all(axis in other and other[axis].value == one.value for axis, one in group.items())
+        for other in groups
+    )
 
 
 def find_line(found: Degrees) -> int:

@@ -10,8 +10,14 @@ __all__ = ["PLAIN", "SERVING", "SGLANG", "VLLM"]
 
 # vLLM, vllm/distributed/parallel_state.py, initialize_model_parallel: (dp, pp, pcp, tp). Data
 # parallel ranks serve different requests and reduce nothing. SGLang, python/sglang/srt/
-# distributed/parallel_state.py: (pp, tp), and one process group for each data-parallel replica;
-# with --enable-dp-attention attention has its own groups inside of tp.
+# distributed/parallel_state.py, initialize_model_parallel: (pp, tp) on world_size = pp * tp ranks,
+# and python/sglang/srt/managers/data_parallel_controller.py, launch_dp_schedulers: as many for each
+# data-parallel replica. With --enable-dp-attention attention has its own groups inside of tp.
+# Sections: a file of engines has a list; vLLM's production stack has vllmConfig in Helm's values.
+_SECTION = (
+    r"(?:(?P<part>\d+\.(?=engine_args)|.*(?=vllm_config))?"
+    r"(?:engine_args|engine_kwargs|server_args|vllm|parallel|vllm_config))?"
+)
 _SERVING_MESH = Mesh(
     keys={
         "data_parallel_size": "dp",
@@ -22,15 +28,21 @@ _SERVING_MESH = Mesh(
         **{f"{axis}{unit}": axis for axis in ("dp", "pp", "cp", "tp") for unit in ("", "_size")},
     },
     order=("dp", "pp", "cp", "tp"),
-    section=r"(?:engine_args|engine_kwargs|server_args|vllm|parallel)?",
+    section=_SECTION,
     roles={"dp": "apart"},
     reduction="dtensor",
     needs=frozenset({"dp", "pp", "tp"}),
-    refused={r"enable_dp_attention=true": "--enable-dp-attention has two meshes on the same ranks"},
+    refused={
+        r"enable_dp_attention=true": "--enable-dp-attention has two meshes on the same ranks",
+        r".*args\.\d+=--(?:tensor|pipeline|data)[_-]parallel[_-]size.*": (
+            "an argument of the engine has another degree"
+        ),
+    },
 )
 VLLM = Framework(
     program="vllm",
-    mark=r"(?:data|pipeline|tensor|prefill_context)_parallel_size|tp|dp|pp|tp_size|dp_size|pp_size",
+    mark=r"(?:(?:\d+\.engine_args|.*vllm_config)\.)?(?:data|pipeline|tensor|prefill_context)_parallel_size"
+    r"|tp|dp|pp|tp_size|dp_size|pp_size",
     meshes=(_SERVING_MESH,),
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"LLM", "EngineArgs", "AsyncEngineArgs"}),
@@ -67,4 +79,6 @@ PLAIN = Framework(
         ),
     ),
     kinds=frozenset({"command"}),
+    # FastVideo's data axes, which shard parameters along the ranks of sp.
+    without=r"hsdp_(?:replicate|shard)_dim",
 )

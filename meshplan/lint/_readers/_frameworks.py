@@ -6,10 +6,10 @@ mean the same, and dots stand between the levels. A key that is not in the table
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from meshplan.lint._readers._engines import PLAIN, SERVING, SGLANG, VLLM
+from meshplan.lint._readers._megatron import AUTOMODEL, MEGATRON, MEGATRON_MESH, NEMO, NEMO_RECIPES
 from meshplan.lint._readers._tables import Framework, Mesh
 
 __all__ = ["FRAMEWORKS"]
@@ -44,97 +44,11 @@ _TORCHTITAN = Framework(
     program="torchtitan",
     mark=r"(?:.*\.)?(?:(?:pipeline|data|context|tensor|expert)(?:_tensor)?_parallel"
     r"(?:_replicate|_shard)?_degree|parallelism)",
+    # The parallelism of a Job of Kubernetes is its number of pods, and Hydra's defaults name files.
+    without=r"api_version|defaults\..*",
     meshes=(_TITAN,),
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"ParallelismConfig", "ParallelDims"}),
-)
-
-# Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
-# first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
-# axis. Experts have one, no cp axis, and the remaining data-parallel ranks.
-_MEGATRON_KEYS: Mapping[str, str] = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "num_distributed_optimizer_instances": "dp_replicate",
-}
-_MEGATRON_MESH = Mesh(
-    keys=_MEGATRON_KEYS,
-    order=("pp", "dp_replicate", "dp", "cp", "tp"),
-    section=r"(?P<part>.*)",
-    rest="dp",
-    shown=frozenset({"dp", "edp", "ep"}),
-    orders={"use_tp_pp_dp_mapping": "tp-cp-ep-pp-dp", "order": ""},
-    experts=("pp", "edp", "ep", "etp"),
-    expert_tp=True,
-    sharded=r"(?:.*\.)?use_(?:distributed_optimizer|torch_fsdp2|megatron_fsdp|custom_fsdp)=true"
-    r"|.*optim\.name=distributed_fused_adam",
-    unsharded=r"(?:.*\.)?data_parallel_sharding_strategy=no_shard",
-    is_sharded=False,
-    flattened=("dp", "dp_shard", "cp"),
-    needs=frozenset({"tp", "pp", "ep", "dp_replicate"}),
-)
-_MEGATRON = Framework(
-    program="megatron",
-    mark=r"(?:.*\.)?(?:(?:tensor|pipeline|expert)_model_parallel_size"
-    r"|num_distributed_optimizer_instances)",
-    meshes=(_MEGATRON_MESH,),
-    kinds=frozenset({"command"}),
-)
-# NeMo 1 and 2, NeMo RL and Megatron Bridge start Megatron-LM with its default order: NeMo,
-# nemo/lightning/megatron_init.py, initialize_model_parallel_for_nemo; Megatron Bridge,
-# src/megatron/bridge/training/initialize.py, _create_pg_collection. NeMo RL's DTensor workers have
-# (dp_replicate, dp, cp, tp): nemo_automodel/components/distributed/mesh_utils.py. Ranks:
-# trainer.devices of Lightning, cluster.gpus_per_node of NeMo RL.
-_NEMO = Framework(
-    program="nemo",
-    mark=_MEGATRON.mark + r"|(?:.*\.)?dtensor_cfg\..*_parallel_size",
-    meshes=(
-        Mesh(
-            keys={
-                "tensor_parallel_size": "tp",
-                "context_parallel_size": "cp",
-                "data_parallel_size": "dp_shard",
-            },
-            order=("dp_shard", "cp", "tp"),
-            section=r"(?P<part>.*\.dtensor_cfg)",
-            rest="dp_shard",
-            shown=frozenset({"dp_shard"}),
-            flattened=("dp_shard", "cp"),
-            needs=frozenset({"tp", "cp"}),
-            refused={
-                r".*\.dtensor_cfg\.expert_parallel_size=(?!1|none|null).*": (
-                    "the mesh of experts of NeMo RL's DTensor workers is not read"
-                ),
-                r"defaults=.*": "degrees may stand in the file that defaults names",
-            },
-        ),
-        replace(
-            _MEGATRON_MESH,
-            section=r"(?P<part>(?!.*(?:vllm|sglang|generation)).*)",
-            refused={r"defaults=.*\.ya?ml": "degrees may stand in the file that defaults names"},
-        ),
-    ),
-    launch={
-        "trainer.num_nodes": "hosts",
-        "trainer.devices": "ranks per host",
-        "cluster.num_nodes": "hosts",
-        "cluster.gpus_per_node": "ranks per host",
-        "num_nodes": "hosts",
-        "num_gpus_per_node": "ranks per host",
-        "devices": "ranks per host",
-    },
-    kinds=frozenset({"document"}),
-)
-# The recipes of both in Python shard the optimizer's state.
-_NEMO_RECIPES = replace(
-    _NEMO,
-    mark=_MEGATRON.mark,
-    meshes=(replace(_MEGATRON_MESH, is_sharded=True),),
-    kinds=frozenset({"python"}),
-    classes=frozenset({"MegatronStrategy", "initialize_model_parallel", "ModelParallelConfig"}),
 )
 
 # verl, verl/workers/fsdp_workers.py: create_device_mesh makes (fsdp), or (ddp, fsdp) if fsdp_size
@@ -150,7 +64,7 @@ _VERL_FSDP = Mesh(
     fill="ddp",
     shown=frozenset({"fsdp"}),
     unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=(?!fsdp).*)"
-    r"|config_name=.*megatron.*",
+    r"|(?:critic|reward_model)\.megatron\..*|(?:config_name|defaults\..*)=.*megatron.*",
 )
 _VERL = Framework(
     program="verl",
@@ -158,7 +72,7 @@ _VERL = Framework(
     meshes=(
         _VERL_FSDP,
         replace(
-            _MEGATRON_MESH,
+            MEGATRON_MESH,
             section=r"(?P<part>actor_rollout_ref\.actor|critic)\.megatron",
             is_sharded=True,
         ),
@@ -182,7 +96,8 @@ _VERL = Framework(
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(
     program="verl",
-    mark=r"(?:.*\.)?(?:ulysses_sequence_parallel_size|fsdp_size)",
+    mark=r"(?:(?:engine|model|model\.fsdp_config)\.)?"
+    r"(?:ulysses_sequence_parallel_size|fsdp_size)",
     meshes=(
         replace(
             _VERL_FSDP, section=r"(?:engine|model|model\.fsdp_config)?", unless=r"engine=meg.*"
@@ -243,20 +158,44 @@ _ACCELERATE = Framework(
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"ParallelismConfig"}),
 )
-# accelerate's Megatron-LM plugin: src/accelerate/utils/launch.py, prepare_multi_gpu_env.
+# accelerate's Megatron-LM plugin: src/accelerate/utils/dataclasses.py, MegatronLMPlugin, has the
+# options, and src/accelerate/utils/megatron_lm.py, finish_mpu_init, calls Megatron-LM's
+# _initialize_distributed, which makes the axes in Megatron-LM's order. An absent
+# context_parallel_size is 2 in today's releases; older ones have no such axis.
+_ACCELERATE_MEGATRON_MESH = replace(
+    MEGATRON_MESH,
+    keys={
+        "megatron_lm_tp_degree": "tp",
+        "megatron_lm_pp_degree": "pp",
+        "megatron_lm_context_parallel_size": "cp",
+        "megatron_lm_expert_model_parallel_size": "ep",
+        "megatron_lm_expert_tensor_parallel_size": "etp",
+    },
+    section=r"megatron_lm_config",
+    sharded=r".*use_distributed_optimizer=true",
+    expert_tp=False,
+)
 _ACCELERATE_MEGATRON = Framework(
     program="megatron",
+    mark=r"megatron_lm_config\.megatron_lm_context_parallel_size",
+    meshes=(_ACCELERATE_MEGATRON_MESH,),
+    launch=_ACCELERATE.launch,
+    kinds=frozenset({"document"}),
+)
+_ACCELERATE_OLD_MEGATRON = replace(
+    _ACCELERATE_MEGATRON,
     mark=r"megatron_lm_config\.megatron_lm_(?:tp|pp)_degree",
     meshes=(
         replace(
-            _MEGATRON_MESH,
-            keys={"megatron_lm_tp_degree": "tp", "megatron_lm_pp_degree": "pp"},
-            section=r"megatron_lm_config",
-            sharded=r".*use_distributed_optimizer=true",
+            _ACCELERATE_MEGATRON_MESH,
+            refused={
+                r"megatron_lm_config\..*": (
+                    "the default of megatron_lm_context_parallel_size is 2 in some releases of "
+                    "accelerate; set it"
+                )
+            },
         ),
     ),
-    launch=_ACCELERATE.launch,
-    kinds=frozenset({"document"}),
 )
 # accelerate's FSDP without degrees: torch's FSDP shards along all ranks, or along those of a host.
 _ACCELERATE_FSDP = Framework(
@@ -307,10 +246,11 @@ _AXOLOTL = Framework(
     word=r"base_model|datasets|sequence_len",
 )
 
-# DeepSpeed, deepspeed/utils/groups.py: AutoTP's tensor-parallel ranks are next to each other, and
-# deepspeed/runtime/zero/mics_utils.py shards along mics_shard_size neighbours and all-reduces
-# across. hpZ (deepspeed/runtime/zero/partition_parameters.py) keeps a second copy of parameters
-# on a host; gradients are reduced along all ranks.
+# DeepSpeed, deepspeed/utils/groups.py, _init_tp_mesh_device, for AutoTP: (data_parallel,
+# tensor_parallel). deepspeed/runtime/zero/mics_utils.py, create_mics_comm_groups, shards along
+# mics_shard_size neighbours and all-reduces across. hpZ (groups.py,
+# _create_zero_param_parallel_group) keeps a second copy of parameters on neighbours; gradients are
+# reduced along all ranks.
 _DEEPSPEED = Framework(
     program="deepspeed",
     mark=r"(?:zero_optimization\.)?(?:mics_shard_size|zero_hpz_partition_size)"
@@ -328,6 +268,81 @@ _DEEPSPEED = Framework(
             rest="dp_shard",
             fill="dp_replicate",
             shown=frozenset({"dp_shard"}),
+        ),
+    ),
+)
+
+# GPT-NeoX, megatron/initialize.py, _initialize_distributed, and Megatron-DeepSpeed take DeepSpeed's
+# (pipe, data, model): deepspeed/runtime/pipe/topology.py, PipeModelDataParallelTopology.
+_NEOX = Framework(
+    program="deepspeed",
+    mark=r"pipe_parallel_size",
+    meshes=(
+        Mesh(
+            keys={"pipe_parallel_size": "pp", "model_parallel_size": "tp"},
+            order=("pp", "dp", "tp"),
+            rest="dp",
+            shown=frozenset({"dp"}),
+            sharded=r"zero_optimization\.stage=[123]",
+            is_sharded=False,
+            zero_is_one=True,
+            refused={
+                r"moe_num_experts=(?![01]$|none|null).*": "GPT-NeoX's mesh of experts is not read",
+                r"context_parallel_size=(?![01]$|none|null).*": "its context axis is not read",
+            },
+        ),
+    ),
+    launch={"global_num_gpus": "world size"},
+    kinds=frozenset({"document"}),
+)
+
+# nanotron, src/nanotron/parallel/context.py, ParallelContext._init_parallel_groups: (ep, pp, dp,
+# cp, tp). Gradients are reduced along dp and cp together, and ZeRO-1 shards the optimizer's state.
+_NANOTRON = Framework(
+    program="nanotron",
+    mark=r"parallelism\.(?:dp|pp|tp)",
+    meshes=(
+        Mesh(
+            keys={
+                "pp": "pp",
+                "dp": "dp",
+                "context_parallel_size": "cp",
+                "tp": "tp",
+            },
+            order=("pp", "dp", "cp", "tp"),
+            section="parallelism",
+            sharded=r"optimizer\.zero_stage=1",
+            is_sharded=False,
+            flattened=("dp", "cp"),
+            needs=frozenset({"dp", "pp", "tp"}),
+            refused={
+                r"parallelism\.expert_parallel_size=(?![01]$|none|null).*": (
+                    "nanotron's mesh of experts is not read"
+                )
+            },
+        ),
+    ),
+    kinds=frozenset({"document"}),
+    word=r"(?:pp_engine|tp_mode|nanotron|tp_linear_async_communication)",
+)
+
+# torchtune, torchtune/training/_distributed.py, ParallelDims.build_mesh: (dp_replicate, dp_shard,
+# cp, tp). Keys: recipes/full_finetune_distributed.py, __init__.
+_TORCHTUNE = Framework(
+    program="torch",
+    mark=r"(?:tensor|context)_parallel_dim|data_parallel_(?:shard|replicate)_dim",
+    meshes=(
+        Mesh(
+            keys={
+                "data_parallel_replicate_dim": "dp_replicate",
+                "data_parallel_shard_dim": "dp_shard",
+                "context_parallel_dim": "cp",
+                "tensor_parallel_dim": "tp",
+            },
+            order=("dp_replicate", "dp_shard", "cp", "tp"),
+            rest="dp_shard",
+            shown=frozenset({"dp_shard"}),
+            flattened=("dp_shard", "cp"),
         ),
     ),
 )
@@ -360,8 +375,26 @@ _LIGHTNING = Framework(
 )
 
 FRAMEWORKS: tuple[Framework, ...] = (
-    *(_TORCHTITAN, _VERL, _VERL_SFT, _NEMO, _NEMO_RECIPES, _MEGATRON),
-    *(_ACCELERATE_MEGATRON, _AXOLOTL, _ACCELERATE, _ACCELERATE_FSDP, _DEEPSPEED),
+    *(
+        _TORCHTITAN,
+        _TORCHTUNE,
+        _NANOTRON,
+        _NEOX,
+        _VERL,
+        _VERL_SFT,
+        AUTOMODEL,
+        NEMO,
+        NEMO_RECIPES,
+        MEGATRON,
+    ),
+    *(
+        _ACCELERATE_MEGATRON,
+        _ACCELERATE_OLD_MEGATRON,
+        _AXOLOTL,
+        _ACCELERATE,
+        _ACCELERATE_FSDP,
+        _DEEPSPEED,
+    ),
     *(_PRIME, _LIGHTNING, VLLM, SGLANG, SERVING, PLAIN),
 )
 """The first of them whose mark is among the keys of a file reads it."""

@@ -25,6 +25,10 @@ _MAX_LISTED = 4096
 _MAX_NESTED = 1 << 14
 
 
+# What makes ranks: the first argument of Colossal-AI's DeviceMesh, where torch's has a device type.
+_RANKS = frozenset({"arange", "range", "tensor", "Tensor", "reshape", "view"})
+
+
 class _Size(NamedTuple):
     """A size: its number, and its place in the shape."""
 
@@ -123,6 +127,13 @@ class MeshReader:
             raise UnknownMesh(f"{called} is called with ** here, which may name axes; {INSTEAD}")
         labels, places = self._read_names(given.named.get("mesh_dim_names"))
         if called == "DeviceMesh":
+            first = self._source.resolve(*given.positional[0]) if given.positional else None
+            if (
+                first
+                and isinstance(first[0], ast.List | ast.Tuple | ast.Call)
+                and (not isinstance(first[0], ast.Call) or find_callee(first[0]) in _RANKS)
+            ):
+                raise UnknownMesh(f"a DeviceMesh of another library takes ranks first; {INSTEAD}")
             return self._read_ranks(*shape, labels, places)
         items = self._source.read_items(*shape)
         if items is None:
@@ -199,7 +210,10 @@ class MeshReader:
         for item, scope in items:
             number = self._source.read_number(item, scope)
             if number is None:
-                raise UnknownMesh(f"{self._source.shorten(item)} is not a constant; {INSTEAD}")
+                raise UnknownMesh(
+                    f"{self._source.shorten(item)} is not a constant; {INSTEAD}",
+                    has_one_axis=len(items) == 1 and not isinstance(item, ast.Starred),
+                )
             found.append(_Size(number, *self._source.find_span(item)))
         return found
 
@@ -226,7 +240,11 @@ class MeshReader:
             counted = self._resolve_argument(*resolved)
             count = self._source.read_number(*counted) if counted else None
         if count is None:
-            raise UnknownMesh(f"the ranks {shown} are not constants; {INSTEAD}")
+            is_counted = resolved is not None and find_callee(resolved[0]) in ("arange", "range")
+            raise UnknownMesh(
+                f"the ranks {shown} are not constants; {INSTEAD}",
+                has_one_axis=is_counted and sizes is None,
+            )
         if sizes is None:
             sizes = [_Size(count, count.start, count.end)]
         values = [size.number.value for size in sizes]

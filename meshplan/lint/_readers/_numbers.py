@@ -47,11 +47,15 @@ class UnknownMesh(Exception):
 
     Attributes:
         line: of the missing value, if it is not the line of the mesh.
+        has_one_axis: whether the mesh has one axis, of unknown size: its group has no siblings.
     """
 
-    def __init__(self, message: str, line: int | None = None) -> None:
+    def __init__(
+        self, message: str, line: int | None = None, *, has_one_axis: bool = False
+    ) -> None:
         super().__init__(message)
         self.line = line
+        self.has_one_axis = has_one_axis
 
 
 class Number(NamedTuple):

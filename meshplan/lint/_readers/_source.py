@@ -140,7 +140,9 @@ class PythonSource(SourceTree):
             return None if inside is None else inside.copy_for_call(owner, scope.depth)
         methods = self.methods.get(node.attr, [])
         root = format_dotted(node.value).partition(".")[0]
-        return methods[0] if len(methods) == 1 and root and root not in self.imported else None
+        return (
+            methods[0] if len(methods) == 1 and root not in {"", "torch", *self.imported} else None
+        )
 
     def find_class(self, node: ast.expr, scope: Scope) -> Scope | None:
         """The class of this file that an expression is an instance of, or names."""
@@ -156,10 +158,14 @@ class PythonSource(SourceTree):
             if found is not None:
                 return found if found.is_class else None
         resolved = self.resolve(node, scope)
-        if resolved is not None and isinstance(resolved[0], ast.Call):
+        if resolved is None or not isinstance(resolved[0], ast.Call) or self._depth >= _MAX_DEPTH:
+            return None
+        self._depth += 1  # a name may stand for a call of its own method: x = x.build()
+        try:
             made = self.find_definition(resolved[0].func, resolved[1])
-            return made if made is not None and made.is_class else None
-        return None
+        finally:
+            self._depth -= 1
+        return made if made is not None and made.is_class else None
 
     def find_instances(self, scope: Scope) -> list[Scope]:
         """The scopes of all calls of a function; its own if the file does not call it."""

@@ -49,6 +49,7 @@ class Mesh:
         reduction: of gradients, if they are sharded.
         flattened: axes that are flattened into one mesh.
         sequence_parallel: the default of the key ``sequence_parallel``.
+        zero_is_one: whether a size of 0 means that there is no such axis.
     """
 
     keys: Mapping[str, str]
@@ -71,6 +72,7 @@ class Mesh:
     reduction: Reduction = "fsdp2"
     flattened: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    zero_is_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from meshplan.lint._readers._scopes import (
 
 __all__ = ["SourceTree", "Store", "format_dotted", "read_slice", "read_string"]
 
+_RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -45,6 +47,7 @@ class SourceTree:
         stores: of each attribute name.
         methods: of all classes, by name.
         branches: around names that are read inside conditional statements.
+        statements: calls that are statements of their own, outside conditional statements.
 
     Raises:
         LayoutError: it is not Python; the message names file and line.
@@ -60,6 +63,7 @@ class SourceTree:
         self.stores: dict[str, list[Store]] = {}
         self.methods: dict[str, list[Scope]] = {}
         self.branches: dict[ast.AST, Branches] = {}
+        self.statements: set[ast.Call] = set()
         self._renamed: dict[str, str] = {}
         self._plain: set[ast.AST] = set()  # called, compared, or a target of a plain assignment
         self._loads: list[tuple[ast.Name, Scope]] = []
@@ -79,6 +83,8 @@ class SourceTree:
                 inner, branches = self._open_scope(node, scope), ()
             for child in ast.iter_child_nodes(node):
                 parents[child] = node
+                if _expects_error(node) and isinstance(child, ast.stmt):
+                    continue  # what a test refuses is never made
                 around = (*branches, (node, arms[child])) if child in arms else branches
                 nodes.append((child, inner, around))
         self.uses = [node for node in self.uses if node not in self._plain]
@@ -95,6 +101,8 @@ class SourceTree:
             case ast.Call():
                 scope.calls.append(node)
                 self._plain.add(node.func)
+            case ast.Expr(ast.Call() as call) if not branches:
+                self.statements.add(call)
             case ast.Compare():
                 self._plain |= {node.left, *node.comparators}
             case ast.Name(ctx=ast.Load()):
@@ -164,6 +172,15 @@ class SourceTree:
         """The last part of the name that is called; of a renamed import, the original name."""
         last = format_dotted(node).rpartition(".")[2]
         return self._renamed.get(last, last) if isinstance(node, ast.Name) else last
+
+
+def _expects_error(node: ast.AST) -> bool:
+    """Whether this is ``with pytest.raises(...)`` or ``with self.assertRaises(...)``."""
+    return isinstance(node, ast.With) and any(
+        isinstance(one.context_expr, ast.Call)
+        and format_dotted(one.context_expr.func).rpartition(".")[2] in _RAISES
+        for one in node.items
+    )
 
 
 def format_dotted(node: ast.expr) -> str:

@@ -1,4 +1,4 @@
-"""The roles of axes from their use: what a Python file gives each mesh to.
+"""The roles of axes from their use: the calls of a Python file that get each mesh.
 
 Sources of positions and names of arguments: torch 2.11 to 2.15, ``distributed/fsdp``,
 ``distributed/_composable``, ``distributed/tensor``, ``distributed/pipelining``,
@@ -206,7 +206,7 @@ def _add_use(
 def _find_roles(
     kind: _Kind, mesh: Mesh, call: ast.Call, source: PythonSource
 ) -> Sequence[Role | None]:
-    """The role that a call gives each axis of its mesh."""
+    """The role that a call assigns to each axis of its mesh."""
     count = len(mesh.axes)
     by_position: tuple[Role, ...] = ("replicate", "shard")
     match kind:

@@ -37,6 +37,7 @@ _MESH_KEYS = (
     "roles",
     "framework",
     "reduce-order",
+    "order",
     "sequence-parallel",
 )
 _FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
@@ -177,6 +178,11 @@ def _read_mesh(places: _Places, path: Path, mesh: object) -> Job:
     if isinstance(order, str):  # as on the command line
         order = [name.strip() for name in order.split(",")]
     reduce_order = _read_axes(layout, "reduce-order", order)
+    if table.get("order", "exact") != "exact":
+        raise PolicyError(
+            'order is "exact", if every reduction of the mesh runs under it, got '
+            f"{repr(table['order'])[:40]}; leave it out for other orders"
+        )
     if not isinstance(sequence_parallel, bool):
         shown = repr(sequence_parallel)[:40]
         raise PolicyError(f"sequence-parallel is true or false, got {shown}")
@@ -191,6 +197,7 @@ def _read_mesh(places: _Places, path: Path, mesh: object) -> Job:
         flattened=flat,
         dims=tuple(dims),
         reduce_order=reduce_order,
+        exact="order" in table,
         sequence_parallel=sequence_parallel,
         rewrite=partial(_rewrite, places.text, value, layout, isinstance(roles, list)),
     )

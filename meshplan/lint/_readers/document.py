@@ -20,15 +20,19 @@ __all__ = ["read", "recognises"]
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
-    r"parallel|dp_(?:replicate|shard)|fsdp|mics_shard_size|zero_hpz|autotp|megatron_lm_config"
+    r"[pP]arallel|dp_(?:replicate|shard)|fsdp|mics_shard_size|zero_hpz|autotp|megatron_lm_config"
     r"|\b(?:tp|pp|cp|ep|dp)\b|deployment",
 )
 # Keys of Kubernetes, Compose, CI and editors whose value is a command line.
 _COMMAND = re.compile(
-    r"args?|arguments|command|cmd|entrypoint|run|script|setup|commands|model_args"
+    r"(?:extra_)?args?|arguments|command|cmd|entrypoint|run|script|setup|commands|model_args"
 )
 _JSON_KEY = re.compile(r'"([^"\\]*)"\s*:\s*(-?\d+)?')
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+# OmegaConf's ${oc.env:NAME,8}, and ${NAME:8}: a variable of the environment and its default.
+_DEFAULT = re.compile(r"\$\{(?:oc\.env:\w+,[ \t]*|[A-Z]\w*:)(\d{1,12})\}")
+# Between the words of tensorParallelSize.
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _MAX_DEPTH = 32
 _MAX_NODES = 1 << 14
 
@@ -65,7 +69,9 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
 
 
 def _normalize(*keys: object) -> str:
-    return ".".join(str(key) for key in keys).replace("-", "_").lower()
+    # Megatron-LM's own configurations have options as keys: "--tensor-model-parallel-size: 2".
+    path = ".".join(str(key).lstrip("-") for key in keys)
+    return _CAMEL.sub("_", path).replace("-", "_").lower()
 
 
 def _resolve(settings: list[Setting]) -> list[Setting]:
@@ -75,8 +81,11 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
     for one in settings:
         if isinstance(one.value, str) and "${" in one.value:
             reference = _REFERENCE.fullmatch(one.value)
+            default = _DEFAULT.fullmatch(one.value)
             value = values.get(_normalize(reference[1])) if reference else None
-            if type(value) is not int:
+            if default:
+                value = int(default[1])
+            elif type(value) is not int:
                 value = Unknown(f"{one.key} = {one.value} has no value in this file; use a number")
             one = one._replace(value=value)
         found.append(one)
@@ -86,6 +95,8 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
 def _insert(text: str, ending: str, after: Setting, key: str, size: int) -> Edit | None:
     """An edit that adds a key after another one in the same table."""
     assert after.number is not None
+    if _CAMEL.search(after.key):
+        return None
     at = after.number.end
     if ending == "json":
         return Edit(at, at, f', "{key}": {size}')

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from meshplan._message_text import suggest
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import LintReport
 from meshplan.lint._reporters.text import wants_color
@@ -43,6 +44,7 @@ def render(report: LintReport, output_format: str, *, color: bool = False) -> st
     if output_format not in FORMATS:
         raise PolicyError(
             f"unknown output format {output_format[:40]!a}; use one of {', '.join(FORMATS)}"
+            f"{suggest(output_format, FORMATS)}"
         )
     module = import_module(f"meshplan.lint._reporters.{_MODULES[output_format]}")
     options = {"color": color} if output_format == "text" else {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
+from meshplan._message_text import format_first
 from meshplan.lint._finding import (
     SEVERITIES,
     Finding,
     Fix,
-    InputState,
     LintInput,
     LintReport,
     Source,
@@ -25,10 +25,12 @@ __all__ = [
     "format_counts",
     "format_details",
     "format_fix",
-    "format_inputs",
+    "find_columns",
+    "format_checked",
     "format_name",
     "format_reason",
     "format_source",
+    "has_files_without_mesh",
     "make_relative",
 ]
 
@@ -103,9 +105,30 @@ def format_reason(one: LintInput) -> str:
     return escape_line("".join(one.why[:1])) + more
 
 
-def format_inputs(report: LintReport, state: InputState) -> str:
-    """The names of the inputs in a state, in one line; empty if there are none."""
-    return ", ".join(format_name(one) for one in report.list_inputs(state))
+def format_checked(report: LintReport) -> str:
+    """``checked 3 files, 1 mesh; no mesh in a.py, b.py``, with a few names; empty without files."""
+    if not report.files:
+        return ""
+    names = [format_name(one) for one in report.list_inputs("no mesh") if one.kind == "file"]
+    text = f"checked {report.files} file{'s' * (report.files != 1)}, "
+    text += f"{report.meshes} mesh{'es' * (report.meshes != 1)}"
+    return f"{text}; no mesh in {format_first(names, 3)}" if names else text
+
+
+def find_columns(source: Source, texts: Mapping[str, str]) -> tuple[int, int] | None:
+    """The columns of the text on the line of a source, from 1 on, the end exclusive."""
+    # As readers count lines: by newlines, and not by the other separators of `str.splitlines`.
+    lines = texts.get(source.file, "").split("\n")
+    if source.line is None or not 0 < source.line <= len(lines):
+        return None
+    line = lines[source.line - 1].rstrip()
+    return (len(line) - len(line.lstrip()) + 1, len(line) + 1) if line else None
+
+
+def has_files_without_mesh(report: LintReport) -> bool:
+    """Whether a file that was read has no mesh."""
+    states = [one.state for one in report.inputs if one.kind == "file"]
+    return report.files > len(states) or "no mesh" in states
 
 
 def make_relative(file: str) -> str:

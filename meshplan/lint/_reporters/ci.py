@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from xml.sax.saxutils import escape, quoteattr
 
 from meshplan.lint._finding import Finding, LintInput, LintReport
 from meshplan.lint._reporters._words import (
     escape_line,
     escape_text,
+    find_columns,
+    format_checked,
     format_details,
-    format_inputs,
     format_name,
     format_reason,
     format_source,
+    has_files_without_mesh,
     make_relative,
 )
 
@@ -27,18 +30,18 @@ def render_github(report: LintReport) -> str:
     One for each finding and each input that was not judged, one for all inputs without a mesh.
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions has the format.
     """
-    commands = [_write_command(finding) for finding in report.findings]
+    commands = [_write_command(finding, report.texts) for finding in report.findings]
     command = "warning" if report.allow_unjudged else "error"
     for one in report.list_inputs("not judged"):
         place = f"file={_escape_property(make_relative(one.name))}," if one.is_file else ""
         text = "\n".join([f"not judged: {format_name(one)}", *map(escape_line, one.why)])
         commands.append(f"::{command} {place}title=not judged::{_escape_data(text)}")
-    if names := format_inputs(report, "no mesh"):
-        commands.append(f"::notice title=no mesh::{_escape_data(f'no mesh in {names}')}")
+    if has_files_without_mesh(report):
+        commands.append(f"::notice title=checked::{_escape_data(format_checked(report))}")
     return "".join(f"{command}\n" for command in commands)
 
 
-def _write_command(finding: Finding) -> str:
+def _write_command(finding: Finding, texts: Mapping[str, str]) -> str:
     source = finding.source
     properties = []
     message = escape_line(finding.message)
@@ -46,6 +49,8 @@ def _write_command(finding: Finding) -> str:
         properties.append(f"file={_escape_property(make_relative(source.file))}")
         if source.line is not None:
             properties.append(f"line={source.line}")
+            if columns := find_columns(source, texts):
+                properties.append(f"col={columns[0]},endColumn={columns[1]}")
     else:
         message = f"{format_source(source)}: {message}"
     properties.append(f"title={_escape_property(finding.code)}")

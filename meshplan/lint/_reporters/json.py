@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -14,10 +16,12 @@ from urllib.parse import quote
 
 import meshplan
 from meshplan.errors import PolicyError
-from meshplan.lint._finding import Finding, LintInput, LintReport, Severity, Source
+from meshplan.lint._finding import Finding, Fix, LintInput, LintReport, Severity, Source
 from meshplan.lint._reporters._words import (
     escape_line,
+    find_columns,
     format_details,
+    format_fix,
     format_name,
     format_source,
     make_relative,
@@ -42,13 +46,15 @@ _LINK = re.compile(r"<(https://[^>]+)>")
 
 
 def render_json(report: LintReport) -> str:
-    """``findings``, ``judged``, ``ignored``, ``inputs``, ``allow_unjudged``, ``version``."""
+    """``findings``, ``judged``, ``ignored``, ``inputs``, ``files``, ``version`` and others."""
     found = {
         "findings": [_make_entry(finding) for finding in report.findings],
         "judged": list(report.judged),
         "ignored": report.ignored,
         "inputs": [asdict(given) for given in report.inputs],
         "allow_unjudged": report.allow_unjudged,
+        "files": report.files,
+        "meshes": report.meshes,
         "version": meshplan.__version__,
     }
     return json.dumps(_make_plain(found), indent=2, allow_nan=False) + "\n"
@@ -106,7 +112,9 @@ def render_sarif(report: LintReport) -> str:
             }
         },
         "columnKind": "unicodeCodePoints",
-        "results": [_make_result(finding, codes, seen) for finding in report.findings],
+        "results": [
+            _make_result(finding, codes, seen, report.texts) for finding in report.findings
+        ],
     }
     if report.inputs:
         run |= {
@@ -163,19 +171,22 @@ def _make_rule(code: str) -> dict[str, Any]:
     return found
 
 
-def _make_result(finding: Finding, codes: list[str], seen: Counter[str]) -> dict[str, Any]:
+def _make_result(
+    finding: Finding, codes: list[str], seen: Counter[str], texts: Mapping[str, str]
+) -> dict[str, Any]:
     # Without the line: the same finding further down in the file is the same finding.
     place = finding.source.option or _format_uri(finding.source.file)
     known = "\0".join((finding.code, place, finding.subject, finding.message))
     digest = hashlib.sha256(known.encode("utf-8", errors="surrogatepass")).hexdigest()[:32]
     seen[digest] += 1
     message = "\n".join([escape_line(finding.message), *format_details(finding)])
-    return {
+    edits = [fix for fix in finding.fixes if fix.edit is not None and fix.edit.file != "-"]
+    result = {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
         "level": _LEVELS[finding.severity],
         "message": {"text": _escape_message(message)},
-        "locations": [_make_location(finding.source)],
+        "locations": [_make_location(finding.source, texts)],
         "partialFingerprints": {"meshplan/v1": f"{digest}:{seen[digest]}"},
         "properties": {
             "subject": finding.subject,
@@ -183,6 +194,32 @@ def _make_result(finding: Finding, codes: list[str], seen: Counter[str]) -> dict
             "data": finding.data,
         },
     }
+    return result | ({"fixes": [_make_fix(fix) for fix in edits]} if edits else {})
+
+
+def _make_fix(fix: Fix) -> dict[str, Any]:
+    """The change of a file: text to insert for each changed part, by lines and columns."""
+    edit = fix.edit
+    assert edit is not None
+    # By lines: characters take the square of the length.
+    lines, newer = (text.splitlines(keepends=True) for text in (edit.before, edit.after))
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    replacements = []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, lines, newer, False).get_opcodes():
+        if kind != "equal":
+            start, end = (_find_position(edit.before, starts[n]) for n in (i, j))
+            region = {"startLine": start[0], "startColumn": start[1]}
+            region |= {"endLine": end[0], "endColumn": end[1]}
+            inserted = {"text": "".join(newer[k:m])}
+            replacements.append({"deletedRegion": region, "insertedContent": inserted})
+    change = {"artifactLocation": {"uri": _format_uri(edit.file)}, "replacements": replacements}
+    text = _escape_message(format_fix(fix))
+    return {"description": {"text": text}, "artifactChanges": [change]}
+
+
+def _find_position(text: str, at: int) -> tuple[int, int]:
+    """Line and column of a character, from 1 on."""
+    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
 def _escape_message(text: str) -> str:
@@ -190,11 +227,13 @@ def _escape_message(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}").replace("](", "] (")
 
 
-def _make_location(source: Source) -> dict[str, Any]:
+def _make_location(source: Source, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
     if source.file and source.file != "-":
         physical: dict[str, Any] = {"artifactLocation": {"uri": _format_uri(source.file)}}
         if source.line is not None and source.line > 0:
             physical["region"] = {"startLine": source.line}
+            if columns := find_columns(source, texts or {}):
+                physical["region"] |= {"startColumn": columns[0], "endColumn": columns[1]}
         return {"physicalLocation": physical}
     name = format_source(source)
     kind = "parameter" if name.startswith("-") else "variable" if source.option else "resource"

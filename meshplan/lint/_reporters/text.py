@@ -12,12 +12,13 @@ from meshplan.lint._finding import Finding, Fix, LintReport
 from meshplan.lint._reporters._words import (
     escape_line,
     escape_lines,
+    format_checked,
     format_counts,
     format_fix,
-    format_inputs,
     format_name,
     format_reason,
     format_source,
+    has_files_without_mesh,
 )
 
 __all__ = ["render_concise", "render_text", "wants_color"]
@@ -55,8 +56,8 @@ def render_concise(report: LintReport) -> str:
         f"{format_name(one)}: not judged: {format_reason(one)}"
         for one in report.list_inputs("not judged")
     ]
-    if names := format_inputs(report, "no mesh"):
-        lines.append(f"no mesh in {names}")
+    if has_files_without_mesh(report):
+        lines.append(format_checked(report))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -99,8 +100,8 @@ def _write_lines(report: LintReport) -> Iterator[_Line]:
         yield [("judged ", "dim"), (escape_line(judged), "")]
     for one in report.list_inputs("not judged"):
         yield [("not judged ", "bold red"), (f"{format_name(one)}: {format_reason(one)}", "")]
-    if names := format_inputs(report, "no mesh"):
-        yield [("no mesh in ", "dim"), (names, "")]
+    if checked := format_checked(report):
+        yield [(checked, "")]
     summary: _Line = [(format_counts(report), "bold")]
     if codes := sorted({escape_line(finding.code) for finding in report.findings}):
         summary.append((f"; meshplan rule {' '.join(codes)} explains", ""))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 
 from meshplan import errors
+from meshplan._message_text import find_near
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules._rule import RULES
 
@@ -46,7 +46,7 @@ def find_near_codes(words: str) -> list[str]:
     if given.startswith("mp"):
         given = given.translate(_MISREAD)
     parts = [name for name in known if len(given) > 2 and given in name]
-    similar = get_close_matches(given, known, n=5, cutoff=0.7)
+    similar = find_near(given, known, 5, 0.7)
     return list(dict.fromkeys(known[name] for name in parts + similar))
 
 
