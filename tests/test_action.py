@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshplan.lint._reporters import FORMATS
+from tests.cli import meshplan
 
 ROOT = Path(__file__).parents[1]
 ACTION = (ROOT / "action.yml").read_text(encoding="utf-8")
@@ -112,6 +115,57 @@ def test_hook_is_well_formed() -> None:
         "language",
         "types_or",
         "require_serial",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "compiles"),
+    [
+        ({}, True),
+        ({"MESHPLAN_BUILD_KERNELS": "0"}, False),
+        ({"VIRTUAL_ENV": "/cache/repo1/py_env-python3"}, False),
+        ({"VIRTUAL_ENV": "/cache/repo1/py_env-python3", "MESHPLAN_BUILD_KERNELS": "1"}, True),
+    ],
+)
+def test_kernels_are_not_compiled_for_the_linter(
+    environment: dict[str, str], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setuptools = pytest.importorskip("setuptools")
+    for name in ("MESHPLAN_BUILD_KERNELS", "VIRTUAL_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert bool(given["ext_modules"]) == compiles
+
+
+def test_action_compiles_no_kernels() -> None:
+    step = next(one for one in load(ACTION)["runs"]["steps"] if one["name"] == "install meshplan")
+    assert step["env"]["MESHPLAN_BUILD_KERNELS"] == "0"
+
+
+def test_problem_matcher_reads_real_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/howto/lint-in-ci.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```json\n(.*?problemMatcher.*?)```", page, re.S)
+    (task,) = json.loads(block)["tasks"]
+    pattern = task["problemMatcher"]["pattern"]
+    monkeypatch.chdir(tmp_path)
+    text = "from torch.distributed.device_mesh import init_device_mesh\n"
+    text += "mesh = init_device_mesh('cuda', (8, 5), mesh_dim_names=('ddp', 'fsdp'))\n"
+    Path("a: b.py").write_text(text)
+    Path("open.py").write_text(text.replace("8, 5", "n, 5"))
+    words = ["--isolated", "--domain-size", "8", *task["command"].split()[2:]]
+    status, out, err = meshplan("lint", *words)
+    assert (status, err) == (1, "")
+    read = [re.fullmatch(pattern["regexp"], line) for line in out.splitlines()]
+    keys = ("file", "line", "severity", "code")
+    found = [tuple(one[pattern[key]] for key in keys) for one in read if one is not None]
+    assert set(found) == {
+        ("a: b.py", "2", "error", "MP101"),
+        ("open.py", "2", "warning", "MP191"),
     }
 
 

@@ -107,7 +107,7 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     command += ["--nproc-per-node", "4", "--no-python", sys.executable, "-c", script]
     path = tmp_path / "links.json"
     done = subprocess.run(
-        [*command, "--output", str(path), "--repeat", "2"],
+        [*command, "--output-file", str(path), "--repeat", "2"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -158,12 +158,12 @@ class TestRefusals(TestCase):
             self.said(ranks=False),
             self.said("--repeat", "0"),
             self.said("--timeout", "nan"),
-            self.said("--output", "missing/links.json"),
+            self.said("--output-file", "missing/links.json"),
         ]
         self.assertExpectedInline(
             "\n".join(found),
             """\
-meshplan: MP402: meshplan links runs on all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; use torchrun --nproc-per-node 8 -m meshplan links --output links.json
+meshplan: MP402: meshplan links runs on all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; use torchrun --nproc-per-node 8 -m meshplan links --output-file links.json
 meshplan: MP402: --repeat: use an integer from 1 to 10000, got 0
 meshplan: MP402: --timeout: use a positive number of seconds, got nan
 meshplan: MP402: missing/links.json: cannot be written: No such file or directory""",
@@ -171,7 +171,7 @@ meshplan: MP402: missing/links.json: cannot be written: No such file or director
 
     def test_unwritable_file_is_refused(self) -> None:
         with mock.patch("meshplan.cli._links_run.measure", return_value=("{}", "measured")):
-            assert self.said("--output", "/dev/full") == (
+            assert self.said("--output-file", "/dev/full") == (
                 "meshplan: MP402: /dev/full: cannot be written: No space left on device"
             )
 

@@ -346,6 +346,13 @@ class TestOutput:
         page = Path("a.html").read_text()
         assert "<svg" in page
         assert not re.search(r"(?:src|href)=\"https?:", page)
+        Path("job.toml").write_text(TITAN + "# <b>\n")
+        lint("job.toml", "--domain-size", "8", "--html", "b.html")
+        page = Path("b.html").read_text()
+        assert "<h2>Findings and fixes</h2>\n<h3>error MP101: replicas may differ" in page
+        assert "<pre>--- a/job.toml\n+++ b/job.toml\n" in page
+        assert "+data_parallel_replicate_degree = 10\n" in page
+        assert "# &lt;b&gt;" in page
         # The picture shows that the placement is unknown.
         Path("partial").write_text(
             '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>'
@@ -354,17 +361,17 @@ class TestOutput:
         assert (code, err) == (1, "")
         xml.etree.ElementTree.parse("b.svg")
 
-    def test_fix_rewrites_the_file(self, lint: Any) -> None:
+    def test_fix_of_an_option_is_a_sentence(self, lint: Any) -> None:
         code, out, err = lint(*self.MESH, "--fix")
-        assert code == 1
-        assert out.startswith("--- --mesh\n+++ --mesh\n@@ -1 +1 @@\n-ddp=8,fsdp=5\n+")
+        assert (code, out) == (1, "")
+        assert "no change of a file; choose other sizes: --mesh ddp=10,fsdp=4 (" in err
         assert "MP101" in err
         code, out, err = lint(*self.MESH, "--fix", "--output-format", "json")
         assert (code, out) == (2, "")
         # No other mesh of 7 ranks is even on nodes of 3.
         code, out, err = lint("--mesh", "dp=2,tp=7", "--node-size", "3", "--fix")
         assert (code, out) == (1, "")
-        assert "call meshplan.install()" in err
+        assert "call torch.distributed.init_process_group('meshplan')" in err
 
     def test_diffs_apply_in_folders(self, lint: Any) -> None:
         folder = Path("conf/a b")
@@ -384,29 +391,36 @@ class TestOutput:
         text = "\ufeff" + TITAN.replace("\n", "\r\n")
         Path("job.toml").write_bytes(text.encode())
         code, out, err = lint("job.toml", "--domain-size", "8", "--fix", "--write")
-        assert (code, out) == (1, "")
-        assert "job.toml:4: changed; choose other sizes" in err
+        assert (code, out.endswith("\nno findings\n")) == (0, True)
+        assert err.startswith("meshplan: job.toml: changed; choose other sizes")
         changed = Path("job.toml").read_bytes().decode()
         assert changed == text.replace("degree = 8", "degree = 10").replace(
             "degree = 5", "degree = 4"
         )
-        assert lint("job.toml", "--domain-size", "8")[0] == 0
         assert lint("job.toml", "--domain-size", "8", "--write")[0] == 2
-        code, _, err = lint(*self.MESH, "--fix", "--write")
-        assert code == 1
-        assert "--mesh ddp=8,fsdp=5: not a file; choose other sizes" in err
 
-    def test_second_mesh_of_a_file_waits_for_the_next_run(self, lint: Any) -> None:
+    def test_all_meshes_of_all_files_are_fixed_in_one_run(self, lint: Any) -> None:
         mesh = "init_device_mesh('cuda', (8, 5), mesh_dim_names=('ddp', 'fsdp'))\n"
         text = "from torch.distributed.device_mesh import init_device_mesh\n" + mesh * 2
-        Path("two.py").write_text(text)
-        words = ("two.py", "--domain-size", "8", "--fix", "--write")
-        code, _, err = lint(*words)
-        assert code == 1
-        assert "two.py:2: changed" in err
-        assert "two.py:3: run again" in err
-        assert lint(*words)[0] == 1
-        assert lint("two.py", "--domain-size", "8")[0] == 0
+        Path("src").mkdir()
+        files = [Path("src/two.py"), Path("src/a b.py"), Path("job.toml")]
+        for file in files:
+            file.write_text(text if file.suffix == ".py" else TITAN)
+        words = (".", "--domain-size", "8", "--fix")
+        code, out, _ = lint(*words)
+        assert (code, out.count("+++ ")) == (1, 3)
+        subprocess.run(["git", "apply"], input=out, text=True, check=True)
+        patched = [file.read_text() for file in files]
+        for file in files:
+            file.write_text(text if file.suffix == ".py" else TITAN)
+        code, out, err = lint(*words, "--write")
+        assert (code, err.count(": changed; ")) == (0, 3)
+        assert "checked 3 files, 5 meshes\nno findings" in out
+        assert [file.read_text() for file in files] == patched
+        # What is left is reported, and fails.
+        code, out, err = lint(*words, "--write", *self.MESH)
+        assert (code, err) == (1, "")
+        assert "error MP101" in out
 
     def test_files_in_other_encodings_are_not_written(self, lint: Any) -> None:
         content = (TITAN + "# caf\xe9\n").encode("latin-1")
@@ -427,6 +441,89 @@ class TestOutput:
         assert [f["severity"] for f in findings(out)["MP202"]] == ["warning", "warning"]
 
 
+def test_directories_are_searched(lint: Any) -> None:
+    for name in ("a/job.toml", "a/b/train.py", ".venv/x.toml", "build/y.toml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(TRAIN if name.endswith(".py") else TITAN)
+    Path("a/tool.py").write_text("print()\n")
+    Path("a/notes.txt").write_text("none\n")
+    Path("a/large.json").write_text('{"parallel": 8}' + " " * (1 << 18))
+
+    def files(*words: str) -> tuple[int, int, list[str]]:
+        code, out, err = lint(*words, "--domain-size", "8", "--output-format", "json")
+        assert err == ""
+        report = json.loads(out)
+        return code, report["files"], [one["name"] for one in report["inputs"]]
+
+    both = ["a/job.toml", "a/b/train.py"]
+    assert files(".") == files("a") == files("a", "a/b", "./a") == (1, 3, both)
+    assert files("a/**/*.py") == (1, 2, ["a/b/train.py", "a/tool.py"])
+    assert files(".", "--exclude", "b") == (1, 2, both[:1])
+    assert files(".", "--exclude", "a/*.toml", "--exclude", "t*.py") == (0, 0, [])
+    assert files("a/job.toml", "--exclude", "*.toml") == (0, 0, [])
+    assert files(".venv") == (1, 1, [".venv/x.toml"])
+    Path("meshplan.toml").write_text('include = ["*.txt", "*.py"]\nexclude = ["a/b/"]\n')
+    assert files(".") == (0, 2, [])
+    Path("meshplan.toml").rename("a/meshplan.toml")
+    assert files("a") == (1, 3, ["a/b/train.py"])
+    Path("a/meshplan.toml").write_text('exclude = ["b/*"]\n')
+    assert files("a") == (1, 3, ["a/job.toml"])
+
+
+def test_files_that_git_ignores_are_left_out(lint: Any) -> None:
+    for name in ("a/job.toml", "a/old/job.toml", "a/tracked.toml", "a/é\n.toml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(TITAN)
+
+    def files(*words: str) -> list[str]:
+        out = lint(*words, "--domain-size", "8", "--output-format", "json")[1]
+        return [one["name"] for one in json.loads(out)["inputs"]]
+
+    names = sorted(str(one) for one in Path("a").rglob("*.toml"))
+    Path("a/.gitignore").write_text("old\ntracked.toml\né*\n")
+    assert sorted(files("a")) == names  # not in a repository
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "-f", "a/tracked.toml"], check=True)
+    Path("link").symlink_to("a")
+    assert files("a") == files(".") == ["a/job.toml", "a/tracked.toml"]
+    assert files("link") == ["link/job.toml", "link/tracked.toml"]
+    assert files("a/old/job.toml") == ["a/old/job.toml"]
+    assert files("a/old") == []
+
+
+def test_one_broken_file_of_a_directory_does_not_hide_the_others(lint: Any) -> None:
+    Path("a").mkdir()
+    Path("a/broken.py").write_text("init_device_mesh('cuda', (8,\n")
+    Path("a/comment.toml").write_text(TITAN + "# meshplan: ignore[MP101]\n")
+    Path("a/job.toml").write_text(TITAN)
+    Path("a/small.toml").write_text(TITAN.replace("= 8", "= 9"))
+    words = ("a", "--hosts", "5", "--node-size", "8", "--output-format", "concise")
+    code, out, err = lint(*words)
+    assert "a/job.toml:4: error MP101" in out
+    assert "a/broken.py: not judged: line 1: cannot be parsed as Python" in out
+    assert "a/comment.toml: not judged: line 8: an ignore comment needs a reason" in out
+    # The hosts do not suit this mesh, whoever named the file.
+    assert "a/small.toml: not judged: line 4: 5 hosts of 8 GPUs have 40 ranks" in out
+    assert (code, err.count("\n")) == (2, 1)
+    Path("a/small.toml").unlink()
+    assert lint(*words)[0] == 1
+    assert lint("a", "--output-format", "concise")[0] == 2
+
+
+def test_standard_input_has_a_name(lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("-", "--domain-size", "8", "--output-format", "concise")
+    for name, options in (("standard input", ()), ("src/x.py", ("--stdin-filename", "src/x.py"))):
+        given = io.TextIOWrapper(io.BytesIO(TRAIN.encode()))
+        monkeypatch.setattr(sys, "stdin", given)
+        code, out, err = lint(*words, *options)
+        assert (code, err) == (1, "")
+        assert all(line.startswith(f"{name}:4: error MP101") for line in out.splitlines())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'mesh = "ddp=8,fsdp=5"')))
+    code, out, _ = lint(*words)
+    assert code == 1
+    assert "give the mesh with --mesh, or name the format with --stdin-filename job.toml" in out
+
+
 class TestMessages(TestCase):
     def test_errors_are_one_line(self) -> None:
         commands = [
@@ -436,7 +533,10 @@ class TestMessages(TestCase):
             "lint --mesh ddp=8 --domain-size 0",
             "lint --mesh ddp=8 --domain-size eight",
             "lint missing.toml",
-            "lint -",
+            "lint - --topology -",
+            "lint - --fix --write",
+            "lint a.py --stdin-filename b.py",
+            "lint *.cfg",
             "lint --mesh ddp=8 --domain-size 8 --reduce-order fsdp",
             "lint --mesh ddp=8 --domain-size 8 --flatten ddp,x",
             "lint --mesh ddp=8 --domain-size 8 --dim big",
@@ -470,19 +570,22 @@ meshplan: MP211: 3 hosts of 2 GPUs have 6 ranks, and the mesh has 8; pass --host
 meshplan: MP211: --domain-size: use an integer from 1 to 1000000000, got '0'
 meshplan: MP211: --domain-size: use an integer from 1 to 1000000000, got 'eight'
 meshplan: MP212: missing.toml: cannot be read: No such file or directory
-meshplan: MP402: a job cannot be read from standard input; pass the name of its file
+meshplan: MP402: standard input is FILE and --topology; pass the name of one of them
+meshplan: MP402: --write changes files, and - is standard input; leave out --write
+meshplan: MP402: --stdin-filename needs the file -, which is standard input; add -
+meshplan: MP402: *.cfg: no file matches this pattern
 meshplan: MP112: no axis 'fsdp' in the mesh, it has ddp
 meshplan: MP112: no axis 'x' in the mesh, it has ddp
 meshplan: MP211: --dim: use an integer from 0 to 1000000000, got 'big'
-meshplan lint: argument --framework: invalid choice: 'jax' (choose from 'dtensor', 'fsdp2', 'ddp'); see meshplan lint --help
+meshplan lint: argument --framework: use dtensor, fsdp2 or ddp, got 'jax'; see meshplan lint --help
 meshplan: MP212: missing: cannot be read: No such file or directory
-meshplan: unrecognized arguments: --nonsense; see meshplan --help
+meshplan lint: unknown argument '--nonsense' (did you mean '--node-size'?); see meshplan lint --help
 meshplan: MP211: meshplan lint --live runs on all ranks of a job at once, and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; use torchrun --nproc-per-node 8 -m meshplan lint --live --mesh ddp=8,fsdp=5
 meshplan: MP402: --live reads the placement from the ranks; leave out the placement options, and those of the configuration with --isolated
 meshplan: MP402: --timeout needs --live; add it, or leave out --timeout
 meshplan: MP402: --ranks needs exactly one --mesh, got 2
 meshplan: only meshplan lint takes arguments after --, got 'y'; see meshplan --help
-meshplan: argument verb: invalid choice: 'nonsense' (choose from 'diagnose', 'doctor', 'links', 'lint', 'plan', 'probe', 'rule', 'simulate', 'topo', 'completion'); see meshplan --help
+meshplan: argument verb: use diagnose, doctor, links, lint, plan, probe, rule, simulate, topo or completion, got 'nonsense'; see meshplan --help
 """,
         )
 

@@ -50,7 +50,7 @@ class TestText(TestCase):
             """\
 (P(sum), P(sum), R) -> (R, R, R) on (ddp=8, fsdp=5, tp=1)
   all_reduce sum over (ddp, fsdp), groups of 40, exchange, contract v1/tree/wide/once: 2 axes in one reduction, in one order for all siblings
-predicted: 1.29 ms, 2 collectives, 65.4 MB out (11.7 MB domain, 53.7 MB network), 100.7 MB memory
+predicted: 1.29 ms, 2 collectives, 65.4 MB out (11.7 MB domain, 53.7 MB network), 100.7 MB memory; best of 2 plans, --explain shows others
 without meshplan, sequentially by axis (ddp, fsdp), in the backend's order:
   sum over (fsdp), 8 groups of 5: 8 siblings along (ddp) hold the same inputs and must agree
     may differ under ring (5 orders), tree (5 orders); order undocumented under nvls, collnet, rccl
@@ -70,17 +70,23 @@ without meshplan, sequentially by axis (ddp, fsdp), in the backend's order:
             found,
             """\
 (P(sum), P(sum)) -> (R, S(0)) on (fsdp=5, ddp=8)
-4 plans compared for 4096 x 4096 elements of float32, 5 nodes of 8, domains of 8
-chosen: 444.5 us, 3 collectives, 72.1 MB out (58.7 MB domain, 13.4 MB network), 159.4 MB memory
+8 plans compared for 4096 x 4096 elements of float32, 5 nodes of 8, domains of 8; bytes out of the busiest rank
+chosen: 398.9 us, 9 collectives, 72.1 MB out (58.7 MB domain, 13.4 MB network), 151.0 MB memory
   reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), exchange in blocks of 8
-rejected, 141.3 us slower, 58.7 MB more inside domains, 1 more collective, 58.7 MB more memory: 585.8 us, 4 collectives, 130.9 MB out (117.4 MB domain, 13.4 MB network), 218.1 MB memory
+rejected, 66.9 us slower, 3.4 MB more over the network, 4 more collectives: 465.8 us, 13 collectives, 75.5 MB out (58.7 MB domain, 16.8 MB network), 149.3 MB memory
+  reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), exchange in blocks of 8, halving between them
+rejected, 95.6 us slower, 58.7 MB more inside domains, 7 more collectives, 58.7 MB more memory: 494.5 us, 16 collectives, 130.9 MB out (117.4 MB domain, 13.4 MB network), 209.7 MB memory
   all_reduce sum over (fsdp, ddp), exchange in blocks of 8
   slice R -> S(0) over (ddp), local
-rejected, 904.1 us slower, 47.0 MB more over the network: 1.35 ms, 2 collectives, 72.1 MB out (11.7 MB domain, 60.4 MB network), 142.6 MB memory
-  reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), exchange
-rejected, 1.95 ms slower, 94.0 MB more over the network, 41.9 MB more memory: 2.39 ms, 2 collectives, 130.9 MB out (23.5 MB domain, 107.4 MB network), 201.3 MB memory
-  all_reduce sum over (fsdp, ddp), exchange
+rejected, 112.5 us slower, 1.3 MB more over the network, 58.7 MB more inside domains, 9 more collectives, 57.0 MB more memory: 511.3 us, 18 collectives, 132.1 MB out (117.4 MB domain, 14.7 MB network), 208.0 MB memory
+  all_reduce sum over (fsdp, ddp), exchange in blocks of 8, halving between them
   slice R -> S(0) over (ddp), local
+rejected, 301.8 us slower, 5.0 MB more over the network: 700.7 us, 7 collectives, 77.2 MB out (58.7 MB domain, 18.5 MB network), 142.6 MB memory
+  reduce_scatter sum over (fsdp, ddp) to S(0) over ddp, all_gather over (fsdp), halving
+rejected, 487.8 us slower, 5.5 MB more over the network, 58.7 MB more inside domains, 1 more collective, 50.3 MB more memory: 886.6 us, 10 collectives, 136.3 MB out (117.4 MB domain, 18.9 MB network), 201.3 MB memory
+  all_reduce sum over (fsdp, ddp), halving
+  slice R -> S(0) over (ddp), local
+and 2 more, none cheaper
 without meshplan, sequentially by axis (fsdp, ddp), in the backend's order:
   sum over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and must agree
     identical under ring and tree in the model; order undocumented under nvls, collnet, rccl, pat
@@ -222,6 +228,8 @@ without meshplan, sequentially by axis (a, b), in the backend's order:
       "norm": null,
       "scatter": [],
       "inner": 1,
+      "between": "exchange",
+      "chunk": 0,
       "path": "exchange",
       "contract": "v1/tree/wide/once",
       "why": "one axis, in one order for all siblings"
@@ -254,6 +262,8 @@ without meshplan, sequentially by axis (a, b), in the backend's order:
           "norm": null,
           "scatter": [],
           "inner": 1,
+          "between": "exchange",
+          "chunk": 0,
           "path": "exchange",
           "contract": "v1/tree/wide/once",
           "why": "one axis, in one order for all siblings"
@@ -362,7 +372,7 @@ class TestErrors(TestCase):
             {"dtype": "complex64"},
             {"dtype": "int8", "from": "P(avg),P"},
             {"policy": "determinstic"},
-            {"path": "auto"},
+            {"path": "ring"},
             {"domain-size": "x"},
             {"hosts": "8,8"},
             {"output-format": "yaml"},
@@ -391,11 +401,11 @@ meshplan: MP402: --shape: use a length for each dim, such as 4096,4096, got '409
 meshplan: MP402: --shape: use at most 4611686018427387904 elements, got '999999999999999,999999999999999,99999999...'
 meshplan: MP402: --dtype: use one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8, got 'complex64'
 meshplan: MP412: P(avg) of int8 has no exact result; use P(sum) and divide, or convert to a floating dtype first
-meshplan: MP402: unknown policy 'determinstic'; use 'deterministic' or 'consistent' or 'fast'
-meshplan: MP402: unknown contract path 'auto'; use 'exchange' or 'reference'
+meshplan plan: argument --policy: use deterministic, consistent or fast, got 'determinstic' (did you mean 'deterministic'?); see meshplan plan --help
+meshplan plan: argument --path: use auto, exchange, halving or reference, got 'ring'; see meshplan plan --help
 meshplan: MP211: --domain-size: use an integer from 1 to 1000000000, got 'x'
 meshplan: MP211: --hosts has 16 ranks on 2 hosts, and the mesh has 40; pass the ranks of each host, without --node-size, or the number of hosts
-meshplan: MP402: --output-format: use text or json, got 'yaml'
+meshplan plan: argument --output-format: use text or json, got 'yaml'; see meshplan plan --help
 """,
         )
 

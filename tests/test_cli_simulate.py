@@ -112,8 +112,8 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
 
     def test_given_orders_are_simulated(self) -> None:
         found = self.show(
-            *("--mesh", "a=3,b=4,c=2", "--node-size", "5", "--numel", "500", "--algo", "tree"),
-            *("--order", "c,a+b", "--order", "b", "--flat"),
+            *("--mesh", "a=3,b=4,c=2", "--node-size", "5", "--numel", "500", "--algorithm", "tree"),
+            *("--reduce-order", "c,a+b", "--reduce-order", "b", "--flat"),
         )
         self.assertExpectedInline(
             found,
@@ -160,7 +160,7 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
         )
 
     def test_one_algorithm_is_simulated(self) -> None:
-        found = self.show("--table", "--algo", "ring", "--numel", "512", "--dtype", "half")
+        found = self.show("--table", "--algorithm", "ring", "--numel", "512", "--dtype", "half")
         self.assertExpectedInline(
             found,
             """\
@@ -182,8 +182,8 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
 
     def test_json_of_one_mesh(self) -> None:
         found = self.show(
-            *("--mesh", "ddp=8,fsdp=5", "--domain-size", "8", "--order", "ddp,fsdp"),
-            *("--algo", "tree", "--numel", "1000", "--output-format", "json"),
+            *("--mesh", "ddp=8,fsdp=5", "--domain-size", "8", "--reduce-order", "ddp,fsdp"),
+            *("--algorithm", "tree", "--numel", "1000", "--output-format", "json"),
         )
         self.assertExpectedInline(
             found,
@@ -308,17 +308,17 @@ meshplan: MP211: 9 hosts of 4 GPUs have 36 ranks, and the mesh has 40; pass --ho
     def test_invalid_options_are_refused(self) -> None:
         base = ("--mesh", "ddp=8,fsdp=5", "--domain-size", "8")
         options = (
-            "--order fdsp",
-            "--order ddp,ddp",
-            "--order ddp,,fsdp",
-            "--order +",
-            "--order ddp,fs\x1bdp",
-            "--order ddp --from R,P",
+            "--reduce-order fdsp",
+            "--reduce-order ddp,ddp",
+            "--reduce-order ddp,,fsdp",
+            "--reduce-order +",
+            "--reduce-order ddp,fs\x1bdp",
+            "--reduce-order ddp --from R,P",
             "--from P",
             "--from P,Q",
             "--from P,P(max)",
             "--from P,S(\u00b2)",
-            "--algo nvls",
+            "--algorithm nvls",
             "--dtype fp8",
             "--dtype int32",
             "--numel 0",
@@ -343,25 +343,25 @@ meshplan: MP211: 9 hosts of 4 GPUs have 36 ranks, and the mesh has 40; pass --ho
         self.assertExpectedInline(
             "".join(found),
             """\
-meshplan: MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+meshplan: MP112: no axis 'fdsp' in the mesh, it has ddp, fsdp (did you mean 'fsdp'?)
 meshplan: MP401: step ['ddp'] names axis ddp (P(sum) -> R) a second time, where nothing is pending; name each axis to reduce once: ddp
-meshplan: MP402: --order: use axes of the mesh, such as --order ddp,fsdp, or --order ddp+fsdp at once, got ''
-meshplan: MP402: --order: use axes of the mesh, such as --order ddp,fsdp, or --order ddp+fsdp at once, got ''
-meshplan: MP402: --order: use axes of the mesh, such as --order ddp,fsdp, or --order ddp+fsdp at once, got 'fs\\x1bdp'
+meshplan: MP402: --reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or --reduce-order ddp+fsdp at once, got ''
+meshplan: MP402: --reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or --reduce-order ddp+fsdp at once, got ''
+meshplan: MP402: --reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or --reduce-order ddp+fsdp at once, got 'fs\\x1bdp'
 meshplan: MP401: step ['ddp'] names axis ddp (R -> R), where nothing is pending; name each axis to reduce once: none
 meshplan: MP401: a mesh of 2 axes needs 2 placements, got 1 from and 1 to; pass one placement per axis of (ddp=8, fsdp=5)
 meshplan: MP401: invalid placement 'Q'; use R, S(0), P or P(op) with op one of sum, avg, max, min, product
 meshplan: MP401: P(max) cannot be simulated, only sums; use P or P(avg)
 meshplan: MP402: --from: use R, S(0), P or P(avg) for each axis, such as --from P,R, got 'S(\\xb2)'
-meshplan: MP402: --algo: use tree or ring or both, got 'nvls'
+meshplan simulate: argument --algorithm: use ring, tree or both, got 'nvls'; see meshplan simulate --help
 meshplan: MP402: --dtype: use one of float32, bfloat16, float16, float64, int8, int16, int32, int64, uint8, got 'fp8'
 meshplan: MP402: dtype int32 cannot be simulated; use one of float32, bfloat16, float16, float64
 meshplan: MP402: --numel: use an integer from 1 to 1000000000, got '0'
 meshplan: MP402: --numel: use an integer from 1 to 1000000000, got '1e6'
 meshplan: MP402: 40 inputs of 99999999 elements of float32 exceed the limit (134217728 elements, 1024 MiB at once); use numel=3355443 or less
 meshplan: MP402: --seed: use an integer from 0 to 1000000000, got '-1'
-meshplan: MP402: --output-format: use text or json, got 'xml'
-meshplan: MP402: 5 axes have more than 24 orders; use one, such as --order a,b,c,d,e, or --flat
+meshplan simulate: argument --output-format: use text or json, got 'xml'; see meshplan simulate --help
+meshplan: MP402: 5 axes have more than 24 orders; use one, such as --reduce-order a,b,c,d,e, or --flat
 meshplan: MP402: --table has its own meshes and orders; leave out --mesh
 meshplan: MP402: --table has its own meshes and orders; leave out --flat
 meshplan: MP402: --table has its own meshes and orders; leave out --hosts
@@ -382,7 +382,7 @@ def test_json_of_the_table() -> None:
 
 
 def test_domains_across_hosts_are_nodes() -> None:
-    mesh = ("--mesh", "ddp=9,fsdp=64", "--order", "ddp,fsdp", "--numel", "256")
+    mesh = ("--mesh", "ddp=9,fsdp=64", "--reduce-order", "ddp,fsdp", "--numel", "256")
     trays = simulate(*mesh, "--node-size", "4", "--domain-size", "72")
     assert trays == simulate(*mesh, "--domain-size", "72")
     assert trays != simulate(*mesh, "--node-size", "4")
@@ -401,7 +401,7 @@ def test_equal_hosts_set_the_node_size() -> None:
 
 @pytest.mark.full
 def test_large_meshes_simulate_fewer_elements() -> None:
-    words = ("--mesh", "ddp=64,fsdp=24,tp=2", "--domain-size", "8", "--algo", "ring")
+    words = ("--mesh", "ddp=64,fsdp=24,tp=2", "--domain-size", "8", "--algorithm", "ring")
     started = time.process_time()
     code, out, _ = simulate(*words, "--output-format", "json")
     assert time.process_time() - started < 30

@@ -39,10 +39,10 @@ alpha-beta model; arithmetic, contention between jobs and the creation of groups
         words = ("--mesh", "ddp=2,fsdp=4,tp=2", "--node-size", "4", "--from", "P,P,R")
         found = self.show(
             *words,
-            "--order",
+            "--reduce-order",
             "fsdp,ddp",
             "--flat",
-            "--algo",
+            "--algorithm",
             "tree",
             "--numel",
             "9",
@@ -81,14 +81,14 @@ alpha-beta model; arithmetic, contention between jobs and the creation of groups
             """\
 predicted times of all-reduces over (ddp, fsdp), fsdp=8 on nodes of 8, and of each as a multiple of meshplan's
 16777216 elements of float32 (67.1 MB):
-GPUs    meshplan  torch, axis by axis  one ring          one tree           a rank sends over the network
-------  --------  -------------------  ----------------  -----------------  -----------------------------------
-8       282.6 us  276.0 us (0.98)      276.0 us (0.98)   313.3 us (1.11)    0 B, 0 B, 0 B, 0 B
-64      627.2 us  2.67 ms (4.26)       446.1 us (0.71)   366.7 us (0.58)    14.7 MB, 117.4 MB, 16.5 MB, 16.8 MB
-512     966.3 us  3.00 ms (3.10)       1.22 ms (1.27)    382.9 us (0.4)     16.5 MB, 134.2 MB, 16.7 MB, 16.8 MB
-4096    3.39 ms   3.02 ms (0.89)       7.41 ms (2.19)    399.1 us (0.12)    16.7 MB, 134.2 MB, 16.8 MB, 16.8 MB
-32768   22.74 ms  3.03 ms (0.13)       56.87 ms (2.50)   415.3 us (0.018)   16.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
-100000  68.13 ms  3.04 ms (0.045)      172.84 ms (2.54)  420.7 us (0.0062)  16.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
+GPUs    meshplan  torch, axis by axis  one ring            one tree         a rank sends over the network
+------  --------  -------------------  ------------------  ---------------  -----------------------------------
+8       282.6 us  276.0 us (0.98)      276.0 us (0.98)     313.3 us (1.11)  0 B, 0 B, 0 B, 0 B
+64      486.9 us  2.67 ms (5.48)       446.1 us (0.92)     366.7 us (0.75)  14.7 MB, 117.4 MB, 16.5 MB, 16.8 MB
+512     579.4 us  3.00 ms (5.18)       1.22 ms (2.11)      382.9 us (0.66)  16.5 MB, 134.2 MB, 16.7 MB, 16.8 MB
+4096    639.8 us  3.02 ms (4.71)       7.41 ms (11.58)     399.1 us (0.62)  16.7 MB, 134.2 MB, 16.8 MB, 16.8 MB
+32768   696.4 us  3.03 ms (4.35)       56.87 ms (81.66)    415.3 us (0.6)   16.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
+100000  767.0 us  3.04 ms (3.96)       172.84 ms (225.40)  420.7 us (0.55)  17.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
 
 links: domain 0.6 us, 450 GB/s; node 1 us, 63 GB/s; network 2.7 us, 50 GB/s; launch 6.6 us
 alpha-beta model; arithmetic, contention between jobs and the creation of groups are left out
@@ -102,11 +102,11 @@ class TestRefusals(TestCase):
             refused("--cost", "--seed", "1"),
             refused("--cost", "--table", "--mesh", "ddp=2"),
             refused("--cost", "--node-size", "8"),
-            refused("--cost", "--order", "ddp"),
+            refused("--cost", "--reduce-order", "ddp"),
             refused("--cost", "--mesh", "ddp=2"),
             refused("--cost", "--mesh", "ddp=2", "--node-size", "2", "--from", "S(0)"),
-            refused("--cost", "--mesh", "ddp=2", "--node-size", "2", "--order", "tp"),
-            refused("--cost", "--algo", "nvls"),
+            refused("--cost", "--mesh", "ddp=2", "--node-size", "2", "--reduce-order", "tp"),
+            refused("--cost", "--algorithm", "nvls"),
             refused("--cost", "--links", "no-such-file"),
             refused("--mesh", "ddp=2", "--node-size", "2", "--links", "x.json"),
         ]
@@ -116,11 +116,11 @@ class TestRefusals(TestCase):
 meshplan: MP402: --cost uses no random numbers; leave out --seed
 meshplan: MP402: --table has its own meshes; leave out --mesh
 meshplan: MP402: --node-size needs one mesh; add --mesh, such as --mesh ddp=8,fsdp=5, or leave it out
-meshplan: MP402: --order needs one mesh; add --mesh, such as --mesh ddp=8,fsdp=5, or leave it out
+meshplan: MP402: --reduce-order needs one mesh; add --mesh, such as --mesh ddp=8,fsdp=5, or leave it out
 meshplan: MP211: the placement of ranks is unknown; use --domain-size 8, --node-size 8, --hosts 5, or --topology FILE with the output of nvidia-smi topo -m
 meshplan: MP401: only all-reduces are predicted, got S(0) -> R on axis ddp; use P or R before, and R after
 meshplan: MP112: no axis 'tp' in the mesh, it has ddp
-meshplan: MP402: --algo: use tree or ring or both, got 'nvls'
+meshplan simulate: argument --algorithm: use ring, tree or both, got 'nvls'; see meshplan simulate --help
 meshplan: MP212: no-such-file: cannot be read: No such file or directory
 meshplan: MP402: --links needs --cost; pass --cost too
 """,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from meshplan.cli import main
+from meshplan.cli._output import fit_line, track
+from tests.cli import meshplan
 from tests.test_cli_lint import HERE
 
 LINT = "lint --isolated --no-env --domain-size 8 --mesh"
@@ -75,3 +81,62 @@ def test_closed_standard_input_is_an_error(words: str) -> None:
     out, err = shell(f"meshplan {words.replace(' --domain-size 8', '')} <&-; echo $?")
     assert out == "2\n"
     assert err == "meshplan: MP212: standard input: cannot be read: it is closed\n"
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_narrow_terminals_get_short_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    place = ("--mesh", "ddp=8,fsdp=5", "--domain-size", "8")
+    for words in (
+        ("lint", "--isolated", "--no-env", "--select", "MP101", *place),
+        ("simulate", "--cost", *place),
+        ("plan", *place, "--from", "P,P", "--to", "R,R"),
+    ):
+        wide = meshplan(*words)[1]
+        out = Terminal()
+        with monkeypatch.context() as context:
+            context.setattr("sys.stdout", out)
+            main(list(words))
+        assert max(map(len, wide.splitlines())) > 60
+        # A word that is longer stays whole.
+        for line in out.getvalue().splitlines():
+            assert len(line) <= columns or " " not in line.strip(), (words, line)
+        if words[0] != "simulate":
+            assert out.getvalue().split() == wide.split()
+
+
+def test_continued_lines_are_indented_and_styles_have_no_width() -> None:
+    assert fit_line("    a bb ccc", 9) == "    a bb\n    ccc"
+    assert fit_line("  \x1b[1mone two three\x1b[0m", 20) == "  \x1b[1mone two three\x1b[0m"
+    assert fit_line("one two three four five", 20) == "one two three four\n  five"
+
+
+def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = "\r\x1b[Kmeshplan: reading file 1 of 2\r\x1b[Kmeshplan: reading file 2 of 2\r\x1b[K"
+    for stream, variables, expected in (
+        (Terminal(), {}, shown),
+        (io.StringIO(), {}, ""),
+        (Terminal(), {"CI": "true"}, ""),
+        (Terminal(), {"TERM": "dumb"}, ""),
+        (Terminal(), {"RANK": "1"}, ""),
+    ):
+        with monkeypatch.context() as context:
+            for name, value in variables.items():
+                context.setenv(name, value)
+            context.setattr("sys.stderr", stream)
+            assert list(track("reading file", ["a", "b"])) == ["a", "b"]
+        assert stream.getvalue() == expected

@@ -302,4 +302,4 @@ def test_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["docter"])
     assert caught.value.code == 2
-    assert "invalid choice: 'docter'" in capsys.readouterr().err
+    assert "(did you mean 'doctor'?)" in capsys.readouterr().err

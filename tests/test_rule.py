@@ -29,13 +29,16 @@ Severity: warning. An ignore comment matches no finding.
 
 ## What
 
-A comment in a file takes out findings of a rule, and there are none.
+An ignore comment in a file matches no finding.
 
 ## Why
 
-What it once excused has been mended. If it stays, the same finding may come back unseen.
+The finding that it once excused has been fixed. If the comment stays, the same finding may come back
+unseen.
 
 ## Example
+
+A comment that outlived its finding, `meshplan.toml`:
 
 ```toml
 mesh = "ddp=5,fsdp=8" # meshplan: ignore[MP101] replicas are averaged every step
@@ -44,6 +47,16 @@ mesh = "ddp=5,fsdp=8" # meshplan: ignore[MP101] replicas are averaged every step
 ```console
 $ meshplan lint meshplan.toml --domain-size 8 --select MP190 --output-format concise
 meshplan.toml:1: warning MP190 no finding of MP101 on line 1 matches this comment; remove it
+```
+
+After the fix, without a finding, `meshplan.toml`:
+
+```toml
+mesh = "ddp=5,fsdp=8"
+```
+
+```console
+$ meshplan lint meshplan.toml --domain-size 8 --select MP190 --output-format concise
 ```
 
 ## Fix
@@ -162,9 +175,11 @@ errors of meshplan
   MP703           SignatureMismatchError   Ranks called one reduction with different sizes, dtypes, operations or contracts.
   MP704           AuditError               An audit found bits other than those of the contract in the result of a reduction.
   MP705           ReplicaDivergenceError   Ranks that should hold the same replica of a tensor hold different bits.
+  MP706           ChecksumError            The checksum of a reduction is wrong: a bit changed on its way or in memory.
   MP801           ShardError               Shards, tokens, masks or options of `meshplan.testing.tp` that do not fit together.
   MP802           TokenCoverageError       An active token that no shard of the vocabulary holds, or more than one.
   MP901           IntegrationError         A model, a group or an option that an integration does not support.
+  MP902           ElasticError             A number of ranks, a model or a call that an elastic run does not support.
 """,
         )
 
@@ -210,7 +225,7 @@ errors of meshplan
             """\
 MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no code; use, for example, meshplan rule MP101, or --all
-MP402: no rule or error 'MP1O2'; similar: MP102, MP802, MP702""",
+MP402: no rule or error 'MP1O2'; similar: MP102, MP902, MP802""",
         )
 
 

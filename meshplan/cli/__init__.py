@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from meshplan import __version__
+from meshplan._message_text import suggest
 from meshplan.cli._output import refuse, say
 from meshplan.errors import MeshplanError
 
@@ -44,14 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, others = words[:at], words[at + 1 :]
     # Building the parsers of the other verbs takes a third of the time of a short command.
     command = make_parser(own[:1] if own[:1] and own[0] in _VERBS else _VERBS)
-    given = command.parse_args(own, argparse.Namespace(arguments=others))
+    given, unknown = command.parse_known_args(own, argparse.Namespace(arguments=others))
+    if unknown:
+        given.parser.refuse_option(unknown[0].partition("=")[0])
     if others and given.verb != "lint":
         command.error(f"only meshplan lint takes arguments after --, got {others[0]!r}")
     try:
         result: str | int = given.run(given)
         if isinstance(result, int):
             return result
-        say(result)
+        is_text = getattr(given, "output_format", None) in (None, "text")
+        say(result, fits=is_text and given.verb not in ("completion", "rule"))
     except MeshplanError as error:
         return refuse(error)
     return 0
@@ -59,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
     """The parser of the command line, with some of its verbs."""
-    command = _Parser(prog="meshplan", description="DTensor replicas that agree.")
+    command = _Parser(
+        prog="meshplan", description="DTensor replicas that agree.", allow_abbrev=False
+    )
     command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = command.add_subparsers(dest="verb", required=True, metavar="verb")
     for name in verbs:
@@ -70,5 +77,17 @@ def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """Reports an invalid command in one line."""
 
+    def refuse_option(self, option: str) -> NoReturn:
+        """End the process because of an option or a word that the verb does not have."""
+        known = re.findall(r"--[a-z-]+", self.format_usage())
+        self.error(f"unknown argument {option[:60]!a}{suggest(option, known)}")
+
     def error(self, message: str) -> NoReturn:
+        # The choices have quotes or none by the version of Python.
+        if found := re.fullmatch(
+            r"(argument .*): invalid choice: (.*) \(choose from (.*)\)", message
+        ):
+            *known, last = re.findall(r"[\w.-]+", found[3])
+            hint = suggest(found[2].strip("'"), [*known, last])
+            message = f"{found[1]}: use {', '.join(known)} or {last}, got {found[2]}{hint}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

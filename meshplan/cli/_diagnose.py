@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan._message_text import elide, format_first, format_runs
-from meshplan.cli._options import add_verb
+from meshplan.cli._options import add_mesh, add_output, add_verb
 from meshplan.cli._output import say
 
 __all__ = ["add"]
@@ -45,12 +45,13 @@ def add(verbs: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "files", nargs="+", metavar="LOG", help="a log, or - for standard input; several of one job"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="log of NCCL, or - for standard input; several of one job",
     )
-    parser.add_argument(
-        "--mesh", required=True, metavar="AXES", help="names and sizes, outermost first"
-    )
-    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    add_mesh(parser, required=True)
+    add_output(parser)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -83,7 +84,7 @@ def _run(given: argparse.Namespace) -> int:
         lines.append(
             "not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm"
         )
-        say("\n".join(lines) + "\n")
+        say("\n".join(lines) + "\n", fits=True)
     return 1 if differ else 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from meshplan.cli._output import complain
 from meshplan.errors import LayoutError, MeshplanError, PolicyError
 
-__all__ = ["require_launcher", "run_on_ranks"]
+__all__ = ["check_timeout", "require_launcher", "run_on_ranks"]
 
 
 def require_launcher(
@@ -26,6 +26,14 @@ def require_launcher(
         )
 
 
+def check_timeout(timeout: float) -> None:
+    """Raises:
+    PolicyError: not a positive number of seconds.
+    """
+    if not 0 < timeout < 1e6:
+        raise PolicyError(f"--timeout: use a positive number of seconds, got {timeout:g}")
+
+
 def run_on_ranks(verb: str, example: str, timeout: float, measure: Callable[[bool], int]) -> int:
     """Call ``measure`` with whether this is rank 0; its exit status, or 2 on an error.
 
@@ -34,8 +42,7 @@ def run_on_ranks(verb: str, example: str, timeout: float, measure: Callable[[boo
     rank = os.environ.get("RANK") or "0"
     try:
         require_launcher(os.environ, f"meshplan {verb}", example)
-        if not 0 < timeout < 1e6:
-            raise PolicyError(f"--timeout: use a positive number of seconds, got {timeout:g}")
+        check_timeout(timeout)
         return measure(rank == "0")
     except (PolicyError, LayoutError) as error:
         if rank == "0":

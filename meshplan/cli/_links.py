@@ -8,7 +8,7 @@ from typing import Any
 
 from meshplan._needs_torch import import_with_torch
 from meshplan.cli._launch import run_on_ranks
-from meshplan.cli._options import add_verb
+from meshplan.cli._options import add_timeout, add_verb
 from meshplan.cli._output import complain, save, say, try_to_open
 from meshplan.errors import PolicyError
 
@@ -21,7 +21,7 @@ def add(verbs: Any) -> None:
         verbs,
         "links",
         lambda given: run_on_ranks(
-            "links", "links --output links.json", given.timeout, partial(_measure, given)
+            "links", "links --output-file links.json", given.timeout, partial(_measure, given)
         ),
         "measure latencies and bandwidths between the ranks of a job",
         description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
@@ -29,7 +29,6 @@ def add(verbs: Any) -> None:
         "bandwidths for --links of meshplan plan and meshplan simulate --cost.",
     )
     option = parser.add_argument
-    option("--output", metavar="FILE", help="file that rank 0 writes (default: standard output)")
     option("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")
     option(
         "--repeat",
@@ -38,22 +37,24 @@ def add(verbs: Any) -> None:
         metavar="N",
         help="repetitions of each exchange (default: 20)",
     )
-    option(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for other ranks"
+    add_timeout(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-file", metavar="FILE", help="write the links here, not to standard output"
     )
 
 
 def _measure(given: argparse.Namespace, is_first: bool) -> int:
     if not 1 <= given.repeat <= 10_000:
         raise PolicyError(f"--repeat: use an integer from 1 to 10000, got {given.repeat}")
-    if given.output is not None and is_first:
-        try_to_open(given.output)
+    if given.output_file is not None and is_first:
+        try_to_open(given.output_file)
     links_run = import_with_torch("meshplan.cli._links_run", "meshplan links")
     text, about = links_run.measure(given.backend, given.repeat, given.timeout)
     if is_first:
-        if given.output is None:
+        if given.output_file is None:
             say(text + "\n")
         else:
-            save(given.output, text + "\n")
+            save(given.output_file, text + "\n")
         complain(about + "\n")
     return 0

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshplan._torch import default_store
+from meshplan.cli._output import track
 from meshplan.cli._ranks import open_default_group
 from meshplan.errors import TopologyError
 from meshplan.flatten import discover
@@ -103,7 +104,7 @@ def time_exchanges(
         timeout: seconds for each exchange; a missing rank is an error of the backend.
     """
     found = []
-    for name, groups in group_by_class(topology).items():
+    for name, groups in track("timing links of kind", list(group_by_class(topology).items())):
         size = len(groups[0])
         pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
         for these in [pairs, groups] if size > 2 else [pairs]:

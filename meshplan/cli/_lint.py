@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from meshplan.cli._options import add_placement, add_verb
+from meshplan.cli._options import add_mesh, add_output, add_placement, add_timeout, add_verb
 
 __all__ = ["add"]
 
@@ -40,17 +40,23 @@ def add(verbs: Any) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        help="job file of torchtitan, meshplan.toml, Python that creates a mesh (parsed, not run), "
-        "or a launch script; the arguments of a job may follow after --",
+        help="job file of a framework, meshplan.toml, Python that creates a mesh (parsed, not run) "
+        "or a launch script; a directory; a pattern such as 'configs/*.toml'; - for standard "
+        "input. The arguments of a job may follow after --",
     )
-    jobs = parser.add_argument_group("jobs")
-    jobs.add_argument(
-        "--mesh",
+    group = parser.add_argument_group("files")
+    group.add_argument(
+        "--exclude",
         action="append",
         default=[],
-        metavar="AXES",
-        help="names and sizes, outermost first: ddp=8,fsdp=5,tp=1",
+        metavar="PATTERN",
+        help="leave out files and directories: 'tests', 'configs/old/*'; may be repeated",
     )
+    group.add_argument(
+        "--stdin-filename", metavar="FILE", help="name of the file on standard input"
+    )
+    jobs = parser.add_argument_group("jobs")
+    add_mesh(jobs, action="append", default=[])
     jobs.add_argument(
         "--ranks",
         metavar="RANKS",
@@ -82,17 +88,13 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="the job reduce-scatters activations along model axes",
     )
-    add_placement(parser)
-    parser.add_argument(
+    placement = add_placement(parser)
+    placement.add_argument(
         "--live",
         action="store_true",
         help="read the placement from the running ranks: torchrun ... -m meshplan lint --live ...",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="S",
-        help="seconds to wait for the other ranks of --live (default: 300)",
-    )
+    add_timeout(placement, None)
     _add_environment(parser)
     _add_output(parser)
 
@@ -116,7 +118,7 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rules and output")
+    group = parser.add_argument_group("rules")
     for option, what in (
         ("--select", "check only these codes or prefixes: MP1,MP301"),
         ("--extend-select", "check these too"),
@@ -136,24 +138,27 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with 0 whatever is found",
     )
-    group.add_argument("--output-format", choices=_FORMATS, help="default: text")
+    group = parser.add_argument_group("configuration")
+    group.add_argument("--config", metavar="FILE", help="use this meshplan.toml or pyproject.toml")
+    group.add_argument("--isolated", action="store_true", help="use no configuration file")
+    group = add_output(parser, _FORMATS)
     group.add_argument(
         "--output-file", metavar="FILE", help="write the report here, not to standard output"
     )
     group.add_argument(
         "--fix",
         action="store_true",
-        help="print a diff for git apply with the cheapest fix of each mesh",
+        help="print a diff for git apply, with the cheapest fix of each mesh",
     )
     group.add_argument(
-        "--write", action="store_true", help="with --fix: change the files, one mesh of each"
+        "--write", action="store_true", help="with --fix: change the files, and report what is left"
     )
     group.add_argument("--svg", metavar="FILE", help="draw the ranks of the first mesh to FILE")
     group.add_argument(
-        "--html", metavar="FILE", help="write the drawing and the hazards as a web page"
+        "--html",
+        metavar="FILE",
+        help="write the drawing, the findings and their fixes as a web page",
     )
-    group.add_argument("--config", metavar="FILE", help="use this meshplan.toml or pyproject.toml")
-    group.add_argument("--isolated", action="store_true", help="use no configuration file")
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshplan._message_text import suggest
 from meshplan._needs_torch import import_with_torch
+from meshplan.cli._launch import check_timeout
+from meshplan.cli._lint_files import (
+    INCLUDED,
+    FilePatterns,
+    FileReader,
+    expand_names,
+    find_files,
+)
 from meshplan.cli._options import (
     PLACEMENT_OPTIONS,
     find_cluster,
@@ -22,27 +32,26 @@ from meshplan.cli._options import (
     read_number,
     require_cluster,
 )
-from meshplan.errors import PolicyError, TopologyError
+from meshplan.cli._output import track
+from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.layout import Layout
-from meshplan.lint._finding import InputKind, InputState, LintInput, Source, join_names
+from meshplan.lint._finding import InputKind, Source, join_names
 from meshplan.lint._job import Job, JobFile, Skipped
-from meshplan.lint._read_jobs import read_arguments, read_jobs
-from meshplan.lint._roles import ROLES, Role, assume_roles, resolve_roles
-from meshplan.lint._rules import list_codes_needing
+from meshplan.lint._read_jobs import read_arguments
+from meshplan.lint._roles import AXIS_NAMES, ROLES, Role, assume_roles, resolve_roles
 from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
 from meshplan.topology import Cluster, Inputs, Reading, read_cluster
 from meshplan.topology._assignment import is_rank_order
 from meshplan.topology._files import read_content, read_file
 
-__all__ = ["LintRequest", "NamedInput", "read_request"]
+__all__ = ["LintRequest", "NamedInput", "read_request", "read_world_size"]
 
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
     "meshplan.toml"
 )
-_MOST_REASONS = 2
 
 
 @dataclass(slots=True)
@@ -53,12 +62,14 @@ class NamedInput:
         name: as the user named it.
         kind: of the input.
         file: its content.
+        is_found: whether it was found in a directory that the user named.
         jobs: of the file, each with its cluster.
     """
 
     name: str
     kind: InputKind
     file: JobFile
+    is_found: bool = False
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
 
     def read_placement(self) -> Inputs | None:
@@ -85,14 +96,14 @@ class LintRequest:
         topologies: the reading of each cluster description, by name.
         unused: a configuration whose settings apply and whose meshes are not checked.
         settings: of a configuration; the options override them.
-        texts: contents of the files, by name, for ignore comments.
+        reader: of the files.
     """
 
+    reader: FileReader
     inputs: list[NamedInput] = field(default_factory=list)
     topologies: dict[str, Reading] = field(default_factory=dict)
     unused: NamedInput | None = None
     settings: Settings = field(default_factory=Settings)
-    texts: dict[str, str] = field(default_factory=dict)
 
     @property
     def jobs(self) -> list[tuple[Job, Cluster]]:
@@ -110,56 +121,64 @@ class LintRequest:
             self.topologies[name] = read_file(name)
         return self.topologies[name]
 
-    def list_states(self, fatal: Set[str]) -> tuple[LintInput, ...]:
-        """The state of all inputs, those that describe jobs first.
 
-        Args:
-            fatal: codes of the selected rules whose findings fail the command.
-        """
-        found = [_judge_jobs(one, fatal) for one in self.inputs]
-        if self.unused is not None:
-            found.append(_judge_settings(self.unused))
-        # Slurm's blocks have no GPUs; they place ranks together with the node list of a job.
-        joined = all(cluster.topology.domains is not None for _, cluster in self.jobs)
-        found += [
-            _judge_topology(name, reading, bool(self.jobs), bool(reading.blocks) and joined)
-            for name, reading in self.topologies.items()
-        ]
-        return tuple(found)
-
-
-def read_request(given: argparse.Namespace) -> LintRequest:
+def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     """Read all inputs of the command line.
 
     Placement options replace all placement settings of a configuration.
 
+    Args:
+        given: the options.
+        reader: of the files; it keeps those that it has read.
+
     Raises:
-        MeshplanError: an input is unreadable or invalid, or no input has a mesh.
+        MeshplanError: the command is invalid, no input can be read, or no input has a mesh.
     """
-    request = LintRequest()
-    size = _read_world_size(given)
-    names: dict[str, str] = {}
-    for name in given.files:
-        names.setdefault(name if name == "-" else os.path.abspath(name), name)
-    files = [NamedInput(name, "file", _read(name, size, request)) for name in names.values()]
-    config = _find_config(given, files, size, request)
+    request = LintRequest(reader)
+    size = reader.world_size
+    names, folders = expand_names(given.files)
+    if "-" in names:
+        names[names.index("-")] = _read_standard_input(given, reader)
+    files = [NamedInput(name, "file", reader.try_to_read(name, named=True)) for name in names]
+    config = _find_config(given, files, folders, reader)
+    if config is not None:
+        request.settings = config.file.settings or request.settings
+    place = "." if config is None else os.path.dirname(config.name)
+    excluded = (FilePatterns(tuple(given.exclude)), FilePatterns(request.settings.exclude, place))
+    included = FilePatterns(request.settings.include or INCLUDED, place)
+    files = [one for one in files if not any(two.match(one.name) for two in excluded)]
+    known = {os.path.abspath(one.name) for one in files}
+    walks = (find_files(folder, included, excluded, reader.errors) for folder in folders)
+    for name in track("reading file", [*itertools.chain.from_iterable(walks)]):
+        if os.path.abspath(name) not in known:
+            known.add(os.path.abspath(name))
+            files.append(NamedInput(name, "file", reader.try_to_read(name, named=False), True))
     inputs = [*files, *_read_meshes(given)]
     if given.arguments:
         file = read_arguments(given.arguments, world_size=size)
         inputs.append(NamedInput(shlex.join(given.arguments), "arguments", file))
     if config is not None:
-        request.settings = config.file.settings or request.settings
-        if not inputs and config.file.jobs:
+        if not inputs and not given.files and config.file.jobs:
             inputs = [config]
-        elif inputs and config not in files:
+        elif not any(config.name == one.name for one in files):
             # Its meshes are not checked, so its ignore comments cannot match.
-            del request.texts[config.name]
+            reader.comments.pop(config.name, None)
             request.unused = config if given.config is not None else None
-    if not inputs:
+    if not inputs and not given.files:
         raise PolicyError(_NOTHING)
     request.inputs = inputs
     _place(request, given, config)
     return request
+
+
+def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
+    """The name of the file on standard input, whose text is in the reader from now on."""
+    if "-" in given.topology:
+        raise PolicyError("standard input is FILE and --topology; pass the name of one of them")
+    name: str = given.stdin_filename or "-"
+    if name not in reader.texts:
+        reader.replace(name, read_content("-"))
+    return name
 
 
 def _place(request: LintRequest, given: argparse.Namespace, config: NamedInput | None) -> None:
@@ -170,14 +189,45 @@ def _place(request: LintRequest, given: argparse.Namespace, config: NamedInput |
     each_its_own = options is None and config is not None and given.config is None
     for one in request.inputs:
         own = (one is not config and each_its_own and one.read_placement()) or placement
-        for job in (_apply_options(job, given, request.settings.roles) for job in one.file.jobs):
-            if unknown := job.find_unknown_axes():
-                skipped = Skipped(job.source, _explain_roles(job, unknown))
-                one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
-            one.jobs.append((job, live or _find_cluster(job, one.file, own, request)))
-        if live is None and own is not None:
-            for name in own.files:
-                request.read_topology(name)
+        roles = request.settings.roles
+        if one.is_found and one.file.settings is not None:
+            own = (options is None and one.read_placement()) or placement
+            roles = {**roles, **one.file.settings.roles}
+        try:
+            _place_jobs(request, given, one, own, roles, live)
+        except MeshplanError as error:
+            request.reader.errors[one.name] = error
+            skipped = Skipped(_find_source(one), str(error.args[0]))
+            one.jobs.clear()
+            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
+    errors = list(request.reader.errors.values())
+    unread = sum(one.name in request.reader.errors or bool(one.jobs) for one in request.inputs)
+    if errors and not request.jobs and (unread == 1 or len({*map(str, errors)}) == 1):
+        raise errors[0]
+
+
+def _find_source(one: NamedInput) -> Source:
+    """The place of the first mesh of an input."""
+    return next((job.source for job in one.file.jobs), Source(one.name))
+
+
+def _place_jobs(
+    request: LintRequest,
+    given: argparse.Namespace,
+    one: NamedInput,
+    placement: Inputs | None,
+    roles: Mapping[str, Role],
+    live: Cluster | None,
+) -> None:
+    """Apply the options to the jobs of an input, and find their clusters."""
+    for job in (_apply_options(job, given, roles) for job in one.file.jobs):
+        if unknown := job.find_unknown_axes():
+            skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
+            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
+        one.jobs.append((job, live or _find_cluster(job, one.file, placement, request)))
+    if live is None and placement is not None:
+        for name in placement.files:
+            request.read_topology(name)
 
 
 def _find_cluster(
@@ -203,12 +253,13 @@ def _find_live(given: argparse.Namespace, placement: Inputs | None) -> Cluster |
             "those of the configuration with --isolated"
         )
     ranks = import_with_torch("meshplan.cli._ranks", "meshplan lint --live")
-    timeout = read_number(given.timeout or "300", "--timeout", error=TopologyError)
+    timeout = 300.0 if given.timeout is None else given.timeout
+    check_timeout(timeout)
     found: Cluster = ranks.find_live_cluster(os.environ, timeout)
     return found
 
 
-def _read_world_size(given: argparse.Namespace) -> int | None:
+def read_world_size(given: argparse.Namespace) -> int | None:
     """Ranks of the job, for files that do not specify it: ``--world-size``, or from the hosts."""
     if given.world_size is not None:
         return read_number(given.world_size, "--world-size", error=TopologyError)
@@ -219,27 +270,22 @@ def _read_world_size(given: argparse.Namespace) -> int | None:
     return sum(inputs.hosts) if inputs.hosts and len(inputs.files) < 2 else None
 
 
-def _read(name: str, size: int | None, request: LintRequest) -> JobFile:
-    if name == "-":
-        raise PolicyError("a job cannot be read from standard input; pass the name of its file")
-    if Path(name).is_dir():
-        raise PolicyError(f"{name[:200]}: is a directory; pass the files in it that describe jobs")
-    request.texts[name] = read_content(name)
-    return read_jobs(name, request.texts[name], world_size=size)
-
-
 def _find_config(
-    given: argparse.Namespace, files: Sequence[NamedInput], size: int | None, request: LintRequest
+    given: argparse.Namespace,
+    files: Sequence[NamedInput],
+    folders: Sequence[str],
+    reader: FileReader,
 ) -> NamedInput | None:
-    """The configuration: the file of ``--config``, one of the files, or one in this folder.
+    """The configuration: that of ``--config``, one of the files, in this folder, or in a named one.
 
     Raises:
         PolicyError: several of the files have different settings.
+        MeshplanError: it is unreadable or invalid.
     """
     if given.config is not None:
         path = os.path.abspath(given.config)
         named = next((one for one in files if os.path.abspath(one.name) == path), None)
-        return named or NamedInput(given.config, "settings", _read(given.config, size, request))
+        return named or NamedInput(given.config, "settings", reader.read(given.config))
     own = [one for one in files if one.file.settings is not None]
     # A configuration without settings cannot conflict with the others.
     configs = [one for one in own if one.file.settings != Settings()] or own[:1]
@@ -252,10 +298,12 @@ def _find_config(
             )
     if configs or given.isolated:
         return configs[0] if configs else None
-    for name in filter(os.path.isfile, _CONFIGS):
-        file = _read(name, size, request)
-        if file.settings is not None:
-            return NamedInput(name, "settings", file)
+    for folder in ("", *folders):
+        for name in (os.path.normpath(os.path.join(folder, one)) for one in _CONFIGS):
+            if os.path.isfile(name):
+                file = reader.read(name)
+                if file.settings is not None:
+                    return NamedInput(name, "settings", file)
     return None
 
 
@@ -290,14 +338,17 @@ def _read_meshes(given: argparse.Namespace) -> list[NamedInput]:
     ]
 
 
-def _explain_roles(job: Job, axes: Sequence[str]) -> str:
+def _explain_roles(job: Job, axes: Sequence[str], roles: Iterable[str]) -> str:
     """The axes without a role, with the line for the configuration."""
     # A guess to start from: two axes without a role are often replicas, then shards.
     guesses = ["replicate"] * (len(axes) - 1) + ["shard"]
     line = ", ".join(f'{axis} = "{role}"' for axis, role in zip(axes, guesses, strict=True))
+    # A spelling mistake in the mesh, or in the roles of the configuration.
+    known = [*roles, *(name for names in AXIS_NAMES.values() for name in names)]
+    hints = dict.fromkeys(suggest(axis, known, 0.75) for axis in axes)
     return (
         f"the use of {join_names(axes)} in {job.layout} is not visible and the "
-        f"name{'s are' if len(axes) > 1 else ' is'} unknown; add to meshplan.toml: "
+        f"name{'s are' if len(axes) > 1 else ' is'} unknown{''.join(hints)}; add to meshplan.toml: "
         f"roles = {{ {line} }} (each {', '.join(ROLES[:-1])} or {ROLES[-1]})"
     )
 
@@ -347,50 +398,3 @@ def _read_axes(layout: Layout, text: str) -> tuple[str, ...]:
     for name in names:
         layout.axis_index(name)
     return names
-
-
-def _judge_jobs(one: NamedInput, fatal: Set[str]) -> LintInput:
-    why = []
-    for skipped in one.file.skipped:
-        line = skipped.source.line
-        why.append(skipped.why if line is None else f"line {line}: {skipped.why}")
-    why += filter(None, (_explain_incomplete(job, cluster, fatal) for job, cluster in one.jobs))
-    state: InputState = "not judged" if why else "judged" if one.jobs else "no mesh"
-    return LintInput(one.name, one.kind, state, tuple(dict.fromkeys(why)))
-
-
-def _explain_incomplete(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
-    """Why the verdict on a mesh is incomplete; empty if it is not."""
-    if not cluster.topology.known:
-        return f"{job.layout}: the node of each rank is unknown"
-    rules = [code for code in list_codes_needing("domains") if code in fatal]
-    if cluster.topology.domains is None and rules:
-        return (
-            f"{job.layout}: {' and '.join(rules)} need the NVLink domain of each rank, which is "
-            "unknown; pass --domain-size"
-        )
-    return ""
-
-
-def _judge_settings(one: NamedInput) -> LintInput:
-    meshes = len(one.file.jobs)
-    why = "read for its settings only"
-    if meshes:
-        why += f"; its {meshes} mesh{'es are' if meshes > 1 else ' is'} judged where it is a FILE"
-    return LintInput(one.name, "settings", "no mesh", (why,))
-
-
-def _judge_topology(name: str, reading: Reading, has_jobs: bool, joined: bool) -> LintInput:
-    # A description of all ranks or hosts is usable if it has the nodes: truncated lines about rings
-    # do not matter. A truncated table of one host may lack GPUs. A complete one may lack domains,
-    # as a list of links does: `_explain_incomplete` checks the rules that need them.
-    whole = reading.complete if reading.scope == "host" else reading.nodes is not None
-    if not (whole or joined):
-        notes = [note for note in reading.notes if note.code == "MP202"] or list(reading.notes)
-        first, *more = [*map(str, notes[:_MOST_REASONS]), ""]
-        what = f"{reading.kind} that does not report the placement of all GPUs or ranks"
-        why = (f"{what}: {first}" if first else what, *filter(None, more))
-        return LintInput(name, "topology", "not judged", why)
-    if not has_jobs:
-        return LintInput(name, "topology", "no mesh", ("no mesh was placed on it",))
-    return LintInput(name, "topology", "judged")

@@ -6,19 +6,22 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TextIO
 
-from meshplan.cli._lint_input import LintRequest, read_request
+from meshplan.cli._lint_files import FileReader
+from meshplan.cli._lint_input import LintRequest, read_request, read_world_size
+from meshplan.cli._lint_states import list_states
 from meshplan.cli._nccl import find_driver_version, find_nccl_version, read_variables
-from meshplan.cli._output import complain, save, say
-from meshplan.errors import PolicyError
+from meshplan.cli._output import complain, refuse, save, say
+from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._check import check_environment, check_facts, sort_findings
-from meshplan.lint._diffs import write_edit
+from meshplan.lint._diffs import make_diff, write_edit
 from meshplan.lint._facts import JobFacts
-from meshplan.lint._finding import SEVERITIES, LintInput, LintReport
-from meshplan.lint._ignores import read_ignores, remove_ignored
+from meshplan.lint._finding import SEVERITIES, Edit, Fix, LintInput, LintReport, Source
+from meshplan.lint._ignores import remove_ignored
 from meshplan.lint._reporters import render, wants_color
-from meshplan.lint._reporters._words import format_source
+from meshplan.lint._reporters._words import format_fix, format_source
 from meshplan.lint._rules import RULES
 from meshplan.lint._rules.cluster import NOT_JUDGED
 from meshplan.lint._select import Selection
@@ -27,13 +30,76 @@ from meshplan.lint._settings import Settings
 __all__ = ["run_lint"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The result of one pass over the inputs.
+
+    Attributes:
+        report: the findings.
+        facts: of each mesh.
+        settings: of the configuration.
+        level: index of the lowest severity that fails.
+        errors: why inputs that the user named cannot be read or placed.
+    """
+
+    report: LintReport
+    facts: Sequence[JobFacts]
+    settings: Settings
+    level: int
+    errors: tuple[MeshplanError, ...]
+
+    def find_status(self, *, exit_zero: bool) -> int:
+        """The exit status."""
+        if self.errors:
+            return 2
+        worst = self.report.find_worst()
+        fails = worst is not None and SEVERITIES.index(worst) >= self.level
+        fails |= bool(self.report.list_inputs("not judged")) and not self.report.allow_unjudged
+        return 1 if fails and not exit_zero else 0
+
+
 def run_lint(given: argparse.Namespace) -> int:
     """Lint the inputs of the command, write the report; the exit status.
 
     Raises:
         MeshplanError: the command or its input is invalid.
     """
-    request = read_request(given)
+    if given.write and not given.fix:
+        raise PolicyError("--write needs --fix; add it, or leave out --write")
+    if given.write and "-" in given.files:
+        raise PolicyError("--write changes files, and - is standard input; leave out --write")
+    if given.stdin_filename is not None and "-" not in given.files:
+        raise PolicyError("--stdin-filename needs the file -, which is standard input; add -")
+    reader = FileReader(read_world_size(given))
+    run = _lint(given, reader)
+    output_format = given.output_format or run.settings.output_format or "text"
+    if given.fix and not given.write and output_format not in ("text", "concise"):
+        raise PolicyError(
+            f"--fix prints a diff, so --output-format {output_format} cannot apply; leave out one "
+            "of them, or add --write"
+        )
+    # All ranks of a live job have the same findings, and rank 0 reports them.
+    is_first = not given.live or os.environ.get("RANK") == "0"
+    if given.write and is_first:
+        run, edits, titles = _fix(given, reader, run)
+        for edit in edits:
+            write_edit(edit)
+            complain(f"meshplan: {Source(edit.file)}: changed; {'; '.join(titles[edit.file])}\n")
+    if is_first:
+        for error in {str(error): error for error in run.errors}.values():
+            refuse(error)
+        _draw(given, run)
+        if given.fix and not given.write:
+            _write_diffs(given, reader, run)
+        else:
+            text = render(run.report, output_format, color=_wants_color(given))
+            _write(given, text, fits=output_format == "text")
+    return run.find_status(exit_zero=given.exit_zero)
+
+
+def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
+    reader.errors.clear()
+    request = read_request(given, reader)
     settings = request.settings
     # Options override the settings: --select replaces them, the others add to them.
     kept = Settings() if given.select else settings
@@ -44,17 +110,46 @@ def run_lint(given: argparse.Namespace) -> int:
     )
     level = SEVERITIES.index(given.fail_level or settings.fail_level or "error")
     fatal = {rule.code for rule in RULES.values() if SEVERITIES.index(rule.severity) >= level}
-    inputs = request.list_states({code for code in fatal if selection.wants(code)})
+    inputs = list_states(request, {code for code in fatal if selection.wants(code)})
     facts = [JobFacts(job, cluster) for job, cluster in request.jobs]
     report = _report(given, request, facts, selection, inputs)
-    if not given.live or os.environ.get("RANK") == "0":
-        # All ranks of a live job have the same findings, and rank 0 reports them.
-        _draw(given, facts)
-        _write(given, report, given.output_format or settings.output_format or "text")
-    worst = report.find_worst()
-    fails = worst is not None and SEVERITIES.index(worst) >= level
-    fails |= bool(report.list_inputs("not judged")) and not report.allow_unjudged
-    return 1 if fails and not given.exit_zero else 0
+    return _Run(report, facts, settings, level, tuple(reader.errors.values()))
+
+
+def _fix(
+    given: argparse.Namespace, reader: FileReader, run: _Run
+) -> tuple[_Run, list[Edit], dict[str, list[str]]]:
+    """Change the texts of the reader until no finding has a fix that is a change of a file.
+
+    A fix is tried with the other meshes of its file as they are, so each round makes one change of
+    each file and lints again.
+
+    Returns:
+        The last run, the changes of files in the order of findings, and the titles of the fixes of
+        each.
+    """
+    edits: dict[str, Edit] = {}
+    titles: dict[str, list[str]] = {}
+    seen: set[tuple[str, str]] = set()
+    while True:
+        chosen: dict[str, tuple[str, Edit]] = {}
+        for finding in run.report.findings:
+            fix = next(filter(_changes_file, finding.fixes), None)
+            if fix and fix.edit and (fix.edit.file, fix.edit.after) not in seen:
+                chosen.setdefault(fix.edit.file, (fix.title, fix.edit))
+        if not chosen:
+            return run, list(edits.values()), titles
+        for file, (title, edit) in chosen.items():
+            seen.add((file, edit.after))
+            edits[file] = replace(edits.get(file, edit), after=edit.after)
+            titles.setdefault(file, []).append(title)
+            reader.replace(file, edit.after)
+        run = _lint(given, reader)
+
+
+def _changes_file(fix: Fix) -> bool:
+    """Whether a fix changes a file, and not standard input without a name."""
+    return fix.edit is not None and fix.edit.file != "-"
 
 
 def _report(
@@ -64,7 +159,6 @@ def _report(
     selection: Selection,
     inputs: tuple[LintInput, ...],
 ) -> LintReport:
-    comments = {name: read_ignores(text, file=name) for name, text in request.texts.items()}
     found = list(check_facts(facts))
     environ = read_variables(given.env, {} if given.no_env else os.environ)
     version = None if given.nccl_version is None else find_nccl_version(given.nccl_version)
@@ -79,7 +173,7 @@ def _report(
         NOT_JUDGED.make_finding(f"not judged: {skipped.why}", skipped.source)
         for skipped in request.skipped
     ]
-    kept, ignored, unused = remove_ignored(found, comments)
+    kept, ignored, unused = remove_ignored(found, request.reader.comments)
     wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]
     about = [
         f"{one.job.source}: {one.layout} on {one.topology}"
@@ -92,20 +186,23 @@ def _report(
         ignored,
         inputs,
         given.allow_unjudged,
+        files=sum(one.kind == "file" for one in request.inputs),
+        meshes=len(facts),
+        texts=request.reader.texts,
     )
 
 
-def _draw(given: argparse.Namespace, jobs: Sequence[JobFacts]) -> None:
+def _draw(given: argparse.Namespace, run: _Run) -> None:
     if given.svg is None and given.html is None:
         return
-    if not jobs:
+    if not run.facts:
         name = given.html if given.svg is None else given.svg
         raise PolicyError(f"no mesh to draw in {name[:80]}; use --mesh ddp=8,fsdp=5")
     # Imported here: drawing is a fifth of the linter's code, and few commands need it.
     from meshplan.lint._drawing._documents import write_html, write_svg
     from meshplan.lint._drawing._picture import compose_picture
 
-    first = jobs[0]
+    first = run.facts[0]
     layout, topology = first.layout, first.topology
     wide = [a for a, s in zip(layout.axes, layout.sizes, strict=True) if s > 1]
     harmful = [one.hazard for one in first.harmful] if topology.known else []
@@ -114,52 +211,32 @@ def _draw(given: argparse.Namespace, jobs: Sequence[JobFacts]) -> None:
     if given.svg is not None:
         save(given.svg, write_svg(picture))
     if given.html is not None:
-        save(given.html, write_html(picture))
+        save(given.html, write_html(picture, run.report.findings))
 
 
-def _write(given: argparse.Namespace, report: LintReport, output_format: str) -> None:
-    if given.write and not given.fix:
-        raise PolicyError("--write needs --fix; add it, or leave out --write")
-    if given.fix:
-        if output_format not in ("text", "concise"):
-            raise PolicyError(
-                f"--fix prints a diff, so --output-format {output_format} cannot apply; "
-                "leave out one of them"
-            )
-        _write_fixes(report, to_files=given.write)
-        return
-    if given.output_file is not None:
-        save(given.output_file, render(report, output_format))
-        return
+def _wants_color(given: argparse.Namespace) -> bool:
     stream: TextIO | None = sys.stdout  # None if it is closed
-    color = stream is not None and wants_color(stream, os.environ)
-    say(render(report, output_format, color=color))
+    return given.output_file is None and stream is not None and wants_color(stream, os.environ)
 
 
-def _write_fixes(report: LintReport, *, to_files: bool) -> None:
-    """The findings on standard error; the diffs, one for each source, on standard output."""
-    complain(render(report, "concise"))
-    seen, written = set(), set[str]()
-    for finding in report.findings:
+def _write(given: argparse.Namespace, text: str, *, fits: bool = False) -> None:
+    if given.output_file is not None:
+        save(given.output_file, text)
+    else:
+        say(text, fits=fits)
+
+
+def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> None:
+    """The findings on standard error; one diff of all files for ``git apply``."""
+    complain(render(run.report, "concise"))
+    _, edits, _ = _fix(given, reader, run)
+    seen = set()
+    for finding in run.report.findings:
         # Two findings are often about one mesh, and one change fixes both.
-        if not finding.fixes or (finding.source, finding.subject) in seen:
-            continue
-        seen.add((finding.source, finding.subject))
-        where = format_source(finding.source)
-        fix = next((fix for fix in finding.fixes if fix.diff), None)
-        if fix is None:
-            complain(
-                f"meshplan: {where}: no mesh that can be written here fixes {finding.code}; "
-                f"{finding.fixes[0].title}\n"
-            )
-        elif not to_files:
-            say(fix.diff)
-        elif fix.edit is None:
-            complain(f"meshplan: {where}: not a file; {fix.title}\n")
-        elif fix.edit.file in written:
-            # It was tried with the other meshes of the file as they were.
-            complain(f"meshplan: {where}: run again to fix this mesh too\n")
-        else:
-            write_edit(fix.edit)
-            written.add(fix.edit.file)
-            complain(f"meshplan: {where}: changed; {fix.title}\n")
+        if finding.fixes and (finding.source, finding.subject) not in seen:
+            seen.add((finding.source, finding.subject))
+            if not any(map(_changes_file, finding.fixes)):
+                where = format_source(finding.source)
+                fix = next((fix for fix in finding.fixes if fix.mesh), finding.fixes[0])
+                complain(f"meshplan: {where}: no change of a file; {format_fix(fix)}\n")
+    _write(given, "".join(make_diff(one.file, one.before, one.after) for one in edits))

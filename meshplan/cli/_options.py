@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,11 @@ __all__ = [
     "PLACEMENT_OPTIONS",
     "Steps",
     "add_links",
+    "add_mesh",
+    "add_output",
     "add_placement",
+    "add_timeout",
     "add_verb",
-    "check_choice",
     "find_cluster",
     "format_steps",
     "list_placement_options",
@@ -78,16 +80,43 @@ PLACEMENT_OPTIONS: dict[str, dict[str, Any]] = {
 
 def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
     """The parser of a verb: ``run`` gets its options and returns an exit status, or a text."""
-    parser = verbs.add_parser(name, help=help, **options)
-    parser.set_defaults(run=run)
+    # Scripts with a shortened option would break when a verb gets another one.
+    parser = verbs.add_parser(name, help=help, allow_abbrev=False, **options)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def add_placement(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `read_inputs` reads."""
+def add_mesh(parser: Any, **options: Any) -> None:
+    """Add the option with the mesh, whose text `parse_mesh` reads."""
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="names and sizes, outermost first: ddp=8,fsdp=5", **options
+    )
+
+
+def add_output(parser: Any, formats: Sequence[str] = ("text", "json")) -> Any:
+    """Add the group of the options about the report, and return it; it is the last one."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-format", choices=formats, help="default: text")
+    return group
+
+
+def add_timeout(parser: Any, default: float | None = 300.0) -> None:
+    """Add the option for the seconds that the verb waits."""
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=default,
+        metavar="S",
+        help="seconds to wait for the other ranks (default: 300)",
+    )
+
+
+def add_placement(parser: argparse.ArgumentParser) -> Any:
+    """Add the group of the options that `read_inputs` reads, and return it."""
     group = parser.add_argument_group("placement of ranks")
     for name, options in PLACEMENT_OPTIONS.items():
         group.add_argument(_format_flag(name), **options)
+    return group
 
 
 def list_placement_options(given: argparse.Namespace) -> list[str]:
@@ -197,14 +226,6 @@ def read_number(
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
         return int(text)
     raise error(f"{option}: use an integer from {least} to {10**9}, got {quote(text)}")
-
-
-def check_choice(text: str, option: str, choices: tuple[str, ...]) -> None:
-    """Raises:
-    PolicyError: ``text`` is not one of the choices.
-    """
-    if text not in choices:
-        raise PolicyError(f"{option}: use {' or '.join(choices)}, got {quote(text)}")
 
 
 def read_dtype(text: str) -> str:

@@ -3,27 +3,81 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from meshplan.errors import PolicyError
 from meshplan.lint._reporters._words import escape_line
 
-__all__ = ["complain", "format_table", "refuse", "save", "say", "try_to_open"]
+__all__ = [
+    "complain",
+    "fit_line",
+    "format_table",
+    "refuse",
+    "save",
+    "say",
+    "track",
+    "try_to_open",
+]
 
 
-def say(text: str) -> None:
+def say(text: str, *, fits: bool = False) -> None:
     """Write to standard output and flush. A reader that leaves early does not change the status.
+
+    Args:
+        text: lines.
+        fits: whether lines that are longer than those of a terminal continue indented, between
+            words. Not for texts that other programs read.
 
     Raises:
         PolicyError: it is closed, or cannot be written.
     """
+    columns = _find_columns()
+    if fits and columns is not None:
+        text = "\n".join(fit_line(line, columns) for line in text.split("\n"))
     error = _write(sys.stdout, text)
     if error is not None and not isinstance(error, BrokenPipeError):
         reason = error.strerror or error
         raise PolicyError(f"standard output: cannot be written: {reason}") from error
+
+
+def _find_columns() -> int | None:
+    """The width of the terminal that standard output is; ``None`` if it is not one."""
+    stream: TextIO | None = sys.stdout
+    return None if stream is None or not stream.isatty() else max(20, _read_width())
+
+
+def _read_width() -> int:
+    import shutil  # it loads all compressions, which takes 5 ms
+
+    return shutil.get_terminal_size().columns
+
+
+def fit_line(line: str, columns: int) -> str:
+    """A line, continued on further ones if it is longer than ``columns``; styles have no width.
+
+    A single word that is longer stays whole: a path or a command can be copied.
+    """
+    if _measure(line) <= columns:
+        return line
+    plain = _STYLE.sub("", line)
+    indent = min(len(plain) - len(plain.lstrip(" ")), columns // 4)
+    first, *words = line.split(" ")
+    lines = [first]
+    for word in words:
+        if _measure(lines[-1]) + 1 + _measure(word) <= columns:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(" " * (indent + 2) + word)
+    return "\n".join(lines)
+
+
+def _measure(line: str) -> int:
+    return len(_STYLE.sub("", line))
 
 
 def complain(text: str) -> None:
@@ -70,9 +124,47 @@ def try_to_open(name: str) -> None:
         raise _make_error(name, error) from error
 
 
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
+_T = TypeVar("_T")
+
+
+def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
+    """The items, with a line about the present one: ``meshplan: reading file 3 of 2460``.
+
+    On a terminal, after a second, and not in CI; of a job's ranks, only rank 0 writes it. The line
+    is removed at the end.
+    """
+    stream: TextIO | None = sys.stderr
+    shows = stream is not None and stream.isatty() and not os.environ.get("CI")
+    shows &= os.environ.get("TERM") != "dumb" and os.environ.get("RANK", "0") == "0"
+    due = time.monotonic() + 1.0
+    is_shown = False
+    try:
+        for number, item in enumerate(items, 1):
+            if shows and (now := time.monotonic()) >= due:
+                due, is_shown = now + 0.1, True
+                width = _read_width() - 1
+                complain("\r\x1b[K" + f"meshplan: {what} {number} of {len(items)}"[:width])
+            yield item
+    finally:
+        if is_shown:
+            complain("\r\x1b[K")
+
+
 def format_table(rows: Sequence[Sequence[str]], *, ruled: bool = True) -> list[str]:
-    """The rows as lines of equal columns; with ``ruled``, a line below the first row."""
+    """The rows as lines of equal columns; with ``ruled``, a line below the first row.
+
+    On a terminal that is too narrow, each row is a list of its cells with their heads.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = _find_columns()
+    if columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns:
+        (_, *heads), *others = rows
+        return [
+            line
+            for first, *cells in others
+            for line in (first, *(f"  {h}: {c}" for h, c in zip(heads, cells, strict=True) if c))
+        ]
     rule = [["-" * width for width in widths]] if ruled else []
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan.cli._options import (
     add_links,
+    add_mesh,
+    add_output,
     add_placement,
     add_verb,
-    check_choice,
     find_cluster,
     quote,
     read_dtype,
@@ -45,21 +46,30 @@ def add(verbs: Any) -> None:
         description="Plan one DTensor redistribution, without a job.",
     )
     option = parser.add_argument
-    option("--mesh", metavar="AXES", help="names and sizes, outermost first: ddp=8,fsdp=5")
+    add_mesh(parser)
     option("--from", dest="src", metavar="PLACEMENTS", help="for each axis: P, P(avg), S(0) or R")
     option("--to", dest="dst", metavar="PLACEMENTS", help="for each axis: R or S(0)")
-    option("--shape", help="shape of the whole tensor: 4096,4096 or 4096x4096")
-    option("--dtype", help="e.g. bf16, float32")
-    option("--policy", default="deterministic", help="deterministic (default), consistent or fast")
-    option("--path", default="exchange", help="exchange (default) or reference")
-    add_placement(parser)
-    add_links(parser)
+    option("--shape", metavar="SIZES", help="shape of the whole tensor: 4096,4096 or 4096x4096")
+    option("--dtype", metavar="DTYPE", help="e.g. bf16, float32")
     option(
+        "--policy",
+        choices=("deterministic", "consistent", "fast"),
+        default="deterministic",
+        help="default: deterministic",
+    )
+    option(
+        "--path",
+        choices=("auto", "exchange", "halving", "reference"),
+        default="auto",
+        help="default: auto, an exchange or recursive halving",
+    )
+    add_links(parser)
+    add_placement(parser)
+    add_output(parser).add_argument(
         "--explain",
         action="store_true",
         help="also show the rejected plans, and why they were rejected",
     )
-    option("--output-format", default="text", help="text (default) or json")
 
 
 def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
@@ -92,7 +102,6 @@ def show_plan(given: argparse.Namespace) -> str:
     from meshplan.planner import hazards, plan
     from meshplan.topology import Topology
 
-    check_choice(given.output_format, "--output-format", ("text", "json"))
     problem = _read_problem(given)
     planned = plan(problem)
     steps = list_plain_steps(problem)

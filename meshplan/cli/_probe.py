@@ -16,16 +16,17 @@ from typing import Any
 
 from meshplan._needs_torch import import_with_torch
 from meshplan.cli._launch import run_on_ranks
-from meshplan.cli._options import add_verb
+from meshplan.cli._options import add_mesh, add_output, add_timeout, add_verb, read_dtype
 from meshplan.cli._output import format_table, say
 from meshplan.errors import PolicyError
 
-__all__ = ["ProbeRow", "add", "probe"]
+__all__ = ["ProbeRow", "RoundingRow", "add", "probe"]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Small, medium, and large enough for the protocols and algorithms of large messages. Odd lengths
 # make the last chunk of each rank shorter than the others.
 NUMELS = (1_021, 65_539, 2_097_169)
+EXACT_NUMELS = (1_021, 65_539)
 _SEEN = "observed in this run; equal bits prove nothing about other sizes, placements or versions"
 
 
@@ -57,6 +58,35 @@ class ProbeRow:
         return self.results > 1 or not self.consistent
 
 
+@dataclass(frozen=True, slots=True)
+class RoundingRow:
+    """How many sums of one collective have the bits of ``order="exact"``.
+
+    Attributes:
+        axes: labels of the reduced axes.
+        size: ranks of a group.
+        collective: ``all_reduce`` or ``reduce_scatter``.
+        algorithm: that was forced; ``default``: none.
+        dtype, numel: of the summands.
+        inputs: kind of summands.
+        wrong: the most elements of other bits on one rank; ``None``: the collective failed.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    collective: str
+    algorithm: str
+    dtype: str
+    numel: int
+    inputs: str
+    wrong: int | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether a sum had other bits. A collective that failed has none."""
+        return bool(self.wrong)
+
+
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
@@ -67,31 +97,39 @@ def add(verbs: Any) -> None:
         description="Run with torchrun on all ranks of a job. Sibling groups reduce the same "
         "inputs with the backend's own all-reduce, and the results are compared bit by bit.",
     )
-    parser.add_argument(
-        "--mesh",
-        required=True,
-        metavar="ddp=2,fsdp=4",
-        help="axes of the job's mesh, outermost first",
-    )
-    parser.add_argument(
+    add_mesh(parser, required=True)
+    option = parser.add_argument
+    option(
         "--backend",
         choices=("gloo", "nccl", "nccl_model"),
         help="default: nccl with GPUs, else gloo; nccl_model adds on CPUs in an order of NCCL",
     )
-    parser.add_argument(
-        "--domain-size", type=int, metavar="N", help="for nccl_model: consecutive ranks of a node"
+    option(
+        "--node-size", type=int, metavar="N", help="for nccl_model: consecutive ranks on each host"
     )
-    parser.add_argument(
-        "--algorithm", choices=("ring", "tree"), help="for nccl_model; ring if not given"
+    option("--algorithm", choices=("ring", "tree"), help="for nccl_model (default: ring)")
+    option(
+        "--dtype",
+        action="append",
+        metavar="DTYPE",
+        help="e.g. bf16; may be repeated (default: float32 and bfloat16)",
     )
-    parser.add_argument(
-        "--numel", type=int, action="append", metavar="N", help="elements; may be repeated"
+    option(
+        "--numel",
+        type=int,
+        action="append",
+        metavar="N",
+        help="number of elements; may be repeated (default: "
+        f"{', '.join(map(str, NUMELS[:-1]))} and {NUMELS[-1]})",
     )
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="may be repeated")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds to wait for other ranks"
+    option(
+        "--exact",
+        action="store_true",
+        help="test instead whether its all-reduces and reduce-scatters return the exact sum, "
+        "rounded once, on adversarial inputs; with nccl by each algorithm that can be forced",
     )
-    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    add_timeout(parser)
+    add_output(parser)
 
 
 def probe(given: argparse.Namespace) -> int:
@@ -105,31 +143,62 @@ def _compare(given: argparse.Namespace, is_first: bool) -> int:
     probe_run = import_with_torch("meshplan.cli._probe_run", "meshplan probe")
     header, rows = probe_run.run_probe(given)
     if is_first:
-        write = _format_json if given.output_format == "json" else _format_text
-        say(write(header, rows) + "\n")
+        is_json = given.output_format == "json"
+        text = _format_exact if given.exact else _format_text
+        write = _format_json if is_json else text
+        say(write(header, rows) + "\n", fits=not is_json)
     return 1 if any(row.differs for row in rows) else 0
 
 
 def _check(given: argparse.Namespace) -> None:
     if given.backend == "nccl_model":
-        if given.domain_size is None or given.domain_size < 1:
+        if given.node_size is None or given.node_size < 1:
             raise PolicyError(
                 "nccl_model needs the number of consecutive ranks on a node; use, for example, "
-                "--domain-size 8"
+                "--node-size 8"
             )
-    elif given.domain_size is not None or given.algorithm is not None:
+    elif given.node_size is not None or given.algorithm is not None:
         raise PolicyError(
-            "--domain-size and --algorithm need --backend nccl_model; add it, or leave them out"
+            "--node-size and --algorithm need --backend nccl_model; add it, or leave them out"
         )
+    given.dtype = list(map(read_dtype, given.dtype or DTYPES[:2]))
+    known = DTYPES[:2] if given.exact else DTYPES
+    for dtype in given.dtype:
+        if dtype not in known:
+            raise PolicyError(f"--dtype: use one of {', '.join(known)}, got {dtype}")
     for numel in given.numel or ():
         if not 1 <= numel <= 1 << 31:
             raise PolicyError(f"--numel: use 1 to 2147483648, got {numel}")
 
 
-def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
+def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow | RoundingRow]) -> str:
     found = [asdict(row) | {"axes": list(row.axes), "differs": row.differs} for row in rows]
     answer = {**header, "differs": any(row.differs for row in rows), "reductions": found}
     return json.dumps({**answer, "about": _SEEN}, indent=2)
+
+
+def _format_exact(header: dict[str, Any], rows: Sequence[RoundingRow]) -> str:
+    lines = [f"mesh {header['mesh']}, backend {header['backend']}", header["origin"]]
+    table = [("axes", "ranks", "collective", "algorithm", "dtype", "elements", "inputs", "correct")]
+    table += [
+        (
+            " x ".join(row.axes),
+            str(row.size),
+            row.collective,
+            row.algorithm,
+            row.dtype,
+            str(row.numel),
+            row.inputs,
+            "failed" if row.wrong is None else f"{1 - row.wrong / row.numel:.1%}",
+        )
+        for row in rows
+    ]
+    lines += format_table(table, ruled=False)
+    ran = [row for row in rows if row.wrong is not None]
+    wrong = sum(row.differs for row in ran)
+    verdict = f"{wrong} of {len(ran)} reductions had sums that were not correctly rounded"
+    about = "observed in this run; it certifies no other inputs, sizes, placements or versions"
+    return "\n".join([*lines, f"{verdict} ({about})"])
 
 
 def _format_text(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:

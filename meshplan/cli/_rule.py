@@ -7,7 +7,7 @@ import inspect
 import json
 from typing import Any
 
-from meshplan.cli._options import add_verb
+from meshplan.cli._options import add_output, add_verb
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
 
@@ -25,7 +25,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("codes", nargs="*", metavar="CODE", help="MP101, or jagged-reduction")
     parser.add_argument("--all", action="store_true", help="a table of all rules and errors")
-    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    add_output(parser)
 
 
 def explain_rules(given: argparse.Namespace) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from meshplan.cli._options import (
     Steps,
     add_links,
+    add_mesh,
+    add_output,
     add_placement,
     add_verb,
-    check_choice,
     find_cluster,
     format_steps,
     list_placement_options,
@@ -26,7 +27,7 @@ from meshplan.cli._options import (
     read_steps,
     require_cluster,
 )
-from meshplan.cli._output import format_table
+from meshplan.cli._output import format_table, track
 from meshplan.cli._simulate_cost import predict_costs
 from meshplan.errors import PolicyError, TopologyError
 
@@ -75,9 +76,9 @@ def add(verbs: Any) -> None:
         epilog=f"A {_MODEL}.",
     )
     option = parser.add_argument
-    option("--mesh", metavar="AXES", help="names and sizes, outermost first: ddp=8,fsdp=5")
+    add_mesh(parser)
     option(
-        "--order",
+        "--reduce-order",
         action="append",
         default=[],
         metavar="AXES",
@@ -90,21 +91,22 @@ def add(verbs: Any) -> None:
         "--from",
         dest="src",
         metavar="PLACEMENTS",
-        help="placement before, for each axis: P, P(avg), R or S(0) (default: P if --order has it)",
+        help="placement before, for each axis: P, P(avg), R or S(0) (default: P if "
+        "--reduce-order has it)",
     )
-    add_placement(parser)
-    option("--algo", default="both", help="ring, tree or both (default)")
-    option("--dtype", default="float32", help="e.g. bf16 (default: float32)")
+    option("--algorithm", choices=("ring", "tree", "both"), default="both", help="default: both")
+    option("--dtype", default="float32", metavar="DTYPE", help="e.g. bf16 (default: float32)")
     option(
         "--numel",
         metavar="N",
-        help=f"elements of the message (default: {_MOST}, fewer for thousands of ranks)",
+        help=f"number of elements (default: {_MOST}, fewer for thousands of ranks)",
     )
-    option("--seed", help="seed of the random numbers (default: 0)")
+    option("--seed", metavar="N", help="seed of the random numbers (default: 0)")
     option("--table", action="store_true", help="simulate nine reference meshes")
     option("--cost", action="store_true", help="predict time and bytes from the figures of links")
     add_links(parser)
-    option("--output-format", default="text", help="text (default) or json")
+    add_placement(parser)
+    add_output(parser)
 
 
 def simulate_or_predict(given: argparse.Namespace) -> str:
@@ -113,8 +115,6 @@ def simulate_or_predict(given: argparse.Namespace) -> str:
     Raises:
         MeshplanError: invalid options.
     """
-    check_choice(given.output_format, "--output-format", ("text", "json"))
-    check_choice(given.algo, "--algo", (*_ALGORITHMS, "both"))
     if given.cost:
         return predict_costs(given) + "\n"
     if given.links is not None:
@@ -126,7 +126,7 @@ class _Options:
     """The options that all simulations of one call share."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.algorithms = [name for name in _ALGORITHMS if given.algo in (name, "both")]
+        self.algorithms = [name for name in _ALGORITHMS if given.algorithm in (name, "both")]
         self.dtype = read_dtype(given.dtype)
         self.given = None if given.numel is None else read_number(given.numel, "--numel")
         self.seed = read_number(given.seed or "0", "--seed", least=0)
@@ -188,7 +188,7 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
     numel = options.choose_numel(layout.world_size, len(sequences))
     rows = [
         (steps, found)
-        for steps in sequences
+        for steps in track("simulating order", sequences)
         for found in options.simulate(layout, topology, steps, numel, src)
     ]
     if given.output_format == "json":
@@ -222,16 +222,16 @@ def _read_sequences(
         for i, axis in enumerate(layout.axes)
         if layout.sizes[i] > 1 and (src is None or (i < len(src) and src[i].startswith("P")))
     ]
-    found: list[Steps] = [read_steps(order, "--order") for order in given.order]
-    if not given.order and not given.flat and every:
+    found: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    if not given.reduce_order and not given.flat and every:
         orders = list(itertools.islice(itertools.permutations(every), _MAX_ORDERS + 1))
         if len(orders) > _MAX_ORDERS:
             raise PolicyError(
                 f"{len(every)} axes have more than {_MAX_ORDERS} orders; use one, such as "
-                f"--order {','.join(every)}, or --flat"
+                f"--reduce-order {','.join(every)}, or --flat"
             )
         found = [tuple((axis,) for axis in order) for order in orders]
-    if every and (given.flat or (not given.order and len(every) > 1)):
+    if every and (given.flat or (not given.reduce_order and len(every) > 1)):
         found.append((tuple(every),))
     return found
 
@@ -263,7 +263,7 @@ def _simulate_table(given: argparse.Namespace) -> str:
     options = _Options(given)
     clash = {
         "--mesh": given.mesh,
-        "--order": given.order,
+        "--reduce-order": given.reduce_order,
         "--flat": given.flat,
         "--from": given.src,
     }
@@ -279,7 +279,7 @@ def _simulate_table(given: argparse.Namespace) -> str:
     rows = [("(ddp, fsdp)", "node", *heads)]
     numel = options.choose_numel(1, len(orders))
     found: list[dict[str, Any]] = []
-    for sizes, node in REFERENCE:
+    for sizes, node in track("simulating mesh", REFERENCE):
         layout = Layout.of(ddp=sizes[0], fsdp=sizes[1])
         topology = Topology.uniform(layout.world_size, node_size=node, domain_size=node)
         results = [(steps, options.simulate(layout, topology, steps, numel)) for steps in orders]

@@ -83,7 +83,13 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, links: Links | None) ->
     numel = NOMINAL_ELEMENTS if given.numel is None else read_number(given.numel, "--numel")
     src = ["P"] * len(layout.axes) if given.src is None else read_placements(given.src, "--from")
     problem = Problem.of(
-        layout, src, ["R"] * len(src), dtype=dtype, shape=(numel,), topology=topology
+        layout,
+        src,
+        ["R"] * len(src),
+        path="auto",
+        dtype=dtype,
+        shape=(numel,),
+        topology=topology,
     )
     wide = tuple(
         layout.axes[i]
@@ -91,7 +97,8 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, links: Links | None) ->
         if spec.kind == "partial" and layout.sizes[i] > 1
     )
     orders = [
-        (format_steps(steps), steps) for steps in (read_steps(o, "--order") for o in given.order)
+        (format_steps(steps), steps)
+        for steps in (read_steps(o, "--reduce-order") for o in given.reduce_order)
     ]
     rows = _predict_rows(problem, wide, orders, given)
     plan = rows[0].found
@@ -126,11 +133,11 @@ def _predict_rows(
     rows = [_Row("meshplan", predict_plan(problem))]
     if not orders and not given.flat and len(wide) > 1:
         orders = [("torch, axis by axis", tuple((axis,) for axis in wide))]
-    algorithms: list[Any] = ["ring", "tree"] if given.algo == "both" else [given.algo]
-    every: Any = "best" if given.algo == "both" else given.algo
+    algorithms: list[Any] = ["ring", "tree"] if given.algorithm == "both" else [given.algorithm]
+    every: Any = "best" if given.algorithm == "both" else given.algorithm
     for name, steps in orders:
         rows.append(_Row(name, predict_backend(problem, steps, every)))
-    if wide and (given.flat or not given.order):
+    if wide and (given.flat or not given.reduce_order):
         for one in algorithms:
             rows.append(_Row(f"one {one}", predict_backend(problem, [wide], one)))
     return rows
@@ -141,7 +148,7 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, links: Links | None
     from meshplan.planner import Problem
     from meshplan.topology import Topology
 
-    orders = {"--order": given.order, "--flat": given.flat, "--from": given.src}
+    orders = {"--reduce-order": given.reduce_order, "--flat": given.flat, "--from": given.src}
     taken = [*(option for option, value in orders.items() if value), *list_placement_options(given)]
     if taken:
         raise PolicyError(
@@ -158,7 +165,13 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, links: Links | None
                 Topology.uniform(ranks, node_size=NODE, domain_size=NODE), links
             )
             problem = Problem.of(
-                layout, ["P", "P"], ["R", "R"], dtype=dtype, shape=(numel,), topology=topology
+                layout,
+                ["P", "P"],
+                ["R", "R"],
+                path="auto",
+                dtype=dtype,
+                shape=(numel,),
+                topology=topology,
             )
             wide = tuple(a for a, size in zip(layout.axes, layout.sizes, strict=True) if size > 1)
             rows = _predict_rows(

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from meshplan._message_text import format_runs
-from meshplan.cli._options import add_verb
+from meshplan.cli._options import add_output, add_verb
 from meshplan.lint._reporters._words import escape_line
 from meshplan.topology import Reading
 from meshplan.topology._files import read_file
@@ -24,8 +24,8 @@ def add(verbs: Any) -> None:
         "show the contents of files that describe a cluster",
         description="Show the domains and nodes of GPUs or ranks, read from supported files.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a file, or - for standard input")
-    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="file, or - for standard input")
+    add_output(parser)
 
 
 def show_readings(given: argparse.Namespace) -> str:
