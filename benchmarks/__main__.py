@@ -29,22 +29,26 @@ from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, machine
 from benchmarks.script import about, row_of
 
-SUITES = (
-    "dispatch",
-    "planner",
-    "fold",
-    "allreduce_cpu",
-    "allreduce_gpu",
-    "backend",
-    "headers",
-    "hierarchical",
-    "scaling",
-    "groups",
-    "memory",
-    "lint",
-    "replicas",
-    "training",
-)
+# Each suite, and how many seconds it should take on two idle cores: in all at most 20 minutes.
+SUITES = {
+    "dispatch": 20,
+    "planner": 60,
+    "fold": 30,
+    "exact": 60,
+    "allreduce_cpu": 120,
+    "allreduce_gpu": 5,
+    "backend": 160,
+    "headers": 40,
+    "hierarchical": 10,
+    "scaling": 130,
+    "paths": 220,
+    "groups": 15,
+    "memory": 30,
+    "lint": 90,
+    "replicas": 10,
+    "training": 100,
+    "elastic": 80,
+}
 TIMEOUT_SECONDS = 1800
 FAILED = "it failed"
 
@@ -91,8 +95,14 @@ def measured(name: str, smoke: bool, told: Callable[[int, Case | None], object])
     }
 
 
+def time_of(name: str, seconds: float, elapsed: float) -> str:
+    """What is printed after a suite."""
+    late = ", more than its budget" if seconds > SUITES[name] else ""
+    return f"{name}: {seconds:.0f} s of {SUITES[name]} s{late}; {elapsed:.0f} s since the start"
+
+
 def run_all(names: Sequence[str], smoke: bool, console: Console) -> dict[str, Any]:
-    """All suites, with a bar for each and a line for each case."""
+    """All suites, with a bar for each, a line for each case and one for the time of each suite."""
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d"),
@@ -100,6 +110,7 @@ def run_all(names: Sequence[str], smoke: bool, console: Console) -> dict[str, An
         "machine": machine(),
         "benchmarks": [],
     }
+    started = time.perf_counter()
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
 
@@ -121,6 +132,7 @@ def run_all(names: Sequence[str], smoke: bool, console: Console) -> dict[str, An
                 say(f"{name} is left out: {one['skipped']}")
             progress.update(task, total=len(one["cases"]), completed=len(one["cases"]))
             progress.stop_task(task)
+            say(time_of(name, one["seconds"], time.perf_counter() - started))
     return found
 
 

@@ -149,7 +149,7 @@ def measure_ddp(width: int, layers: int, rows: int, smoke: bool) -> Iterator[Cas
     yield from both_cases(
         f"forward and backward of DDP, {parameters / 1e6:.2g} million parameters",
         {name: forward_backward(name) for name in BACKENDS},
-        2 if smoke else 31,
+        2 if smoke else 21,
         DDP_BAR,
         parameters={"parameters": parameters},
     )

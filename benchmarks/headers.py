@@ -74,7 +74,8 @@ def measure(nbytes: int, bar: float | None, smoke: bool) -> Iterator[Case]:
         return over(Wire())
 
     def with_headers() -> Tensor:
-        return over(GlooWire(groups, tensor_header(summand, step, "exchange", False)))
+        header = tensor_header(summand, step, "exchange", False)
+        return over(GlooWire(groups, (groups.rank, header)))
 
     assert_bitwise_equal(with_headers(), without())
     functions = {"without": without, "headers": with_headers}

@@ -15,11 +15,18 @@ __all__ = ["write_page"]
 HEAD = """\
 # Performance
 
-Made by one command; do not edit. All figures of a case come from one run, in which what is compared
-took turns in the same processes; a call is as slow as its slowest rank; shown are medians and, in
-brackets, the 95th percentile. Ratios are those of medians.
+For developers: every bar and every measurement. Users find the figures of a job in
+[What will it cost me](cost.md).
+
+Made by one command; do not edit. All figures of a case come from one run, in which the compared
+calls take turns in the same processes. The time of a call is that of its slowest rank. The tables
+have medians and, in brackets, 95th percentiles. Ratios are those of medians. The raw data are in
+`docs/performance/performance.json`.
 
     make bench
+
+It is estimated at 20 minutes on two idle cores. The budget of each suite stands in
+`benchmarks/__main__.py`. The run prints the time of each suite beside its budget.
 """
 
 
@@ -49,7 +56,7 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
             f"    {suite['command']}\n",
             f"{suite['seconds']:.0f} s in all.\n",
         ]
-        drawn = draw(suite["name"], cases, pictures)
+        drawn = draw(suite["name"], title, cases, pictures)
         if drawn:
             files += drawn
             parts += [f"![{title}](performance/{suite['name']}.png)\n"]

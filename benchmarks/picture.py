@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.record import Case
@@ -11,20 +12,26 @@ from benchmarks.record import Case
 __all__ = ["draw"]
 
 # Over which parameter lines run; each value of the others has a panel of its own.
-_LINES = {"allreduce_cpu": "bytes", "allreduce_gpu": "bytes", "lint": "world_size"}
+_LINES = {
+    "allreduce_cpu": "bytes",
+    "paths": "bytes",
+    "allreduce_gpu": "bytes",
+    "lint": "world_size",
+}
 _LINES |= {"groups": "world_size", "memory": "bytes", "scaling": "world_size"}
 # Colours that are told apart without seeing red or green (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 # Figures farther apart than that would not be seen beside each other.
 _DECADES = 50
-_LABELS = {"bytes": "bytes", "world_size": "ranks"}
+_LABELS = {"bytes": "size", "world_size": "ranks"}
 
 
-def draw(name: str, cases: Sequence[Case], folder: Path) -> list[Path]:
+def draw(name: str, title: str, cases: Sequence[Case], folder: Path) -> list[Path]:
     """Draw the cases of a benchmark.
 
     Args:
         name: of the benchmark, and of the files.
+        title: of the benchmark, above the picture.
         cases: any.
         folder: of the files.
 
@@ -45,11 +52,12 @@ def draw(name: str, cases: Sequence[Case], folder: Path) -> list[Path]:
         rows, columns, figsize=(6 * columns, 3.6 * rows), squeeze=False, layout="constrained"
     )
     flat = list(axes.flat)
-    for axis, (title, fill) in zip(flat, panels, strict=False):
-        axis.set_title(title, fontsize=10)
+    for axis, (panel, fill) in zip(flat, panels, strict=False):
+        axis.set_title(panel, fontsize=10)
         fill(axis)
     for axis in flat[len(panels) :]:
         axis.set_axis_off()
+    figure.suptitle("\n".join(wrap(title, 60 * columns)), fontsize=12)
     file = folder / f"{name}.png"
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
@@ -95,9 +103,17 @@ def _lines(axis: Any, cases: Sequence[Case], over: str) -> None:
             linewidth=0,
         )
     axis.set_xscale("log", base=2)
-    if over == "world_size":
-        axis.set_xticks(x, [_short(ranks, x[:i]) for i, ranks in enumerate(x)], fontsize=8)
-        axis.minorticks_off()
+    labels = [_short(ranks, x[:i]) for i, ranks in enumerate(x)]
+    if over == "bytes":
+        # Every second one, where there are many.
+        step = 1 + (len(x) > 6)
+        labels = [_format_bytes(size) if i % step == 0 else "" for i, size in enumerate(x)]
+    axis.set_xticks(x, labels, fontsize=8)
+    axis.minorticks_off()
+    for bar in cases[0].bars:
+        if bar.to is None and bar.of in cases[0].runs:
+            axis.axhline(bar.limit, color="black", linestyle=":", linewidth=1)
+            axis.annotate(f"bar: {bar.kind} {bar.limit:g}", (x[0], bar.limit), fontsize=7)
     every = [figures.median for case in cases for figures in case.runs.values()]
     if min(every) > 0 and max(every) > 10 * min(every):
         axis.set_yscale("log")
@@ -120,6 +136,13 @@ def _short(number: int, before: Sequence[int]) -> str:
         if number >= unit and number % unit == 0:
             return f"{number // unit}{letter}"
     return str(number)
+
+
+def _format_bytes(size: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
 
 
 def _bars(axis: Any, cases: Sequence[Case]) -> None:

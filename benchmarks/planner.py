@@ -30,7 +30,7 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import in_turn
 from meshplan import Layout
 from meshplan.planner import Problem, plan
-from meshplan.planner._cost import find_groups
+from meshplan.planner._group_facts import find_groups
 from meshplan.topology import Topology
 
 FIVE = {"pp": 2, "ddp": 4, "fsdp": 4, "cp": 2, "tp": 4}

@@ -18,11 +18,13 @@ __all__ = ["in_blocks", "in_turn", "on_ranks", "seconds", "slowest"]
 _TIMEOUT = 600.0
 
 
-def seconds(function: Callable[[], object]) -> float:
+def seconds(
+    function: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Of one call."""
-    started = time.perf_counter()
+    started = clock()
     function()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def in_turn(
@@ -32,6 +34,7 @@ def in_turn(
     scale: float = 1.0,
     before: Callable[[], object] | None = None,
     warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds times ``scale`` of each function, in rounds in which each has its turn.
 
@@ -41,35 +44,42 @@ def in_turn(
         scale: 1e3 for milliseconds.
         before: called before each function, and not timed.
         warm_up: how many rounds fill caches.
+        clock: in seconds; ``time.thread_time`` for CPU time.
     """
     found: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(warm_up + rounds):
         for name, function in functions.items():
             if before is not None:
                 before()
-            sample = seconds(function) * scale
+            sample = seconds(function, clock) * scale
             if number >= warm_up:
                 found[name].append(sample)
     return found
 
 
 def in_blocks(
-    functions: Mapping[str, Callable[[], object]], calls: int, *, scale: float = 1.0, turns: int = 3
+    functions: Mapping[str, Callable[[], object]],
+    calls: int,
+    *,
+    scale: float = 1.0,
+    turns: int = 3,
+    warm_up: int = 2,
 ) -> dict[str, list[float]]:
     """Seconds times ``scale`` of each function, called again and again in its turn.
 
     For calls in which ranks meet: one that follows another kind of call would pay for how far
-    apart that has left them. The first two calls of each block do not count.
+    apart that has left them.
 
     Args:
         functions: by name.
         calls: of each function that count, at least; in ``turns`` blocks.
+        warm_up: calls at the start of each block that do not count.
     """
     found: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            samples = [seconds(function) * scale for _ in range(2 + -(-calls // turns))]
-            found[name] += samples[2:]
+            samples = [seconds(function) * scale for _ in range(warm_up + -(-calls // turns))]
+            found[name] += samples[warm_up:]
     return found
 
 

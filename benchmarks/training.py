@@ -57,7 +57,7 @@ _SAYS = "benchmark: "
 
 def options_of(mesh: str, smoke: bool = False) -> argparse.Namespace:
     """What the example's model and batches are made of."""
-    width, layers, steps = (32, 1, 2) if smoke else (256, 4, 40)
+    width, layers, steps = (32, 1, 2) if smoke else (256, 4, 25)
     sizes = tuple(int(size) for size in mesh.split(","))
     return argparse.Namespace(
         mesh=mesh, sizes=sizes, width=width, layers=layers, context=64, batch=1, steps=steps

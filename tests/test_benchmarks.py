@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from expecttest import TestCase
 
-from benchmarks.__main__ import SUITES
+from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
 from benchmarks.script import about, row_of
@@ -164,12 +164,19 @@ def test_every_suite_is_described() -> None:
         assert f"    python -m benchmarks.{name}\n" in doc[1]
 
 
+def test_suites_have_budgets_of_20_minutes_in_all() -> None:
+    assert sum(SUITES.values()) <= 20 * 60
+    assert time_of("fold", 12.4, 50.0) == "fold: 12 s of 30 s; 50 s since the start"
+    assert time_of("fold", 31.0, 69.0) == (
+        "fold: 31 s of 30 s, more than its budget; 69 s since the start"
+    )
+
+
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *words],
         capture_output=True,
         text=True,
-        timeout=400,
         cwd=ROOT,
         check=False,
     )
@@ -182,6 +189,9 @@ def test_every_suite_runs_in_smoke_mode(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     check(found)
     assert found["smoke"] is True
+    assert len(re.findall(r"^\w+: \d+ s of \d+ s.* s since the start$", done.stdout, re.M)) == len(
+        SUITES
+    )
     assert [suite["name"] for suite in found["benchmarks"]] == list(SUITES)
     for suite in found["benchmarks"]:
         assert bool(suite["cases"]) != bool(suite["skipped"]), suite["name"]
