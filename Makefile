@@ -4,21 +4,23 @@
 #   PYTHON=python3.12 make test        another interpreter (3.11 or newer)
 
 PYTHON ?= python3
-# Architectures that setup compiles kernels for if nvcc exists; others are compiled at first use.
+# GPUs that setup compiles kernels for if nvcc exists, also without a GPU; for others at first use.
 export MESHPLAN_CUDA_ARCHITECTURES ?= 90
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TRAINERS := $(VENV)/.trainers
+CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py backend/test_torchtitan.py test_clients.py)
 # Where bytecode is not kept, each process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# One thread per process: two workers and the processes that they start share the cores.
+# One thread per process: the workers and the processes that they start share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
-.PHONY: help setup demo test test-full soak test-dist test-matrix test-gpu check packages bench
-.PHONY: bench-smoke bench-gpu golden man clean
+.PHONY: help setup demo test test-full test-clients soak test-dist test-matrix test-gpu check docs docs-serve
+.PHONY: packages bench bench-smoke bench-gpu golden man clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -35,12 +37,12 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/*) constraints-cpu.txt Makefil
 	touch $@
 
 $(TOOLS): $(READY)
-	$(BIN)/python -m pip install --quiet --group test --group dev
+	$(BIN)/python -m pip install --quiet --group test --group dev --group docs
 	touch $@
 
 $(TRAINERS): $(TOOLS)
 	$(BIN)/python -m pip install --quiet --group trainers
-	$(BIN)/python -m pip install --quiet --no-deps --group torchtitan
+	$(BIN)/python -m pip install --quiet --no-deps --group without-dependencies
 	touch $@
 
 demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshplan
@@ -48,11 +50,15 @@ demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshp
 
 # Each test belongs to one of test, test-full, test-dist and test-gpu, by its marker.
 test: setup ## tests of every part: about five minutes on two cores
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
 test-full: setup $(TRAINERS) ## the longer tests: sanitizers, compilers, 40 ranks, faults, wheels, random cases
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m full
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m full
 	MESHPLAN_TEST_CASES=2000 $(PYTEST) -n 2 --dist load -m soak
+
+# A part of test-full.
+test-clients: setup $(TRAINERS) ## jobs of torchtitan, torchft, Transformers, Accelerate and Lightning on CPUs, at the tested versions
+	$(PYTEST) -n 2 --dist load -m full $(CLIENTS)
 
 soak: setup ## 20,000 random cases of the properties that test-full draws 2,000 of: over ten minutes
 	MESHPLAN_TEST_CASES=20000 $(PYTEST) -n 2 --dist load --timeout 3600 -m soak
@@ -67,18 +73,26 @@ test-matrix: setup ## the seam with each version of torch; writes docs/torch-ver
 # Installs nothing: PYTHON needs torch and pytest.
 test-gpu: ## tests that need a GPU, with the torch, pytest and compilers of this machine
 	$(PYTHON) tools/build_in_place.py
-	PYTHONPATH='$(CURDIR)' $(PYTHON) -m pytest -c tests/gpu.ini tests/test_gpu.py tests/test_gpu_backend.py
+	PYTHONPATH='$(CURDIR)' $(PYTHON) -m pytest -c tests/gpu.ini \
+		tests/test_gpu.py tests/test_gpu_fold.py tests/test_gpu_backend.py
 
-check: setup ## format, lint, types, words of the pages
+check: setup docs ## format, lint, types, words of the pages, links of the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -q tests/test_prose.py
 
-packages: setup ## dist/: source and wheels, installed and tested with a compiler and without
+docs: setup ## the site in build/site, with warnings as errors
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: setup ## the site at http://127.0.0.1:8000, built again after each change
+	$(MKDOCS) serve --strict
+
+packages: setup ## dist/: source, pure wheel and manylinux wheel, checked, installed and tried
+	$(BIN)/python -m pip install --quiet --group packages
 	$(BIN)/python tools/check_packages.py
 
-bench: setup ## all benchmarks; writes docs/performance.md: half an hour
+bench: setup ## all benchmarks; writes docs/performance.md: about 20 minutes
 	$(BIN)/python -m benchmarks --json docs/performance/performance.json --page docs
 
 bench-smoke: setup ## run the benchmarks on small cases, without times

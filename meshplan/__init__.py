@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshplan import contract as contract
     from meshplan import definition as definition
     from meshplan import dtensor as dtensor
+    from meshplan import elastic as elastic
     from meshplan import errors as errors
     from meshplan import execute as execute
     from meshplan import flatten as flatten
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from meshplan import topology as topology
     from meshplan.backend import BackendOptions as BackendOptions
     from meshplan.collectives import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
+    from meshplan.collectives import clip_grad_norm_ as clip_grad_norm_
     from meshplan.collectives import (
         configure_deterministic_nccl_env as configure_deterministic_nccl_env,
     )
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from meshplan.collectives import (
         deterministic_reduce_scatter_coalesced as deterministic_reduce_scatter_coalesced,
     )
+    from meshplan.collectives import exact_norm as exact_norm
     from meshplan.collectives import nccl_profile as nccl_profile
     from meshplan.contract import Contract as Contract
     from meshplan.definition import reduce_leaves as reduce_leaves
@@ -80,6 +83,7 @@ _WHERE = {
     "ReplicaCheck": "replicas",
     "check": "kernel",
     "clear_report": "execute",
+    "clip_grad_norm_": "collectives",
     "configure_deterministic_nccl_env": "collectives",
     "coverage": "replicas",
     "deterministic_all_gather": "collectives",
@@ -88,6 +92,7 @@ _WHERE = {
     "deterministic_all_reduce_coalesced": "collectives",
     "deterministic_reduce_scatter": "collectives",
     "deterministic_reduce_scatter_coalesced": "collectives",
+    "exact_norm": "collectives",
     "install": "dtensor",
     "installed": "dtensor",
     "policy": "dtensor",
@@ -108,6 +113,7 @@ _MODULES = (
     "contract",
     "definition",
     "dtensor",
+    "elastic",
     "errors",
     "execute",
     "flatten",

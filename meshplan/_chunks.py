@@ -1,4 +1,4 @@
-"""Lengths of the shards of a dim, as DTensor cuts it."""
+"""Lengths of the shards of a dim, as DTensor splits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def chunk_sizes(size: int, chunks: int) -> list[int]:
 
 
 def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:
-    """As ``chunk_sizes``, where the dim is cut once per axis, outermost first."""
+    """As ``chunk_sizes``, where the dim is split once per axis, outermost first."""
     lengths = [size]
     for axis in axes:
         lengths = [part for length in lengths for part in chunk_sizes(length, axis)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["elide", "format_first", "format_runs", "shorten"]
+__all__ = ["elide", "find_near", "format_first", "format_runs", "shorten", "suggest"]
 
 
 def shorten(text: str, most: int = 60) -> str:
@@ -21,6 +21,19 @@ def elide(text: str, most: int = 100) -> str:
 def format_first(items: Sequence[object], most: int = 8) -> str:
     """``0, 1, 2``; the first items and dots if there are more than ``most``."""
     return ", ".join(map(str, items[:most])) + (", ..." if len(items) > most else "")
+
+
+def find_near(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words that are similar to an unknown one, the most similar first."""
+    import difflib  # only messages of errors need it
+
+    return difflib.get_close_matches(word[:60], list(known), n=most, cutoff=cutoff)
+
+
+def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (did you mean 'fsdp'?)`` for an unknown word; empty if no known one is similar."""
+    near = find_near(word, known, cutoff=cutoff)
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def format_runs(numbers: Iterable[int]) -> list[str]:

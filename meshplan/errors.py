@@ -42,11 +42,13 @@ __all__ = [
     "PeerTimeoutError",
     "SignatureMismatchError",
     "AuditError",
+    "ChecksumError",
     "ReplicaInputError",
     "ReplicaDivergenceError",
     "ShardError",
     "TokenCoverageError",
     "IntegrationError",
+    "ElasticError",
 ]
 
 
@@ -263,6 +265,15 @@ class AuditError(MeshplanError, RuntimeError):
         self.elements = elements
 
 
+class ChecksumError(MeshplanError, RuntimeError):
+    """The checksum of a reduction is wrong: a bit changed on its way or in memory.
+
+    Raised on every rank that took part.
+    """
+
+    code = "MP706"
+
+
 class ReplicaInputError(MeshplanError, TypeError):
     """A compared value is not a tensor, or is a tensor without data of its own."""
 
@@ -320,3 +331,9 @@ class IntegrationError(MeshplanError, ValueError):
     """A model, a group or an option that an integration does not support."""
 
     code = "MP901"
+
+
+class ElasticError(MeshplanError, ValueError):
+    """A number of ranks, a model or a call that an elastic run does not support."""
+
+    code = "MP902"

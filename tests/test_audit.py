@@ -51,8 +51,8 @@ def flipped(path: str, on_rank: int) -> None:
 
     def corrupting(right: Callable[..., Outcome]) -> Callable[..., Outcome]:
         def wrong(*arguments: Any) -> Outcome:
-            reduced = right(*arguments)
-            result = torch.ops._c10d_functional.wait_tensor(reduced.tensor).clone()
+            reduced, wire = right(*arguments), arguments[-1]
+            result = wire.wait(reduced.tensor).clone()
             if dist.get_rank() == on_rank and result.numel():
                 bits(result).view(-1)[-1] ^= 1
             return Outcome(result, reduced.log)

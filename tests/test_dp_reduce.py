@@ -235,7 +235,7 @@ MP411: world=[2, 3] does not place the 6 samples of the batch; pass the number o
 MP411: world=[-1, 7] does not place the 6 samples of the batch; pass the number of samples of each rank, 0 or more, 6 together
 MP411: world=[] does not place the 6 samples of the batch; pass the number of samples of each rank, 0 or more, 6 together
 MP411: 3 samples are not a multiple of samples_per_leaf=2, and a leaf of another size has other bits; pass a multiple on every rank
-MP411: sum of torch.float32 in order='rank' is one fold from the first leaf to the last and has no parts; use order='tree', or pass all leaves to reduce_leaves
+MP411: leaves of a batch are combined in order='tree', got order='rank'; pass a contract of that order, or all leaves to reduce_leaves
 MP411: the global batch has no samples; pass at least one""",
     )
 

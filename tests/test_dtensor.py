@@ -599,7 +599,7 @@ def test_policy_is_set_by_call_and_by_axis() -> None:
             with pytest.raises(AxisNameError) as caught:
                 sent(R, P, R)
             assert str(caught.value) == (
-                "MP112: no axis 'tpp' in the mesh, it has dp, tp, one; did you mean 'tp'?"
+                "MP112: no axis 'tpp' in the mesh, it has dp, tp, one (did you mean 'tp'?)"
             )
 
     run_ranks(ranks, 6)

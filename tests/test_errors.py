@@ -45,9 +45,11 @@ MP702 PeerTimeoutError(MeshplanError, RuntimeError)
 MP703 SignatureMismatchError(MeshplanError, RuntimeError)
 MP704 AuditError(MeshplanError, RuntimeError)
 MP705 ReplicaDivergenceError(MeshplanError, RuntimeError)
+MP706 ChecksumError(MeshplanError, RuntimeError)
 MP801 ShardError(MeshplanError, ValueError)
 MP802 TokenCoverageError(ShardError)
-MP901 IntegrationError(MeshplanError, ValueError)""",
+MP901 IntegrationError(MeshplanError, ValueError)
+MP902 ElasticError(MeshplanError, ValueError)""",
     )
 
 

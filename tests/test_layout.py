@@ -140,7 +140,7 @@ MP111: a mesh of 2 coordinates needs 2 different ranks from 0 up, got 2: 0, -1; 
 MP111: a mesh of 4 coordinates needs 4 different ranks from 0 up, got 10: 0, 1, 2, 3, 4, 5, 6, 7, ...; pass the global rank at each coordinate, row-major
 MP112: no axis 2 in a mesh of 2 axes; pass a position from 0 to 1
 MP112: no axis -3 in a mesh of 2 axes; pass a position from 0 to 1
-MP112: no axis 'fsp' in the mesh, it has ddp, fsdp; did you mean 'fsdp'?
+MP112: no axis 'fsp' in the mesh, it has ddp, fsdp (did you mean 'fsdp'?)
 MP112: no axis 'model' in the mesh, it has ddp, fsdp""",
     )
 

@@ -77,3 +77,28 @@ def test_packages_build_without_a_compiler(tmp_path: Path) -> None:
         'torch>=2.11; extra == "torch"'
     ]
     assert re.findall("^License-Expression: (.*)$", about, re.M) == ["BSD-3-Clause"]
+
+
+def test_kernels_are_compiled_for_the_gpus_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(said: str) -> list[str]:
+        """The architectures. What is said about them names them, or how to name some."""
+        for name, text in (("nvcc", ""), ("nvidia-smi", said)):
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        build = runpy.run_path(str(ROOT / "tools" / "build_in_place.py"))
+        for one in build["ARCHITECTURES"] or ["at first use", "MESHPLAN_CUDA_ARCHITECTURES=90"]:
+            assert one in build["describe_kernels"]()
+        return list(build["ARCHITECTURES"])
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("MESHPLAN_CUDA_ARCHITECTURES", raising=False)
+    assert found("echo 10.0; echo 9.0; echo 9.0") == ["90", "100"]
+    # Who only lints waits for none.
+    assert found("echo '[N/A]'") == []
+    assert found("echo no driver; exit 9") == []
+    monkeypatch.setenv("MESHPLAN_CUDA_ARCHITECTURES", "80,90")
+    assert found("echo 10.0") == ["80", "90"]
+    monkeypatch.setenv("MESHPLAN_CUDA_ARCHITECTURES", "")
+    assert found("echo 10.0") == []

@@ -263,4 +263,4 @@ def test_golden_file_matches_its_script(tmp_path: Path, capsys: pytest.CaptureFi
     spec.loader.exec_module(script)
     assert script.main(["--check"]) == 0
     assert script.main(["--check", "--folder", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.count("is not what this script writes") == 2
+    assert capsys.readouterr().err.count("is not what this script writes") == 3

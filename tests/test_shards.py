@@ -28,7 +28,7 @@ from tests.processes import run_ranks
 pytestmark = pytest.mark.processes
 
 RANKS = 3
-PATHS = ("auto", "one_shot", "two_shot", "exchange", "reference")
+PATHS = ("auto", "one_shot", "two_shot", "exchange", "halving", "reference")
 
 
 def leaf(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -337,9 +337,10 @@ class TestRefusals(TestCase):
                 check()
             return str(caught.value)
 
-        first, second = run_ranks(ranks, 2)
-        assert first == second
+        # The calls overlap on rank 0 for certain, and on rank 1 where its delays end together.
+        texts = {text.replace("on rank 1:", "on rank 0:") for text in run_ranks(ranks, 2)}
+        assert len(texts) == 1
         self.assertExpectedInline(
-            first,
+            texts.pop(),
             """MP503: two reductions over ranks 0, 1 ran at the same time on rank 0: float32[9] for all_reduce sum over 2 ranks, contract v1/tree/wide/once, path one_shot; let each stream and each graph that reduces over them wait for the one before. Call meshplan.shutdown on every rank, and these ranks reconnect""",
         )

@@ -72,17 +72,26 @@ None auto: cpu
 None one_shot: cpu cuda
 None two_shot: cpu cuda
 None exchange: none
+None halving: none
+None integer: none
+None integer_checksum: none
 None reference: none
 None native: none
 0 auto: cpu
 0 two_shot: cpu cuda
 0 exchange: none
+0 halving: none
+0 integer: none
+0 integer_checksum: none
 0 reference: none
 0 native: none
 1 auto: cpu cuda
 1 one_shot: cpu cuda
 1 two_shot: cpu cuda
 1 exchange: none
+1 halving: none
+1 integer: none
+1 integer_checksum: none
 1 reference: none
 1 native: none""",
         )
@@ -249,7 +258,7 @@ class TestForcedOneShot(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was requested and exchange would run: 2 axes in one reduction, in one order for all siblings, hierarchical, 2 ranks per block; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: near ranks reduce first; pass another path, or strict=False
+MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was requested and exchange would run: 2 axes in one reduction, in one order for all siblings, hierarchical, 2 ranks per block, cheapest for 4194304 elements; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: near ranks reduce first; pass another path, or strict=False
 MP701: (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2): path one_shot (MESHPLAN_USE_1STAGE_ALLREDUCE=1) was requested and exchange would run: 2 axes in one reduction, in one order for all siblings; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; pass another path, or strict=False
 2 axes in one reduction, in one order for all siblings; MESHPLAN_USE_1STAGE_ALLREDUCE=1; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
 2 axes in one reduction, in one order for all siblings; MESHPLAN_USE_1STAGE_ALLREDUCE=0; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; one all-gather costs less than an exchange up to 100000 bytes

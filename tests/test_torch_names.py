@@ -189,6 +189,7 @@ def test_each_name_has_a_type() -> None:
     assert of_types == {
         "Callable",
         "Mapping",
+        "Sequence",
         "timedelta",
         "Tensor",
         "device",

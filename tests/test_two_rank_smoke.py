@@ -27,7 +27,7 @@ from meshplan import (
 from meshplan.testing import bits, order_sensitive, reference_reduce_tensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PATHS = ("native", "reference", "auto", "one_shot", "two_shot", "exchange")
+PATHS = ("native", "reference", "auto", "one_shot", "two_shot", "exchange", "halving")
 # Relative and absolute; what has a contract has no tolerance, whatever its dtype.
 TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (8e-3, 8e-3), "fp16": (2e-3, 2e-3)}
 FIELDS = {

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from expecttest import assert_expected_inline
 
 import meshplan
@@ -82,7 +83,7 @@ COUNTING = [
     ["lint", "--no-env", *MESH, "--svg", "mesh.svg", "--html", "mesh.html"],
     ["lint", *MESH, "--env", "NCCL_ALGO=Ring", "--nccl-version", "2.30.7"],
     ["lint", "--no-env", "--node-size", "8", "--", "--tensor-model-parallel-size", "8"],
-    ["simulate", *MESH, "--order", "fsdp,ddp"],
+    ["simulate", *MESH, "--reduce-order", "fsdp,ddp"],
     ["simulate", *MESH, "--dtype", "bf16", "--flat", "--output-format", "json"],
     ["simulate", "--table", "--numel", "64"],
     ["nothing"],
@@ -148,6 +149,7 @@ planner/_placements.py""",
     )
 
 
+@pytest.mark.full
 def test_every_verb_prints_the_same_without_torch(tmp_path: Path) -> None:
     steps = [*COUNTING, *SEARCHING]
     without = run(steps, tmp_path, hidden=("torch",))
