@@ -5,13 +5,13 @@ calls ``torch.ops.c10d`` or a method of C++'s own class. Torch has no backend th
 write. So each operator that takes a ``ReduceOp`` gets a kernel in front of those of the devices. It
 passes calls of such groups on to their methods, and all others to the device.
 
-The same kernels show reductions over all other groups to a watch. They are there while a watch is
-set, and from the first group with methods that reduce.
+The same kernels show reductions over all other groups to a watch. They are there from the first
+watch or the first group with methods that reduce, and stay: torch removes a kernel in two steps,
+and a call of another thread between them fails.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -36,8 +36,6 @@ of them) and the reduction, whose result it returns.
 _LOCK = Lock()
 # The kernels are there as long as this is.
 _libraries: list[Any] = []
-# Of libraries that are gone. A thread may be in a kernel, or wait for the GIL on its way into one.
-_kept: deque[Any] = deque(maxlen=64)
 _kind: type[dist.ProcessGroup] | None = None
 _watch: Watch | None = None
 _new_library: Any = torch.library.Library
@@ -99,10 +97,6 @@ def watch_reductions(watch: Watch | None) -> None:
         _watch = watch
         if watch is not None:
             _put_in_front()
-        elif _kind is None and _libraries:
-            for name in reducing_operators():
-                _kept.append(torch.library.get_kernel(f"c10d::{name}", _KEY.name))
-            _libraries.pop()._destroy()
 
 
 def _put_in_front() -> None:

@@ -220,8 +220,8 @@ def coverage(
     """Count the reductions of this process while the block runs, on all threads.
 
     A reduction belongs to the step in which it was called. Wait for asynchronous ones before the
-    step ends. Enter and leave the block where no other thread reduces. Outside of the block nothing
-    is counted, and reductions take no longer.
+    step ends. Enter the first block of a process where no other thread reduces. Outside of blocks
+    nothing is counted; after the first one, a reduction of C++ takes a call of Python longer.
 
     Args:
         strict: raise an error before a floating-point or complex reduction that is outside the
