@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from meshplan.planner import Plan, Step, plan
 from meshplan.topology import Topology
 from tests.all_ranks import AllRanks, Array, bits, coordinates, fold_step, shard, split_part
 from tests.marks import CASES
-from tests.strategies import Redistribution, redistributions
+from tests.strategies import FAST_NODES, Redistribution, redistributions
 
 GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 # Values whose sums depend on the order, and values that conversions easily lose.
@@ -112,36 +111,53 @@ def dims_of(texts: tuple[str, ...]) -> list[int | None]:
     return [int(text[2]) if text[0] == "S" else None for text in texts]
 
 
+def kinds_of(case: Redistribution) -> set[str]:
+    """What the plan of a case has in it; all its bits are those of the contract."""
+    try:
+        found = plan(case.problem)
+    except ShardOrderError:
+        # Some of the given shards follow descending ranks.
+        assert any(not case.layout.ascends(i) for i in cut_axes(case))
+        return {"refused"}
+    wide = [i for i in case.partial if case.layout.sizes[i] > 1]
+    assert len(found.reductions) == bool(wide)
+    if not wide:
+        return set()
+    moved = {step.axes[0] for step in found.steps if step.kind == "torch"}
+    assert all(case.layout.ascends(i) for i in moved.intersection(cut_axes(case)))
+    assert Bench(case).wrong(found, found.steps) == []
+    (step,) = found.reductions
+    first = {"slice first"} if found.steps[0].kind == "slice" else set()
+    return first | {"hierarchical" if step.inner > 1 else step.kind}
+
+
 @pytest.mark.soak
-def test_every_plan_gives_the_bits_of_the_contract() -> None:
-    seen: Counter[str] = Counter()
+@settings(max_examples=max(800, CASES), suppress_health_check=list(HealthCheck))
+@given(redistributions())
+def test_every_plan_gives_the_bits_of_the_contract(case: Redistribution) -> None:
+    kinds_of(case)
 
-    # Some kinds are rare.
-    @settings(max_examples=max(800, CASES), suppress_health_check=list(HealthCheck))
-    @given(redistributions())
-    def each(case: Redistribution) -> None:
-        try:
-            found = plan(case.problem)
-        except ShardOrderError:
-            # Some of the given shards follow descending ranks.
-            assert any(not case.layout.ascends(i) for i in cut_axes(case))
-            seen["refused"] += 1
-            return
-        wide = [i for i in case.partial if case.layout.sizes[i] > 1]
-        assert len(found.reductions) == bool(wide)
-        if not wide:
-            return
-        moved = {step.axes[0] for step in found.steps if step.kind == "torch"}
-        assert all(case.layout.ascends(i) for i in moved.intersection(cut_axes(case)))
-        assert Bench(case).wrong(found, found.steps) == []
-        (step,) = found.reductions
-        seen["hierarchical" if step.inner > 1 else step.kind] += 1
-        seen["slice first"] += found.steps[0].kind == "slice"
 
-    each()
-    kinds = ("all_reduce", "reduce_scatter", "hierarchical", "slice first", "refused")
-    # Rare ones come about twenty times, and by chance less often.
-    assert min(seen[kind] for kind in kinds) >= 3, seen
+EACH_KIND = {
+    "all_reduce": ("P R", "R R", range(6), None),
+    "reduce_scatter": ("P P", "S(0) R", range(6), None),
+    "hierarchical": ("P P", "R R", range(6), Topology.uniform(6, node_size=3, links=FAST_NODES)),
+    "slice first": ("P R", "R S(0)", range(6), None),
+    "refused": ("P S(0)", "R S(1)", (2, 1, 0, 5, 4, 3), None),
+}
+
+
+@pytest.mark.parametrize("kind", EACH_KIND)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_each_kind_of_plan_gives_the_bits_of_the_contract(kind: str, dtype: torch.dtype) -> None:
+    src, dst, ranks, topology = EACH_KIND[kind]
+    layout = Layout(sizes=(2, 3), names=None, ranks=tuple(ranks))
+    # Nodes sum up only in an order with subtotals of nodes.
+    options = {"contract": Contract("tree", "wide", "node"), "topology": topology}
+    case = Redistribution(
+        layout, tuple(src.split()), tuple(dst.split()), (12, 6), dtype, options, seed=7
+    )
+    assert kind in kinds_of(case)
 
 
 @pytest.mark.soak
