@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "bytes_of", "element_index", "element_text", "max_ulps", "tensor_of"]
+__all__ = [
+    "FLOATS",
+    "bytes_of",
+    "element_index",
+    "element_text",
+    "flatten",
+    "max_ulps",
+    "tensor_of",
+]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes with a distance in units in the last place."""
@@ -56,14 +64,24 @@ def element_text(raw: Tensor, dtype: torch.dtype) -> str:
         return pattern
 
 
+def flatten(tensor: Tensor) -> Tensor:
+    """``tensor`` as one dim with stride 1, row-major; it shares memory where it can.
+
+    A dim of at most one element keeps any stride in ``contiguous`` and ``view``, and torch refuses
+    to view such a tensor in a dtype of another size.
+    """
+    flat = tensor.contiguous().view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
 def tensor_of(data: bytes) -> Tensor:
     """Bytes, at least one, as uint8 [n] on the CPU."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a contiguous tensor on any device; works without numpy."""
-    raw = tensor.cpu().flatten().view(torch.uint8)
+    """The bytes of a tensor on any device, row-major; works without numpy."""
+    raw = flatten(tensor.cpu()).view(torch.uint8)
     data = bytearray(raw.numel())
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(raw)

@@ -104,10 +104,12 @@ def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
         ("transposed", lambda grid: grid.t()),
         ("strided", lambda grid: grid[:, ::2]),
         ("expanded", lambda grid: grid[:1].expand(4, 10)),
+        # Contiguous, with the stride of a column.
+        ("one of a column", lambda grid: grid[:1, 3]),
     ):
         views = [view(grid) for grid in grids]
         whole = reduce_leaves([one.contiguous() for one in views], "sum", (world_size,))
-        for dim in (0, 1):
+        for dim in range(whole.dim()):
             compare(views[rank], whole, dim, f"{name} along {dim}")
     dist.barrier()
     return wrong

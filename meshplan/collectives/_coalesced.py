@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._bits import flatten
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.collectives._all_reduce import check_all_reduce
 from meshplan.collectives._lanes import Work, finished
@@ -247,7 +248,7 @@ def deterministic_all_gather_coalesced(
                 return [gather_tensor(tensors[bucket[0]], used, shards[bucket[0]])]
             rows = [tensors[i].detach().movedim(shards[i][0], 0).contiguous() for i in bucket]
             rows = [row.resolve_conj().resolve_neg() for row in rows]
-            message = torch.cat([row.view(-1).view(torch.uint8) for row in rows])
+            message = torch.cat([flatten(row).view(torch.uint8) for row in rows])
             # Bytes of each tensor on each rank.
             widths = [row.shape[1:].numel() * row.element_size() for row in rows]
             pairs = zip(bucket, widths, strict=True)

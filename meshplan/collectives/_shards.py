@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._bits import flatten
 from meshplan._dtypes import name_of
 from meshplan._spans import span
 from meshplan._torch import functional_operators as _ops
@@ -266,7 +267,7 @@ def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards) -> Tensor
     rows = tensor.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
     shape = rows.shape[1:]
     # Backends support few dtypes; every backend sends bytes.
-    mine = rows.view(-1).view(torch.uint8)
+    mine = flatten(rows).view(torch.uint8)
     width = max(lengths)
     row = shape.numel() * tensor.element_size()
     if mine.numel() < width * row:

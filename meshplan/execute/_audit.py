@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshplan._bits import flatten
 from meshplan._torch import functional_operators as _ops
 from meshplan.definition import reduce_leaves
 from meshplan.errors import AuditError
@@ -125,7 +126,7 @@ def _reference(summand: Tensor, step: Step, groups: StepGroups) -> Tensor:
     """The whole result, on every rank."""
     assert step.op is not None
     assert step.contract is not None
-    flat = summand.detach().contiguous().view(-1)
+    flat = flatten(summand.detach())
     whole = torch.empty_like(flat)
     members = math.prod(step.sizes)
     width = max(1, PIECE_BYTES // (members * flat.element_size()))
@@ -147,7 +148,7 @@ def _gathered(tensor: Tensor, groups: StepGroups) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    return flatten(tensor).view(_INTEGERS[tensor.element_size()])
 
 
 def _shown(bits: int, dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from meshplan._bits import flatten
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._wire import Wire
 from meshplan.planner import Step
@@ -70,7 +71,7 @@ def split_parts(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
     sizes = [size for axis, size in zip(step.axes, step.sizes, strict=True) if axis in gather_axes]
     sharers = math.prod(sizes)
     for rank in range(ranks):
-        shard = select_shard(tensor, step, rank).reshape(-1)
+        shard = flatten(select_shard(tensor, step, rank))
         width = -(-shard.numel() // sharers)
         where = zip(step.axes, _unravel(rank, step.sizes), strict=True)
         position = 0

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan._bits import bytes_of, tensor_of
+from meshplan._bits import bytes_of, flatten, tensor_of
 from meshplan._torch import WORLD
 from meshplan._torch import functional_operators as _ops
 from meshplan.errors import GroupAgreementError, GroupStateError, SignatureMismatchError
@@ -76,7 +76,7 @@ class ReplicaChannel:
 
     def gather(self, words: Tensor) -> Tensor:
         """All ranks' int64 ``words``, of one shape: CPU tensor [ranks, ...]."""
-        mine = words.to(self._device).contiguous().view(-1)
+        mine = flatten(words.to(self._device))
         found = mine.new_empty(self.size * mine.numel())
         # With an output, because of gloo: see GlooWire.all_gather.
         name = self._group.group_name

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshplan._bits import bytes_of, tensor_of
+from meshplan._bits import bytes_of, flatten, tensor_of
 from meshplan._torch import device_types_of
 from meshplan.errors import GroupStateError, MeshplanError, SignatureMismatchError
 from meshplan.flatten._create import rest_at_end
@@ -108,16 +108,16 @@ class RankGroup:
                 )
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """The contiguous tensors of all ranks, of one dtype and shape other than ``()``.
+        """The tensors of all ranks, of one dtype and shape.
 
         A tensor on the CPU moves to the device of the group, and the result back.
         """
         device = self._device if tensor.device.type == "cpu" else tensor.device
         # As bytes, which every backend carries.
-        mine = tensor.to(device).view(torch.uint8)
+        mine = flatten(tensor.to(device)).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(parts, mine, group=self._group)
-        return [one.to(tensor.device).view(tensor.dtype) for one in parts]
+        return [one.to(tensor.device).view(tensor.dtype).view(tensor.shape) for one in parts]
 
     def gather_blocks(
         self, blocks: Sequence[tuple[LeafRange, Tensor]], ranges: Sequence[LeafRange], like: Tensor

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._bits import flatten
 from meshplan._dtypes import name_of
 from meshplan._torch import local_tensor_mode
 from meshplan.contract import Contract, Op, is_exact
@@ -79,7 +80,7 @@ class HalvingPath(Path):
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         reduction = _reduction(tensor, step, groups, wire)
         send = partial(wire.start_round, group=groups.flat, device=tensor.device)
-        total = run_rounds(reduction.reduce(tensor.contiguous().view(-1)), send)
+        total = run_rounds(reduction.reduce(flatten(tensor)), send)
         whole = run_rounds(reduction.gather(reduction.finish(total)), send)
         wire.end_rounds(gathered=True)
         return Outcome(whole.view(tensor.shape), wire.log)

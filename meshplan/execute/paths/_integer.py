@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshplan._bits import flatten
 from meshplan._dtypes import name_of
 from meshplan.contract import is_exact
 from meshplan.definition import refuse_flushed_subnormals
@@ -77,7 +78,7 @@ class IntegerPath(Path):
         if is_exact(step.op, name_of(tensor.dtype)):
             return EXCHANGE.all_reduce(tensor, step, groups, wire)
         messages = self._messages(tensor, step, groups, wire)
-        flat = tensor.detach().contiguous().view(-1)
+        flat = flatten(tensor.detach())
         ranks, accumulator = step.group_size, _accumulator(tensor, step)
         codes = messages.maximum(find_codes(flat, accumulator))
         words = flat.new_empty((words_of(accumulator), flat.numel()), dtype=torch.int64)

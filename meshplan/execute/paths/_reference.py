@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from meshplan._bits import flatten
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire, fold
@@ -23,13 +24,13 @@ class ReferencePath(Path):
     name = "reference"
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        rows = wire.gather(tensor.contiguous().view(-1), groups.flat)
+        rows = wire.gather(flatten(tensor), groups.flat)
         return Outcome(fold(rows, step).view(tensor.shape), wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         """As in ``Path``; each rank reduces its own shard."""
         group = groups.flat
-        rows = wire.gather(tensor.contiguous().view(-1), group)
+        rows = wire.gather(flatten(tensor), group)
         shards = [select_shard(row.view(tensor.shape), step, group.rank()) for row in rows]
         return Outcome(fold(shards, step), wire.log)
 
