@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._shards import select_shard
 from meshplan.planner import Step, count_chunks
-from meshplan.testing import order_sensitive
+from meshplan.testing import bits, order_sensitive
 from tests import emulated_cuda as emulated
 from tests.processes import run_ranks
 from tests.test_collectives import step
@@ -119,3 +120,28 @@ def test_bits_do_not_depend_on_streams_and_graphs(name: str, dtype: str, scatter
     assert (chunks > 1) == (name == "chunks")
     found = run_ranks(lambda rank: reduce_on_streams(rank, wanted, kind), wanted.group_size)
     assert found == [{"wrong": [], "waits": []}] * wanted.group_size
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_blocks_reduce_slices_of_one_element_exactly(scatter: bool) -> None:
+    wanted = step("exchange", sizes=(2, 2), inner=2, contract=Contract(order="exact"))
+    if scatter:
+        wanted = replace(wanted, kind="reduce_scatter", scatter=((0, 0), (1, 0)))
+
+    def wrong_numels(rank: int) -> list[int]:
+        torch.set_num_threads(1)
+        emulated.emulate()
+        groups, wrong = groups_of(wanted), []
+        for numel in (1, 3, 4, 5, 9):
+            leaves = [order_sensitive(numel, rank=r, world_size=4) for r in range(4)]
+            purpose = Purpose("a", "p", "g")
+            found = run_reduction(
+                leaves[rank].to(CUDA), wanted, groups, purpose=purpose, strict=True
+            )
+            found = torch.ops._c10d_functional.wait_tensor(found).cpu()
+            expected = reduce_leaves(leaves, "sum", wanted.sizes, Contract(order="exact"))
+            if not torch.equal(bits(found), bits(select_shard(expected, wanted, rank))):
+                wrong.append(numel)
+        return wrong
+
+    assert run_ranks(wrong_numels, 4) == [[]] * 4

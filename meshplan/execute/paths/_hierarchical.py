@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._bits import flatten
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import gather_shard, select_shard, split_parts
 from meshplan.execute._stages import Stages, run_stages
@@ -65,7 +66,7 @@ class HierarchicalPath(Path):
             (gathered,) = levels.run([levels.all_reduce(tensor)])
             return Outcome(gathered[: tensor.numel()].view(tensor.shape), wire.log)
         wire.compare()
-        flat = tensor.detach().contiguous().view(-1)
+        flat = flatten(tensor.detach())
         result = torch.empty_like(flat)
         if flat.device.type == "cpu":
             large_pages(result)
@@ -179,6 +180,8 @@ class Levels:
             # An exact partial has several words, which travel together.
             words = combined.shape[:-1]
             messages = combined.view(*words, blocks, -1).movedim(-2, 0).reshape(blocks, -1)
+            # Of slices of one element that is a view of transposed words.
+            messages = messages.contiguous()
             own = self._finish_rows((yield from self._between.reduce(messages)), words)
             finished = yield from self._between.gather(own)
         del combined
