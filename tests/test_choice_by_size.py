@@ -63,7 +63,8 @@ def test_path_depends_on_size_and_ranks() -> None:
         (16, 64): "halving",
         # As many bytes by both: a tie keeps the exchange.
         (16, 1 << 17): "exchange",
-        (48, 1): "halving",
+        # The work of the host for the rounds takes longer than one all-gather.
+        (48, 1): "reference",
         (48, 64): "halving",
         (48, 1 << 17): "exchange",
     }

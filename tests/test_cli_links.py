@@ -120,13 +120,14 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     assert found["measured"]["ranks"] == 4
     assert found["measured"]["topology"] == "2 nodes of 2"
     assert found["measured"]["backend"] == "gloo"
-    # Two classes with pairs and no larger groups, at four sizes each.
-    assert found["measured"]["exchanges"] == 8
+    # Two classes with pairs and no larger groups, at four sizes each, at once and in batches.
+    assert found["measured"]["exchanges"] == 16
     links = Links.loads(path.read_text())
     assert links.domain == Links().domain
     assert links.node != Links().node
     assert links.network != Links().network
-    assert "8 exchanges, median error" in done.stderr
+    assert links.batch > 0
+    assert "16 exchanges, median error" in done.stderr
 
 
 def test_write_check_leaves_files_unchanged(tmp_path: Path) -> None:

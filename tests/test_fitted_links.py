@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from expecttest import TestCase
 from hypothesis import given
@@ -18,8 +20,14 @@ def make_exchanges(
     links: Links, classes: tuple[str, ...], peers: tuple[int, ...]
 ) -> list[TimedExchange]:
     """Exchanges that take exactly the time of the model."""
-    bare = [TimedExchange(name, n, size, 1.0) for name in classes for n in peers for size in SIZES]
-    return [TimedExchange(o.link, o.peers, o.size, predict_seconds(links, o)) for o in bare]
+    bare = [
+        TimedExchange(name, n, size, 1.0, batched)
+        for name in classes
+        for n in peers
+        for size in SIZES
+        for batched in (False, True)
+    ]
+    return [replace(one, seconds=predict_seconds(links, one)) for one in bare]
 
 
 links = st.builds(
@@ -27,11 +35,11 @@ links = st.builds(
 )
 
 
-@given(links, links, links, st.floats(1e-6, 1e-3))
+@given(links, links, links, st.floats(1e-6, 1e-3), st.floats(0, 1e-3))
 def test_fit_predicts_the_measured_exchanges(
-    domain: Link, node: Link, network: Link, launch: float
+    domain: Link, node: Link, network: Link, launch: float, batch: float
 ) -> None:
-    truth = Links(domain=domain, node=node, network=network, launch=launch)
+    truth = Links(domain=domain, node=node, network=network, launch=launch, batch=batch)
     found = make_exchanges(truth, ("domain", "node", "network"), (1, 7))
     fitted, error = fit_links(found)
     assert error < 1e-3
@@ -40,10 +48,11 @@ def test_fit_predicts_the_measured_exchanges(
 
 
 def test_fit_recovers_the_figures() -> None:
-    truth = Links(domain=Link(2e-5, 1e9), network=Link(1e-4, 1e8), launch=3e-4)
+    truth = Links(domain=Link(2e-5, 1e9), network=Link(1e-4, 1e8), launch=3e-4, batch=2e-4)
     fitted, error = fit_links(make_exchanges(truth, ("domain", "network"), (1, 3)))
     assert error < 1e-9
     assert fitted.launch == pytest.approx(truth.launch)
+    assert fitted.batch == pytest.approx(truth.batch)
     for name in ("domain", "network"):
         assert getattr(fitted, name).latency == pytest.approx(getattr(truth, name).latency)
         assert getattr(fitted, name).bandwidth == pytest.approx(getattr(truth, name).bandwidth)

@@ -187,7 +187,7 @@ class TestErrors(TestCase):
         assert {differing for differing, _ in found} == {(3,)}
         self.assertExpectedInline(
             found[0][1],
-            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with another agreement than the others. Different: topology d370d3fdd600 (ranks 0, 1, 2), ce36ac2ce0d5 (rank 3); group in blocks (ranks 0, 1, 2), default (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with another agreement than the others. Different: topology 29b8d8bdd7c4 (ranks 0, 1, 2), 6980dfa9119b (rank 3); group in blocks (ranks 0, 1, 2), default (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
 
 

@@ -30,7 +30,7 @@ MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s
             Links(uses=0)
         self.assertExpectedInline(
             str(caught.value),
-            """MP211: launch and group are times of 0 or more seconds and uses is 1 or more, got launch=6.6e-06, group=0.5, uses=0; leave out unknown figures""",
+            """MP211: launch, batch and group are times of 0 or more seconds and uses is 1 or more, got launch=6.6e-06, batch=0.0, group=0.5, uses=0; leave out unknown figures""",
         )
 
 
@@ -113,12 +113,12 @@ class TestFiles(TestCase):
 MP211: links are not valid JSON: Expecting value: line 1 column 1 (char 0); use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
 MP211: links are []; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
 MP211: links are not valid JSON: nested too deeply; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
-MP211: links have no "nvlink"; use some of domain, node, network, launch, group, uses
+MP211: links have no "nvlink"; use some of domain, node, network, launch, batch, group, uses
 MP211: network is 5e-06; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
 MP211: network is {"latency": 5e-06}; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
 MP211: network.latency is "5us", not a number; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
 MP211: a link has a latency of 0 or more seconds and a bandwidth above 0 bytes/s, got latency=nan, bandwidth=1000000000.0; use for example Link(latency=2.7e-6, bandwidth=50e9)
 MP211: launch is true, not a number; use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}
-MP211: launch and group are times of 0 or more seconds and uses is 1 or more, got launch=-1, group=0.5, uses=10000; leave out unknown figures
+MP211: launch, batch and group are times of 0 or more seconds and uses is 1 or more, got launch=-1, batch=0.0, group=0.5, uses=10000; leave out unknown figures
 MP211: uses is a whole number, got 1.5; pass for example 10000""",
         )

@@ -127,13 +127,13 @@ def test_chunk_that_does_not_wait_is_finished_at_once() -> None:
 
 
 def test_number_of_chunks_grows_with_the_root_of_the_size() -> None:
-    unit = chunk_unit(Links(), domain=7, node=0, messages=1)
+    unit = chunk_unit(Links(), domain=7, node=0, start=9.3e-6)
     counts = {size: count_chunks(size, unit) for size in (0, 64 << 10, 16 << 20, 1 << 30, 1 << 40)}
     assert counts == {0: 1, 64 << 10: 1, 16 << 20: 3, 1 << 30: 21, 1 << 40: MAX_CHUNKS}
     # Without a unit, a reduction is in one piece.
     assert count_chunks(1 << 30, 0) == 1
-    # More messages for each chunk: fewer chunks.
-    assert chunk_unit(Links(), domain=7, node=0, messages=63) > 5 * unit
+    # More time for each chunk: fewer chunks.
+    assert chunk_unit(Links(), domain=7, node=0, start=177e-6) > 5 * unit
 
 
 def test_chunks_at_the_ends_are_half_as_long() -> None:

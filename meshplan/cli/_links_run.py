@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshplan._torch import default_store
 from meshplan.cli._output import track
 from meshplan.cli._ranks import open_default_group
+from meshplan.collectives import deterministic_all_reduce
 from meshplan.errors import TopologyError
 from meshplan.flatten import discover
 from meshplan.topology import Topology
@@ -97,6 +101,8 @@ def time_exchanges(
 ) -> list[TimedExchange]:
     """Time all exchanges of all classes, on every rank of the default group; same result on all.
 
+    Batches of messages are timed as recursive halving sends them, with the work of the host.
+
     Args:
         topology: placement of the ranks of the default group.
         device: of the exchanged tensors.
@@ -104,48 +110,83 @@ def time_exchanges(
         timeout: seconds for each exchange; a missing rank is an error of the backend.
     """
     found = []
+    limit = timedelta(seconds=timeout)
     for name, groups in track("timing links of kind", list(group_by_class(topology).items())):
         size = len(groups[0])
         pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
-        for these in [pairs, groups] if size > 2 else [pairs]:
-            found += _time_groups(name, these, device, repeat, timedelta(seconds=timeout))
+        even = [group[: 1 << size.bit_length() - 1] for group in groups]
+        for these in [pairs, groups] if size > 2 else [groups]:
+            with _open_groups(these, limit) as mine:
+                found += _time_groups(name, these, mine, device, repeat, _exchange)
+        with _open_groups(even, limit) as mine:
+            found += _time_groups(name, even, mine, device, repeat, _halve)
     return found
 
 
-def _time_groups(
-    name: str,
-    groups: Sequence[Sequence[int]],
-    device: torch.device,
-    repeat: int,
-    timeout: timedelta,
-) -> list[TimedExchange]:
+@contextmanager
+def _open_groups(
+    groups: Sequence[Sequence[int]], timeout: timedelta
+) -> Iterator[dist.ProcessGroup | None]:
+    """The one among ``groups`` that this rank is in."""
     # Every rank takes part in the creation of every group. Without a timeout torch waits half an
     # hour.
     made = [dist.new_group(list(group), timeout=timeout) for group in groups]
     rank = dist.get_rank()
     mine = next((one for one, group in zip(made, groups, strict=True) if rank in group), None)
-    size = len(groups[0])
-    found = []
-    for each in SIZES:
-        sent = torch.ones(size * each, dtype=torch.uint8, device=device)
-        came = torch.empty_like(sent)
-        times = []
-        # The first two repetitions connect and warm up.
-        for turn in range(repeat + 2):
-            dist.barrier()
-            start = time.perf_counter()
-            if mine is not None:
-                dist.all_to_all_single(came, sent, group=mine)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if turn >= 2:
-                times.append(float(took))
-        found.append(TimedExchange(name, size - 1, each, median(times)))
+    yield mine
     if mine is not None:
         dist.destroy_process_group(mine)
+
+
+def _time_groups(
+    name: str,
+    groups: Sequence[Sequence[int]],
+    mine: dist.ProcessGroup | None,
+    device: torch.device,
+    repeat: int,
+    call: Callable[[Tensor, Tensor, dist.ProcessGroup], object],
+) -> list[TimedExchange]:
+    size, found = len(groups[0]), []
+    rounds = 2 * (size.bit_length() - 1)
+    for each in SIZES:
+        sent = torch.ones(size * each // 4, device=device)
+        run = partial(call, sent, torch.empty_like(sent), mine) if mine else None
+        seconds = _time_steadily(run, device, repeat)
+        if call is _halve:
+            nbytes = 2 * (size - 1) * each // rounds
+            found.append(TimedExchange(name, rounds, nbytes, seconds, batched=True))
+        else:
+            found.append(TimedExchange(name, size - 1, each, seconds))
     return found
+
+
+def _exchange(sent: Tensor, came: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(came, sent, group=group)
+
+
+def _halve(sent: Tensor, came: Tensor, group: dist.ProcessGroup) -> None:
+    deterministic_all_reduce(sent, out=came, path="halving", group=group)
+
+
+def _time_steadily(call: Callable[[], object] | None, device: torch.device, repeat: int) -> float:
+    """The median over ``repeat`` calls of the slowest rank's seconds; no call takes none.
+
+    The calls follow each other as in a job. After a barrier, ranks go on at different times, and
+    one call would take mostly as long as they differ.
+    """
+    dist.barrier()
+    times = []
+    # The first two calls connect and warm up.
+    for _ in range(repeat + 2):
+        start = time.perf_counter()
+        if call is not None:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[2:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(median(slowest.tolist()))
 
 
 def _group_ranks(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:

@@ -24,6 +24,7 @@ class MeshEntry:
 
     Attributes:
         layout: read once.
+        device_type: of the mesh.
         descending: axes along which ranks do not ascend in every group.
         by_coordinate: those of them along which tensors were sharded in the order of coordinates
             (``_shard_order``).
@@ -31,6 +32,7 @@ class MeshEntry:
     """
 
     layout: Layout
+    device_type: str
     descending: frozenset[int]
     by_coordinate: set[int] = field(default_factory=set)
     routes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -81,7 +83,8 @@ def _entry(device_mesh: DeviceMesh) -> MeshEntry:
     entry = _EQUAL.get(key)
     if entry is None:
         wide = [i for i, size in enumerate(layout.sizes) if size > 1]
-        entry = MeshEntry(layout, frozenset(i for i in wide if not layout.ascends(i)))
+        descending = frozenset(i for i in wide if not layout.ascends(i))
+        entry = MeshEntry(layout, device_mesh.device_type, descending)
         _EQUAL[key] = entry
     _MESHES[device_mesh] = entry
     return entry

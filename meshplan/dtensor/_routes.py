@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -27,6 +27,8 @@ from meshplan.planner import (
     plan,
     refuse_unpinned_scatter,
 )
+from meshplan.topology import Links, Topology
+from meshplan.topology._links import CPU_LINKS
 
 MAX_ROUTES_PER_MESH = 1024
 
@@ -148,7 +150,7 @@ def plan_route(
         contract=config.contract,
         path=config.contract_path,
         scatter=scatter,
-        topology=config.topology,
+        topology=_with_links(config.topology, mesh),
     )
     # By text: a placement may hold a buffer, which the cache must not keep alive.
     key = (problem.src, problem.dst, config.key, scatter)
@@ -164,6 +166,15 @@ def plan_route(
             mesh.by_placement.clear()
         mesh.routes[key] = route
     return route
+
+
+def _with_links(topology: Topology | None, mesh: MeshEntry) -> Topology | None:
+    """``topology``, with the links of processes on CPUs where they were not measured there."""
+    if mesh.device_type != "cpu" or (topology is not None and topology.links != Links()):
+        return topology
+    if topology is None:
+        return Topology.unknown(mesh.layout.highest_rank + 1, links=CPU_LINKS)
+    return replace(topology, links=CPU_LINKS)
 
 
 def _new_route(planned: Plan, config: Config) -> Route:

@@ -33,7 +33,7 @@ from meshplan.execute.paths._reference import PATH as REFERENCE
 from meshplan.execute.paths._shared_memory import FASTER_MODE
 from meshplan.execute.paths._two_shot import PATH as TWO_SHOT
 from meshplan.planner import Reach, Step, find_halving_limits, one_message_bytes
-from meshplan.topology import Link, Links
+from meshplan.topology._links import CPU_LINKS
 
 __all__ = ["BY_SIZE", "PathChoice", "ChosenPath", "PathRequest", "choose"]
 
@@ -218,18 +218,13 @@ def is_small(step: Step, groups: StepGroups, nbytes: int) -> bool:
     return may_be_small(step, groups) and 0 < nbytes <= small_bytes(step)
 
 
-# Each rank on a host of its own, over TCP on 10 Gb/s Ethernet. Where links are faster, as between
-# processes of one host, one all-gather stays cheaper for longer, and an exchange costs little more.
-_SLOWEST = Links(network=Link(latency=25e-6, bandwidth=1.2e9), launch=50e-6)
-
-
 def small_bytes(step: Step) -> int:
     """Up to how many bytes one all-gather costs less than other paths.
 
-    By the planner's model, and no more than what travels behind a header in the first message over
-    gloo: beyond, there are two collectives again.
+    By the planner's model, with each rank on a host of its own, and no more than what travels
+    behind a header in the first message over gloo: beyond, there are two collectives again.
     """
-    return min(one_message_bytes(step.sizes, _SLOWEST), inline_bytes(step.group_size))
+    return min(one_message_bytes(step.sizes, CPU_LINKS), inline_bytes(step.group_size))
 
 
 def is_halved(step: Step, groups: StepGroups, tensor: Tensor) -> bool:
@@ -245,7 +240,7 @@ def halving_bytes(step: Step, tensor: Tensor) -> int:
     assert step.contract is not None
     limits = step.halving
     if limits is None:
-        limits = find_halving_limits(Reach.unknown(step.sizes, _SLOWEST))
+        limits = find_halving_limits(Reach.unknown(step.sizes, CPU_LINKS))
     # A graph brings the real and the imaginary parts of complex numbers.
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     wide = partial_dtype(step.op, dtype, step.contract).itemsize > dtype.itemsize

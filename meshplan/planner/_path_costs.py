@@ -4,7 +4,7 @@ An exchange, in blocks or not, and a gather are collectives of ``predict_collect
 halving sends rounds of messages between pairs of ranks. A round is one batch of the backend, whose
 messages are under way at once. Between ranks that do the same at the same time it takes
 
-    launch + latency + bytes / bandwidth, of the class of link to the partner.
+    launch + batch + latency + bytes / bandwidth, of the class of link to the partner.
 
 ``predict_turns`` follows one rank of each kind through all rounds. Where tensors are sent in
 chunks, the rounds of all chunks under way are one batch, while the blocks exchange other chunks.
@@ -46,13 +46,11 @@ from meshplan.planner._reach import ElementWidth, Reach, split_sizes
 from meshplan.topology import Links
 
 MAX_LIMITS = 256
-# Ranks that are followed each, where no few of them stand for all.
-MAX_FOLLOWED = 256
+MAX_FOLLOWED = 256  # Ranks that are followed each, where no few of them stand for all.
 # An all-to-all among fewer ranks is under way at once, and costs less than the model says.
 MIN_HALVING_RANKS = 9
 MARGIN = 10  # Percent: of flat halving; see ``find_margin``.
-# Bytes that take long on any link, without an overflow.
-_MANY = 1 << 40
+_MANY = 1 << 40  # Bytes that take long on any link, without an overflow.
 
 _Messages = tuple[HalvingMessage, ...]
 Between = Literal["exchange", "halving"]
@@ -290,8 +288,10 @@ def find_chunk_unit(reach: Reach, inner: int, between: Between) -> int:
     """The unit of ``count_chunks``; 0 without blocks."""
     if inner == 1 or reach.inside is None:
         return 0
-    messages = math.prod(reach.sizes) // inner - 1 if between == "exchange" else 1
-    return chunk_unit(reach.links, reach.inside.domain, reach.inside.node, messages)
+    links, peers = reach.links, math.prod(reach.sizes) // inner - 1
+    messages, batch = (peers, 0.0) if between == "exchange" else (1, links.batch)
+    start = links.launch + batch + messages * links.network.latency
+    return chunk_unit(links, reach.inside.domain, reach.inside.node, start)
 
 
 def integer_cost(reduction: PlannedReduction) -> Cost:

@@ -27,13 +27,13 @@ MAX_CHUNKS = 32
 MIN_RAMP = 12
 
 
-def chunk_unit(links: Links, domain: int, node: int, messages: int) -> int:
+def chunk_unit(links: Links, domain: int, node: int, start: float) -> int:
     """The bytes whose way through a block takes as long as one more start between blocks.
 
     Args:
         links: of the agreed topology.
         domain, node: peers of a rank in its block, by class of link.
-        messages: that a rank starts in sequence for one more chunk.
+        start: seconds for which a rank starts the messages of one more chunk.
 
     Returns:
         At least ``MIN_UNIT``, for ``count_chunks``.
@@ -41,7 +41,6 @@ def chunk_unit(links: Links, domain: int, node: int, messages: int) -> int:
     ranks = 1 + domain + node
     # To the owner of each slice and back.
     inside = 2 / ranks * (domain / links.domain.bandwidth + node / links.node.bandwidth)
-    start = links.launch + messages * links.network.latency
     return max(MIN_UNIT, round(start / inside)) if inside > 0 else 0
 
 
@@ -167,7 +166,8 @@ class _Clocks:
         sent: list[list[list[tuple[float, LinkName, float]]]] = []
         self.wait(self._free["between"])
         for rank, before in enumerate(self.now):
-            free, start = self._out[rank], before + self._links.launch
+            free = self._out[rank]
+            start = before + self._links.launch + self._links.batch
             self.now[rank] = start
             mine = []
             for one in batch:

@@ -4,8 +4,9 @@ The path's own code runs for each rank, on tensors without data, and its message
 all ranks run at once on a simulated clock. The model is like LogGP (Alexandrov et al., 1995), with
 the planner's links:
 
-* Each collective, and each batch of messages, takes the launch before it sends anything. Those of
-  one process group run sequentially on a rank, those of several groups concurrently.
+* Each collective takes the launch before it sends anything, and a batch of messages the time of a
+  batch too. Those of one process group run sequentially on a rank, those of several groups
+  concurrently.
 * A rank has one port for each class of links. A message of a collective takes latency +
   n / bandwidth there. One of a batch takes n / bandwidth, and arrives a latency later.
 * A message takes the receiver's port for n / bandwidth too, once the receiver has started the

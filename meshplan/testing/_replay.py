@@ -160,7 +160,9 @@ class Replay:
         return rank - rank % self._stride
 
     def _start(self, rank: int, number: int, now: float) -> None:
-        self._at(now + self._topology.links.launch, partial(self._send, rank, number))
+        links, running = self._topology.links, self._ranks[rank].running[number]
+        begins = now + links.launch + (links.batch if running.operation.paired else 0.0)
+        self._at(begins, partial(self._send, rank, number))
 
     def _send(self, rank: int, number: int, now: float) -> None:
         """Send all messages of an operation, port by port."""

@@ -13,11 +13,13 @@ import numpy.typing as npt
 
 from meshplan.errors import TopologyError
 
-__all__ = ["Link", "Links", "TimedExchange", "fit_links", "predict_seconds"]
+__all__ = ["CPU_LINKS", "Link", "Links", "TimedExchange", "fit_links", "predict_seconds"]
 
 # Nearest first.
 _CLASSES = ("domain", "node", "network")
 _MEASURED = "measured"
+# Fits of one set of exchanges, each weighted by the times that the one before predicts.
+_FITS = 12
 # Figures beyond any link would overflow where costs are added up.
 _MOST_SECONDS = 1e6
 _EXAMPLE = 'use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}'
@@ -61,7 +63,10 @@ class Links:
         domain: between ranks of one NVLink or xGMI domain.
         node: between ranks of one node and different domains, or where domains are unknown.
         network: between nodes, and wherever nothing is known.
-        launch: seconds that each collective takes before it sends anything.
+        launch: seconds that each collective, and each batch of messages between pairs of ranks,
+            takes before it sends anything.
+        batch: seconds of the host that such a batch takes in addition. 0 by default, as in a CUDA
+            graph, or where the host is ahead of the GPU.
         group: seconds to create one more process group.
         uses: reductions among which the creation of a group is divided.
 
@@ -73,16 +78,17 @@ class Links:
     node: Link = Link(1.0e-6, 63e9)
     network: Link = Link(2.7e-6, 50e9)
     launch: float = 6.6e-6
+    batch: float = 0.0
     group: float = 0.5
     uses: int = 10_000
 
     def __post_init__(self) -> None:
-        times = (self.launch, self.group)
+        times = (self.launch, self.batch, self.group)
         if not all(0 <= time <= _MOST_SECONDS for time in times) or not 1 <= self.uses <= 10**12:
             raise TopologyError(
-                f"launch and group are times of 0 or more seconds and uses is 1 or more, got "
-                f"launch={str(self.launch)[:30]}, group={str(self.group)[:30]}, "
-                f"uses={str(self.uses)[:30]}; leave out unknown "
+                "launch, batch and group are times of 0 or more seconds and uses is 1 or more, got "
+                f"launch={str(self.launch)[:30]}, batch={str(self.batch)[:30]}, "
+                f"group={str(self.group)[:30]}, uses={str(self.uses)[:30]}; leave out unknown "
                 "figures"
             )
 
@@ -126,7 +132,19 @@ class Links:
             f"{name} {link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"
             for name, link in ((name, getattr(self, name)) for name in _CLASSES)
         )
-        return f"{'; '.join(classes)}; launch {self.launch * 1e6:.3g} us"
+        batch = f"; batch {self.batch * 1e6:.3g} us" if self.batch else ""
+        return f"{'; '.join(classes)}; launch {self.launch * 1e6:.3g} us{batch}"
+
+
+CPU_LINKS = Links(
+    domain=Link(20e-6, 2e9),
+    node=Link(20e-6, 2e9),
+    network=Link(25e-6, 1.2e9),
+    launch=50e-6,
+    batch=100e-6,
+)
+"""Between processes on CPUs whose links were not measured: TCP, over 10 Gb/s between hosts.
+With faster links, paths of few messages save less, and cost little more."""
 
 
 def _read_link(name: str, value: Any) -> Link:
@@ -148,30 +166,35 @@ def _show(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimedExchange:
-    """The measured time of an all-to-all: each rank sends ``peers`` others ``size`` bytes each.
+    """The measured time in which each rank sends ``peers`` others ``size`` bytes each.
 
     Attributes:
         link: the class of the links to all of them: ``"domain"``, ``"node"`` or ``"network"``.
         peers: number of the others.
         size: bytes for each.
         seconds: time of the slowest rank.
+        batched: in ``peers`` batches of one message, which run sequentially; else in one
+            all-to-all.
     """
 
     link: str
     peers: int
     size: int
     seconds: float
+    batched: bool = False
 
 
 def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
     """Fit links to measured exchanges.
 
-    Least squares of relative errors over the launch and, for each measured class, its latency and
-    the inverse of its bandwidth; none below zero. Exchanges with different numbers of peers
-    separate launch and latencies.
+    Least squares over the launch, the time of a batch and, for each measured class, its latency and
+    the inverse of its bandwidth; none below zero. Errors count relative to the geometric mean of
+    the measured and the predicted time: half the time is as far off as twice the time. An exchange
+    counts as often as it has peers, as predictions are for groups rather than pairs. Exchanges with
+    different numbers of peers separate launch and latencies.
 
     Args:
-        found: two sizes or more for each class.
+        found: two sizes or more for each class; without batches, theirs takes no time.
 
     Returns:
         The links, with the defaults of other figures; and the median over ``found`` of
@@ -183,45 +206,53 @@ def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
     classes = [name for name in _CLASSES if any(one.link == name for one in found)]
     if not classes or any(one.seconds <= 0 for one in found):
         raise TopologyError("no link was measured; time exchanges between two ranks or more")
-    rows = np.zeros((len(found), 1 + 2 * len(classes)))
+    rows = np.zeros((len(found), 2 + 2 * len(classes)))
     for row, one in zip(rows, found, strict=True):
-        at = 1 + 2 * classes.index(one.link)
-        row[[0, at, at + 1]] = 1, one.peers, one.peers * one.size
-        row /= one.seconds
-    figures = _fit_nonnegative(rows)
+        at = 2 + 2 * classes.index(one.link)
+        row[[at, at + 1]] = one.peers, one.peers * one.size
+        row[[0, 1]] = (one.peers, one.peers) if one.batched else (1, 0)
+    seconds = predicted = np.array([one.seconds for one in found])
+    peers = np.array([one.peers for one in found])
+    for _ in range(_FITS):
+        weights = np.sqrt(peers / (seconds * predicted))
+        figures = _fit_nonnegative(rows * weights[:, None], seconds * weights)
+        predicted = np.maximum(rows @ figures, 1e-9)
     changed: dict[str, Any] = {}
     for i, name in enumerate(classes):
-        latency, inverse = figures[1 + 2 * i : 3 + 2 * i]
+        latency, inverse = figures[2 + 2 * i : 4 + 2 * i].tolist()
         if inverse <= 0:
             raise TopologyError(
                 f"the bandwidth of {name} is unknown: large exchanges took no longer than "
                 "small ones; measure larger sizes, on an idle machine"
             )
         changed[name] = Link(latency, 1 / inverse)
-    links = Links(**changed, launch=figures[0])
+    links = Links(**changed, launch=float(figures[0]), batch=float(figures[1]))
     return links, median(abs(predict_seconds(links, one) / one.seconds - 1) for one in found)
 
 
 def predict_seconds(links: Links, one: TimedExchange) -> float:
     """The time of an exchange in the model."""
     link: Link = getattr(links, one.link)
-    return links.launch + one.peers * (link.latency + one.size / link.bandwidth)
+    starts = one.peers * (links.launch + links.batch) if one.batched else links.launch
+    return starts + one.peers * (link.latency + one.size / link.bandwidth)
 
 
-def _fit_nonnegative(rows: npt.NDArray[np.float64]) -> list[float]:
-    """The x of least squares with ``rows @ x`` near 1 and no x below 0, one dropped at a time.
+def _fit_nonnegative(
+    rows: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """The x of least squares with ``rows @ x`` near ``target`` and no x below 0, one dropped at a
+    time.
 
     Columns are scaled to length 1 first: latencies and inverse bandwidths differ by 1e6.
     """
     scale = np.linalg.norm(rows, axis=0)
-    kept = list(range(rows.shape[1]))
+    kept = [int(column) for column in scale.nonzero()[0]]
     while True:
-        x = np.linalg.lstsq(rows[:, kept] / scale[kept], np.ones(len(rows)), rcond=None)[0]
+        x = np.linalg.lstsq(rows[:, kept] / scale[kept], target, rcond=None)[0]
         lowest = int(x.argmin())
         if x[lowest] >= 0:
             break
         del kept[lowest]
-    figures = [0.0] * rows.shape[1]
-    for column, value in zip(kept, (x / scale[kept]).tolist(), strict=True):
-        figures[column] = value
+    figures = np.zeros(rows.shape[1])
+    figures[kept] = x / scale[kept]
     return figures
