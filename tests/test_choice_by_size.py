@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshplan.contract import Contract
@@ -15,7 +19,20 @@ from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._choose import PathRequest, choose
 from meshplan.execute._provenance import clear_report, report
 from meshplan.layout import Layout
-from meshplan.planner import Problem, Reach, Step, find_halving_limits, plan
+from meshplan.planner import (
+    PlannedReduction,
+    Problem,
+    Reach,
+    Step,
+    exchange_cost,
+    find_halving_sizes,
+    halving_cost,
+    plan,
+)
+from meshplan.planner._group_facts import find_groups
+from meshplan.planner._path_costs import ReductionStrategy
+from meshplan.planner._planner import _make_reduction
+from meshplan.planner._reach import ElementWidth
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Link, Links, Topology
 from tests.processes import run_ranks
@@ -89,10 +106,45 @@ def test_complex_numbers_travel_as_their_parts() -> None:
     assert chosen(planned(Links(), 16), 1 << 21, torch.complex64) == "halving"
 
 
-def test_limits_are_where_both_cost_the_same() -> None:
+def test_sizes_end_where_both_cost_the_same() -> None:
     reach = Reach.unknown((16,), Links())
-    assert find_halving_limits(reach) == (3296000, 924112)
-    assert find_halving_limits(Reach.unknown((8,), Links())) == (0, 0)
+    assert find_halving_sizes(reach) == ((0, 3296000), (0, 924112))
+    assert find_halving_sizes(Reach.unknown((8,), Links())) == ((0, 0), (0, 0))
+
+
+def test_halving_may_cost_less_from_some_size_on() -> None:
+    """On two nodes of eight, most bytes of halving stay on a node, and it has more rounds."""
+    layout, topology = Layout(sizes=(2, 8)), Topology.uniform(16, node_size=8, domain_size=8)
+    problem = Problem.of(layout, ["P", "P"], ["R", "R"], path="auto", topology=topology)
+    strategy = ReductionStrategy((0, 1))
+    (least, most), _ = find_halving_sizes(find_groups(layout, topology).find_reach(strategy))
+    assert 0 < least < 1 << 20
+    assert most == sys.maxsize
+    step = _make_reduction(problem, strategy)
+    assert chosen(step, least) == "exchange"
+    assert chosen(step, least + 4) == "halving"
+
+
+@given(
+    st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple).filter(lambda s: prod(s) > 8),
+    st.sampled_from((1, 2, 4, 8)),
+    st.floats(0, 1e-4),
+    st.floats(0, 1e-4),
+    st.sampled_from((1e9, 50e9)),
+)
+def test_halving_costs_less_at_the_ends_of_its_sizes(
+    sizes: tuple[int, ...], node_size: int, batch: float, latency: float, bandwidth: float
+) -> None:
+    layout = Layout(sizes=sizes)
+    links = Links(network=Link(latency, bandwidth), batch=batch)
+    topology = Topology.uniform(prod(sizes), node_size=node_size, domain_size=1, links=links)
+    reach = find_groups(layout, topology).find_reach(ReductionStrategy((*range(len(sizes)),)))
+    for ratio, (least, most) in enumerate(find_halving_sizes(reach), 1):
+        for nbytes in {least + 1024, min(most, 1 << 34)} if least < most else ():
+            planned = PlannedReduction(reach, nbytes, nbytes, ElementWidth(1, ratio))
+            # One percent: parts are whole elements, and messages queue in the order they arrive.
+            exchange = exchange_cost(planned).nanoseconds
+            assert 1.1 * halving_cost(planned).nanoseconds <= 1.01 * exchange + 1000
 
 
 @pytest.mark.full

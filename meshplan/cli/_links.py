@@ -25,8 +25,9 @@ def add(verbs: Any) -> None:
         ),
         "measure latencies and bandwidths between the ranks of a job",
         description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
-        "between the ranks of a domain, of a node and of several nodes, and writes latencies and "
-        "bandwidths for --links of meshplan plan and meshplan simulate --cost.",
+        "and recursive halving between the ranks of a domain, of a node and of several nodes, and "
+        "writes latencies and bandwidths for --links of meshplan plan and meshplan simulate "
+        "--cost.",
     )
     option = parser.add_argument
     option("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")

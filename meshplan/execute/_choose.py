@@ -32,7 +32,7 @@ from meshplan.execute.paths._one_shot import PATH as ONE_SHOT
 from meshplan.execute.paths._reference import PATH as REFERENCE
 from meshplan.execute.paths._shared_memory import FASTER_MODE
 from meshplan.execute.paths._two_shot import PATH as TWO_SHOT
-from meshplan.planner import Reach, Step, find_halving_limits, one_message_bytes
+from meshplan.planner import Reach, Step, find_halving_sizes, one_message_bytes
 from meshplan.topology._links import CPU_LINKS
 
 __all__ = ["BY_SIZE", "PathChoice", "ChosenPath", "PathRequest", "choose"]
@@ -229,27 +229,28 @@ def small_bytes(step: Step) -> int:
 
 def is_halved(step: Step, groups: StepGroups, tensor: Tensor) -> bool:
     """Whether halving is cheaper than a flat exchange, and possible."""
-    if step.inner > 1 or not 0 < tensor.nbytes <= halving_bytes(step, tensor):
+    if step.inner > 1:
         return False
-    return not HALVING.why_not(step, groups, tensor)
+    least, most = halving_sizes(step, tensor)
+    return least < tensor.nbytes <= most and not HALVING.why_not(step, groups, tensor)
 
 
-def halving_bytes(step: Step, tensor: Tensor) -> int:
-    """Up to how many bytes halving costs less than a flat exchange, by the planner's model."""
+def halving_sizes(step: Step, tensor: Tensor) -> tuple[int, int]:
+    """Above and up to how many bytes halving costs less than a flat exchange, by the planner."""
     assert step.op is not None
     assert step.contract is not None
-    limits = step.halving
-    if limits is None:
-        limits = find_halving_limits(Reach.unknown(step.sizes, CPU_LINKS))
+    sizes = step.halving
+    if sizes is None:
+        sizes = find_halving_sizes(Reach.unknown(step.sizes, CPU_LINKS))
     # A graph brings the real and the imaginary parts of complex numbers.
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     wide = partial_dtype(step.op, dtype, step.contract).itemsize > dtype.itemsize
-    return limits[wide]
+    return sizes[wide]
 
 
 def _explain_halving(request: PathRequest) -> str:
-    limit = halving_bytes(request.step, request.tensor)
-    reach = f" up to {limit} bytes" if limit < sys.maxsize else ""
+    least, most = halving_sizes(request.step, request.tensor)
+    reach = f" above {least} bytes" * (least > 0) + f" up to {most} bytes" * (most < sys.maxsize)
     return f"halving is predicted to cost less than an exchange{reach}"
 
 

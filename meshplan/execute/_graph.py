@@ -158,7 +158,7 @@ def _read(text: str) -> Step:
             "sizes": tuple(words["sizes"]),
             "scatter": tuple((axis, dim) for axis, dim in words["scatter"]),
             "lengths": tuple(words["lengths"]),
-            "halving": words["halving"] and tuple(words["halving"]),
+            "halving": words["halving"] and tuple(map(tuple, words["halving"])),
         },
         contract=contract and Contract.of_id(contract),
         move="",

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import ContractPath as ContractPath
     from meshplan.planner._path_costs import PlannedReduction as PlannedReduction
     from meshplan.planner._path_costs import exchange_cost as exchange_cost
-    from meshplan.planner._path_costs import find_halving_limits as find_halving_limits
     from meshplan.planner._path_costs import halving_cost as halving_cost
     from meshplan.planner._path_costs import integer_cost as integer_cost
-    from meshplan.planner._path_costs import one_message_bytes as one_message_bytes
     from meshplan.planner._path_costs import reference_cost as reference_cost
     from meshplan.planner._path_costs import register_cost as register_cost
     from meshplan.planner._pipeline import count_chunks as count_chunks
@@ -57,6 +55,8 @@ if TYPE_CHECKING:
     from meshplan.planner._siblings import cache_siblings as cache_siblings
     from meshplan.planner._simulation import Simulation as Simulation
     from meshplan.planner._simulation import simulate as simulate
+    from meshplan.planner._size_limits import find_halving_sizes as find_halving_sizes
+    from meshplan.planner._size_limits import one_message_bytes as one_message_bytes
 
 # Imported at first use: the linter needs hazards, and neither the search nor the costs.
 _MODULES = {
@@ -67,8 +67,7 @@ _MODULES = {
     "_hazard": "Hazard",
     "_hazards": "are_uniform hazards",
     "_path_costs": "CONTRACT_PATHS ContractPath PlannedReduction exchange_cost "
-    "find_halving_limits halving_cost integer_cost one_message_bytes reference_cost "
-    "register_cost",
+    "halving_cost integer_cost reference_cost register_cost",
     "_pipeline": "count_chunks cut_chunks weigh_chunks",
     "_plan": "NOMINAL_ELEMENTS Plan Step format_bytes format_time",
     "_planner": "find_uncovered_reductions plan refuse_unpinned_scatter",
@@ -78,6 +77,7 @@ _MODULES = {
     "_search": "follows_default_order",
     "_siblings": "Algorithm Siblings cache_siblings",
     "_simulation": "Simulation simulate",
+    "_size_limits": "find_halving_sizes one_message_bytes",
 }
 __all__ = [*list_names(_MODULES), "nccl_order"]
 

@@ -16,11 +16,9 @@ of thousands of ranks is not all under way at once. The costs have no arithmetic
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -45,12 +43,7 @@ from meshplan.planner._pipeline import (
 from meshplan.planner._reach import ElementWidth, Reach, split_sizes
 from meshplan.topology import Links
 
-MAX_LIMITS = 256
 MAX_FOLLOWED = 256  # Ranks that are followed each, where no few of them stand for all.
-# An all-to-all among fewer ranks is under way at once, and costs less than the model says.
-MIN_HALVING_RANKS = 9
-MARGIN = 10  # Percent: of flat halving; see ``find_margin``.
-_MANY = 1 << 40  # Bytes that take long on any link, without an overflow.
 
 _Messages = tuple[HalvingMessage, ...]
 Between = Literal["exchange", "halving"]
@@ -306,75 +299,6 @@ def integer_cost(reduction: PlannedReduction) -> Cost:
     stages = [predict_collective(reach.links, reach.flat, piece) for piece in pieces]
     # Codes, integers and their sum.
     return _total(reduction, stages, (2 + 2 * words) * reduction.elements)
-
-
-@lru_cache(maxsize=MAX_LIMITS)
-def one_message_bytes(sizes: tuple[int, ...], links: Links) -> int:
-    """The largest summand in bytes for which one all-gather costs no more than other paths.
-
-    Args:
-        sizes: of the reduced axes; each rank is on a node of its own.
-        links: between them.
-    """
-    reach = Reach.unknown(sizes, links)
-    halves = math.prod(sizes) >= MIN_HALVING_RANKS
-    others = (exchange_cost, halving_cost) if halves else (exchange_cost,)
-    return min(_find_limit(reach, reference_cost, other, 1) for other in others)
-
-
-def find_margin(strategy: ReductionStrategy) -> int:
-    """Percent of its time by which halving must be predicted to cost less than an exchange.
-
-    Links are measured to about 10 %, and the exchange has fewer rounds. Of blocks half as much: the
-    times inside them are part of both.
-    """
-    if strategy.between != "halving":
-        return 0
-    return MARGIN if strategy.inner == 1 else MARGIN // 2
-
-
-@lru_cache(maxsize=MAX_LIMITS)
-def find_halving_limits(reach: Reach) -> tuple[int, int]:
-    """The largest summands in bytes for which flat halving saves ``MARGIN`` of an exchange.
-
-    Returns:
-        For dtypes whose partials are as wide, and for those whose partials are twice as wide.
-    """
-    if math.prod(reach.sizes) < MIN_HALVING_RANKS:
-        return 0, 0
-
-    def halve(reduction: PlannedReduction) -> Cost:
-        cost = halving_cost(reduction)
-        return replace(cost, nanoseconds=cost.nanoseconds * (100 + MARGIN) // 100)
-
-    same, wider = (_find_limit(reach, halve, exchange_cost, ratio) for ratio in (1, 2))
-    return same, wider
-
-
-def _find_limit(
-    reach: Reach,
-    one: Callable[[PlannedReduction], Cost],
-    other: Callable[[PlannedReduction], Cost],
-    ratio: int,
-) -> int:
-    """Up to how many bytes ``one`` costs less than ``other``; 0 for none, ``sys.maxsize`` for all.
-
-    The cost of an exchange is linear in bytes, but for rounding, and that of halving convex: where
-    it costs less at both ends of the line between two sizes, it does between them.
-    """
-    width, ends = ElementWidth(1, ratio), (0, _MANY)
-    slower = [
-        one(PlannedReduction(reach, n, n, width)).nanoseconds
-        - other(PlannedReduction(reach, n, n, width)).nanoseconds
-        for n in ends
-    ]
-    if slower[0] >= 0:
-        return 0
-    rise = slower[1] - slower[0]
-    # A thousandth of the time is within the rounding to nanoseconds.
-    if rise <= -slower[0] * 1e-3:
-        return sys.maxsize
-    return _MANY * -slower[0] // rise
 
 
 _path_costs: dict[str, Callable[[PlannedReduction], Cost]] = {

@@ -51,8 +51,8 @@ class Step:
             the contract's tree.
         between: for an ``exchange``: how the blocks reduce their partials; without blocks, which
             path is predicted for the ranks.
-        halving: for a flat ``exchange``: the limits of ``find_halving_limits``; ``None`` if the
-            links are unknown.
+        halving: for a flat ``exchange``: the sizes of ``find_halving_sizes``; ``None`` if the links
+            are unknown.
         chunk: for a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
     """
 
@@ -70,7 +70,7 @@ class Step:
     lengths: tuple[int, ...] = ()
     inner: int = 1
     between: Between = "exchange"
-    halving: tuple[int, int] | None = None
+    halving: tuple[tuple[int, int], tuple[int, int]] | None = None
     chunk: int = 0
     src: Spec | None = None
     dst: Spec | None = None

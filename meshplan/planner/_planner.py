@@ -13,10 +13,11 @@ from meshplan.contract import OPS, Op
 from meshplan.errors import PolicyError, ShardOrderError
 from meshplan.planner._group_facts import find_groups
 from meshplan.planner._hazards import hazards
-from meshplan.planner._path_costs import ReductionStrategy, find_chunk_unit, find_halving_limits
+from meshplan.planner._path_costs import ReductionStrategy, find_chunk_unit
 from meshplan.planner._plan import MAX_CANDIDATES, NOMINAL_ELEMENTS, Candidate, Path, Plan, Step
 from meshplan.planner._problem import Problem, Spec, is_exact
 from meshplan.planner._search import REPLICATE, MoveSequence, search
+from meshplan.planner._size_limits import SizeRange, find_halving_sizes
 from meshplan.topology import Topology
 from meshplan.topology._nccl_algo import (
     ALGORITHMS,
@@ -209,11 +210,13 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
     )
 
 
-def _find_halving(problem: Problem, strategy: ReductionStrategy) -> tuple[int, int] | None:
+def _find_halving(
+    problem: Problem, strategy: ReductionStrategy
+) -> tuple[SizeRange, SizeRange] | None:
     """What decides about halving when the size is known, where nothing else has decided."""
     if problem.path != "auto" or strategy.inner > 1:
         return None
-    return find_halving_limits(find_groups(problem.layout, problem.topology).find_reach(strategy))
+    return find_halving_sizes(find_groups(problem.layout, problem.topology).find_reach(strategy))
 
 
 def _chunk_unit(problem: Problem, strategy: ReductionStrategy) -> int:
