@@ -99,6 +99,18 @@ def test_cost_is_what_the_clock_shows(sizes: tuple[int, ...], path: str, numel: 
     assert shown.seconds == pytest.approx(predicted, rel=0.1)
 
 
+@pytest.mark.parametrize("nodes", [(5, 4), (5, 5, 5), (3, 7, 2)])
+def test_cost_of_halving_across_jagged_nodes_is_what_the_clock_shows(
+    nodes: tuple[int, ...],
+) -> None:
+    """Pairs of one round are on one node or on two."""
+    topology = Topology.of([node for node, ranks in enumerate(nodes) for _ in range(ranks)])
+    step, predict = make_step((sum(nodes),), "halving", topology, torch.float32)
+    for numel in (*SIZES, 1 << 25):
+        shown = clock(step, topology, numel, path="halving")
+        assert shown.seconds == pytest.approx(predict(numel).nanoseconds / 1e9, rel=0.1)
+
+
 @pytest.mark.parametrize("numel", [*SIZES, full(1 << 24)])
 @pytest.mark.parametrize(
     ("sizes", "sharded", "path", "between"),
@@ -112,6 +124,8 @@ def test_cost_is_what_the_clock_shows(sizes: tuple[int, ...], path: str, numel: 
         ((5, 4), (0, 1), "halving", ""),
         full((13,), (0,), "halving", ""),
         full((7, 7), (1,), "halving", ""),
+        # A shard is gathered in groups that have the ranks of a pair.
+        ((17, 2), (0,), "halving", ""),
         full((4, 8), (0, 1), "hierarchical", "halving"),
         full((5, 8), (0,), "hierarchical", "halving"),
         full((5, 4), (0, 1), "hierarchical", "halving"),

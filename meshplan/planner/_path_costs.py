@@ -249,9 +249,12 @@ def _list_rounds(
 
 
 def _is_even(sizes: tuple[int, ...], reach: Reach, inner: int) -> bool:
-    """Whether the ranks along each inner axis are on as many domains and nodes everywhere."""
-    axes = split_axes(sizes)
-    blocks = [math.prod(axes[axis:]) * inner for axis in range(1, len(axes))]
+    """Whether each subtree of the halving is on as many domains and nodes everywhere."""
+    blocks, stride = list[int](), inner
+    for size in reversed(split_axes(sizes)):
+        blocks += [stride << turn for turn in range(1, size.bit_length())]
+        stride *= size
+        blocks.append(stride)
     return all(run % block == 0 or block % run == 0 for block in blocks for run in reach.runs)
 
 

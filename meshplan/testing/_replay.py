@@ -126,9 +126,9 @@ class Replay:
 
         keys: list[Any]
         if operation.paired:
-            keys = [(peer, rank, count((peer, rank))) for peer in operation.receives]
+            keys = [(peer, rank, count(("from", peer))) for peer in operation.receives]
         else:
-            nth = count(operation.group)
+            nth = count(("in", operation.group))
             keys = [(operation.group, nth, rank) for _ in operation.receives]
         one.running[number] = running = _Running(operation, tuple(keys))
         running.missing = 1  # its own messages
