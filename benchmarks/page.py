@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ class _Goal:
     values: list[float]
     met: int = 0
 
+    @property
+    def name(self) -> str:
+        return self.bar.of if self.bar.to is None else f"{self.bar.of} / {self.bar.to}"
+
+    @property
+    def reason(self) -> str:
+        """Why it is not met."""
+        reasons = import_module(f"benchmarks.{self.suite}").SUITE.reasons
+        return str(reasons.get(self.name, "reason unknown"))
+
 
 def _bars(found: dict[str, Any]) -> Iterator[str]:
     goals: dict[tuple[str, str, Bar], _Goal] = {}
@@ -106,13 +117,16 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
         best, worst = min(goal.values), max(goal.values)
         if goal.bar.kind == "at least":
             best, worst = worst, best
-        of = goal.bar.of if goal.bar.to is None else f"{goal.bar.of} / {goal.bar.to}"
         verdict = "met" if goal.met == len(goal.values) else "**not met**"
         yield (
-            f"| {goal.suite} | {of} | {goal.bar.kind} {goal.bar.limit:g}{goal.unit} | "
+            f"| {goal.suite} | {goal.name} | {goal.bar.kind} {goal.bar.limit:g}{goal.unit} | "
             f"{best:.3g}{goal.unit} | {worst:.3g}{goal.unit} | {goal.met} of {len(goal.values)} | "
             f"{verdict} |"
         )
+    missed = {(g.suite, g.name): g.reason for g in goals.values() if g.met < len(g.values)}
+    if missed:
+        yield "\nNot met:\n"
+        yield from (f"* {suite}, {name}: {why}" for (suite, name), why in missed.items())
 
 
 def _table(cases: Sequence[Case]) -> Iterator[str]:

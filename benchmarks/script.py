@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from benchmarks.record import Bar, Case
 
@@ -25,12 +25,15 @@ class Suite:
         cases: measures them, one after the other; a few small ones, in seconds, if given true.
         total: how many there will be.
         why_not: why it cannot run on this machine, if it cannot.
+        reasons: why a bar was not met at the last recording, by what the page names it:
+            ``"fast / torch"``.
     """
 
     doc: str
     cases: Callable[[bool], Iterator[Case]]
     total: Callable[[bool], int]
     why_not: Callable[[], str | None] = lambda: None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def about(doc: str) -> tuple[str, str]:

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
 from expecttest import TestCase
 
+from benchmarks import allreduce_cpu
 from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
@@ -107,6 +110,8 @@ all-reduce of 1 KiB, 2 ranks
     def test_page_lists_bars_and_cases(self) -> None:
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         larger = Case.from_json(CASE.to_json() | {"parameters": {"bytes": 4096, "world_size": 2}})
+        suite = replace(allreduce_cpu.SUITE, reasons={"peer / gloo": "Messages of 1 KiB."})
+        self.enterContext(mock.patch.object(allreduce_cpu, "SUITE", suite))
         files = write_page(make_suite(CASE, larger), folder)
         assert [str(file.relative_to(folder)) for file in files] == [
             "performance.md",
@@ -123,6 +128,10 @@ all-reduce of 1 KiB, 2 ranks
 | allreduce_cpu | peer / gloo | at most 0.1 | 0.167 | 0.167 | 0 of 2 | **not met** |
 | allreduce_cpu | ordered / gloo | at least 2 | 2 | 2 | 2 of 2 | met |
 | allreduce_cpu | peer | at most 1 ms | 0.5 ms | 0.5 ms | 2 of 2 | met |
+
+Not met:
+
+* allreduce_cpu, peer / gloo: Messages of 1 KiB.
 
 ## All-reduces
 
