@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan.topology import Topology
+from meshplan.topology import Link, Links, Topology
 
 P, R, S = Partial(), Replicate(), Shard(0)
 
@@ -78,7 +78,10 @@ def test_simulated_ranks_exchange_instead_of_halving(mesh: DeviceMesh, blocks: b
     why = "ranks of one simulation issue the same collectives, those of halving differ"
     how: dict[str, Any] = {"path": "halving"}
     if blocks:
-        how = {"strict": True, "topology": Topology.uniform(40, node_size=5, domain_size=5)}
+        # Links for which halving between blocks is predicted to cost less.
+        links = Links(network=Link(latency=1e-4, bandwidth=1e9))
+        topology = Topology.uniform(40, node_size=5, domain_size=5, links=links)
+        how = {"strict": True, "topology": topology}
     meshplan.clear_report()
     with LocalTensorMode(40) as ranks, meshplan.installed(**how):
         summand = ranks.rank_map(lambda r: torch.full((10, 3), float(r)))

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from meshplan._aborts import THIS_THREAD, check_aborted
-from meshplan._bits import flatten
 from meshplan._torch import AsyncCollectiveTensor, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._provenance import CollectiveLog
@@ -255,7 +254,7 @@ def from_wire_dtype(received: Tensor, tensor: Tensor) -> Tensor:
 
 def split_equally(tensor: Tensor, count: int) -> Tensor:
     """``tensor`` as ``count`` rows of one width: flat, contiguous, padded with zeros."""
-    flat = flatten(tensor)
+    flat = tensor.contiguous().view(-1)
     width = -(-flat.numel() // count)
     if width * count == flat.numel():
         return flat.view(count, width)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshplan._bits import flatten
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import gather_shard, select_shard, split_parts
 from meshplan.execute._wire import (
@@ -78,7 +77,7 @@ def _exchange_in_place(tensor: Tensor, step: Step, group: ProcessGroup, wire: Wi
     assert step.op is not None
     assert step.contract is not None
     ranks, rank = group.size(), group.rank()
-    flat = flatten(tensor.detach())
+    flat = tensor.detach().contiguous().view(-1)
     width, lengths = _slices(flat.numel(), ranks)
     result = large_pages(flat.new_empty(ranks * width))
     mine = result[rank * width :][: lengths[rank]]
