@@ -123,7 +123,7 @@ class TestText(TestCase):
     channel 0: ((5+(6+7))+(8+9))
 what to do:
   call torch.distributed.init_process_group('meshplan') on every rank: each reduction then adds in one order (docs/howto/backend.md)
-  or use a mesh whose groups are placed identically: meshplan lint --mesh ddp=8,fsdp=5 --topology FILE proposes one
+  or use a mesh whose groups are placed identically: meshplan lint --mesh ddp=8,fsdp=5 --topology nccl.log proposes one
 not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm
 """,
         )
@@ -151,7 +151,7 @@ not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm
   tree: not shown to differ, one order in every channel
 what to do:
   call torch.distributed.init_process_group('meshplan') on every rank: each reduction then adds in one order (docs/howto/backend.md)
-  or use a mesh whose groups are placed identically: meshplan lint --mesh dp=3,tp=4 --topology FILE proposes one
+  or use a mesh whose groups are placed identically: meshplan lint --mesh dp=3,tp=4 --topology nccl.log proposes one
 not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm
 """,
         )
@@ -172,6 +172,26 @@ meshplan: MP212: the log has no two complete communicators of 3 or more ranks ov
 meshplan: MP212: no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log
 """,
         )
+
+
+def test_directory_of_logs_is_read_as_one_log() -> None:
+    write_log(JAGGED, 8, ["fsdp"])
+    Path("logs").mkdir()
+    of_processes: dict[str, list[str]] = {}
+    for line in Path("nccl.log").read_text().splitlines(keepends=True):
+        of_processes.setdefault(":".join(line.split(":")[:2]), []).append(line)
+    for name, lines in of_processes.items():
+        Path("logs", f"nccl.{name}.log").write_text("".join(lines))
+    assert len(of_processes) == 40
+    mesh = "ddp=8,fsdp=5"
+    lint = f"meshplan lint --mesh {mesh} --topology"
+    orders, _, advice = diagnose(mesh)[1].partition(lint)
+    files = [str(path) for path in sorted(Path("logs").iterdir())]
+    for words, command in ((["logs"], f"cat logs/* | {lint}"), (files, f"cat FILES | {lint}")):
+        status, out, err = meshplan("diagnose", *words, "--mesh", mesh)
+        assert (status, err) == (1, "")
+        shown = orders + command + advice.replace(" nccl.log ", " - ")
+        assert out == shown
 
 
 def test_example_is_a_log_of_the_model() -> None:

@@ -94,7 +94,7 @@ train.py:1 (replicate=4, shard=2, tp=2) replicate shard model: fsdp2, flattened 
         self.assertExpectedInline(
             "".join(f"{one}\n" for one in skipped),
             """\
-train.py:17: not judged: torch.distributed.get_world_size() // 8 is not a constant; give the mesh with --mesh
+train.py:17: not judged: torch.distributed.get_world_size() // 8 is not a constant; pass --world-size, or give the mesh with --mesh
 train.py:22: not judged: args.dp is not a constant; give the mesh with --mesh
 """,
         )

@@ -180,7 +180,7 @@ class TestTopologies:
         assert states(lint, *self.MESH, "--topology", "log.txt", "--allow-unjudged")[0] == 0
         out = lint(*self.MESH, "--topology", "log.txt")[1]
         assert "not judged log.txt: NCCL log that does not report " in out
-        assert "only 3 of 8 ranks wrote here; pass the logs of all" in out
+        assert "only 3 of 8 ranks wrote here; join the logs of all: cat FILES" in out
         # No mesh may be called judged whose ranks are nowhere.
         assert "\njudged" not in out
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshplan._message_text import elide, format_first, format_runs
@@ -14,10 +16,12 @@ from meshplan.cli._output import say
 __all__ = ["add"]
 
 _EPILOG = """\
-Run the job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH and pass the logs of all ranks.
+Run the job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH and pass the logs of all ranks. With
+NCCL_DEBUG_FILE=logs/nccl.%h.%p.log as well, each process writes a log of its own to a directory.
 
-example:
+examples:
   meshplan diagnose nccl.log --mesh ddp=8,fsdp=5
+  meshplan diagnose logs --mesh ddp=8,fsdp=5
 
 exit status:
   0  no siblings add in different orders, as far as the log shows
@@ -27,8 +31,7 @@ exit status:
 _FIXES = (
     "call torch.distributed.init_process_group('meshplan') on every rank: each reduction then "
     "adds in one order (docs/howto/backend.md)",
-    "or use a mesh whose groups are placed identically: meshplan lint --mesh {mesh} "
-    "--topology FILE proposes one",
+    "or use a mesh whose groups are placed identically: {lint} proposes one",
 )
 
 
@@ -48,7 +51,7 @@ def add(verbs: Any) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="log of NCCL, or - for standard input; several of one job",
+        help="log of NCCL, directory of logs, or - for standard input; several of one job",
     )
     add_mesh(parser, required=True)
     add_output(parser)
@@ -62,7 +65,8 @@ def _run(given: argparse.Namespace) -> int:
     from meshplan.topology._files import read_content
 
     layout = parse_mesh(given.mesh)
-    communicators = read_communicators("\n".join(map(read_content, given.files)))
+    files = [file for name in given.files for file in _list_files(name)]
+    communicators = read_communicators("\n".join(map(read_content, files)))
     ranks = find_global_ranks(communicators, layout.world_size)
     found = compare_siblings(layout, communicators, ranks)
     if not found:
@@ -80,12 +84,29 @@ def _run(given: argparse.Namespace) -> int:
     else:
         lines = [line for one in found for line in _describe(one)]
         if differ:
-            lines += ["what to do:", *(f"  {fix.format(mesh=given.mesh)}" for fix in _FIXES)]
+            lint = _write_command(given.mesh, given.files)
+            lines += ["what to do:", *(f"  {fix.format(lint=lint)}" for fix in _FIXES)]
         lines.append(
             "not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm"
         )
         say("\n".join(lines) + "\n", fits=True)
     return 1 if differ else 0
+
+
+def _list_files(name: str) -> list[str]:
+    """The files of a directory; any other name stands for itself."""
+    if name == "-" or not Path(name).is_dir():
+        return [name]
+    return sorted(str(path) for path in Path(name).iterdir() if path.is_file())
+
+
+def _write_command(mesh: str, files: list[str]) -> str:
+    """The command that lints the mesh on the placement in the logs, which it reads as one text."""
+    lint = f"meshplan lint --mesh {mesh} --topology"
+    if len(files) > 1:
+        return f"cat FILES | {lint} -"
+    name = shlex.quote(files[0])
+    return f"cat {name}/* | {lint} -" if Path(files[0]).is_dir() else f"{lint} {name}"
 
 
 def _describe(one: Any) -> list[str]:

@@ -208,10 +208,12 @@ class MeshReader:
             raise LayoutError(f"a mesh has up to {MAX_AXES} axes, got {len(items)}")
         found = []
         for item, scope in items:
+            self._source.lacks_world_size = False
             number = self._source.read_number(item, scope)
             if number is None:
+                ranks = "pass --world-size, or " if self._source.lacks_world_size else ""
                 raise UnknownMesh(
-                    f"{self._source.shorten(item)} is not a constant; {INSTEAD}",
+                    f"{self._source.shorten(item)} is not a constant; {ranks}{INSTEAD}",
                     has_one_axis=len(items) == 1 and not isinstance(item, ast.Starred),
                 )
             found.append(_Size(number, *self._source.find_span(item)))

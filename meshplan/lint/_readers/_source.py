@@ -49,6 +49,7 @@ class PythonSource(SourceTree):
     def __init__(self, name: str, text: str, world_size: int | None) -> None:
         super().__init__(name, text)
         self._world_size = world_size
+        self.lacks_world_size = False  # an expression was read that needs it
         self._numbers: dict[tuple[ast.expr, Scope], int | None] = {}
         self._depth = 0
         self._count = 0  # of the calls that are followed
@@ -375,9 +376,9 @@ class PythonSource(SourceTree):
         if not isinstance(node, ast.Call):
             return None
         name = format_dotted(node.func)
-        if name.rpartition(".")[2] == "get_world_size" and not node.args and not node.keywords:
-            return self._world_size
         variable = None
+        if name.rpartition(".")[2] == "get_world_size" and not node.args and not node.keywords:
+            variable = "WORLD_SIZE"
         if name == "int" and len(node.args) == 1:
             match node.args[0]:
                 case ast.Subscript(value, key) if format_dotted(value).endswith("environ"):
@@ -386,7 +387,10 @@ class PythonSource(SourceTree):
                     ("getenv", "environ.get")
                 ):
                     variable = read_string(key)
-        return self._world_size if variable == "WORLD_SIZE" else None
+        if variable != "WORLD_SIZE":
+            return None
+        self.lacks_world_size |= self._world_size is None
+        return self._world_size
 
 
 def _is_dataclass(owner: Scope) -> bool:

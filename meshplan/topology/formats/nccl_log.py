@@ -79,7 +79,7 @@ def _find_nodes(
         if ranks is None:
             why = "several of them, and no id assigns their lines"
         elif not is_whole(members):
-            why = f"only {len(ranks)} of {size} ranks wrote here; pass the logs of all"
+            why = f"only {len(ranks)} of {size} ranks wrote here; join the logs of all: cat FILES"
         else:
             groups = _group_ranks(list(ranks.values()))
             if groups is not None:
