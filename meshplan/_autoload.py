@@ -38,3 +38,13 @@ def autoload() -> None:
     names = getattr(backend, "backend_list", None)
     if backend is not None and type(names) is list:
         backend.backend_list = _BackendNames(names)
+
+
+def select_vllm_platform() -> str | None:
+    """The platform for vLLM, which calls this in every process, if ``VLLM_PLUGINS`` names meshplan.
+
+    vLLM itself loads all plugins that are installed if the variable is unset.
+    """
+    if _NAME in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return "meshplan.integrations.vllm.Platform"
+    return None

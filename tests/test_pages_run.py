@@ -170,6 +170,8 @@ READ_BY = {
         "json",
     ): "tests/test_action.py::test_problem_matcher_reads_real_output",
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
+    ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
+    ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
     ("README.md", "sh"): "tests/installed.py, which builds and installs the wheel",
 }

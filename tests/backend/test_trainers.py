@@ -96,3 +96,18 @@ def test_one_line_of_a_job_names_the_backend(name: str) -> None:
     tree = ast.parse(inspect.getsource(getattr(train, "func", train)))
     used = [one for one in ast.walk(tree) if isinstance(one, ast.Name) and one.id == "backend"]
     assert len(used) == 1
+
+
+@pytest.mark.parametrize(("name", "reductions"), [("accelerate", 4), ("lightning", 10)])
+def test_example_is_under_the_contract(name: str, reductions: int) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launch, "--nproc-per-node", "2", f"examples/train_{name}.py"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"0 outside, 0 native, 0 any order, {reductions} contract" in done.stdout
+    assert "4 tensors have equal bits on all ranks" in done.stdout

@@ -1,0 +1,104 @@
+"""vLLM under the contract by its entry point for platforms, and ``examples/rl_loop.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshplan._autoload import select_vllm_platform
+
+ROOT = Path(__file__).parents[2]
+# vLLM and the trainers need different versions of Transformers: `make test-clients` makes it.
+PYTHON = Path(sys.prefix) / "vllm" / "bin" / "python"
+LOOP = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+needs_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="run make test-clients")
+
+
+def run(python: str, *words: str, plugins: str = "") -> str:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_PLUGINS": plugins,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function to its workers
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    done = subprocess.run(
+        [python, *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def count_differences(output: str) -> list[int]:
+    found = re.findall(r"^step \d: (\d+) of \d+ log-probabilities differ", output, re.M)
+    assert len(found) == 3  # steps
+    return [int(number) for number in found]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "platform"),
+    [
+        (None, None),
+        ("", None),
+        ("other", None),
+        ("meshplan", "meshplan.integrations.vllm.Platform"),
+        ("other,meshplan", "meshplan.integrations.vllm.Platform"),
+    ],
+)
+def test_only_the_variable_selects_the_platform(
+    monkeypatch: pytest.MonkeyPatch, plugins: str | None, platform: str | None
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert select_vllm_platform() == platform
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("plain", [False, True])
+def test_trainer_and_generator_have_equal_log_probabilities(plain: bool) -> None:
+    words = [*LOOP, "8", "examples/rl_loop.py", *["--plain"] * plain]
+    differences = count_differences(run(sys.executable, *words))
+    assert (sum(differences) > 0) == plain
+
+
+@needs_vllm
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("plugins", ["meshplan", ""])
+def test_trainer_agrees_with_the_group_of_vllm(plugins: str) -> None:
+    words = [*LOOP, "4", "examples/rl_loop.py", "--generator", "vllm"]
+    differences = count_differences(run(str(PYTHON), *words, plugins=plugins))
+    assert (sum(differences) > 0) == (plugins == "")
+
+
+@needs_vllm
+@pytest.mark.full
+@pytest.mark.processes
+def test_engine_of_vllm_reduces_under_the_contract(tmp_path: Path) -> None:
+    words = ["-m", "tests.backend.vllm_engine", str(tmp_path)]
+    printed = run(str(PYTHON), *words, plugins="meshplan")
+    (line,) = (one for one in printed.splitlines() if one.startswith('{"tokens"'))
+    result = json.loads(line)
+    assert result["tokens"] == [4, 4]
+    total = [[3.0 * (4 * row + column) for column in range(4)] for row in range(3)]
+    for worker in result["workers"]:
+        rank = worker["rank"]
+        # The embedding, and two in each of two layers, for each of four tokens at least.
+        reductions = [one for one in worker["report"]["entries"] if one["count"] >= 20]
+        assert reductions
+        assert all("deterministic_all_reduce" in json.dumps(one) for one in reductions)
+        assert worker["all_reduce"] == total
+        assert worker["reduce_scatter"] == [row[2 * rank : 2 * rank + 2] for row in total]
+        assert worker["reduce_scatterv"] == (total[1:] if rank else total[:1])
+        assert worker["into_output"] == worker["reduce_scatterv"]
