@@ -21,7 +21,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
 .PHONY: help setup demo test test-full test-clients soak test-dist test-matrix test-gpu check docs docs-serve
-.PHONY: packages bench bench-smoke bench-gpu golden man clean
+.PHONY: docs-release packages bench bench-smoke bench-gpu golden man clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -93,6 +93,9 @@ check: setup docs ## format, lint, types, words of the pages, links of the site
 
 docs: setup ## the site in build/site, with warnings as errors
 	$(MKDOCS) build --strict --quiet
+
+docs-release: setup ## commit the site to the branch gh-pages, as the version of pyproject.toml and as latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases "$$($(BIN)/python -c 'import meshplan; print(meshplan.__version__)')" latest
 
 docs-serve: setup ## the site at http://127.0.0.1:8000, built again after each change
 	$(MKDOCS) serve --strict
