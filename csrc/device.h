@@ -25,6 +25,8 @@ class DeviceBlock {
   __device__ i32 lane() const { return gpu::lane(); }
   __device__ i32 lanes() const { return gpu::lanes(); }
   __device__ void sync() const { gpu::sync(); }
+  // Of two warps that follow each other, one.
+  __device__ bool is_odd() const { return lane() / gpu::kWarp % 2 != 0; }
   // Before flags: a release by one lane then covers what all lanes have written.
   __device__ void publish() const { gpu::publish(); }
   __device__ void acquire() const { gpu::acquire(); }
@@ -52,6 +54,13 @@ class DeviceBlock {
     if (lane() == 0) *static_cast<volatile u64*>(&shared) = value;
     gpu::sync();
     return *static_cast<volatile u64*>(&shared);
+  }
+
+  // One for all lanes, which no lane keeps in registers over a barrier.
+  template <class T>
+  __device__ T& keep(T&) const {
+    __shared__ T kept;
+    return kept;
   }
 
   // For `most` copies at once: short ones keep all lanes busy, and all peers receive. At least a warp in

@@ -25,7 +25,7 @@ Schedule schedule_of(std::vector<Instruction>& room, Order order, const i32* sha
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 10; }
+int mp_abi_version() { return 11; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,

@@ -17,6 +17,7 @@ namespace meshplan::gpu {
 
 #if defined(__HIP__)
 
+constexpr i32 kWarp = 64;
 __device__ inline i32 block() { return i32(__builtin_amdgcn_workgroup_id_x()); }
 __device__ inline i32 blocks() {
   return i32(__builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x());
@@ -61,6 +62,7 @@ __device__ inline void nap() { __builtin_amdgcn_s_sleep(1); }
 
 #else
 
+constexpr i32 kWarp = 32;
 __device__ inline i32 block() { return i32(blockIdx.x); }
 __device__ inline i32 blocks() { return i32(gridDim.x); }
 __device__ inline i32 lane() { return i32(threadIdx.x); }

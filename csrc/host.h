@@ -32,11 +32,16 @@ class HostBlock {
   i32 lane() const { return 0; }
   i32 lanes() const { return 1; }
   void sync() const {}
+  bool is_odd() const { return false; }
   void publish() const {}
   void acquire() const {}
   Team team(i32) const { return {}; }
   i32 any(i32 missing) const { return missing; }
   u64 share(u64 value) const { return value; }
+  template <class T>
+  T& keep(T& own) const {
+    return own;
+  }
 
   void copy(void* to, const void* from, i64 bytes, const Team&) const {
     if (bytes > 0) std::memcpy(to, from, std::size_t(bytes));

@@ -73,8 +73,8 @@ def test_struct_layouts_match_the_library() -> None:
         (0, (1 << 10, 1)),
         (8 << 10, (1 << 10, 8)),  # two_shot of 64 KiB over 8 ranks
         (64 << 10, (2 << 10, 32)),  # 512 KiB
-        (8 << 20, (87_424, 32)),  # 64 MiB: 3 pieces, which is 4 barriers
-        (1 << 30, (98_176, 32)),
+        (8 << 20, (23_872, 32)),  # 64 MiB: 11 pieces
+        (1 << 30, (24_576, 32)),
     ],
 )
 def test_every_block_has_a_piece(longest: int, expected: tuple[int, int]) -> None:
@@ -319,7 +319,7 @@ class TestMissingMemory(TestCase):
         self.assertExpectedInline(
             text,
             """\
-nothing: rank N: there is no such memory; IPC: rank 1: 250944 bytes of its device: out of memory (2)
+nothing: rank N: there is no such memory; IPC: rank 1: 500544 bytes of its device: out of memory (2)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
 nothing: rank N: there is no such memory; IPC: rank 1: operation not supported (801)
 memory of 3 GPUs""",

@@ -75,7 +75,7 @@ def test_peer_failure_in_the_middle_of_a_step_is_noticed(
 
 @pytest.mark.parametrize("flags", [(), DEVICE])
 def test_a_call_after_a_failure_writes_to_no_region(builds: Builds, flags: tuple[str, ...]) -> None:
-    """So no half that a late peer still reads is used again, and no flag says otherwise."""
+    """So no slot that a late peer still reads is used again, and no flag says otherwise."""
     _, printed = run(builds.program(HARNESS, flags), "refused", 3)
     lines = printed.splitlines()
     assert len(lines) == (3 if flags == DEVICE else 6)
@@ -101,11 +101,11 @@ MUTANTS = {
         "    return !refused();",
         "    block_.sync();\n    return true;",
     ),
-    "no poison": ("late", "if (outcome_.fate != i32(Fate::done)) poison();", ""),
+    "no poison": ("late", "      poison();\n", ""),
     "no refusal in its own region": (
         "refused",
-        "block_.store(at<u32>(p, map_.refusal()), word);",
-        "if (p != peers_.rank) block_.store(at<u32>(p, map_.refusal()), word);",
+        "block_.store(at<u32>(p, map().refusal()), word);",
+        "if (p != peers_.rank) block_.store(at<u32>(p, map().refusal()), word);",
     ),
     "overlapping calls go on": ("overlapping", "? kOverlap : block_", "? 0u : block_"),
     # In device.h, and by the kernels for GPUs.

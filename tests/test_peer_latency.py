@@ -12,12 +12,15 @@ from tools.peer_latency import (
     KIB,
     MIB,
     PUBLISHED,
+    PUSH,
     calibration_table,
     errors,
     fit,
     peer_work,
     predict,
     prediction_table,
+    rounds,
+    together,
 )
 
 PAGE = (ROOT / "docs" / "explanation" / "kernel-memory-model.md").read_text(encoding="utf-8")
@@ -40,27 +43,30 @@ def test_model_explains_published_times() -> None:
 
 def test_bars() -> None:
     assert predict(512 * KIB) <= 18
-    # Not met: 330. The link alone takes 317 of them.
-    assert predict(64 * MIB) == pytest.approx(387, abs=1)
-    assert "| 64 MiB | at most 330 us | 387 us | not met" in PAGE
+    # The link alone takes 317 of them.
+    assert predict(64 * MIB) <= 330
+    assert f"{predict(64 * MIB) + together(64 * MIB):.0f} us if all blocks" in PAGE
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "barriers"), [(64 * KIB, 1), (512 * KIB, 2), (64 * MIB, 4), (GIB, 44)]
+    ("nbytes", "waits", "pieces"),
+    [(64 * KIB, 1, 1), (512 * KIB, 2, 1), (64 * MIB, 1, 11), (GIB, 1, 171)],
 )
-def test_work_follows_the_plan_of_rounds(nbytes: int, barriers: int) -> None:
+def test_work_follows_the_plan_of_rounds(nbytes: int, waits: int, pieces: int) -> None:
     mode, work = peer_work(nbytes)
-    assert work.barriers == barriers
+    assert work.barriers == waits
     # Seven eighths of the message, once for the summands and once for the results; or seven of it.
     assert work.link == (2 * 7 / 8 * nbytes if mode == "two_shot" else 7 * nbytes)
+    assert mode == "one_shot" or rounds(nbytes) == pieces
 
 
-def test_region_of_the_decision() -> None:
-    """Barriers above four take less than 5 % of a call of 1 GiB: docs/adr/0015."""
-    extra = (peer_work(GIB)[1].barriers - 4) * fit().barrier
-    assert extra / predict(GIB) < 0.05
+def test_stages_take_longer_than_the_waits_that_they_cover() -> None:
+    """From the smallest message that has two pieces on."""
+    for nbytes in range(MIB, 128 * MIB, MIB // 2):
+        if (pieces := rounds(nbytes)) > 1:
+            assert 7 / 8 * nbytes / pieces / PUSH > fit().barrier
 
 
 @pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
-def test_region_has_96_mib() -> None:
-    assert 96 * MIB <= kernel.device_region_bytes(8, 32) < 97 * MIB
+def test_region_has_48_mib() -> None:
+    assert 48 * MIB <= kernel.device_region_bytes(8, 32) < 49 * MIB

@@ -59,6 +59,18 @@ def test_protocol_has_no_undefined_behaviour(builds: Builds) -> None:
         assert "runtime error" not in printed
 
 
+def test_pushing_blocks_stage_ahead_and_every_other_one_is_late(builds: Builds) -> None:
+    """Of four pieces; one is a quarter of a piece and the rest of it. Results take more rounds."""
+    code, printed = run(builds.program(HARNESS, ()), "rounds", 3)
+    assert code == 0, printed
+    assert printed.splitlines() == [
+        "one_shot pulled: 4 4 4 rounds, pushed: 4 5 4",
+        "two_shot pulled: 5 5 5 rounds, pushed: 6 7 6",
+        "scatter pulled: 4 4 4 rounds, pushed: 4 5 4",
+        "two_shot of one piece pulled: 2 2 2 rounds, pushed: 2 2 2",
+    ]
+
+
 class TestFaults(TestCase):
     @pytest.fixture(autouse=True)
     def _programs(self, threads: Path) -> None:
@@ -84,25 +96,48 @@ class TestFaults(TestCase):
         assert all(line.endswith("rank 0") for line in lines[6:])
 
 
+AWAIT = "if (!await_all(generation(round), round < now_.pieces || first ? 0 : 1)) return false;"
 MUTANTS = {
     "relaxed stores": ("host.h", "value, __ATOMIC_RELEASE", "value, __ATOMIC_RELAXED"),
     "relaxed loads": ("host.h", "word, __ATOMIC_ACQUIRE", "word, __ATOMIC_RELAXED"),
-    "one buffer": ("peer.h", "return i32(generation_ & 1u);", "return 0;"),
-    "no barrier before the pieces": (
+    "one slot": (
         "peer.h",
-        "if (!pass_barrier(pieces || first ? 0 : 1)) return false;",
-        "if (!pieces && !pass_barrier(1)) return false;",
+        "return i32(generation(round) % u32(slots_of(Block::kPush)));",
+        "return 0 * round;",
     ),
-    "no barrier before the last results": (
-        "peer.h",
-        "if (!pass_barrier(pieces || first ? 0 : 1)) return false;",
-        "if ((pieces || first) && !pass_barrier(0)) return false;",
+    "a slot less": (
+        "region.h",
+        "return 2 + 2 * most_ahead(push);",
+        "return push ? 1 + 2 * most_ahead(push) : 2;",
     ),
-    "results in the half that is read": ("peer.h", "result(parity() ^ 1, ", "result(parity(), "),
-    "no round for the results": (
+    "no wait for the pieces": ("peer.h", AWAIT, f"if (round >= now_.pieces) {AWAIT}"),
+    "no wait for the last results": (
         "peer.h",
-        "first < steps() ? count : 0);",
-        "first < steps() ? 0 : 0);",
+        AWAIT,
+        f"if (round < now_.pieces || first) {AWAIT}",
+    ),
+    "results in the slot that is read": (
+        "peer.h",
+        "result(round + 1 + now_.ahead, rank)",
+        "result(round, rank)",
+    ),
+    "results that are read too early": (
+        "peer.h",
+        "if (message_.mode == Mode::two_shot && round > now_.ahead) copy_results(round);",
+        "if (message_.mode == Mode::two_shot && round > 0) copy_results(round);",
+    ),
+    "staged two rounds ahead": (
+        "peer.h",
+        "for (i32 round = -now_.ahead; round < now_.rounds; ++round) {\n"
+        "        if (round + now_.ahead < now_.rounds) announce(round + now_.ahead);",
+        "for (i32 round = -2 * now_.ahead; round < now_.rounds; ++round) {\n"
+        "        if (round + 2 * now_.ahead < now_.rounds) announce(round + 2 * now_.ahead);",
+    ),
+    "no round for the results": ("peer.h", "found.rounds += 1 + found.ahead;", ""),
+    "a first piece that is a quarter, and no rest": (
+        "peer.h",
+        "found.pieces += found.quarter > 0;",
+        "",
     ),
     "a result that is not pushed": (
         "element.h",
@@ -134,7 +169,8 @@ MUTANTS = {
     ),
     "a result that is not staged": (
         "peer.h",
-        "block_.copy(peers_.region[rank] + result(rank), message_.out + own.start, own.bytes, {});",
+        "block_.copy(peers_.region[peers_.rank] + result(round, peers_.rank), "
+        "message_.out + own.start,\n                  own.bytes, {});",
         "(void)own;",
     ),
 }

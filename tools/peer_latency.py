@@ -37,7 +37,7 @@ class Work(NamedTuple):
     """What one rank does in a call.
 
     Attributes:
-        barriers: with all peers, behind bytes that passed the link: a release at system scope each.
+        barriers: waits for all peers while the link is idle, each behind a release at system scope.
         link: bytes through its link, in the direction that has more.
         local: us in its own memory while the link is idle.
     """
@@ -134,19 +134,41 @@ def peer_work(nbytes: int, ranks: int = 8) -> tuple[str, Work]:
     one_shot = nbytes <= limit
     parts = 1 if one_shot else ranks
     longest = -(-nbytes // (parts * LINE_BYTES)) * LINE_BYTES
-    piece, blocks = share_out(longest, MAX_BLOCKS, tile_bytes(ranks))
-    rounds = -(-longest // (piece * blocks))
+    _, blocks = share_out(longest, MAX_BLOCKS, tile_bytes(ranks))
     in_flight = 16 * blocks * LANES
     if one_shot:
         # Staging waits for a load. Then a fold reads all leaves, a word of each at once.
         read = min(ranks * in_flight / LOAD, MEMORY)
-        local = rounds * LOAD + ranks * nbytes / read
-        return "one_shot", Work(rounds, (ranks - 1) * nbytes, local)
-    # A round stages, folds and copies results, each of which waits for its first load. Copies leave
-    # the link idle. Stages and folds do not: they store what they load, or its sum, to peers.
+        return "one_shot", Work(1, (ranks - 1) * nbytes, LOAD + ranks * nbytes / read)
+    # The first stage and the last copy of results wait for a load. Stages and folds keep the link
+    # busy: they store to peers what they load, or its sum. The copy behind the last wait does not.
     moved = (ranks - 1) * longest
     copy = min(COPIED_AT_ONCE * in_flight / LOAD, MEMORY / 2)
-    return "two_shot", Work(rounds + 1, 2 * moved, 3 * rounds * LOAD + moved / copy)
+    pieces = rounds(nbytes, ranks)
+    local = 2 * LOAD + moved / pieces / copy
+    if pieces == 1:
+        # The fold waits for its first load too.
+        return "two_shot", Work(2, 2 * moved, local + LOAD)
+    # A block stages a piece ahead of each wait, but for the last one. Copies of earlier results
+    # fall into the time in which the other lanes store to peers, and first loads and releases of
+    # earlier rounds into that of the other half of the blocks.
+    return "two_shot", Work(1, 2 * moved, local)
+
+
+def rounds(nbytes: int, ranks: int = 8) -> int:
+    """Pieces of an aligned two_shot message for each block."""
+    longest = -(-nbytes // (ranks * LINE_BYTES)) * LINE_BYTES
+    piece, blocks = share_out(longest, MAX_BLOCKS, tile_bytes(ranks))
+    return -(-longest // (piece * blocks))
+
+
+def together(nbytes: int, ranks: int = 8) -> float:
+    """us that a two_shot call takes longer if the blocks leave the link idle at the same time.
+
+    In each round they do so for the first loads of a stage and of a fold, and for a release, which
+    is not counted: nothing published tells its time from the rest of a barrier.
+    """
+    return 2 * LOAD * (rounds(nbytes, ranks) - 1)
 
 
 def predict(nbytes: int, rate: float = PUSH) -> float:
@@ -170,7 +192,7 @@ def prediction_table() -> str:
     torch = {int(size * MIB): time for size, time in PUBLISHED[-1].times.items()}
     nccl = {int(size * MIB): time for size, time in NCCL.items()}
     lines = [
-        "| message | mode | barriers | link, MB | predicted, us | predicted for the slower link "
+        "| message | mode | waits | link, MB | predicted, us | predicted for the slower link "
         "| torch, us | NCCL, us |",
         "|---|---|---|---|---|---|---|---|",
     ]

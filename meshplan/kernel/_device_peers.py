@@ -38,9 +38,10 @@ from meshplan.kernel._transports import Regions
 # As ONE_SHOT_BYTES, for GPUs that are linked by NVLink: of the published times of such kernels.
 DEVICE_ONE_SHOT_BYTES = ((2, 1 << 20), (4, 512 << 10), (MAX_PEERS, 256 << 10))
 LANES = 512
-# Of all ranks' pieces of a block in a round: a region of 32 blocks has 96 MiB, and two_shot over
-# 8 ranks takes 64 MiB in 3 pieces and 4 barriers.
-_STAGED_BYTES = 768 << 10
+# Of all ranks' pieces of a block in a round. A region of 32 blocks has 48 MiB. Two_shot over 8
+# ranks takes 6 MiB of a message in a round. To stage them takes longer than the wait that they
+# cover.
+_STAGED_BYTES = 192 << 10
 # A word of 16 bytes for each lane that a block copies with to one of 8 peers.
 _LEAST_PIECE = 1 << 10
 

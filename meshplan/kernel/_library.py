@@ -15,8 +15,8 @@ import torch
 
 from meshplan._installation import installation
 
-# These numbers and structs are those of csrc/entry.cpp and csrc/peer.h.
-ABI = 10
+# These numbers and structs are those of csrc/entry.cpp, csrc/region.h and csrc/peer.h.
+ABI = 11
 MAX_PEERS = 72
 """Ranks of a communicator at most."""
 MAX_BLOCKS = 32

@@ -124,6 +124,7 @@ class Lanes {
   ucontext_t scheduler_;
 };
 
+constexpr i32 kWarp = 1;
 inline i32 block() { return Lanes::current()->block; }
 inline i32 blocks() { return Lanes::current()->blocks; }
 inline i32 lane() { return Lanes::current()->lane(); }

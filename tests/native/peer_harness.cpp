@@ -3,6 +3,7 @@
 //
 //   peer_harness random WORLD SEED [CALLS]
 //                                     random calls, flags that wrap; prints the wrong elements
+//   peer_harness rounds WORLD         how many rounds each block takes, by the generations it leaves
 //   peer_harness missing WORLD        the last rank leaves out a call: who is named, by whom
 //   peer_harness differs WORLD        the last rank brings another size: the same
 #include <barrier>
@@ -87,6 +88,42 @@ int random_calls(i32 world_size, u32 seed, std::size_t all_calls) {
   return wrong + failed != 0;
 }
 
+// A call of `pieces` for each block: the rounds of each block of rank 0.
+std::string rounds_of(i32 world_size, Mode mode, bool push, i32 pieces) {
+  const World world(world_size, push);
+  Case call{mode, false, false, false, push, {}};
+  call.parts.assign(mode == Mode::one_shot ? 1 : std::size_t(world_size), i64(kTile) / 4 * kBlocks * pieces);
+  std::vector<std::thread> threads;
+  for (i32 r = 0; r < world_size; ++r) {
+    for (i32 b = 0; b < kBlocks; ++b) {
+      threads.emplace_back([&, r, b] {
+        std::vector<u8> in(std::size_t(call.numel()) * 4), out(in.size());
+        run(world, r, b, kBlocks, call, in.data(), out.data());
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::string found;
+  for (i32 b = 0; b < kBlocks; ++b) {
+    u32 generation;
+    std::memcpy(&generation, world.views[0].region[0] + world.map.generation(b), 4);
+    found += " " + std::to_string(generation - kNearWrap);
+  }
+  return found;
+}
+
+int rounds(i32 world_size) {
+  const auto print = [&](const char* name, Mode mode, i32 pieces) {
+    std::printf("%s pulled:%s rounds, pushed:%s\n", name, rounds_of(world_size, mode, false, pieces).c_str(),
+                rounds_of(world_size, mode, true, pieces).c_str());
+  };
+  print("one_shot", Mode::one_shot, 4);
+  print("two_shot", Mode::two_shot, 4);
+  print("scatter", Mode::scatter, 4);
+  print("two_shot of one piece", Mode::two_shot, 1);
+  return 0;
+}
+
 int fault(const std::string& kind, i32 world_size) {
   const World world(world_size, false);
   const i32 odd = world_size - 1;
@@ -124,5 +161,6 @@ int main(int count, char** words) {
     const u32 seed = count > 3 ? u32(std::atoi(words[3])) : 1;
     return random_calls(world, seed, count > 4 ? std::size_t(std::atoi(words[4])) : 60);
   }
+  if (what == "rounds") return rounds(world);
   return fault(what, world);
 }
