@@ -10,7 +10,17 @@
 
 namespace meshplan {
 
-// Always a part of its kernel: where it was not, AMD's compiler copied the call to each lane's stack.
+// Always parts of their kernel: where they were not, AMD's compiler copied the call to each lane's stack.
+template <class D, class Acc, class Round, class Op>
+struct PeerFold {
+  const Elements& how;
+
+  __device__ inline __attribute__((always_inline)) void operator()(
+      const Results& into, const Leaves& leaves, i64 numel, DeviceBlock& block) const {
+    fold_elements<D, Acc, Round, Op>(how, into, leaves, numel, block);
+  }
+};
+
 template <class D, class Acc, class Round, class Op>
 __device__ inline __attribute__((always_inline)) void peer_reduce(
     const Peers& peers, const DeviceCall& call, const u8* in, u8* out, Failures* failures, i32 index,
@@ -18,9 +28,7 @@ __device__ inline __attribute__((always_inline)) void peer_reduce(
   const Message message{in,        out,           call.starts, Mode(call.mode),
                         call.item, call.signature, call.piece};
   const Elements how{call.step, call.steps, peers.world, call.order, call.one_axis != 0, call.divisor};
-  const auto fold = [&](const Results& into, const Leaves& leaves, i64 numel, DeviceBlock& block) {
-    fold_elements<D, Acc, Round, Op>(how, into, leaves, numel, block);
-  };
+  const PeerFold<D, Acc, Round, Op> fold{how};
   DeviceBlock block(index, count, call.timeout_ns);
   Call<DeviceBlock, decltype(fold)> body(peers, message, block, fold);
   const Outcome found = body.run();

@@ -199,6 +199,14 @@ MP_FN void fold_elements(const Elements& how, const Results& into, const Leaves&
       case 4: return E::template sized<4>(how, into, leaves, numel, block);
       case 8: return E::template sized<8>(how, into, leaves, numel, block);
     }
+    // Exact sums are longer: more sizes would take too long to compile.
+    if constexpr (!kExact<Op>) {
+      switch (how.one_axis ? how.world : 0) {
+        case 5: return E::template sized<5>(how, into, leaves, numel, block);
+        case 6: return E::template sized<6>(how, into, leaves, numel, block);
+        case 7: return E::template sized<7>(how, into, leaves, numel, block);
+      }
+    }
   }
   E::one_by_one(how, into, leaves, 0, numel, block);
 }

@@ -13,7 +13,10 @@
 #define __shared__ __attribute__((shared))
 #endif
 
-#if defined(__CUDACC__) || defined(__HIP__) || defined(__CUDACC_RTC__)
+#if defined(__HIP__)
+// Always: what AMD's compiler does not take in, it calls with its arguments on each lane's stack.
+#define MP_FN __host__ __device__ inline __attribute__((always_inline))
+#elif defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define MP_FN __host__ __device__ inline
 #else
 #define MP_FN inline

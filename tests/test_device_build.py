@@ -114,8 +114,8 @@ MP_SUM(mp_bfloat16_sum, meshplan::Bfloat)
 MP_SUM(mp_float16_sum, meshplan::Half)
 """
 SUMS = ("float32", "bfloat16", "float16")
-# Of groups of 2, 3, 4 and 8 ranks; the own leaf is read at its own width, or skipped in the tiles.
-LOADS = [2 + 1, 3 + 1, 4 + 1, 8 + 1]
+# Of groups of 2 to 8 ranks; the own leaf is read at its own width, or skipped in the tiles.
+LOADS = [ranks + 1 for ranks in range(2, 9)]
 # One for all barriers; the others report a failure.
 RELEASES = 1 + 4
 

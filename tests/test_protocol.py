@@ -42,7 +42,7 @@ def test_protocol_has_no_race_and_no_wrong_bit(threads: Path, world_size: int) -
         assert "0 failed, 0 elements wrong" in printed
 
 
-@pytest.mark.parametrize("world_size", [1, 7, 16, 72])
+@pytest.mark.parametrize("world_size", [1, 4, 6, 7, 16, 72])
 def test_any_number_of_ranks_is_exact(builds: Builds, world_size: int) -> None:
     """Any number of ranks, not only 2, 4, 6 and 8."""
     calls = 60 if world_size < 72 else 12
