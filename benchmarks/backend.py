@@ -201,7 +201,15 @@ def total(smoke: bool) -> int:
     return 2 * jobs
 
 
-SUITE = Suite(__doc__ or "", cases, total)
+SUITE = Suite(
+    __doc__ or "",
+    cases,
+    total,
+    reasons={
+        "meshplan / gloo": "FSDP2 with TP: 4 ranks share 2 cores, and steps differ by 5 % between "
+        "runs"
+    },
+)
 
 
 def main() -> None:

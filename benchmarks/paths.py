@@ -70,7 +70,7 @@ def measure(sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     each = ranks // HOSTS
     cluster = discover(c10d._get_default_store(), rank, ranks, 60.0)
-    found = time_exchanges(cluster.topology, torch.device("cpu"), 9, 60.0)
+    found = time_exchanges(cluster.topology, torch.device("cpu"), 5, 60.0)
     topology = replace(cluster.topology, links=fit_links(found)[0])
     layout = Layout.of(hosts=HOSTS, ranks=each)
     inside = [dist.new_group([*range(h * each, (h + 1) * each)]) for h in range(HOSTS)]
@@ -144,7 +144,16 @@ def total(smoke: bool) -> int:
     return 2 * (len(SMOKE_JOBS) * len(SMOKE_SIZES) if smoke else len(JOBS) * len(SIZES))
 
 
-SUITE = Suite(__doc__ or "", cases, total, lambda: why_not("namespaces") or None)
+SUITE = Suite(
+    __doc__ or "",
+    cases,
+    total,
+    lambda: why_not("namespaces") or None,
+    reasons={
+        "mixed / exchange": "64 KiB: 16 processes share 2 cores, and each of the six stages waits "
+        "for ranks that have no core. `auto` takes blocks with an exchange between them there",
+    },
+)
 
 
 def main() -> None:

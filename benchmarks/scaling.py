@@ -146,7 +146,7 @@ def measure(hosts: int, sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     """Links, predictions and what was predicted, on every rank of a job."""
     ranks = dist.get_world_size()
     cluster = discover(c10d._get_default_store(), dist.get_rank(), ranks, 60.0)
-    found = time_exchanges(cluster.topology, torch.device("cpu"), max(c for _, c in sizes), 60.0)
+    found = time_exchanges(cluster.topology, torch.device("cpu"), 5, 60.0)
     links, fitted = fit_links(found)
     topology = replace(cluster.topology, links=links)
     shape = (hosts, ranks // hosts) if hosts > 1 or ranks < 4 else (2, ranks // 2)
