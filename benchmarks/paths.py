@@ -129,7 +129,13 @@ def measure(sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
             runs={name: Figures.of([value]) for name, value in predicted.items()},
             peers=("exchange",),
             ranks=ranks,
-            parameters={"hosts": HOSTS, "links": str(topology.links)},
+            parameters={
+                "bytes": nbytes,
+                "hosts": HOSTS,
+                "world_size": ranks,
+                "source": "predicted",
+                "links": str(topology.links),
+            },
         )
 
 

@@ -82,7 +82,9 @@ def _panels(name: str, cases: Sequence[Case]) -> list[_Panel]:
         if key[2] == ("predicted", "measured"):
             panels.append(("", lambda axis, g=group: _points(axis, g)))  # type: ignore[misc]
         elif key[0] is not None and len(group) > 1:
-            words = [f"{v} ranks" if k == "world_size" else str(v) for k, v in key[3:]]  # type: ignore[misc]
+            counts = {"world_size": "{} ranks", "hosts": "{} hosts"}
+            named = [(k, v) for k, v in key[3:] if k != "links"]  # type: ignore[misc]
+            words = [counts.get(k, "{}").format(v) for k, v in named]
             panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g, str(over))))  # type: ignore[misc]
         else:
             panels.append(("", lambda axis, g=group: _bars(axis, g)))  # type: ignore[misc]

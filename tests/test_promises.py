@@ -41,7 +41,7 @@ PROMISES = {
         "any world size, number of elements and strides": "test_collectives::any_number_of_elements_is_reduced any_strides_are_reduced_and_inputs_stay test_kernel::any_length_and_alignment_match_the_definition",
         "any power-of-two number of data-parallel ranks that divides the micro-batches has the same bits": "test_elastic_training::steps_do_not_depend_on_the_number_of_ranks sixty_steps_do_not_depend_on_the_number_of_ranks",
         "2.8 to 1.1 times NCCL": "test_promises::predicted_figures_are_the_planners",
-        "0.87 to 1.02 times the time": "test_promises::measured_figures_match_the_data",
+        "0.82 to 1.10 times the time": "test_promises::measured_figures_match_the_data",
     },
     "SECURITY.md": {
         "Python is parsed (`ast`) and never imported, run or evaluated": "test_lint_reader_python::file_is_not_executed damaged_file_raises_one_line",
@@ -137,7 +137,7 @@ PROMISES = {
     "docs/howto/plans-and-hazards.md": {
         "Decisions that ranks agree on never depend on the size of a tensor": "test_promises::plans_of_a_job_do_not_depend_on_sizes",
         "The bits are those of the plain exchange": "test_collectives::hierarchical_equals_flat",
-        "error of a job is 10 to 38 %": "test_promises::predicted_figures_match_the_data",
+        "error of a job is 16 to 43 %": "test_promises::predicted_figures_match_the_data",
     },
     "docs/howto/read-a-report.md": {
         "All paths but `native` have the same bits": "test_every_path::every_path_has_the_bits_of_the_definition",
