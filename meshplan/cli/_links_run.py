@@ -38,6 +38,8 @@ MOST_RANKS, MOST_GROUPS = 8, 128
 
 # Bytes for each peer: latency decides, neither, and bandwidth.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+# Calls between two barriers, of which the first ones connect and level how far ranks are apart.
+_CALLS, _WARM_UP = 20, 2
 
 
 def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]:
@@ -107,7 +109,8 @@ def time_exchanges(
         topology: placement of the ranks of the default group.
         device: of the exchanged tensors.
         repeat: repetitions of each exchange.
-        timeout: seconds for each exchange; a missing rank is an error of the backend.
+        timeout: seconds for each wait, the longest of which is for 22 exchanges of others; a
+            missing rank is an error of the backend.
     """
     found = []
     limit = timedelta(seconds=timeout)
@@ -174,17 +177,20 @@ def _time_steadily(call: Callable[[], object] | None, device: torch.device, repe
     The calls follow each other as in a job. After a barrier, ranks go on at different times, and
     one call would take mostly as long as they differ.
     """
-    dist.barrier()
-    times = []
-    # The first two calls connect and warm up.
-    for _ in range(repeat + 2):
-        start = time.perf_counter()
-        if call is not None:
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(times[2:], dtype=torch.float64, device=device)
+    times = list[float]()
+    while len(times) < repeat:
+        # Ranks without a call wait here, no longer than for some calls of the others.
+        dist.barrier()
+        block = []
+        for _ in range(_WARM_UP + min(_CALLS, repeat - len(times))):
+            start = time.perf_counter()
+            if call is not None:
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            block.append(time.perf_counter() - start)
+        times += block[_WARM_UP:]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(median(slowest.tolist()))
 
