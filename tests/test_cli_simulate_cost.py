@@ -88,7 +88,7 @@ GPUs    meshplan  torch, axis by axis  one ring            one tree         a ra
 512     579.4 us  3.00 ms (5.18)       1.22 ms (2.11)      382.9 us (0.66)  16.5 MB, 134.2 MB, 16.7 MB, 16.8 MB
 4096    639.8 us  3.02 ms (4.71)       7.41 ms (11.58)     399.1 us (0.62)  16.7 MB, 134.2 MB, 16.8 MB, 16.8 MB
 32768   696.4 us  3.03 ms (4.35)       56.87 ms (81.66)    415.3 us (0.6)   16.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
-100000  767.0 us  3.04 ms (3.96)       172.84 ms (225.40)  420.7 us (0.55)  17.8 MB, 134.2 MB, 16.8 MB, 16.8 MB
+100000  745.8 us  3.04 ms (4.07)       172.84 ms (231.80)  420.7 us (0.56)  17.0 MB, 134.2 MB, 16.8 MB, 16.8 MB
 
 links: domain 0.6 us, 450 GB/s; node 1 us, 63 GB/s; network 2.7 us, 50 GB/s; launch 6.6 us
 alpha-beta model; arithmetic, contention between jobs and the creation of groups are left out

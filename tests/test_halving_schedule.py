@@ -129,8 +129,8 @@ def levels(ranks: int) -> int:
 def test_messages_and_bytes_are_bounded(ranks: int) -> None:
     found = traffic((ranks,))
     even = ranks & ranks - 1 == 0
-    assert max(messages for messages, _ in found) <= 2 * levels(ranks)
-    assert max(sent for _, sent in found) < (2.0 if even else 2.5)
+    assert max(messages for messages, _ in found) <= (2 if even else 4) * levels(ranks)
+    assert max(sent for _, sent in found) < (2.0 if even else 2.13)
     assert sum(sent for _, sent in found) / ranks <= 2.01
 
 
@@ -139,23 +139,24 @@ def test_messages_and_bytes_are_bounded_in_every_group() -> None:
     for ranks in range(2, 4201):
         # The first ranks carry most: they pass on every tail. The last ones are the tails.
         positions = {
-            *range(min(ranks, 4)),
+            *range(min(ranks, 16)),
             *range(max(0, ranks - 4), ranks),
             1 << levels(ranks) - 1,
         }
         for position in positions - {ranks}:
             found = halving_schedule.__wrapped__((ranks,), position).traffic(1 << 20, 4, 4)
-            assert found.messages <= 2 * levels(ranks), ranks
-            assert found.bytes < 2.5 * (4 << 20), ranks
+            even = ranks & ranks - 1 == 0
+            assert found.messages <= (2 if even else 4) * levels(ranks), ranks
+            assert found.bytes < (2.0 if even else 2.13) * (4 << 20), ranks
     for shape in [*SHAPES, (8, 5), (40, 8), (125, 8, 4), (3, 3, 3), (9, 3), (7, 7, 3)]:
         found = traffic(shape)
         assert max(messages for messages, _ in found) <= 4 * levels(math.prod(shape)), shape
-        assert max(sent for _, sent in found) <= 2.5, shape
+        assert max(sent for _, sent in found) <= 2.26, shape
         assert sum(sent for _, sent in found) / len(found) <= 2.03, shape
 
 
 @pytest.mark.full
-def test_no_rank_of_a_mesh_sends_more_than_two_and_a_half_times_its_summand() -> None:
+def test_no_rank_of_a_mesh_sends_more_than_two_and_a_quarter_of_its_summand() -> None:
     worst = {}
     for axes in (1, 2, 3):
         for shape in itertools.product(range(2, 73), repeat=axes):
@@ -163,7 +164,20 @@ def test_no_rank_of_a_mesh_sends_more_than_two_and_a_half_times_its_summand() ->
                 worst[shape] = max(sent for _, sent in traffic(shape))
     assert len(worst) == 443
     shape = max(worst, key=worst.__getitem__)
-    assert (shape, worst[shape]) == ((65,), 2.453125)
+    assert (shape, worst[shape]) == ((7, 5), 2.25)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 17, 33, 65, pytest.param(1025, marks=pytest.mark.full)])
+def test_bytes_of_bfloat16_on_nodes_of_eight_are_bounded(nodes: int) -> None:
+    """Inside of a node each rank sends 7/8 of the summand forth and back, and a node sends partials
+    of an eighth in float32 to others, and results in bfloat16."""
+    between = max(
+        halving_schedule((nodes,), rank).traffic(1 << 20, 4, 4, scatter=True).bytes
+        + halving_schedule((nodes,), rank).traffic(1 << 20, 2, 2).bytes
+        - halving_schedule((nodes,), rank).traffic(1 << 20, 2, 2, scatter=True).bytes
+        for rank in range(nodes)
+    )
+    assert 2 * 7 / 8 + between / (2 << 20) / 8 <= 2.15
 
 
 @pytest.mark.parametrize("shape", [(5,), (13,), (5, 8), (7, 7), (12,)])

@@ -18,10 +18,11 @@ each other one a third, and adds what both have sent. So all three go on with a 
 The gather of the results is the same messages in reverse. Only ranks of first blocks on all axes
 own an interval; all other ranks send early and receive late.
 
-A rank sends at most ``2 * ceil(log2(ranks))`` messages on one axis. Of a summand of S bytes in
-float32 it sends below 2 S in groups of a power of two, and at most 2.5 S otherwise, also on
-meshes. The mean over the ranks is 2.01 S at most, and 2.03 S on meshes. The schedule of one rank
-takes O(log(ranks)) time and memory.
+A rank sends at most ``2 * ceil(log2(ranks))`` messages in groups of a power of two, and at most
+``4 * ceil(log2(ranks))`` otherwise. Of a summand of S bytes in float32 it sends below 2 S in groups
+of a power of two, at most 2.13 S in others, and 2.25 S on meshes of up to 72 ranks. The mean over
+the ranks is 2.01 S at most, and 2.03 S on meshes. The schedule of one rank takes O(log(ranks)) time
+and memory.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ __all__ = [
 Summand = Literal["", "leaf", "partial"]
 """None, the summand of one rank, or the sum of several."""
 
-# A tail reaches so many ranks at once that each gets a quarter of the message or less. More
-# messages would save bytes: each of these ranks passes its part on, and returns it.
-_TAIL_BITS = 2
+# A tail reaches so many ranks at once that each gets a sixteenth of the message or less: each of
+# these ranks passes its part on, and returns it. Fewer messages would cost more bytes.
+_TAIL_BITS = 4
 
 
 class HalvingMessage(NamedTuple):
