@@ -88,6 +88,8 @@ def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, compute: str
     wanted = train(tmp_path / "whole", "4:4", *options)
     assert all(float.fromhex(norm) > 0.5 for _, (_, norm, _) in wanted)
     assert_same_steps(train(tmp_path / "parts", "4:1,1x2:1,1:1,1x4:1", *options), wanted)
+    if compute == "bfloat16":
+        return  # The order of few summands hardly shows, and on some processors nowhere.
     plain = train(tmp_path / "plain", "4:4", *options, "--plain")
     parts = train(tmp_path / "plain parts", "4:1,1x2:1,1:1,1x4:1", *options, "--plain")
     assert share_of_difference(parts, plain) > 0.1

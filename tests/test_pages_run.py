@@ -39,6 +39,8 @@ TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 
 # What is shown and not run here: the page, the text, and why.
 NOT_RUN = {
+    ("docs/environment.md", "meshplan"): "the name of the plugin of vLLM",
+    ("docs/train.md", "torchrun"): "the launcher, in words",
     ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
     ("docs/howto/backend.md", "meshplan"): "the name of the backend",
     ("docs/glossary.md", "meshplan"): "the name of the backend",
@@ -171,6 +173,8 @@ READ_BY = {
     ): "tests/test_action.py::test_problem_matcher_reads_real_output",
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
     ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
+    ("docs/rl.md", "sh"): "tests/backend/test_vllm.py",
+    ("docs/howto/rl-parity.md", "ini"): "a project of the reader's, for SGLang",
     ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
     ("README.md", "sh"): "tests/installed.py, which builds and installs the wheel",

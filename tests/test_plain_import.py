@@ -78,7 +78,8 @@ def public_modules() -> list[str]:
 
 @pytest.mark.full
 def test_every_public_module_is_reached_by_a_plain_import() -> None:
-    names = public_modules()
+    # vLLM alone imports its module, by an entry point (tests/backend/test_vllm.py).
+    names = [name for name in public_modules() if name != "meshplan.integrations.vllm"]
     assert {"meshplan.integrations.fsdp", "meshplan.topology.formats.slurm"} <= set(names)
     assert json.loads(run(RESOLVE, json.dumps(names))) == {}
 
