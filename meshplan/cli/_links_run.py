@@ -168,7 +168,8 @@ def _exchange(sent: Tensor, came: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _halve(sent: Tensor, came: Tensor, group: dist.ProcessGroup) -> None:
-    deterministic_all_reduce(sent, out=came, path="halving", group=group)
+    # Strict: the time of another path would be taken for that of batches.
+    deterministic_all_reduce(sent, out=came, path="halving", group=group, strict=True)
 
 
 def _time_steadily(call: Callable[[], object] | None, device: torch.device, repeat: int) -> float:
