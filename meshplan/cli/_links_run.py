@@ -117,12 +117,16 @@ def time_exchanges(
     for name, groups in track("timing links of kind", list(group_by_class(topology).items())):
         size = len(groups[0])
         pairs = [group[i : i + 2] for group in groups for i in range(0, size - 1, 2)]
+        # Halving has rounds of one message in groups of a power of two.
         even = [group[: 1 << size.bit_length() - 1] for group in groups]
         for these in [pairs, groups] if size > 2 else [groups]:
             with _open_groups(these, limit) as mine:
                 found += _time_groups(name, these, mine, device, repeat, _exchange)
-        with _open_groups(even, limit) as mine:
-            found += _time_groups(name, even, mine, device, repeat, _halve)
+                if these is groups and groups == even:
+                    found += _time_groups(name, these, mine, device, repeat, _halve)
+        if groups != even:
+            with _open_groups(even, limit) as mine:
+                found += _time_groups(name, even, mine, device, repeat, _halve)
     return found
 
 
