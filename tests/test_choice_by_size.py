@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import meshplan
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.execute import Purpose, StepGroups, run_reduction
@@ -104,6 +108,30 @@ def test_complex_numbers_travel_as_their_parts() -> None:
         assert chosen(step, nbytes, torch.complex64) == chosen(step, nbytes, torch.float32)
     assert chosen(step, 1 << 21) == "exchange"
     assert chosen(planned(Links(), 16), 1 << 21, torch.complex64) == "halving"
+
+
+def test_cpu_jobs_are_planned_with_links_of_cpus() -> None:
+    """Unless links are given: on those of GPUs halving would be chosen."""
+    dist.init_process_group("fake", rank=0, world_size=40, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (8, 5))
+        d = DTensor.from_local(torch.ones(1 << 15), mesh, [Partial(), Partial()], run_check=False)
+        gpus = Links(launch=6.5e-6)  # The defaults stand for links that nobody measured.
+        ran = []
+        for topology in (
+            None,
+            Topology.unknown(40),
+            Topology.unknown(40, gpus),
+            Topology.unknown(40, replace(gpus, batch=100e-6)),
+        ):
+            clear_report()
+            with meshplan.installed(topology=topology):
+                d.redistribute(mesh, [Replicate(), Replicate()])
+            (entry,) = report().entries
+            ran.append(entry["ran"])
+        assert ran == ["exchange", "exchange", "halving", "exchange"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sizes_end_where_both_cost_the_same() -> None:

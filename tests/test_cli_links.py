@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext, redirect_stderr
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,7 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.cli import _links
+from meshplan.cli import _links, _links_run
 from meshplan.cli._links_run import MOST_GROUPS, MOST_RANKS, group_by_class, time_exchanges
 from meshplan.cli._output import try_to_open
 from meshplan.topology import Links, Topology
@@ -127,6 +128,18 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     assert links.node != Links().node
     assert links.network != Links().network
     assert "16 exchanges, median error" in done.stderr
+
+
+def test_ranks_meet_after_some_calls() -> None:
+    """A rank outside of all groups waits in a barrier, however many repetitions there are."""
+    calls: list[str] = []
+    with (
+        mock.patch.object(dist, "barrier", side_effect=partial(calls.append, "barrier")),
+        mock.patch.object(dist, "all_reduce"),
+    ):
+        _links_run._time_steadily(lambda: calls.append("call"), torch.device("cpu"), 50)
+    between = [len(part.split()) for part in " ".join(calls).split("barrier")]
+    assert between == [0, 22, 22, 12]
 
 
 def test_write_check_leaves_files_unchanged(tmp_path: Path) -> None:

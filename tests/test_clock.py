@@ -26,7 +26,7 @@ from meshplan.planner._reach import ElementWidth
 from meshplan.testing import ClockTime, clock
 from meshplan.testing._clock import _make_groups, _record
 from meshplan.testing._replay import Program, Replay
-from meshplan.topology import Topology
+from meshplan.topology import Links, Topology
 from tests.marks import full
 
 NODE = 4
@@ -97,6 +97,19 @@ def make_step(
 def test_cost_is_what_the_clock_shows(sizes: tuple[int, ...], path: str, numel: int) -> None:
     predicted, shown = predict_and_clock(sizes, path, numel)
     assert shown.seconds == pytest.approx(predicted, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks", [8, 13])
+def test_each_round_takes_the_time_of_a_batch(ranks: int) -> None:
+    times = []
+    for batch in (0.0, 1e-3):
+        topology = Topology.unknown(ranks, links=Links(batch=batch))
+        step, predict = make_step((ranks,), "halving", topology, torch.float32)
+        shown, predicted = clock(step, topology, 1 << 10, path="halving"), predict(1 << 10)
+        assert shown.seconds == pytest.approx(predicted.nanoseconds / 1e9, rel=0.01)
+        times.append(shown.seconds)
+    assert times[1] - times[0] == pytest.approx(6 * 1e-3, rel=0.01)  # three rounds forth and back
+    assert clock(step, topology, 1 << 10, path="exchange").seconds < 1e-3
 
 
 @pytest.mark.parametrize("nodes", [(5, 4), (5, 5, 5), (3, 7, 2)])

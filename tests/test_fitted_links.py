@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,29 @@ def test_fitted_figures_are_not_negative() -> None:
     )
     assert fitted.node.latency == 0
     assert fitted.launch > 0
+
+
+def test_half_the_time_is_as_far_off_as_twice_the_time() -> None:
+    """Least squares of relative errors alone would follow the shorter time."""
+    found = [
+        TimedExchange("node", 3, size, size * factor * 1e-9)
+        for size in (1 << 20, 1 << 22)
+        for factor in (1, 4)
+    ]
+    fitted, _ = fit_links(found)
+    for one in found:
+        assert predict_seconds(fitted, one) == pytest.approx(one.size * 2e-9, rel=0.01)
+
+
+def test_groups_count_more_than_pairs() -> None:
+    truth = Links(node=Link(0.0, 1e9), launch=0.0)
+    groups = make_exchanges(truth, ("node",), (7,))
+    pairs = [
+        replace(one, seconds=one.seconds / 4) for one in make_exchanges(truth, ("node",), (1,))
+    ]
+    fitted, _ = fit_links([*groups, *pairs])
+    off = [predict_seconds(fitted, one) / one.seconds for one in (groups[-1], pairs[-1])]
+    assert abs(math.log(off[0])) < abs(math.log(off[1])) / 2
 
 
 def test_unmeasured_figures_are_the_defaults() -> None:

@@ -188,10 +188,10 @@ def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
     """Fit links to measured exchanges.
 
     Least squares over the launch, the time of a batch and, for each measured class, its latency and
-    the inverse of its bandwidth; none below zero. Errors count relative to the geometric mean of
-    the measured and the predicted time: half the time is as far off as twice the time. An exchange
-    counts as often as it has peers, as predictions are for groups rather than pairs. Exchanges with
-    different numbers of peers separate launch and latencies.
+    the inverse of its bandwidth; none below zero. Of times s and predictions p, the sum of
+    p / s + s / p is smallest: half the time is as far off as twice the time. An exchange counts as
+    often as it has peers, as predictions are for groups rather than pairs. Exchanges with different
+    numbers of peers separate launch and latencies.
 
     Args:
         found: two sizes or more for each class; without batches, theirs takes no time.
@@ -214,7 +214,8 @@ def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
     seconds = predicted = np.array([one.seconds for one in found])
     peers = np.array([one.peers for one in found])
     for _ in range(_FITS):
-        weights = np.sqrt(peers / (seconds * predicted))
+        # With these weights the squares have the derivative of that sum, where the fit repeats.
+        weights = np.sqrt(peers * (1 + predicted / seconds)) / predicted
         figures = _fit_nonnegative(rows * weights[:, None], seconds * weights)
         predicted = np.maximum(rows @ figures, 1e-9)
     changed: dict[str, Any] = {}
