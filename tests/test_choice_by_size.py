@@ -10,7 +10,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -21,6 +21,7 @@ from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._choose import PathRequest, choose
+from meshplan.execute._graph import _read, _written
 from meshplan.execute._provenance import clear_report, report
 from meshplan.layout import Layout
 from meshplan.planner import (
@@ -153,6 +154,14 @@ def test_halving_may_cost_less_from_some_size_on() -> None:
     assert chosen(step, least + 4) == "halving"
 
 
+def test_graph_keeps_the_sizes() -> None:
+    for step in (planned(Links(), 16), planned(Links(), 48)):
+        assert step.halving is not None
+        assert _read(_written(step)).halving == step.halving
+
+
+# The line from none to very many bytes ends where the exchange costs less already.
+@example((5, 9, 4), 1, 0.0, 9.825e-05, 1e9)
 @given(
     st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple).filter(lambda s: prod(s) > 8),
     st.sampled_from((1, 2, 4, 8)),
