@@ -108,7 +108,7 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     command += ["--nproc-per-node", "4", "--no-python", sys.executable, "-c", script]
     path = tmp_path / "links.json"
     done = subprocess.run(
-        [*command, "--output-file", str(path), "--repeat", "2"],
+        [*command, "--output-file", str(path), "--repeat", "40"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -121,13 +121,13 @@ def test_job_of_two_hosts_writes_a_file(tmp_path: Path) -> None:
     assert found["measured"]["ranks"] == 4
     assert found["measured"]["topology"] == "2 nodes of 2"
     assert found["measured"]["backend"] == "gloo"
-    # Two classes with pairs and no larger groups, at four sizes each, at once and in batches.
-    assert found["measured"]["exchanges"] == 16
+    # Two classes with pairs and no larger groups: at four sizes at once, at two in batches.
+    assert found["measured"]["exchanges"] == 12
     links = Links.loads(path.read_text())
     assert links.domain == Links().domain
     assert links.node != Links().node
     assert links.network != Links().network
-    assert "16 exchanges, median error" in done.stderr
+    assert "12 exchanges, median error" in done.stderr
 
 
 def test_ranks_meet_after_some_calls() -> None:

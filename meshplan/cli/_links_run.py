@@ -36,8 +36,10 @@ __all__ = ["MOST_GROUPS", "MOST_RANKS", "group_by_class", "measure", "time_excha
 
 MOST_RANKS, MOST_GROUPS = 8, 128
 
-# Bytes for each peer: latency decides, neither, and bandwidth.
+# Bytes for each peer: latency decides, neither, and bandwidth. Halving also adds, which takes more of
+# its time the larger it is, so it shows no bandwidth.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+BATCHED_SIZES = SIZES[:2]
 # Calls between two barriers, of which the first ones connect and level how far ranks are apart.
 _CALLS, _WARM_UP = 20, 2
 
@@ -155,7 +157,7 @@ def _time_groups(
 ) -> list[TimedExchange]:
     size, found = len(groups[0]), []
     rounds = 2 * (size.bit_length() - 1)
-    for each in SIZES:
+    for each in BATCHED_SIZES if call is _halve else SIZES:
         sent = torch.ones(size * each // 4, device=device)
         run = partial(call, sent, torch.empty_like(sent), mine) if mine else None
         seconds = _time_steadily(run, device, repeat)
