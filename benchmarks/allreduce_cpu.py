@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.record import Bar, Case, Figures, at_least, at_most
 from benchmarks.script import Suite, run
-from benchmarks.timing import in_blocks, on_ranks, slowest
+from benchmarks.timing import calls_to_settle, in_blocks, on_ranks, slowest
 from meshplan import kernel
 from meshplan.contract import Contract
 from meshplan.execute import Purpose, StepGroups, run_reduction
@@ -125,7 +125,8 @@ def measure(sizes: tuple[int, ...], smoke: bool) -> Iterator[Case]:
                 way: (lambda f=function, t=tensor: f(t))  # type: ignore[misc]
                 for way, function in functions.items()
             }
-            samples = slowest(in_blocks(bound, calls, scale=1e3))
+            settled = calls_to_settle(bound)
+            samples = slowest(in_blocks(bound, calls, scale=1e3, warm_up=settled))
             parameters: dict[str, int | str] = {
                 "dtype": name,
                 "bytes": nbytes,

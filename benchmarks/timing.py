@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import tempfile
 import time
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from benchmarks.record import Figures
 
-__all__ = ["in_blocks", "in_turn", "on_ranks", "seconds", "slowest"]
+__all__ = ["calls_to_settle", "in_blocks", "in_turn", "on_ranks", "seconds", "slowest"]
 
 _TIMEOUT = 600.0
+# Seconds. On two cores, two ranks share one for up to 15 ms.
+_SETTLED = 0.03
 
 
 def seconds(
@@ -63,7 +66,7 @@ def in_blocks(
     *,
     scale: float = 1.0,
     turns: int = 3,
-    warm_up: int = 2,
+    warm_up: int | Mapping[str, int] = 2,
 ) -> dict[str, list[float]]:
     """Seconds times ``scale`` of each function, called again and again in its turn.
 
@@ -73,14 +76,26 @@ def in_blocks(
     Args:
         functions: by name.
         calls: of each function that count, at least; in ``turns`` blocks.
-        warm_up: calls at the start of each block that do not count.
+        warm_up: calls at the start of each block that do not count; of all functions, or by name.
     """
     found: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            samples = [seconds(function) * scale for _ in range(warm_up + -(-calls // turns))]
-            found[name] += samples[warm_up:]
+            before = warm_up if isinstance(warm_up, int) else warm_up[name]
+            samples = [seconds(function) * scale for _ in range(before + -(-calls // turns))]
+            found[name] += samples[before:]
     return found
+
+
+def calls_to_settle(functions: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+    """How many calls of each take as long as the system needs to spread ranks over cores; 2 or more.
+
+    Ranks that wait asleep in a call wake up on the core of another rank, and stay there for some
+    milliseconds: hundreds of the shortest calls, whose ranks do not sleep. Collective, and the same
+    on every rank.
+    """
+    trial = slowest(in_blocks(functions, 3, turns=1))
+    return {name: max(2, math.ceil(_SETTLED / one.median)) for name, one in trial.items()}
 
 
 def slowest(samples: Mapping[str, list[float]]) -> dict[str, Figures]:

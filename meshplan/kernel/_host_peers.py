@@ -18,7 +18,8 @@ from meshplan.kernel._memory import SharedMemory
 # Measured with benchmarks/allreduce_cpu.py; it cannot change a bit.
 ONE_SHOT_BYTES = ((2, 32 << 10), (4, 16 << 10), (MAX_PEERS, 4 << 10))
 
-_STAGED_BYTES = 512 << 10
+# All slots of the ranks of a core should fit into its second cache.
+_STAGED_BYTES = 256 << 10
 # In place of a descriptor.
 _UNKNOWN, _ENDED = -1, -2
 
