@@ -27,7 +27,7 @@ __device__ inline __attribute__((always_inline)) void peer_reduce(
     i32 count) {
   const Message message{in,        out,           call.starts, Mode(call.mode),
                         call.item, call.signature, call.piece};
-  const Elements how{call.step, call.steps, peers.world, call.order, call.one_axis != 0, call.divisor};
+  const Elements how{call.plan, peers.world, call.chain != 0, call.divisor};
   const PeerFold<D, Acc, Round, Op> fold{how};
   DeviceBlock block(index, count, call.timeout_ns);
   Call<DeviceBlock, decltype(fold)> body(peers, message, block, fold);

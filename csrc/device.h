@@ -123,7 +123,8 @@ class DeviceBlock {
     constexpr i32 kBatch = 4;
     const i64 stride = i64(team.lanes) * i64(sizeof(T)), end = count * i64(sizeof(T));
     for (i64 at = team.lane * i64(sizeof(T)); at < end; at += kBatch * stride) {
-      T words[kBatch];
+      // Of a value that is not set on every way registers are kept from the start of the kernel on.
+      T words[kBatch] = {};
       for (i32 j = 0; j < kBatch; ++j) {
         if (at + j * stride < end) words[j] = read<T>(from + at + j * stride);
       }

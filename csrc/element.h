@@ -1,9 +1,11 @@
-// The fold of a device: each lane takes elements of its own, in registers.
+// The fold on a GPU, of leaves in its own memory (fold.h) or that peers have staged there: each lane
+// takes words of its own, in registers.
 //
-// Sums of floats in groups of the common sizes are unrolled and take 16 bytes of each leaf at a time;
-// all else follows the list of steps, element by element. Both give the bits of cpu.cpp, as the tests
-// show on a CPU. Pieces of other ranks are in tiles, at multiples of 64 bytes; the rank's own piece
-// and the result are in tensors, at any address.
+// Leaves are taken in batches of at most 8, in their order, and a word of each leaf of a batch is in
+// flight before the first is used. A batch of n leaves of a tree is the tree over one axis of n
+// leaves. Results of batches wait on a stack, and a plan says for each batch how many of them it is
+// added to. The host makes the plan of the expression that defines the order:
+// meshplan/kernel/_batches.py.
 #pragma once
 
 #include "device_call.h"
@@ -13,13 +15,10 @@
 
 namespace meshplan {
 
-struct Elements {
-  const Instruction* steps;
-  i32 count, world;
-  Order order;
-  bool one_axis;  // or a shape whose steps are those of one axis
-  u64 divisor;    // 0: none
-};
+// A plan has, at the first leaf of each batch, the number of its leaves, and 16 times the number of
+// results that it is added to, the newest first.
+MP_FN i32 leaves_in(i32 plan) { return plan % 16; }
+MP_FN i32 nodes_behind(i32 plan) { return plan / 16; }
 
 // Element `index` behind an address; `whole`: the address is a multiple of the element's size. Devices
 // fault on other loads, so that bytes are then read one by one.
@@ -41,174 +40,222 @@ MP_FN void put(u8* to, i64 index, T value, bool whole) {
   for (i32 i = 0; i < i32(sizeof(T)); ++i) write(to + i, u8(bits >> (8 * i)));
 }
 
-// Element `index` of 16 bytes that have been read.
-template <class T>
-MP_FN T element_of(const Vector& vector, i32 index) {
-  typename Traits<T>::Bits bits;
-  __builtin_memcpy(&bits, reinterpret_cast<const u8*>(&vector) + index * i32(sizeof(T)), sizeof(T));
-  return bit_cast<T>(bits);
-}
+// The fold of one word of each leaf. In: of leaves. Acc: of partial results. Round: what each node is
+// rounded to. Out: of the result. kRoom: results of batches that may wait.
+//
+// From has the leaves:
+//   leaves, chain, divisor          as in FoldCall
+//   plan(first)                     of the batch that starts there
+//   read<In>(in, first, count, at)  the words at element `at` of `count` leaves
+//   leaf<In>(r, at)                 one element
+template <class In, class Acc, class Round, class Out, class Op>
+struct WordFold {
+  static constexpr i32 kSize = i32(sizeof(In));
+  // Any order gives the bits of the contract: integers wrap, and one of two extremes is chosen.
+  static constexpr bool kAnyOrder = !Traits<Acc>::is_float || kChooses<Op>;
 
-template <class T>
-MP_FN void put_into(Vector& vector, i32 index, T value) {
-  const auto bits = bit_cast<typename Traits<T>::Bits>(value);
-  __builtin_memcpy(reinterpret_cast<u8*>(&vector) + index * i32(sizeof(T)), &bits, sizeof(T));
-}
-
-// D: of leaves and result. Acc: partial results. Round: what each node is rounded to.
-template <class D, class Acc, class Round, class Op>
-struct Element {
-  MP_FN static Acc node(Acc a, Acc b) {
+  MP_INSIDE static Acc node(Acc a, Acc b) {
     return Convert<Acc>::from(Convert<Round>::from(Op::node(a, b)));
   }
 
-  MP_FN static D finish(Acc total, u64 divisor) {
+  MP_INSIDE static Out finish(Acc total, u64 divisor) {
     if constexpr (kDivides<Acc>) {
       if (divisor != 0) total = total / Acc(divisor);
     }
-    return finished<D>(total);
+    return finished<Out>(total);
   }
 
-  // In order `exact`, element `index`, whose quick sum is not certain: the leaves are read again, since
-  // registers have no index.
-  MP_FN static D sum_again(const Elements& how, const Leaves& leaves, i64 index, bool whole) {
-    const auto leaf = [&](i32 r) { return element_at<D>(leaves.leaf(r), index, whole); };
-    return finish(meshplan::sum_again<Acc, D>(leaf, how.world), how.divisor);
-  }
-
-  // One axis of kCount leaves.
-  template <i32 kCount, class Leaf>
-  MP_FN static Acc unrolled(Order order, const Leaf& leaf) {
-    const auto raised = [&](i32 r) { return Convert<Acc>::from(leaf(r)); };
-    const auto combined = [](Acc a, Acc b) { return node(a, b); };
-    return reduce_unrolled<Acc, kCount>(order, raised, combined);
-  }
-
-  // Any shape: the list of steps, over a stack of at most kPending results.
-  template <class Leaf>
-  MP_FN static Acc listed(const Elements& how, const Leaf& leaf) {
-    Acc pending[kPending];
-    i32 top = -1;
-    for (i32 s = 0; s < how.count; ++s) {
-      const Instruction step = how.steps[s];
-      if (step.what == Do::top2) {
-        --top;
-        pending[top] = node(pending[top], pending[top + 1]);
-        continue;
+  template <i32 kRoom, class Word, class From, i32 kWidth>
+  MP_INSIDE static void fold(Out (&found)[kWidth], const From& from, i64 at) {
+    static_assert(kWidth * kSize == i32(sizeof(Word)), "a word of each leaf");
+    if constexpr (kExact<Op>) {
+      add_exactly<Word>(found, from, at);
+    } else {
+      Acc total[kWidth] = {};
+      if (kAnyOrder || from.chain) {
+        add_chain<Word>(total, from, at);
+      } else if constexpr (!kAnyOrder) {
+        add_tree<kRoom, Word>(total, from, at);
       }
-      const Acc a = Convert<Acc>::from(leaf(step.a));
-      if (step.what == Do::with) {
-        pending[top] = node(pending[top], a);
-      } else if (step.what == Do::load2) {
-        pending[++top] = node(a, Convert<Acc>::from(leaf(step.b)));
-      } else {
-        pending[++top] = a;
-      }
+      MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) found[i] = finish(total[i], from.divisor);
     }
-    return pending[0];
   }
 
-  template <i32 kCount, class Block>
-  MP_FN static void sized(const Elements& how, const Results& into, const Leaves& leaves, i64 numel,
-                          Block& block) {
-    constexpr i32 kSize = i32(sizeof(D)), kWidth = 16 / kSize;
-    // Tiles are aligned; only the own piece and the result may be at any address. Where one of them is
-    // not even at a multiple of an element, every element goes the slow way.
-    const i32 own_width = width_of(u64(leaves.own)), out_width = width_of(u64(into.out));
-    const i64 vectors = own_width < kSize || out_width < kSize ? 0 : numel / kWidth;
-    for (i64 v = block.lane(); v < vectors; v += block.lanes()) {
-      Vector in[kCount], found;
-      const Vector own = read_vector<kSize>(leaves.own + 16 * v, own_width);
-      for (i32 r = 0; r < kCount; ++r) {
-        in[r] = r == leaves.rank ? own : read<Vector>(leaves.leaf(r) + 16 * v);
-      }
-      // All leaves of a vector are in flight before the first addition: one latency, not kCount.
-      i32 uncertain = 0;
-      for (i32 i = 0; i < kWidth; ++i) {
-        const auto leaf = [&](i32 r) { return element_of<D>(in[r], i); };
-        Acc total;
-        if constexpr (kExact<Op>) {
-          const QuickSum<D> quick = quick_sum<D>(leaf, kCount);
-          total = quick.template total<Acc>();
-          uncertain |= i32(!quick.template certain<Acc>(QuickSum<D>::limits(kCount))) << i;
-        } else {
-          total = unrolled<kCount>(how.order, leaf);
+ private:
+  template <class Word>
+  MP_INSIDE static In element(const Word& word, i32 index) {
+    typename Traits<In>::Bits bits;
+    __builtin_memcpy(&bits, reinterpret_cast<const u8*>(&word) + index * kSize, sizeof(bits));
+    return bit_cast<In>(bits);
+  }
+
+  template <class Word, class From, i32 kWidth>
+  MP_INSIDE static void add_chain(Acc (&total)[kWidth], const From& from, i64 at) {
+    MP_ROLLED for (i32 first = 0; first < from.leaves;) {
+      const i32 count = leaves_in(uniform(from.plan(first)));
+      Word in[kBatch] = {};
+      from.template read<In>(in, first, count, at);
+      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+        if (j >= count) break;
+        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
+          const Acc leaf = Convert<Acc>::from(element(in[j], i));
+          total[i] = j == 0 && first == 0 ? leaf : node(total[i], leaf);
         }
-        put_into(found, i, finish(total, how.divisor));
+      }
+      first += count;
+    }
+  }
+
+  template <i32 kRoom, class Word, class From, i32 kWidth>
+  MP_INSIDE static void add_tree(Acc (&total)[kWidth], const From& from, i64 at) {
+    // A stack whose top is always the first: no index is known at run time only. It and the words of a
+    // batch are set on every way, or their registers would be kept from the start of the kernel on.
+    Acc waiting[kRoom][kWidth] = {};
+    MP_ROLLED for (i32 first = 0; first < from.leaves;) {
+      const i32 plan = uniform(from.plan(first)), count = leaves_in(plan), nodes = nodes_behind(plan);
+      if (first != 0 && nodes == 0) {
+        MP_UNROLLED for (i32 w = kRoom - 1; w > 0; --w) {
+          MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[w][i] = waiting[w - 1][i];
+        }
+        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[0][i] = total[i];
+      }
+      Word in[kBatch] = {};
+      from.template read<In>(in, first, count, at);
+      MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
+        const Acc batch = part<0, kBatch>(in, count, i);
+        total[i] = nodes == 0 ? batch : node(total[i], batch);
         MP_ONE_BY_ONE();
       }
-      if constexpr (kExact<Op>) {
-        for (i32 i = 0; uncertain >> i != 0; ++i) {
-          if (uncertain >> i & 1) put_into(found, i, sum_again(how, leaves, v * kWidth + i, true));
+      MP_ROLLED for (i32 more = nodes; more > 1; --more) {
+        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) total[i] = node(waiting[0][i], total[i]);
+        MP_UNROLLED for (i32 w = 0; w < kRoom - 1; ++w) {
+          MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[w][i] = waiting[w + 1][i];
         }
       }
-      write_vector<kSize>(into.out + 16 * v, out_width, found);
-      for (i32 k = 0; k < into.copies; ++k) write(into.copy(k) + 16 * v, found);
+      first += count;
     }
-    // The rest behind the last whole vector.
-    one_by_one(how, into, leaves, vectors * kWidth, numel, block);
   }
 
-  template <class Block>
-  MP_FN static void one_by_one(const Elements& how, const Results& into, const Leaves& leaves, i64 first,
-                               i64 numel, Block& block) {
-    const bool whole = (u64(into.out) | u64(leaves.own)) % sizeof(D) == 0;
-    for (i64 i = first + block.lane(); i < numel; i += block.lanes()) {
-      const auto leaf = [&](i32 r) { return element_at<D>(leaves.leaf(r), i, whole); };
-      D found;
-      if constexpr (kExact<Op>) {
-        const QuickSum<D> quick = quick_sum<D>(leaf, how.world);
-        const bool certain = quick.template certain<Acc>(QuickSum<D>::limits(how.world));
-        found = certain ? finish(quick.template total<Acc>(), how.divisor)
-                        : sum_again(how, leaves, i, whole);
-      } else {
-        found = finish(listed(how, leaf), how.divisor);
+  // Of leaves kFirst to kFirst + kCount, of which there may be fewer: a tree of n leaves is one of a
+  // power of two, without the leaves that are missing.
+  template <i32 kFirst, i32 kCount, class Word>
+  MP_INSIDE static Acc part(const Word (&in)[kBatch], i32 count, i32 index) {
+    if constexpr (kCount == 1) {
+      return Convert<Acc>::from(element(in[kFirst], index));
+    } else {
+      constexpr i32 kHalf = kCount / 2;
+      const Acc left = part<kFirst, kHalf>(in, count, index);
+      const Acc right = part<kFirst + kHalf, kHalf>(in, count, index);
+      return kFirst + kHalf < count ? node(left, right) : left;
+    }
+  }
+
+  template <class Word, class From, i32 kWidth>
+  MP_INSIDE static void add_exactly(Out (&found)[kWidth], const From& from, i64 at) {
+    QuickSum<In> quick[kWidth];
+    MP_ROLLED for (i32 first = 0; first < from.leaves;) {
+      const i32 count = leaves_in(uniform(from.plan(first)));
+      Word in[kBatch] = {};
+      from.template read<In>(in, first, count, at);
+      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+        if (j >= count) break;
+        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) quick[i].add(element(in[j], i));
       }
-      put(into.out, i, found, whole);
-      // Tiles are aligned.
-      for (i32 k = 0; k < into.copies; ++k) put(into.copy(k), i, found, true);
+      first += count;
+    }
+    const typename QuickSum<In>::Limits limits = QuickSum<In>::limits(from.leaves);
+    i32 uncertain = 0;
+    MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
+      uncertain |= i32(!quick[i].template certain<Acc>(limits)) << i;
+      found[i] = finish(quick[i].template total<Acc>(), from.divisor);
+    }
+    // Rare: the leaves are read again. One place for all elements, since its code is long.
+    MP_ROLLED for (i32 i = 0; uncertain >> i != 0; ++i) {
+      if ((uncertain >> i & 1) == 0) continue;
+      const auto leaf = [&](i32 r) { return from.template leaf<In>(r, at + i); };
+      const Out certain = finish(sum_again<Acc, In>(leaf, from.leaves), from.divisor);
+      MP_UNROLLED for (i32 k = 0; k < kWidth; ++k) {
+        if (k == i) found[k] = certain;
+      }
     }
   }
 };
 
-// Training uses sums of floats, rounded once: only these are worth the code size.
-template <class D, class Acc, class Round, class Op>
-constexpr bool kUnrolled = false;
-template <>
-constexpr bool kUnrolled<float, float, float, Sum> = true;
-template <>
-constexpr bool kUnrolled<Bfloat, float, float, Sum> = true;
-template <>
-constexpr bool kUnrolled<Half, float, float, Sum> = true;
-template <>
-constexpr bool kUnrolled<float, float, float, ExactSum> = true;
-template <>
-constexpr bool kUnrolled<Bfloat, float, float, ExactSum> = true;
-template <>
-constexpr bool kUnrolled<Half, float, float, ExactSum> = true;
+// Leaves that peers have staged in tiles, at multiples of 64 bytes; the rank's own piece is in a
+// tensor, at any address.
+struct StagedLeaves {
+  const u8* tiles;
+  const u8* own;
+  const u8* plans;
+  u64 stride, divisor;
+  i32 rank, leaves, own_width;
+  bool chain;
 
-// All lanes of the block together.
-template <class D, class Acc, class Round, class Op, class Block>
-MP_FN void fold_elements(const Elements& how, const Results& into, const Leaves& leaves, i64 numel,
-                         Block& block) {
-  using E = Element<D, Acc, Round, Op>;
-  if constexpr (kUnrolled<D, Acc, Round, Op>) {
-    switch (how.one_axis ? how.world : 0) {
-      case 2: return E::template sized<2>(how, into, leaves, numel, block);
-      case 3: return E::template sized<3>(how, into, leaves, numel, block);
-      case 4: return E::template sized<4>(how, into, leaves, numel, block);
-      case 8: return E::template sized<8>(how, into, leaves, numel, block);
+  MP_INSIDE i32 plan(i32 first) const { return plans[first]; }
+
+  template <class In>
+  MP_INSIDE In leaf(i32 index, i64 at) const {
+    const u8* const from = index == rank ? own : tiles + stride * u64(index);
+    return element_at<In>(from, at, own_width >= i32(sizeof(In)));
+  }
+
+  template <class In, class Word>
+  MP_INSIDE void read(Word (&in)[kBatch], i32 first, i32 count, i64 at) const {
+    const i64 offset = at * i64(sizeof(In));
+    MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+      // There is a tile in place of the own piece too, which nothing is written to.
+      const bool is_used = j < count && first + j != rank;
+      const i32 leaf = kLoadsAll && j >= count ? first : first + j;
+      if (kLoadsAll || is_used) in[j] = meshplan::read<Word>(tiles + stride * u64(leaf) + offset);
     }
-    // Exact sums are longer: more sizes would take too long to compile.
-    if constexpr (!kExact<Op>) {
-      switch (how.one_axis ? how.world : 0) {
-        case 5: return E::template sized<5>(how, into, leaves, numel, block);
-        case 6: return E::template sized<6>(how, into, leaves, numel, block);
-        case 7: return E::template sized<7>(how, into, leaves, numel, block);
-      }
+    if (u32(rank - first) >= u32(count)) return;
+    // The tiles are on their way before the own word is waited for.
+    Word mine;
+    if constexpr (sizeof(Word) == 16) {
+      mine = read_vector<i32(sizeof(In))>(own + offset, own_width);
+    } else {
+      mine = bit_cast<Word>(element_at<In>(own, at, own_width >= i32(sizeof(In))));
+    }
+    MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+      if (first + j == rank) in[j] = mine;
     }
   }
-  E::one_by_one(how, into, leaves, 0, numel, block);
+};
+
+struct Elements {
+  const u8* plans;
+  i32 world;
+  bool chain;
+  u64 divisor;  // 0: none
+};
+
+// The fold of a piece over peers, by all lanes of a block together.
+template <class D, class Acc, class Round, class Op, class Block>
+MP_INSIDE void fold_elements(const Elements& how, const Results& into, const Leaves& leaves, i64 numel,
+                             Block& block) {
+  using Fold = WordFold<D, Acc, Round, D, Op>;
+  constexpr i32 kSize = i32(sizeof(D)), kWidth = 16 / kSize;
+  const i32 own_width = width_of(u64(leaves.own)), out_width = width_of(u64(into.out));
+  const StagedLeaves from{leaves.tiles(), leaves.own, how.plans, leaves.stride, how.divisor,
+                          leaves.rank,    how.world,  own_width, how.chain};
+  // Where the own piece or the result is not even at a multiple of an element, there are no words.
+  const i64 words = own_width < kSize || out_width < kSize ? 0 : numel / kWidth;
+  MP_ROLLED for (i64 w = block.lane(); w < words; w += block.lanes()) {
+    D found[kWidth];
+    Fold::template fold<kStagedWaiting, Vector>(found, from, w * kWidth);
+    Vector word;
+    __builtin_memcpy(&word, found, sizeof(word));
+    write_vector<kSize>(into.out + 16 * w, out_width, word);
+    for (i32 k = 0; k < into.copies; ++k) write(into.copy(k) + 16 * w, word);
+  }
+  // The rest behind the last word.
+  MP_ROLLED for (i64 i = words * kWidth + block.lane(); i < numel; i += block.lanes()) {
+    D found[1];
+    Fold::template fold<kStagedWaiting, typename Traits<D>::Bits>(found, from, i);
+    put(into.out, i, found[0], out_width >= kSize);
+    // Tiles are aligned.
+    for (i32 k = 0; k < into.copies; ++k) put(into.copy(k), i, found[0], true);
+  }
 }
 
 }  // namespace meshplan

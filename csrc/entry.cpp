@@ -1,12 +1,10 @@
 // The C interface of the library for CPUs.
-#include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <vector>
 
 #include "cpu.h"
-#include "device_call.h"
 #include "host.h"
+#include "order.h"
 
 namespace meshplan {
 namespace {
@@ -25,7 +23,7 @@ Schedule schedule_of(std::vector<Instruction>& room, Order order, const i32* sha
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 11; }
+int mp_abi_version() { return 12; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -111,39 +109,7 @@ int mp_peer_reduce(const meshplan::Peers* peers, const mp_peer_call* call, const
   return bad ? -1 : outcome->fate;
 }
 
-// The call as kernels for GPUs take it; returns 0, or 1 for what they cannot do.
-int mp_device_call(const mp_peer_call* call, int world, meshplan::DeviceCall* into) {
-  using namespace meshplan;
-  std::vector<Instruction> room;
-  const Schedule schedule = schedule_of(room, call->order, call->shape, call->axes);
-  if (schedule.count == 0 || schedule.height > kPending) return 1;
-  if (leaves_of(call->shape, call->axes) != world || world > kMaxPeers) return 1;
-  *into = {};
-  into->timeout_ns = call->timeout_ns;
-  std::copy(call->starts, call->starts + kMaxPeers + 1, into->starts);
-  into->divisor = call->divisor;
-  into->signature = call->signature;
-  into->mode = call->mode;
-  into->item = call->item;
-  into->order = call->order;
-  // Many meshes reduce as one axis does: rank order always, trees if inner axes are powers of two.
-  std::vector<Instruction> one_room;
-  const Schedule one = schedule_of(one_room, call->order, &world, 1);
-  into->one_axis = one.count == schedule.count &&
-                   std::memcmp(one.steps, schedule.steps, sizeof(Instruction) * std::size_t(one.count)) == 0;
-  into->piece = call->piece;
-  into->steps = schedule.count;
-  std::copy(schedule.steps, schedule.steps + schedule.count, into->step);
-  return 0;
-}
-
 // Whether there is an order of this code.
 int mp_has_order(unsigned order) { return meshplan::is_order(meshplan::Order(order)); }
-
-// Bytes of a DeviceCall, and of Failures for so many blocks.
-unsigned mp_device_call_bytes() { return sizeof(meshplan::DeviceCall); }
-unsigned mp_failures_bytes(int blocks) {
-  return unsigned(offsetof(meshplan::Failures, of) + std::size_t(blocks) * sizeof(meshplan::Failure));
-}
 
 }  // extern "C"

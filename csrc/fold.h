@@ -1,48 +1,19 @@
-// The fold of leaves in the memory of one device: no peers, no flags, one launch.
-//
-// Leaves are taken in batches, in their order: of a tree 8, 4, 2 or 1 leaves that are a subtree of it,
-// of a left fold up to 8. Each is a fixed expression, so that all is in registers. Results of batches
-// wait on a stack, and a plan says for each batch how many of them it is added to. The host makes the
-// plan of the expression that defines the order: meshplan/kernel/_device_fold.py.
+// The fold of leaves in the memory of one device, by the batches of element.h: no peers, no flags, one
+// launch.
 #pragma once
 
 #include "element.h"
 
-#if defined(__CUDACC__) || defined(__HIP__) || defined(__CUDACC_RTC__)
-#define MP_UNROLLED _Pragma("unroll")
-#define MP_ROLLED _Pragma("unroll 1")
-#else
-#define MP_UNROLLED
-#define MP_ROLLED
-#endif
-// Calls cost registers, and what is called knows less about its pointers.
-#if defined(MP_EMULATED)
-#define MP_INSIDE inline
-#else
-#define MP_INSIDE __device__ inline __attribute__((always_inline))
-#endif
-// In place, its code would be in each loop; nvcc knows where parameters are.
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define MP_OUTLINED __device__ __noinline__
-#else
-#define MP_OUTLINED MP_INSIDE
-#endif
-
 namespace meshplan {
 
-constexpr i32 kBatch = 8;
 constexpr i32 kTableLeaves = 256;
 // Results of batches that wait, of all elements of a word: together they fill 32 registers. A single
 // element has room for trees of 2^19 leaves.
 template <class Acc>
 constexpr i32 kWaiting = sizeof(Acc) == 8 ? 16 : 32;
 constexpr i32 kDims = 5;
-// Elements at once, at most. More would not fit in registers, or take too long to compile.
-template <class In, class Acc, class Round, class Op>
-constexpr i32 kWordElements = kUnrolled<In, Acc, Round, Op> ? 8 : 4;
 
-// plan: at the first leaf of a batch the number of its leaves, and 16 times the number of results on
-// the stack that it is added to, the newest first. No batch lies in two tables.
+// plan: as in element.h. No batch lies in two tables.
 struct LeafTable {
   const u8* leaf[kTableLeaves];
   u8 plan[kTableLeaves];
@@ -56,16 +27,43 @@ struct FoldCall {
   u64 divisor;                     // 0: none
   i64 size[kDims], stride[kDims];  // of every leaf, in elements
   i32 leaves, dims;                // dims 0: leaves are contiguous
-  i32 chain;                       // 1: a left fold over all leaves
+  i32 chain;                       // 1: a left fold over all leaves, or any order
   i32 waiting;                     // results on the stack, at most
 
-  MP_INSIDE const u8* leaf(i32 index) const {
+  MP_INSIDE const u8* address(i32 index) const {
     if (tables == nullptr) return table.leaf[index];
     return tables[index / kTableLeaves].leaf[index % kTableLeaves];
   }
   MP_INSIDE i32 plan(i32 index) const {
     if (tables == nullptr) return table.plan[index];
     return tables[index / kTableLeaves].plan[index % kTableLeaves];
+  }
+
+  template <class In>
+  MP_INSIDE In leaf(i32 index, i64 at) const {
+    return element_at<In>(address(index), at, true);
+  }
+
+  // Batches lie in one table, so that there is one branch for all of their addresses.
+  template <class In, class Word>
+  MP_INSIDE void read(Word (&in)[kBatch], i32 first, i32 count, i64 at) const {
+    const u8* from[kBatch] = {};
+    if (tables == nullptr) {
+      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+        if (kLoadsAll || j < count) from[j] = table.leaf[first + (j < count ? j : 0)];
+      }
+    } else {
+      const LeafTable& some = tables[first / kTableLeaves];
+      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+        if (kLoadsAll || j < count) from[j] = some.leaf[first % kTableLeaves + (j < count ? j : 0)];
+      }
+    }
+    MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
+#if defined(__CUDA_ARCH__)
+      __builtin_assume(__isGlobal(from[j]));
+#endif
+      if (kLoadsAll || j < count) in[j] = meshplan::read<Word>(from[j] + at * i64(sizeof(In)));
+    }
   }
 
   // Where element `index` of the result is in each leaf. With strides there are less than 2^32.
@@ -94,7 +92,7 @@ MP_FN auto word_of() {
 template <i32 kBytes>
 using WordOf = decltype(word_of<kBytes>());
 
-// In: of leaves. Acc, Round, Op: as for Element. Out: of the result, or of partial results.
+// Arithmetic as for WordFold. Out: of the result, or of partial results.
 template <class In, class Acc, class Round, class Out, class Op>
 class DeviceFold {
  public:
@@ -108,7 +106,7 @@ class DeviceFold {
     const bool shifted = kSize == kOutSize && call_.dims == 0;
     u64 differing = shifted ? 0 : u64(call_.out);
     MP_ROLLED for (i32 r = 0; r < call_.leaves; ++r) {
-      differing |= u64(call_.leaf(r)) ^ (shifted ? u64(call_.out) : 0);
+      differing |= u64(call_.address(r)) ^ (shifted ? u64(call_.out) : 0);
     }
     if (call_.dims != 0) {
       // Words stay in one row of the last dimension.
@@ -120,9 +118,9 @@ class DeviceFold {
     const i64 before = shifted ? i64((~u64(call_.out) + 1) & u64(width - 1)) / kSize : 0;
     const i64 head = before < call_.numel ? before : call_.numel;
     i64 done = 0;
-    if (width >= kWidest && fits(kWidest)) {
-      done = words<kWidest>(head);
-    } else if (kWidest == 16 && width >= 4 && fits(4)) {
+    if (width == 16 && fits(16)) {
+      done = words<16>(head);
+    } else if (width >= 4 && fits(4)) {
       done = words<4>(head);
     }
     const i64 edges = call_.numel - done;
@@ -130,11 +128,11 @@ class DeviceFold {
   }
 
  private:
-  using Nodes = Element<Out, Acc, Round, Op>;
-  static constexpr i32 kMost = kWordElements<In, Acc, Round, Op> * kSize;
-  static constexpr i32 kWidest = kMost < 16 ? kMost : 16;
+  using Fold = WordFold<In, Acc, Round, Out, Op>;
 
-  MP_INSIDE bool fits(i32 bytes) const { return call_.waiting * (bytes / kSize) <= kWaiting<Acc>; }
+  MP_INSIDE bool fits(i32 bytes) const {
+    return Fold::kAnyOrder || call_.waiting * (bytes / kSize) <= kWaiting<Acc>;
+  }
 
   MP_INSIDE static i64 index() { return i64(gpu::block()) * gpu::lanes() + gpu::lane(); }
   MP_INSIDE static i64 step() { return i64(gpu::blocks()) * gpu::lanes(); }
@@ -152,48 +150,12 @@ class DeviceFold {
     }
   }
 
-  // A word of each of `count` leaves: all are in flight before the first is used. Batches lie in one
-  // table, so that there is one branch for all of their addresses.
-  template <i32 kCount, class Word>
-  MP_INSIDE void read_batch(Word (&in)[kCount], i32 first, i32 count, i64 at) const {
-    const u8* from[kCount];
-    if (call_.tables == nullptr) {
-      MP_UNROLLED for (i32 j = 0; j < kCount; ++j) from[j] = call_.table.leaf[first + j];
-    } else {
-      const LeafTable& table = call_.tables[first / kTableLeaves];
-      MP_UNROLLED for (i32 j = 0; j < kCount; ++j) from[j] = table.leaf[first % kTableLeaves + j];
-    }
-    MP_UNROLLED for (i32 j = 0; j < kCount; ++j) {
-#if defined(__CUDA_ARCH__)
-      __builtin_assume(__isGlobal(from[j]));
-#endif
-      if (j < count) in[j] = read<Word>(from[j] + at * kSize);
-    }
-  }
-
-  template <class Word>
-  MP_INSIDE static In piece(const Word& word, i32 index) {
-    typename Traits<In>::Bits bits;
-    __builtin_memcpy(&bits, reinterpret_cast<const u8*>(&word) + index * kSize, sizeof(bits));
-    return bit_cast<In>(bits);
-  }
-
   // The elements from `index` on: kWidth of them, in a word of each leaf.
   template <i32 kWidth, i32 kBytes>
   MP_INSIDE void fold(i64 index) const {
     const i64 at = call_.place(index);
     Out found[kWidth];
-    if constexpr (kExact<Op>) {
-      add_exactly<kWidth, kBytes>(found, at);
-    } else {
-      Acc total[kWidth] = {};
-      if (call_.chain) {
-        add_chain<kWidth, kBytes>(total, at);
-      } else {
-        add_tree<kWidth, kBytes>(total, at);
-      }
-      MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) found[i] = Nodes::finish(total[i], call_.divisor);
-    }
+    Fold::template fold<kWaiting<Acc> / kWidth, WordOf<kBytes>>(found, call_, at);
     // A result that is wider than its leaves fills several words, one that is narrower a part.
     constexpr i32 bytes = kWidth * kOutSize, each = bytes < kBytes ? bytes : kBytes;
     MP_UNROLLED for (i32 i = 0; i < bytes / each; ++i) {
@@ -201,95 +163,6 @@ class DeviceFold {
       __builtin_memcpy(&word, reinterpret_cast<const u8*>(found) + i * each, sizeof(word));
       write(call_.out + index * kOutSize + i * each, word);
     }
-  }
-
-  template <i32 kWidth, i32 kBytes>
-  MP_INSIDE void add_chain(Acc (&total)[kWidth], i64 at) const {
-    MP_ROLLED for (i32 first = 0; first < call_.leaves; first += kBatch) {
-      const i32 count = call_.leaves - first;
-      WordOf<kBytes> in[kBatch];
-      read_batch(in, first, count, at);
-      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
-        if (j >= count) break;
-        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
-          const Acc leaf = Convert<Acc>::from(piece(in[j], i));
-          total[i] = j == 0 && first == 0 ? leaf : Nodes::node(total[i], leaf);
-        }
-      }
-    }
-  }
-
-  template <i32 kWidth, i32 kBytes>
-  MP_INSIDE void add_tree(Acc (&total)[kWidth], i64 at) const {
-    // A stack whose top is always the first: no index is known at run time only.
-    constexpr i32 room = kWaiting<Acc> / kWidth;
-    Acc waiting[room][kWidth];
-    MP_ROLLED for (i32 first = 0; first < call_.leaves;) {
-      const i32 plan = call_.plan(first), count = plan % 16;
-      Acc batch[kWidth];
-      switch (count) {
-        case 8: add_batch<8, kWidth, kBytes>(batch, first, at); break;
-        case 4: add_batch<4, kWidth, kBytes>(batch, first, at); break;
-        case 2: add_batch<2, kWidth, kBytes>(batch, first, at); break;
-        default: add_batch<1, kWidth, kBytes>(batch, first, at);
-      }
-      if (first != 0 && plan < 16) {
-        MP_UNROLLED for (i32 w = room - 1; w > 0; --w) {
-          MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[w][i] = waiting[w - 1][i];
-        }
-        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[0][i] = total[i];
-      }
-      MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
-        total[i] = plan < 16 ? batch[i] : Nodes::node(total[i], batch[i]);
-      }
-      MP_ROLLED for (i32 more = plan / 16; more > 1; --more) {
-        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) total[i] = Nodes::node(waiting[0][i], total[i]);
-        MP_UNROLLED for (i32 w = 0; w < room - 1; ++w) {
-          MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) waiting[w][i] = waiting[w + 1][i];
-        }
-      }
-      first += count;
-    }
-  }
-
-  template <i32 kCount, i32 kWidth, i32 kBytes>
-  MP_INSIDE void add_batch(Acc (&batch)[kWidth], i32 first, i64 at) const {
-    WordOf<kBytes> in[kCount];
-    read_batch(in, first, kCount, at);
-    MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
-      const auto leaf = [&](i32 j) { return piece(in[j], i); };
-      batch[i] = Nodes::template unrolled<kCount>(Order::tree, leaf);
-      MP_ONE_BY_ONE();
-    }
-  }
-
-  template <i32 kWidth, i32 kBytes>
-  MP_INSIDE void add_exactly(Out (&found)[kWidth], i64 at) const {
-    QuickSum<In> quick[kWidth];
-    MP_ROLLED for (i32 first = 0; first < call_.leaves; first += kBatch) {
-      const i32 count = call_.leaves - first;
-      WordOf<kBytes> in[kBatch];
-      read_batch(in, first, count, at);
-      MP_UNROLLED for (i32 j = 0; j < kBatch; ++j) {
-        if (j >= count) break;
-        MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) quick[i].add(piece(in[j], i));
-      }
-    }
-    const typename QuickSum<In>::Limits limits = QuickSum<In>::limits(call_.leaves);
-    i32 uncertain = 0;
-    MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
-      uncertain |= i32(!quick[i].template certain<Acc>(limits)) << i;
-      found[i] = Nodes::finish(quick[i].template total<Acc>(), call_.divisor);
-    }
-    // Rare: the leaves are read again.
-    MP_UNROLLED for (i32 i = 0; i < kWidth; ++i) {
-      if (uncertain >> i & 1) found[i] = Nodes::finish(sum_again(call_, at + i), call_.divisor);
-    }
-  }
-
-  MP_OUTLINED static Acc sum_again(const FoldCall& call, i64 at) {
-    const auto leaf = [&](i32 r) { return element_at<In>(call.leaf(r), at, true); };
-    return meshplan::sum_again<Acc, In>(leaf, call.leaves);
   }
 
   const FoldCall& call_;

@@ -48,6 +48,10 @@ constexpr bool kExact = false;
 template <>
 constexpr bool kExact<ExactSum> = true;
 
+// One of both values, whatever the order.
+template <class Op>
+constexpr bool kChooses = false;
+
 // Floats are ordered by their bits, -0.0 below +0.0; a NaN on either side wins.
 template <bool kMax>
 struct Extremum {
@@ -73,5 +77,7 @@ struct Extremum {
     return bits < 0 ? Signed(bits ^ flip) : bits;
   }
 };
+template <bool kMax>
+constexpr bool kChooses<Extremum<kMax>> = true;
 
 }  // namespace meshplan

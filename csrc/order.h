@@ -1,10 +1,8 @@
 // The orders of additions of the contract: a struct each, and a line in `MP_ORDERS`.
 //
-// An order is written twice here, and both give the same bits: `list`, the steps for leaves on axes of
-// any sizes, of which at most kPending results wait for a device; and `unrolled`, an expression over
-// one axis of kCount leaves. Sums of floats in order `exact` have no steps (exact.h); its integers,
-// maxima and minima have the same bits in any. Leaves are counted row-major. meshplan/orders.py is the definition and has
-// the same codes.
+// `list` writes an order as steps for leaves on axes of any sizes, counted row-major. Sums of floats in
+// order `exact` have no steps (exact.h); its integers, maxima and minima have the same bits in any.
+// meshplan/orders.py is the definition and has the same codes. For GPUs the host makes batches of it.
 #pragma once
 
 #include "schedule.h"
@@ -25,11 +23,6 @@ enum class Order : u32 { MP_ORDERS(MP_ENTRY) };
 struct TreeOrder {
   MP_FN static void list(Schedule& into, const i32* shape, i32 axes) {
     part(into, shape, axes, 0, shape[0]);
-  }
-
-  template <i32 kCount, class Leaf, class Node>
-  MP_FN static auto unrolled(const Leaf& leaf, const Node& node) {
-    return part<0, kCount>(leaf, node);
   }
 
  private:
@@ -64,17 +57,6 @@ struct TreeOrder {
     part(into, shape, axes, first + split * stride, size - split);
     into.emit(Do::top2, 0, 0);
   }
-
-  template <i32 kFirst, i32 kCount, class Leaf, class Node>
-  MP_FN static auto part(const Leaf& leaf, const Node& node) {
-    if constexpr (kCount == 1) {
-      return leaf(kFirst);
-    } else {
-      constexpr i32 split = kCount > 64 ? 64 : kCount > 32 ? 32 : kCount > 16 ? 16 : kCount > 8 ? 8
-                            : kCount > 4 ? 4 : kCount > 2 ? 2 : 1;
-      return node(part<kFirst, split>(leaf, node), part<kFirst + split, kCount - split>(leaf, node));
-    }
-  }
 };
 
 // The left fold over all leaves.
@@ -87,13 +69,6 @@ struct RankOrder {
     }
     into.emit(Do::load2, 0, 1);
     for (i32 i = 2; i < leaves; ++i) into.emit(Do::with, i, 0);
-  }
-
-  template <i32 kCount, class Leaf, class Node>
-  MP_FN static auto unrolled(const Leaf& leaf, const Node& node) {
-    auto total = leaf(0);
-    for (i32 r = 1; r < kCount; ++r) total = node(total, leaf(r));
-    return total;
   }
 };
 
@@ -113,19 +88,6 @@ MP_FN bool is_order(Order order) {
 MP_FN bool list_steps(Schedule& into, Order order, const i32* shape, i32 axes) {
   switch (order) { MP_ORDERS(MP_CASE) }
   return false;
-}
-#undef MP_CASE
-
-// One axis of kCount leaves. Written with a switch, and with no function object: NVRTC takes generic
-// lambdas for host code, and on AMD the accumulators of one would be in memory.
-#define MP_CASE(name, code, Found) \
-  case Order::name:               \
-    return Found::template unrolled<kCount>(leaf, node);
-
-template <class Acc, i32 kCount, class Leaf, class Node>
-MP_FN Acc reduce_unrolled(Order order, const Leaf& leaf, const Node& node) {
-  switch (order) { MP_ORDERS(MP_CASE) }
-  return Acc{};
 }
 #undef MP_CASE
 

@@ -67,6 +67,8 @@ struct Leaves {
   i32 rank;
   bool push;
 
+  // Of leaf 0, if pieces are pushed.
+  MP_FN const u8* tiles() const { return region[rank] + first; }
   MP_FN const u8* leaf(i32 from) const {
     if (from == rank) return own;
     return push ? region[rank] + first + stride * u64(from) : region[from] + first;

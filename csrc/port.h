@@ -26,6 +26,17 @@
 #define __builtin_memcpy memcpy
 #endif
 
+// What only GPUs run: calls cost registers, and what is called knows less about its pointers.
+#if defined(__CUDACC__) || defined(__HIP__) || defined(__CUDACC_RTC__)
+#define MP_INSIDE __device__ inline __attribute__((always_inline))
+#define MP_UNROLLED _Pragma("unroll")
+#define MP_ROLLED _Pragma("unroll 1")
+#else
+#define MP_INSIDE inline
+#define MP_UNROLLED
+#define MP_ROLLED
+#endif
+
 // Nothing is moved across it. Clang would start all elements of a fold at once, and spill them.
 #if defined(__AMDGCN__)
 #define MP_ONE_BY_ONE() __builtin_amdgcn_sched_barrier(0)
@@ -46,6 +57,22 @@ using i64 = long long;
 using u64 = unsigned long long;
 static_assert(sizeof(i16) == 2 && sizeof(i32) == 4 && sizeof(i64) == 8, "integer widths");
 static_assert(sizeof(float) == 4 && sizeof(double) == 8, "float widths");
+
+// AMD's compiler waits for each load that is behind a branch, so that loads without a use are made too.
+#if defined(__AMDGCN__)
+constexpr bool kLoadsAll = true;
+#else
+constexpr bool kLoadsAll = false;
+#endif
+
+// A value that is equal on all lanes: where it was loaded, AMD's compiler does not know.
+MP_FN i32 uniform(i32 value) {
+#if defined(__AMDGCN__)
+  return __builtin_amdgcn_readfirstlane(value);
+#else
+  return value;
+#endif
+}
 
 template <class To, class From>
 MP_FN To bit_cast(From from) {

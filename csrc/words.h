@@ -56,8 +56,11 @@ template <i32 kLeast>
 MP_FN Vector read_vector(const u8* from, i32 width) {
   if (width == 16) return read<Vector>(from);
   if (width == 8) return read_in<u64>(from);
-  if constexpr (kLeast == 2) {
+  if constexpr (kLeast <= 2) {
     if (width == 2) return read_in<u16>(from);
+  }
+  if constexpr (kLeast == 1) {
+    if (width == 1) return read_in<u8>(from);
   }
   return read_in<u32>(from);
 }
@@ -66,8 +69,11 @@ template <i32 kLeast>
 MP_FN void write_vector(u8* to, i32 width, const Vector& vector) {
   if (width == 16) return write(to, vector);
   if (width == 8) return write_in<u64>(to, vector);
-  if constexpr (kLeast == 2) {
+  if constexpr (kLeast <= 2) {
     if (width == 2) return write_in<u16>(to, vector);
+  }
+  if constexpr (kLeast == 1) {
+    if (width == 1) return write_in<u8>(to, vector);
   }
   write_in<u32>(to, vector);
 }

@@ -112,22 +112,24 @@ def test_copies_and_folds_take_the_widest_words(offset: int, widest: int) -> Non
 
     expected = dict.fromkeys(WIDTHS, 0)
     expected[widest] += 3 * 4096 // widest
-    # The peer's piece and the result; bytes are no unrolled sum, and are folded one by one.
-    expected[16 if widest > 1 else 1] += 2 * 4096 // (16 if widest > 1 else 1)
+    # The peer's piece and the result.
+    expected[16] += 2 * 4096 // 16
     assert run_ranks(ranks, 2) == [list(expected.values())] * 2
 
 
 @pytest.mark.parametrize("offset", [0, 8])
-def test_elements_are_read_whole_in_every_kernel(offset: int) -> None:
-    """Five ranks and a product have no unrolled fold: an element is one access, not its bytes."""
+def test_every_kernel_takes_the_widest_words(offset: int) -> None:
+    """A product over nine ranks, in two batches; the message is at 8 bytes, or at 16."""
 
     def ranks(rank: int) -> list[int]:
-        connect_ranks(Emulated(), range(5), lanes=3)
+        connect_ranks(Emulated(), range(9), lanes=3)
         ones = at_byte(torch.ones(512, dtype=torch.float64), offset)
-        return counts(lambda: reduce_peers(ones, (5,), "one_shot", op="product"))
+        return counts(lambda: reduce_peers(ones, (3, 3), "one_shot", op="product"))
 
-    # Four copies, whose width is that of the address; five leaves and the result of 512 elements.
     expected = dict.fromkeys(WIDTHS, 0)
-    expected[16 if offset == 0 else 8] += 4 * 2 * 4096 // (16 if offset == 0 else 8)
-    expected[8] += 6 * 512
-    assert run_ranks(ranks, 5) == [list(expected.values())] * 5
+    # Eight copies, whose width is that of the address, and the own leaf.
+    width = 16 if offset == 0 else 8
+    expected[width] += (8 * 2 + 1) * 4096 // width
+    # The tiles, and the result.
+    expected[16] += 9 * 4096 // 16
+    assert run_ranks(ranks, 9) == [list(expected.values())] * 9

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from meshplan import kernel
+from meshplan.kernel._batches import plan_of
 from meshplan.kernel._communicator import Arithmetic, CallKey, prepare_call
+from meshplan.kernel._device_peers import device_call
 from meshplan.kernel._driver import DriverError
-from meshplan.kernel._library import DeviceCall, Failures, Peers, library
+from meshplan.kernel._library import Failures, Peers, library
 from tests.devices import Emulated, Graph
 from tests.processes import run_ranks
 
@@ -45,9 +47,10 @@ class Copier:
     def copy(self, source: Tensor, target: Tensor, stream: int) -> None:
         peers = Peers(world=1, rank=0, blocks=1, tile=4096)
         peers.region[0] = self.region
-        call, words = prepare_call(self.key, 1, 5.0), DeviceCall()
+        call, plan = prepare_call(self.key, 1, 5.0), plan_of("rank", (1,))
+        assert plan is not None
         call.piece = peers.tile
-        library().mp_device_call(ctypes.addressof(call), 1, ctypes.addressof(words))
+        words = device_call(call, plan)
         pointers = [source.data_ptr(), target.data_ptr(), self.failures]
         given = [peers, words, *map(ctypes.c_void_p, pointers)]
         arguments = (ctypes.c_void_p * 5)(*map(ctypes.addressof, given))

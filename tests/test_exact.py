@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -25,8 +23,8 @@ from meshplan.errors import ContractError, ContractTypeError
 from meshplan.planner import Problem, plan
 from meshplan.testing import assert_bitwise_equal, order_sensitive, reference_reduce_tensors
 from meshplan.topology import Link, Links, Topology
-from tests.inputs import at_byte
 from tests.marks import full, longest
+from tests.peer_folds import PeerFolds
 from tests.processes import run_ranks
 
 Reduce = Callable[..., Tensor]
@@ -39,7 +37,6 @@ FORMATS = {
 }
 # More than 16 bytes, for the loops over vectors and over what is left, in every dtype.
 NUMEL = 9
-ROOT = Path(__file__).parents[1]
 
 
 def draw_leaves(draw: random.Random, count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -125,28 +122,10 @@ def test_folds_equal_the_oracle_in_any_order() -> None:
 @pytest.fixture
 def device_fold(tmp_path: Path) -> Reduce:
     """The fold of the kernels for GPUs, compiled for a CPU."""
-    library = tmp_path / "exact_fold.so"
-    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
-    command += ["-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
-    source = ROOT / "tests" / "native" / "exact_fold.cpp"
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).exact_fold
-    codes = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+    folds = PeerFolds(tmp_path)
 
     def reduce(leaves: Sequence[Tensor], op: str, shape: Sequence[int], how: Contract) -> Tensor:
-        # Tiles of other ranks are aligned.
-        aligned = [at_byte(leaf, 0) for leaf in leaves]
-        out = torch.empty_like(leaves[0])
-        wide = how.accumulate == "float64" and out.dtype is torch.float32
-        function(
-            ctypes.c_void_p(out.data_ptr()),
-            (ctypes.c_void_p * len(leaves))(*[leaf.data_ptr() for leaf in aligned]),
-            ctypes.c_longlong(out.numel()),
-            len(leaves),
-            4 if wide else codes[out.dtype],
-            ctypes.c_ulonglong(len(leaves) if op == "avg" else 0),
-        )
-        return out
+        return folds(leaves, op, shape, how)[0]
 
     return reduce
 

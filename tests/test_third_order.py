@@ -51,13 +51,6 @@ struct ReversedOrder {
     into.emit(Do::load, i, 0);
     while (--i >= 0) into.emit(Do::with, i, 0);
   }
-
-  template <i32 kCount, class Leaf, class Node>
-  MP_FN static auto unrolled(const Leaf& leaf, const Node& node) {
-    auto total = leaf(kCount - 1);
-    for (i32 r = kCount - 2; r >= 0; --r) total = node(total, leaf(r));
-    return total;
-  }
 };
 
 """

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Figures", "clang", "cuda", "hip", "ptx"]
+__all__ = ["Figures", "clang", "cuda", "hip", "nvdisasm", "ptx", "sass"]
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "device.cu"
 CUDA = ("sm_80", "sm_90", "sm_100")
@@ -81,6 +82,29 @@ def cuda(architecture: str, assembly: str) -> list[Figures]:
         Figures(architecture, kernel, int(registers), int(spilled), int(stack))
         for kernel, stack, spilled, registers in re.findall(pattern, text)
     ]
+
+
+def nvdisasm() -> str | None:
+    """NVIDIA's disassembler: a toolkit's, or that of the package nvidia-cuda-nvdisasm."""
+    packages = Path(sysconfig.get_path("platlib")) / "nvidia"
+    found = map(str, packages.glob("*/bin/nvdisasm"))
+    return shutil.which("nvdisasm") or next(found, None)
+
+
+def sass(architecture: str, assembly: str) -> dict[str, str]:
+    """The instructions of each kernel of ``assembly`` for ``sm_90`` or the like.
+
+    Raises:
+        RuntimeError: what ptxas or nvdisasm said.
+    """
+    program = nvdisasm()
+    assert program is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source, image = Path(folder) / "image.ptx", f"{folder}/image"
+        source.write_text(assembly)
+        _said(["ptxas", "-O3", f"-arch={architecture}", "-o", image, str(source)])
+        sections = re.split(r"\n\s*\.section\s+\.text\.", _said([program, "-c", image]))[1:]
+    return {section.split(",")[0]: section for section in sections}
 
 
 def hip(architecture: str, program: str, source: Path = SOURCE) -> tuple[list[Figures], str]:

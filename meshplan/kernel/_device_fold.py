@@ -11,23 +11,20 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
+from meshplan.kernel._batches import TABLE_LEAVES, plan_of
 from meshplan.kernel._compilers import CompileError
 from meshplan.kernel._device_code import Device, device_of, kernel_name
 from meshplan.kernel._driver import DriverError
-from meshplan.orders import ORDERS
 
 _LOG = logging.getLogger("meshplan")
 # As csrc/fold.h has them.
-_TABLE_LEAVES = 256
 _DIMS = 5
-_BATCHES = (8, 4, 2, 1)
 _TABLE_KERNEL = "mp_fold_table"
 # Lanes of a block where blocks for every processor are full, and else: more blocks of fewer lanes.
 _LANES, _FEW_LANES = 256, 64
@@ -38,8 +35,8 @@ class LeafTable(ctypes.Structure):
     """Addresses of leaves, and the plan of their batches."""
 
     _fields_ = (
-        ("leaf", ctypes.c_void_p * _TABLE_LEAVES),
-        ("plan", ctypes.c_ubyte * _TABLE_LEAVES),
+        ("leaf", ctypes.c_void_p * TABLE_LEAVES),
+        ("plan", ctypes.c_ubyte * TABLE_LEAVES),
     )
 
 
@@ -59,57 +56,6 @@ class FoldCall(ctypes.Structure):
         ("chain", ctypes.c_int),
         ("waiting", ctypes.c_int),
     )
-
-
-class Plan(NamedTuple):
-    """An order as batches of leaves, in the order of the leaves.
-
-    Attributes:
-        batches: for the first leaf of a batch its number of leaves, and 16 times the number of
-            earlier results that it is added to, the newest first; 0 for its other leaves.
-        chain: the order is a left fold, and batches are of no importance.
-        waiting: results that wait at once, at most.
-    """
-
-    batches: bytes
-    chain: bool
-    waiting: int
-
-
-@lru_cache(maxsize=256)
-def plan_of(order: str, shape: tuple[int, ...]) -> Plan:
-    """The batches of ``order`` over axes of ``shape``, from the expression that defines it."""
-    # After each leaf so many nodes take the newest two results.
-    nodes: list[int] = []
-
-    def leaf(index: int) -> None:
-        assert index == len(nodes), order
-        nodes.append(0)
-
-    def node(_left: None, _right: None) -> None:
-        nodes[-1] += 1
-
-    ORDERS[order].expression(shape, leaf, node)
-    batches = bytearray(len(nodes))
-    first = depth = waiting = 0
-    while first < len(nodes):
-        count = next(count for count in _BATCHES if _is_subtree(nodes, first, count))
-        added = nodes[first + count - 1] - (count.bit_length() - 1)
-        batches[first] = count + 16 * added
-        depth += 1 - added if first else 0
-        waiting = max(waiting, depth)
-        first += count
-    return Plan(bytes(batches), nodes == [0] + [1] * (len(nodes) - 1), waiting)
-
-
-def _is_subtree(nodes: Sequence[int], first: int, count: int) -> bool:
-    """Whether ``count`` leaves, a power of two, are combined among themselves first, as a tree."""
-    found = nodes[first : first + count]
-    if len(found) < count or first % _TABLE_LEAVES + count > _TABLE_LEAVES:
-        return False
-    # As many as 1 bits end the number of the leaf: those of a counter that carries.
-    inside = all(found[j] == (j + 1 & -j - 1).bit_length() - 1 for j in range(count - 1))
-    return inside and found[-1] >= count.bit_length() - 1
 
 
 @lru_cache(maxsize=64)
@@ -142,6 +88,7 @@ def launch_fold(
         device: of the leaves and of ``out``.
         out: contiguous; one of the leaves, or in memory apart from them all.
         leaves, op, shape, contract, divisor: as for ``meshplan.definition.reduce_leaves``; checked.
+            ``plan_of`` has a plan for the order.
         dtype: of the leaves of the whole reduction.
         part: 0 a whole reduction, 1 that of ``combine_leaves``, 2 that of ``finish_partials``.
 
@@ -151,6 +98,7 @@ def launch_fold(
     if out.numel() == 0:
         return
     plan = plan_of(contract.order, tuple(shape))
+    assert plan is not None, contract.order
     leaves, sizes, strides = _in_one_layout(leaves)
     call = FoldCall(
         out=out.data_ptr(),
@@ -169,7 +117,7 @@ def launch_fold(
     kernel = _kernel_name(dtype, op, contract, part)
     stream = device.stream()
     with device.driver.current():
-        if len(leaves) <= _TABLE_LEAVES:
+        if len(leaves) <= TABLE_LEAVES:
             _fill(call.table, addresses, plan.batches)
         else:
             tables = _write_tables(device, stream, out, addresses, plan.batches)
@@ -224,12 +172,12 @@ def _write_tables(
 ) -> Tensor:
     """Tables in memory of the device, which the allocator keeps for work on this stream."""
     each = ctypes.sizeof(LeafTable)
-    starts = range(0, len(addresses), _TABLE_LEAVES)
+    starts = range(0, len(addresses), TABLE_LEAVES)
     tables = torch.empty(len(starts) * each, dtype=torch.uint8, device=out.device)
     for number, start in enumerate(starts):
         call, some = (
             FoldCall(out=tables.data_ptr() + number * each),
-            slice(start, start + _TABLE_LEAVES),
+            slice(start, start + TABLE_LEAVES),
         )
         _fill(call.table, addresses[some], batches[some])
         _launch(device, _TABLE_KERNEL, 1, _LANES, stream, call)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meshplan.errors import GroupStateError, PolicyError
+from meshplan.kernel._batches import STAGED_WAITING, Plan, plan_of
 from meshplan.kernel._communicator import (
     LINE_BYTES,
     CallKey,
@@ -30,6 +31,7 @@ from meshplan.kernel._library import (
     MAX_PEERS,
     DeviceCall,
     Failures,
+    PeerCall,
     Peers,
     library,
 )
@@ -99,6 +101,22 @@ def share_out(longest: int, blocks: int, tile: int) -> tuple[int, int]:
     lines = -(-longest // (rounds * blocks * LINE_BYTES))
     piece = min(max(lines * LINE_BYTES, _LEAST_PIECE), tile)
     return piece, min(max(-(-longest // piece), 1), blocks)
+
+
+def device_call(call: PeerCall, plan: Plan) -> DeviceCall:
+    """The call as kernels take it, in the order of ``plan``."""
+    words = DeviceCall(
+        timeout_ns=call.timeout_ns,
+        starts=call.starts,
+        divisor=call.divisor,
+        signature=call.signature,
+        mode=call.mode,
+        item=call.item,
+        piece=call.piece,
+        chain=plan.chain,
+    )
+    words.plan[: len(plan.batches)] = plan.batches
+    return words
 
 
 class DeviceCommunicator(Communicator[_Call]):
@@ -193,19 +211,19 @@ class DeviceCommunicator(Communicator[_Call]):
 
     def _prepare(self, key: CallKey) -> _Call:
         call = prepare_call(key, self.size, self.timeout)
-        words = DeviceCall()
         longest = call.starts[0]
         if key.mode != "one_shot":
             longest = max(call.starts[p + 1] - call.starts[p] for p in range(self.size))
         # All ranks must launch the same number of blocks. It follows from shape, dtype and mode,
         # which signatures compare.
         call.piece, blocks = share_out(longest, self._peers.blocks, self._peers.tile)
-        code = library().mp_device_call(ctypes.addressof(call), self.size, ctypes.addressof(words))
-        if code != 0:
+        plan = plan_of(key.how.order, tuple(call.shape[: call.axes]) or (1,))
+        if plan is None or plan.waiting > STAGED_WAITING:
             raise PolicyError(
                 f"order {key.how.order!r} over axes of {list(key.how.shape)} does not fit the "
                 "kernels for GPUs; write path='exchange'"
             )
+        words = device_call(call, plan)
         with self._device.driver.current():
             kernel = self._device.kernel(kernel_name(key.dtype, key.how.op, key.how.contract))
         return _Call(words, kernel, blocks)

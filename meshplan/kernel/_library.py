@@ -15,8 +15,9 @@ import torch
 
 from meshplan._installation import installation
 
-# These numbers and structs are those of csrc/entry.cpp, csrc/region.h and csrc/peer.h.
-ABI = 11
+# These numbers and structs are those of csrc/entry.cpp, csrc/region.h, csrc/peer.h and
+# csrc/device_call.h.
+ABI = 12
 MAX_PEERS = 72
 """Ranks of a communicator at most."""
 MAX_BLOCKS = 32
@@ -79,11 +80,19 @@ class PeerCall(ctypes.Structure):
 
 
 class DeviceCall(ctypes.Structure):
-    """A ``PeerCall`` as kernels for GPUs take it, by value; opaque outside the library."""
+    """A ``PeerCall`` as kernels for GPUs take it, by value, with the ``Plan`` of its order."""
 
-    # The size of csrc/device_call.h; tests compare it with mp_device_call_bytes().
-
-    _fields_ = (("words", _INT64 * 310),)
+    _fields_ = (
+        ("timeout_ns", _INT64),
+        ("starts", _INT64 * (MAX_PEERS + 1)),
+        ("divisor", _UINT64),
+        ("signature", Signature),
+        ("mode", _INT),
+        ("item", _INT),
+        ("piece", _UINT),
+        ("chain", _INT),
+        ("plan", ctypes.c_ubyte * MAX_PEERS),
+    )
 
 
 class Outcome(ctypes.Structure):
@@ -128,7 +137,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [_INT, *[_POINTER] * 4, _INT64, _INT, _INT, _INT, _UINT64],
     ),
     "mp_peer_bytes": (_UINT64, [_INT, _INT, _UINT, _INT]),
-    "mp_device_call": (_INT, [_POINTER, _INT, _POINTER]),
     "mp_has_order": (_INT, [_UINT]),
     "mp_peer_reduce": (_INT, [_POINTER] * 6),
 }

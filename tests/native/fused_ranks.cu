@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "order.h"
 
 // Of the kernels below only: all others would take minutes to compile.
 #define MP_PEER(name, D, Acc, Round, Op)
@@ -97,12 +98,10 @@ class World {
     call.signature.words[0] = u64(starts.back());
     call.mode = i32(mode);
     call.item = i32(sizeof(D));
-    call.order = rank_order ? Order::rank : Order::tree;
-    call.one_axis = 1;
-    Schedule schedule{call.step, 0, 0, 0, 0};
-    list_steps(schedule, call.order, &world_, 1);
-    call.steps = schedule.count;
     call.piece = piece_of(starts);
+    // Of at most 8 ranks, so that one batch has all leaves.
+    call.chain = rank_order;
+    call.plan[0] = u8(world_);
     MUST(cudaMemcpy(call_, &call, sizeof(call), cudaMemcpyDefault));
     for (i32 r = 0; r < world_; ++r) {
       ranks_.in[r] = in_[std::size_t(r)] + offset;

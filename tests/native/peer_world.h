@@ -12,6 +12,7 @@
 #include "cpu.h"
 #include "element.h"
 #include "host.h"
+#include "order.h"
 #if defined(MP_EMULATED)
 // Only two kernels are run here.
 #define MP_PEER(name, D, Acc, Round, Op)
@@ -110,6 +111,16 @@ inline void random_element(std::mt19937& chance, const Case& call, u8* at, i64 i
   }
 }
 
+// One axis in batches of 8 leaves, of which each is added as a counter of them carries.
+inline void plan_axis(u8* plan, i32 world) {
+  for (i32 first = 0; first < world; first += kBatch) {
+    const u32 batch = u32(first / kBatch);
+    const i32 left = world - first;
+    const i32 nodes = left <= kBatch ? __builtin_popcount(batch) : __builtin_ctz(batch + 1);
+    plan[first] = u8((left < kBatch ? left : kBatch) + 16 * nodes);
+  }
+}
+
 struct World {
   explicit World(i32 world, bool push) : size(world), map{world, kBlocks, kTile, push},
                                          views(std::size_t(world)) {
@@ -155,14 +166,11 @@ inline Outcome run(const World& world, i32 rank, i32 index, i32 count, const Cas
   if (call.mode == Mode::one_shot) words.starts[0] = call.numel() * call.item();
   words.mode = i32(call.mode);
   words.item = call.item();
-  words.order = call.order();
-  words.one_axis = 1;
   words.signature.words[0] = u64(call.numel());
   words.signature.words[1] = u64(call.mode);
-  Schedule schedule{words.step, 0, 0, 0, 0};
-  list_steps(schedule, call.order(), &world.size, 1);
-  words.steps = schedule.count;
   words.piece = call.piece;
+  words.chain = call.rank_order;
+  plan_axis(words.plan, world.size);
   alignas(Failures) u8 room[sizeof(Failures) + kBlocks * sizeof(Failure)] = {};
   auto* failures = reinterpret_cast<Failures*>(room);
   const auto kernel = call.half ? peer_reduce<Bfloat, float, float, Sum> : peer_reduce<float, float, float, Sum>;
@@ -190,7 +198,9 @@ Outcome run_block(const World& world, i32 rank, i32 index, i32 count, const Case
   auto fold = [&](const Results& into, const Leaves& leaves, i64 numel, Block<push>& lanes) {
     if (push) {
       // As a device folds.
-      const Elements elements{schedule.steps, schedule.count, world.size, call.order(), true, 0};
+      u8 plan[kMaxPeers];
+      plan_axis(plan, world.size);
+      const Elements elements{plan, world.size, call.rank_order, 0};
       call.half ? fold_elements<Bfloat, float, float, Sum>(elements, into, leaves, numel, lanes)
                 : fold_elements<float, float, float, Sum>(elements, into, leaves, numel, lanes);
     } else {
