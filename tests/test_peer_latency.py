@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshplan import kernel
+from meshplan.kernel import _device_peers
 from tests.pages import ROOT
 from tools.peer_latency import (
     GIB,
@@ -46,6 +47,17 @@ def test_bars() -> None:
     # The link alone takes 317 of them.
     assert predict(64 * MIB) <= 330
     assert f"{predict(64 * MIB) + together(64 * MIB):.0f} us if all blocks" in PAGE
+
+
+@pytest.mark.parametrize("region", [48, 64, 96, 128, 256])
+def test_no_region_meets_the_bar_if_all_blocks_wait_together(
+    region: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 64 * MIB
+    monkeypatch.setattr(_device_peers, "_STAGED_BYTES", (192 << 10) * region // 48)
+    both = predict(nbytes), predict(nbytes) + together(nbytes)
+    assert both[1] > 330
+    assert f"| {region} | {rounds(nbytes)} | {both[0]:.0f} | {both[1]:.0f} |" in PAGE
 
 
 @pytest.mark.parametrize(
