@@ -430,7 +430,7 @@ rejected, 47.0 us slower, 2 more collectives, a new group over (b, c), 8 B more 
             ).explain(),
             """\
 (P(sum), P(sum), P(sum)) -> (R, R, S(0)) on (dp=2, cp=2, fsdp=2)
-2 plans compared for 8 elements of float32, nodes unknown; bytes out of the busiest rank
+2 plans compared for 8 elements of float32, placement of ranks unknown; bytes out of the busiest rank
 chosen: 101.0 us, 2 collectives, 56 B out network, 96 B memory, new group over (dp, cp, fsdp)
   all_reduce sum over (dp, cp, fsdp), exchange
   slice R -> S(0) over (fsdp), local

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import TestCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshplan.collectives import deterministic_all_reduce
 from meshplan.contract import FLOATS, INTEGERS, OPS, Contract, Op
 from meshplan.definition import combine_leaves, partial_dtype, reduce_leaves
-from meshplan.errors import SignatureMismatchError
+from meshplan.errors import FallbackRefusedError, SignatureMismatchError
 from meshplan.execute import Purpose, StepGroups, _gloo, run_reduction
 from meshplan.execute._header import HEADER_BYTES
 from meshplan.execute._shards import select_shard
@@ -313,3 +315,34 @@ def test_different_inputs_are_one_error_on_all_ranks(ranks: int) -> None:
     found = run_ranks(mismatch, ranks)
     assert all(one == found[0] for one in found)
     assert len(found[0]) >= 6
+
+
+class TestMessages(TestCase):
+    @pytest.mark.processes
+    def test_sums_in_another_order_are_refused(self) -> None:
+        """Maxima and integers have the same bits in any order."""
+
+        def messages(rank: int) -> list[str]:
+            found = []
+            for order in ("exact", "rank"):
+                contract = Contract(order)  # type: ignore[arg-type]
+                with pytest.raises(FallbackRefusedError) as caught:
+                    deterministic_all_reduce(
+                        torch.ones(3), path="halving", contract=contract, strict=True
+                    )
+                found.append(str(caught.value))
+                for op, dtype in (("max", torch.float32), ("sum", torch.int64)):
+                    mine = torch.ones(3, dtype=dtype)
+                    deterministic_all_reduce(
+                        mine, op=op, path="halving", contract=contract, strict=True
+                    )
+            return found
+
+        found = run_ranks(messages, 3)
+        assert found[0] == found[1] == found[2]
+        self.assertExpectedInline(
+            "\n".join(found[0]),
+            """\
+MP701: deterministic_all_reduce sum: path halving was requested and exchange would run: path halving; path halving adds in order 'tree', and not 'exact'; pass another path, or strict=False
+MP701: deterministic_all_reduce sum: path halving was requested and exchange would run: path halving; order 'rank' is one fold from the first leaf to the last; pass another path, or strict=False""",
+        )

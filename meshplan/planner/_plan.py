@@ -261,7 +261,8 @@ def _format_labels(layout: Layout, axes: Sequence[int]) -> str:
 
 def _describe_size(problem: Problem) -> str:
     dtype = problem.dtype or "float32"
-    where = "placement of ranks unknown" if problem.topology is None else f"{problem.topology}"
+    known = problem.topology is not None and problem.topology.known
+    where = f"{problem.topology}" if known else "placement of ranks unknown"
     if problem.shape is None:
         return f"{NOMINAL_ELEMENTS} elements of {dtype} (no shape given), {where}"
     shape = " x ".join(map(str, problem.shape)) or "1"
