@@ -178,8 +178,6 @@ SUITE = Suite(
     total,
     why_not,
     reasons={
-        "peer / gloo": "up to 16 KiB between 2 ranks gloo takes 0.25 ms, and a call of Python to "
-        "the kernel 0.04. With 64 MiB, the copies of 4 ranks share one memory bus",
         "ordered / exchange": "1 to 4 MiB on 2 cores: each of the two collectives of an exchange "
         "waits for ranks that have no core",
     },

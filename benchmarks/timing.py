@@ -88,7 +88,7 @@ def in_blocks(
 
 
 def calls_to_settle(functions: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-    """How many calls of each take as long as the system needs to spread ranks over cores; 2 or more.
+    """How many calls of each last until the system has spread ranks over cores; 2 or more.
 
     Ranks that wait asleep in a call wake up on the core of another rank, and stay there for some
     milliseconds: hundreds of the shortest calls, whose ranks do not sleep. Collective, and the same

@@ -36,8 +36,8 @@ __all__ = ["MOST_GROUPS", "MOST_RANKS", "group_by_class", "measure", "time_excha
 
 MOST_RANKS, MOST_GROUPS = 8, 128
 
-# Bytes for each peer: latency decides, neither, and bandwidth. Halving also adds, which takes more of
-# its time the larger it is, so it shows no bandwidth.
+# Bytes for each peer: latency decides, neither, and bandwidth. Halving also adds, which takes the
+# more of its time the larger it is, so it shows no bandwidth.
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 BATCHED_SIZES = SIZES[:2]
 # Calls between two barriers, of which the first ones connect and level how far ranks are apart.
