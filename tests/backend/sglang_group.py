@@ -1,0 +1,43 @@
+"""One all-reduce by a group of SGLang, as its workers make it; the result of each rank as JSON.
+
+For ``test_sglang``, started by torchrun in an environment that has SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.plugins import load_plugins
+
+import meshplan
+from meshplan.testing import order_sensitive
+
+
+def main() -> None:
+    load_plugins()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    parallel_state.init_distributed_environment(
+        world_size=ranks, rank=rank, local_rank=rank, backend="gloo"
+    )
+    group = parallel_state.init_model_parallel_group(
+        [list(range(ranks))], rank, "gloo", use_custom_allreduce=False, group_name="tp"
+    )
+    found = group.all_reduce(order_sensitive(257, rank=rank, world_size=ranks))
+    mine = {
+        "bits": found.view(torch.int32).tolist(),
+        "report": meshplan.report(json=True)["entries"],
+    }
+    every: list[object] = [None] * ranks
+    dist.all_gather_object(every, mine)
+    if rank == 0:
+        sys.stdout.write(json.dumps(every) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
