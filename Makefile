@@ -96,6 +96,7 @@ docs: setup ## the site in build/site, with warnings as errors
 
 docs-release: setup ## commit the site to the branch gh-pages, as the version of pyproject.toml and as latest
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases "$$($(BIN)/python -c 'import meshplan; print(meshplan.__version__)')" latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" mike set-default latest
 
 docs-serve: setup ## the site at http://127.0.0.1:8000, built again after each change
 	$(MKDOCS) serve --strict
