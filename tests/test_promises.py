@@ -361,6 +361,14 @@ def test_measured_figures_match_the_data() -> None:
     lint = [one["runs"]["meshplan lint"]["median"] for one in measured("lint")[1::2]]
     for seconds in (lint[0], lint[-1]):
         assert f"| {seconds:.1f} s (measured" in prose("docs/lint-a-cluster.md")
+    token = next(
+        one["runs"]
+        for one in measured("allreduce_cpu")
+        if one["name"] == "all-reduce of 64 KiB, float32" and one["ranks"] == 2
+    )
+    peer, gloo = (f"{token[name]['median']:.2f} ms" for name in ("peer", "gloo"))
+    shown = f"shared memory takes {peer} for 64 KiB and 2 ranks, and gloo takes {gloo}"
+    assert shown in prose("docs/rl.md")
     path = ROOT / "docs" / "performance" / "performance.json"
     date = json.loads(path.read_text())["date"]
     assert readme.count(f", {date} |") == cost.count(f", {date} |") == 3
