@@ -1,9 +1,9 @@
 """The kernels for GPUs on one GPU: beside a plain copy, and beside torch's own all-reduces.
 
-First all ranks in one launch, with the GPU's own memory in place of links; then processes that
-share the GPU, whose contexts take turns, with torch's ``one_shot_all_reduce`` and
-``two_shot_all_reduce_`` and NCCL where each rank has a GPU, in the same processes. On one GPU this
-says nothing about links.
+First all ranks in one launch, with the GPU's own memory in place of links; then processes, with
+torch's ``one_shot_all_reduce`` and ``two_shot_all_reduce_``, and NCCL where each rank has a GPU, in
+the same processes. A CUDA graph of some calls is timed by the GPU, so that the host counts nowhere.
+Ranks that share one GPU take turns on it: their times say nothing about links.
 
     python -m benchmarks.allreduce_gpu
 """
@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,15 +26,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.record import Case, Figures, at_least
 from benchmarks.script import Suite, run
-from benchmarks.timing import in_blocks, on_ranks, slowest
+from benchmarks.timing import on_ranks, slowest
 from meshplan.flatten._connect import connect_devices
 from meshplan.kernel import DeviceCommunicator
 
 ROOT = Path(__file__).parents[1]
-SIZES = tuple(1 << n for n in (12, 16, 20, 24))
+SIZES = tuple(1 << n for n in range(10, 29, 2))
+# Of ranks that share a GPU: each wait lasts until the GPU changes to the other rank.
+SHARED_SIZES = SIZES[1:8:2]
 DTYPES = (torch.float32, torch.bfloat16)
-WORLD_SIZES = (2, 4)
-CALLS = 30
+WORLD_SIZES = (2, 4, 8)
+REPLAYS, WARM_UP, IN_GRAPH = 30, 3, 10
 
 
 def fused() -> Iterator[Case]:
@@ -50,24 +52,31 @@ def fused() -> Iterator[Case]:
             [f"{folder}/fused", "time"], check=True, capture_output=True, text=True, timeout=300
         )
     for line in done.stdout.splitlines():
-        yield fused_case(json.loads(line))
+        yield from fused_cases(json.loads(line))
 
 
-def fused_case(row: dict[str, float | str]) -> Case:
-    """What the program prints: medians alone."""
-    runs = {"kernel": float(row["GB/s"]), "copy": float(row["copy GB/s"])}
-    return Case(
-        name=f"{row['mode']} of {row['ranks']} ranks in one launch, {row['bytes']} bytes of "
-        f"{row['item']}-byte elements",
-        unit="GB/s",
-        runs={name: Figures.of([value]) for name, value in runs.items()},
-        peers=("copy",),
-        parameters={name: row[name] for name in ("ranks", "bytes", "mode")},  # type: ignore[misc]
-        bars=(at_least(0.8, "kernel", "copy"),) if int(row["bytes"]) >= 1 << 26 else (),
+def fused_cases(row: dict[str, float | str]) -> Iterator[Case]:
+    """What the program prints: medians alone. Only large messages show a bandwidth."""
+    name = (
+        f"{row['mode']} of {row['ranks']} ranks in one launch, {row['bytes']} bytes of "
+        f"{row['item']}-byte elements"
     )
+    for unit in ("us", "GB/s")[: 1 + (int(row["bytes"]) >= 1 << 20)]:
+        runs = {"kernel": float(row[unit]), "copy": float(row[f"copy {unit}"])}
+        wanted = unit == "GB/s" and int(row["bytes"]) >= 1 << 26
+        yield Case(
+            name=name,
+            unit=unit,
+            runs={way: Figures.of([value]) for way, value in runs.items()},
+            peers=("copy",),
+            parameters={key: row[key] for key in ("ranks", "bytes", "mode")},  # type: ignore[misc]
+            bars=(at_least(0.8, "kernel", "copy"),) if wanted else (),
+        )
 
 
-def ways(tensor: Tensor, group: str, name: str) -> dict[str, Callable[[], object]]:
+def ways(
+    tensor: Tensor, group: str, name: str, nccl: dist.ProcessGroup | None
+) -> dict[str, Callable[[], object]]:
     """What is compared, by name; ``tensor`` is symmetric memory of the group."""
     ranks = dist.get_world_size()
     mine = torch.zeros_like(tensor)
@@ -83,18 +92,37 @@ def ways(tensor: Tensor, group: str, name: str) -> dict[str, Callable[[], object
         "torch one_shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", group),
         "torch two_shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", group),
     }
-    if torch.cuda.device_count() >= ranks:
-        nccl = dist.new_group(backend="nccl")
+    if nccl is not None:
         calls["nccl"] = lambda: dist.all_reduce(mine, group=nccl)
+    return calls
 
-    def waited(call: Callable[[], object]) -> Callable[[], None]:
-        def whole() -> None:
-            call()
-            torch.cuda.synchronize()
 
-        return whole
+def in_graphs(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Microseconds of one call of each: of a CUDA graph that has some, divided by their number."""
+    found = {}
+    for name, call in calls.items():
+        call()  # what the first one prepares cannot be captured
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL ask for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(IN_GRAPH):
+                call()
+        samples = []
+        for _ in range(WARM_UP + REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3 / IN_GRAPH)
+        found[name] = samples[WARM_UP:]
+    return found
 
-    return {way: waited(call) for way, call in calls.items()}
+
+def sizes(ranks: int) -> tuple[int, ...]:
+    """Bytes of the messages that this machine is timed with."""
+    return SIZES if torch.cuda.device_count() >= ranks else SHARED_SIZES
 
 
 def measure() -> Iterator[Case]:
@@ -113,17 +141,18 @@ def measure() -> Iterator[Case]:
         timeout=60,
     )
     assert isinstance(found, DeviceCommunicator), found
+    nccl = dist.new_group(backend="nccl") if torch.cuda.device_count() >= ranks else None
     for dtype in DTYPES:
-        for nbytes in SIZES:
+        for nbytes in sizes(ranks):
             tensor = symm_mem.empty(nbytes // dtype.itemsize, dtype=dtype, device="cuda").zero_()
             symm_mem.rendezvous(tensor, group)
-            compared = ways(tensor, group, found.name)
-            runs = slowest(in_blocks(compared, CALLS, scale=1e3))
+            compared = ways(tensor, group, found.name, nccl)
+            runs = slowest(in_graphs(compared))
             found.check()
             name = str(dtype).removeprefix("torch.")
             yield Case(
                 name=f"all-reduce of {nbytes >> 10} KiB, {name}, by processes",
-                unit="ms",
+                unit="us",
                 runs=runs,
                 peers=tuple(way for way in runs if way not in ("one_shot", "two_shot")),
                 ranks=ranks,
@@ -143,7 +172,8 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 def total(smoke: bool) -> int:
     """Of processes; how many launches there are the program knows."""
-    return len(DTYPES) * len(SIZES) * (1 if smoke else len(WORLD_SIZES))
+    jobs = WORLD_SIZES[:1] if smoke else WORLD_SIZES
+    return len(DTYPES) * sum(len(sizes(ranks)) for ranks in jobs)
 
 
 def why_not() -> str | None:

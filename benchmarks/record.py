@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,12 +160,24 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": _gpu(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "meshplan": meshplan.__version__,
         "compiled_for_cpu": kernel.available(),
     }
+
+
+def _gpu() -> str | None:
+    """Its name and the version of its driver; ``None`` without one."""
+    if not torch.cuda.is_available():
+        return None
+    name, tool = torch.cuda.get_device_name(), shutil.which("nvidia-smi")
+    if tool is None:
+        return name
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return f"{name}, driver {done.stdout.strip()}" if done.returncode == 0 else name
 
 
 def _processor() -> str:

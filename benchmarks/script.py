@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.record import Bar, Case
+from benchmarks.record import Bar, Case, machine
 
 __all__ = ["Suite", "about", "row_of", "run"]
 
@@ -58,6 +58,8 @@ def run(suite: Suite) -> None:
         sys.exit(why_not)
     if why_not is not None:
         return
+    if not options.lines:
+        print(", ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
     for case in suite.cases(options.smoke):
         print(json.dumps(case.to_json()) if options.lines else row_of(case), flush=True)
 
@@ -74,11 +76,12 @@ def row_of(case: Case) -> str:
     ratios += [
         f"{bar.of} {case.value(bar):.3g}{_goal(case, bar)}" for bar in case.bars if bar.to is None
     ]
-    # A goal for one peer beside another.
+    # Goals for others than a peer and what is compared with it.
+    shown = {(of, to) for of, to, _ in case.ratios}
     ratios += [
         f"{bar.of}/{bar.to} {case.value(bar):.3g}{_goal(case, bar)}"
         for bar in case.bars
-        if bar.to is not None and bar.of in case.peers
+        if bar.to is not None and (bar.of, bar.to) not in shown
     ]
     ranks = f", {case.ranks} ranks" if case.ranks > 1 else ""
     return f"{case.name}{ranks}\n    {case.unit}: {runs}" + "".join(f"\n    {r}" for r in ratios)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import jsonschema
 import pytest
+import torch
 from expecttest import TestCase
 
 from benchmarks import allreduce_cpu
@@ -87,6 +88,19 @@ def test_ratios_are_to_each_peer_and_bars_are_exact() -> None:
     assert not CASE.met(at_most(0.166, "peer", "gloo"))
 
 
+@pytest.mark.parametrize(("script", "shown"), [("echo 580.1", ", driver 580.1"), ("exit 9", "")])
+def test_machine_names_the_driver_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, shown: str
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    assert machine()["gpu"] == f"NVIDIA X{shown}"
+
+
 def test_json_round_trip_is_lossless() -> None:
     check(make_suite(CASE))
     assert Case.from_json(json.loads(json.dumps(CASE.to_json()))) == CASE
@@ -105,6 +119,27 @@ all-reduce of 1 KiB, 2 ranks
     peer/ordered 0.0833
     peer 0.5 (at most 1: met)
     ordered/gloo 2 (at least 2: met)""",
+        )
+
+    def test_bar_between_two_that_are_no_peers_is_printed(self) -> None:
+        case = Case(
+            name="all-reduce of 1 MiB",
+            unit="ms",
+            runs={
+                name: Figures.of([n])
+                for name, n in (("auto", 3.0), ("exchange", 4.0), ("halving", 2.0))
+            },
+            peers=("exchange",),
+            bars=(at_most(1.1, "auto", "halving"),),
+        )
+        self.assertExpectedInline(
+            row_of(case),
+            """\
+all-reduce of 1 MiB
+    ms: auto 3 (p95 3), exchange 4 (p95 4), halving 2 (p95 2)
+    auto/exchange 0.75
+    halving/exchange 0.5
+    auto/halving 1.5 (at most 1.1: NOT MET)""",
         )
 
     def test_page_lists_bars_and_cases(self) -> None:
