@@ -174,7 +174,7 @@ READ_BY = {
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
     ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/rl.md", "sh"): "tests/backend/test_vllm.py",
-    ("docs/howto/rl-parity.md", "ini"): "a project of the reader's, for SGLang",
+    ("docs/howto/rl-parity.md", "ini"): "tests/backend/test_sglang.py",
     ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
     ("README.md", "sh"): "tests/installed.py, which builds and installs the wheel",

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 # It needs other versions than the trainers and vLLM: `make test-clients` makes it.
 PYTHON = Path(sys.prefix) / "sglang" / "bin" / "python"
 needs_sglang = pytest.mark.skipif(not PYTHON.exists(), reason="run make test-clients")
+PAGE = (ROOT / "docs" / "howto" / "rl-parity.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## SGLang\n")[2].partition("\n## ")[0]
 
 
 def install_plugin(folder: Path) -> None:
     """The module and the entry point of the page, as pip installs them."""
-    page = (ROOT / "docs" / "howto" / "rl-parity.md").read_text(encoding="utf-8")
-    section = page.partition("\n## SGLang\n")[2].partition("\n## ")[0]
     ((module,), (entry,)) = (
-        re.findall(rf"^```{kind}\n(.*?)^```$", section, re.M | re.S) for kind in ("python", "ini")
+        re.findall(rf"^```{kind}\n(.*?)^```$", SECTION, re.M | re.S) for kind in ("python", "ini")
     )
     group, names = entry.split("\n", 1)
     group = group.removeprefix('[project.entry-points."').removesuffix('"]')
@@ -46,19 +46,31 @@ def test_group_of_sglang_reduces_under_the_contract(
 ) -> None:
     if plugin:
         install_plugin(tmp_path)
+    (variable,) = re.findall(r"`(SGLANG_\w+)=1`", SECTION)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [str(PYTHON), *words, "tests/backend/sglang_group.py"],
+        [str(PYTHON), *words, "tests/backend/sglang_group.py", variable],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{tmp_path}",
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_USE_CPU_ENGINE": "1",  # its reduce-scatter on CPUs
+        },
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('[{"b')))
-    leaves = [order_sensitive(257, rank=rank, world_size=ranks) for rank in range(ranks)]
-    expected = reduce_leaves(leaves, "sum", (ranks,)).view(torch.int32).tolist()
-    assert [one["bits"] == expected for one in found] == [plugin] * ranks
-    for one in found:
-        assert bool(one["report"]) == plugin
-        assert all("deterministic_all_reduce" in json.dumps(entry) for entry in one["report"])
+    leaves = [order_sensitive(64 * ranks, rank=rank, world_size=ranks) for rank in range(ranks)]
+    total = reduce_leaves(leaves, "sum", (ranks,)).view(torch.int32)
+    for one, part in zip(found, total.chunk(ranks), strict=True):
+        # An all-reduce and a reduce-scatter with the variable, and the same without it.
+        in_order = [one["bits"][0] == total.tolist(), one["bits"][1] == part.tolist()]
+        assert in_order == [plugin] * 2
+        assert (one["bits"][2] == total.tolist()) == plugin
+        counts = [
+            [step[f"meshplan/{kind}/count"] for kind in ("contract", "native", "outside")]
+            for step in one["counted"]
+        ]
+        assert counts == ([[2, 0, 0], [1, 0, 1]] if plugin else [[0, 0, 2]] * 2)
