@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,25 @@ def test_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == meshplan.__version__ == cite["version"]
     assert (project["name"], project["license"]) == (cite["title"], cite["license"])
+
+
+def test_newest_section_of_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, *released = re.findall(r"^## (.*)$", text, re.M)
+    assert unreleased == "[Unreleased]"
+    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", heading) for heading in released]
+    sections = [(one[1], date.fromisoformat(one[2])) for one in found if one is not None]
+    assert len(sections) == len(released)
+    assert sections[0][0] == meshplan.__version__
+    days = [day for _, day in sections]
+    assert days == sorted(days, reverse=True)
+
+
+def test_release_page_tags_the_version() -> None:
+    page = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+    tags = re.findall(r"\bv(\d+\.\d+\.\d+)\b", page)
+    assert tags
+    assert set(tags) == {meshplan.__version__}
 
 
 def test_citation_file_has_the_required_keys() -> None:

@@ -172,6 +172,7 @@ READ_BY = {
         "json",
     ): "tests/test_action.py::test_problem_matcher_reads_real_output",
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
+    ("docs/release.md", "bash"): "tests/test_documents.py",
     ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/rl.md", "sh"): "tests/backend/test_vllm.py",
     ("docs/howto/rl-parity.md", "ini"): "tests/backend/test_sglang.py",
