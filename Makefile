@@ -18,6 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the workers and the processes that they start share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+# It starts `mkdocs` of PATH, whose hooks import tools and meshplan.
+MIKE := PYTHONPATH='$(CURDIR)' PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 mike
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
 .PHONY: help setup demo test test-full test-clients soak test-dist test-matrix test-gpu check docs docs-serve
@@ -95,8 +97,8 @@ docs: setup ## the site in build/site, with warnings as errors
 	$(MKDOCS) build --strict --quiet
 
 docs-release: setup ## commit the site to the branch gh-pages, as the version of pyproject.toml and as latest
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases "$$($(BIN)/python -c 'import meshplan; print(meshplan.__version__)')" latest
-	PATH="$(CURDIR)/$(BIN):$$PATH" mike set-default latest
+	$(MIKE) deploy --update-aliases "$$($(BIN)/python -c 'import meshplan; print(meshplan.__version__)')" latest
+	$(MIKE) set-default latest
 
 docs-serve: setup ## the site at http://127.0.0.1:8000, built again after each change
 	$(MKDOCS) serve --strict

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -41,6 +45,32 @@ def test_release_page_tags_the_version() -> None:
     tags = re.findall(r"\bv(\d+\.\d+\.\d+)\b", page)
     assert tags
     assert set(tags) == {meshplan.__version__}
+
+
+@pytest.mark.full
+def test_site_of_a_version_is_committed_to_its_branch(tmp_path: Path) -> None:
+    """``make docs-release`` in a clone, with the tools of this environment."""
+    pytest.importorskip("mike")
+    version = meshplan.__version__
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path], check=True)
+    words = ["make", "--old-file=setup", f"BIN={Path(sys.executable).parent}", "docs-release"]
+    author = {f"GIT_{role}_NAME": "release" for role in ("AUTHOR", "COMMITTER")}
+    author |= {f"GIT_{role}_EMAIL": "release@example.org" for role in ("AUTHOR", "COMMITTER")}
+    environment = os.environ | author
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def read(path: str) -> str:
+        words = ["git", "show", f"gh-pages:{path}"]
+        done = subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    assert json.loads(read("versions.json")) == [
+        {"version": version, "title": version, "aliases": ["latest"]}
+    ]
+    assert read("latest") == version  # a link
+    assert "latest/" in read("index.html")
+    assert "MP101" in read(f"{version}/codes/MP101/index.html")
 
 
 def test_citation_file_has_the_required_keys() -> None:
