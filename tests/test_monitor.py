@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
 
 from meshplan.errors import PolicyError, ReplicaDivergenceError
 from meshplan.replicas import CoverageStep, ReplicaReport, StepMonitor
 from meshplan.replicas._coverage import CoverageRow
 
+ROOT = Path(__file__).parents[1]
 REPORT = ReplicaReport(3, 12, 48, (), (), 2, 3600.0)
 
 
@@ -132,15 +142,85 @@ def test_spans_have_the_numbers_of_a_step() -> None:
     assert spans.begun[2][2] == {"meshplan.differing_tensors": 2}
 
 
-@pytest.mark.full
 def test_tracer_of_opentelemetry_accepts_the_spans() -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    export = pytest.importorskip("opentelemetry.sdk.trace.export")
-    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     monitored(provider.get_tracer("meshplan"))
     found = exporter.get_finished_spans()
     assert [span.name for span in found].count("meshplan.step") == 2
     assert found[0].attributes["meshplan.outside.count"] == 1
     assert found[0].end_time >= found[0].start_time
+
+
+def test_prometheus_reads_any_label() -> None:
+    label = 'a"b\\c\nd\\n'
+    families = list(text_string_to_metric_families(monitored().to_prometheus({"job": label})))
+    assert len(families) == 7
+    assert {sample.labels["job"] for family in families for sample in family.samples} == {label}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four ranks exports by the lines of the page."""
+    folder = tmp_path_factory.mktemp("job")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [sys.executable, *words, "-m", "tests.monitored_job"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def samples(text: str) -> dict[str, float]:
+    """By the names of ``to_scalars``."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            name = sample.name.removesuffix("_total")
+            assert (sample.name != name) == (family.type == "counter")
+            kind = sample.labels.get("kind")
+            unit = {"reductions": "count", "reduction_bytes": "bytes"}
+            unit["reduction_seconds"] = "seconds"
+            name = name.removeprefix("meshplan_").replace("replicas_", "replicas/")
+            name = name if kind is None else f"{kind}/{unit[name]}"
+            found[f"meshplan/{name}"] = sample.value
+    return found
+
+
+@pytest.mark.processes
+def test_prometheus_reads_the_totals_of_each_rank(job: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(job):
+        agreeing, differing = found["agreeing"], found["differing"]
+        assert samples(agreeing["text"]) == agreeing["scalars"]
+        assert samples(differing["text"]) == differing["scalars"]
+        assert f'rank="{rank}"' in agreeing["text"]
+        assert agreeing["scalars"]["meshplan/contract/count"] == 4
+        assert agreeing["scalars"]["meshplan/outside/count"] == 2
+        checks = [
+            [one["scalars"][f"meshplan/replicas/{name}"] for name in ("checks", "failed_checks")]
+            for one in (agreeing, differing)
+        ]
+        assert checks == [[2, 0], [1, 1]]
+
+
+@pytest.mark.processes
+def test_opentelemetry_has_the_totals_of_each_rank(job: list[dict[str, Any]]) -> None:
+    for found in job:
+        for part, count in (("agreeing", 2), ("differing", 1)):
+            spans, scalars = found[part]["spans"], found[part]["scalars"]
+            steps = [one for one in spans if one["name"] == "meshplan.step"]
+            checks = [one for one in spans if one["name"] == "meshplan.verify_replicas"]
+            assert (len(steps), len(checks), len(spans)) == (count, count, 2 * count)
+            assert all(one["start"] < one["end"] for one in steps)
+            for name in ("contract/count", "outside/count", "contract/bytes"):
+                attribute = f"meshplan.{name.replace('/', '.')}"
+                total = sum(one["attributes"][attribute] for one in steps)
+                assert total == scalars[f"meshplan/{name}"]
+            differing = [one["attributes"]["meshplan.differing_tensors"] for one in checks]
+            assert differing == [scalars["meshplan/replicas/differing_tensors"]] * count
+            assert bool(differing[-1]) == (part == "differing")
