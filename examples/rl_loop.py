@@ -162,7 +162,10 @@ def main() -> None:
     options = parser.parse_args()
 
     dist.init_process_group("gloo" if options.plain else "meshplan")
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // TP, TP), mesh_dim_names=("dp", "tp"))
+    ranks = dist.get_world_size()
+    if ranks % TP:
+        parser.error(f"pass a multiple of {TP} to torchrun --nproc-per-node, got {ranks}")
+    mesh = init_device_mesh("cpu", (ranks // TP, TP), mesh_dim_names=("dp", "tp"))
     trainer, generator = make_trainer(mesh), Policy(TP)
     all_reduce = (
         join_vllm()

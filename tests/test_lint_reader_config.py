@@ -157,6 +157,8 @@ cannot be written
             '[[mesh]]\naxes = "dp=2,tp=2"\nranks = [[0, 1], [1, 2]]',
             "[[mesh]]\naxes = { dp = true }",
             "select = [",
+            "domain-size = 8\nmesh = ddp=8,fsdp=5",
+            "sequence-parallel = True",
             "[tool]\nmeshplan = 3",
         )
         lines = [f"{refusal('meshplan.toml', text)}\n" for text in texts]
@@ -188,6 +190,8 @@ MP111: meshplan.toml:3: ranks are lists 2 deep for the axes dp, tp, got 1 deep; 
 MP111: meshplan.toml:1: a mesh of 4 coordinates needs 4 different ranks from 0 up, got 4: 0, 1, 1, 2; pass the global rank at each coordinate, row-major
 MP402: meshplan.toml:2: axes are names with whole numbers, e.g. { ddp = 8, fsdp = 5 }
 MP402: meshplan.toml: cannot be parsed as TOML (Invalid value at the end); is the file complete?
+MP402: meshplan.toml:2: cannot be parsed as TOML (Invalid value); use mesh = "ddp=8,fsdp=5"
+MP402: meshplan.toml:1: cannot be parsed as TOML (Invalid value); use sequence-parallel = true
 MP402: meshplan.toml:2: [tool.meshplan] must be a table
 """,
         )

@@ -83,6 +83,8 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown argument {option[:60]!a}{suggest(option, known)}")
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("required: verb"):
+            message = f"pass a verb: {', '.join(_VERBS[:-1])} or {_VERBS[-1]}"
         # The choices have quotes or none by the version of Python.
         if found := re.fullmatch(
             r"(argument .*): invalid choice: (.*) \(choose from (.*)\)", message

@@ -123,7 +123,7 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The files and the directories of a command line, each once, with patterns expanded.
 
     Raises:
-        PolicyError: a pattern that matches no file.
+        PolicyError: a pattern that matches no file, or axes that are in no ``--mesh``.
     """
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
@@ -135,6 +135,11 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
             found = sorted(glob(name, recursive=True))
             if not found:
                 raise PolicyError(f"{name[:200]}: no file matches this pattern")
+        elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", name) and not os.path.lexists(name):
+            raise PolicyError(
+                f"{name[:200]}: no such file; pass all axes after --mesh, with commas: "
+                "--mesh ddp=8,fsdp=5"
+            )
         for one in found:
             group = folders if one != "-" and os.path.isdir(one) else files
             group.setdefault(one if one == "-" else os.path.abspath(one), one)

@@ -70,13 +70,22 @@ def load(name: str, text: str) -> dict[str, Any]:
         found = re.search(r"^(.*) \(at line (\d+), column \d+\)$", str(error))
         why, where = (found[1], f":{found[2]}") if found else (str(error), "")
         why = " ".join(why.replace(" (at end of document)", " at the end").split())[:100]
-        raise PolicyError(
-            f"{name}{where}: cannot be parsed as TOML ({why}); is the file complete?"
-        ) from None
+        fixed = _fix_word(text.split("\n")[int(found[2]) - 1]) if found else ""
+        hint = f"use {fixed[:100]}" if fixed else "is the file complete?"
+        raise PolicyError(f"{name}{where}: cannot be parsed as TOML ({why}); {hint}") from None
     except (RecursionError, ValueError) as error:
         # Integers of thousands of digits are a ValueError.
         why = "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
         raise PolicyError(f"{name}: cannot be parsed as TOML: {why}") from None
+
+
+def _fix_word(line: str) -> str:
+    """``key = value`` as TOML, if the value is a word without quotes; else nothing."""
+    found = re.fullmatch(r"\s*([\w.-]+\s*=\s*)([A-Za-z_./][^\s\"'#]*)\s*", line)
+    if found is None:
+        return ""
+    word = found[2].lower() if found[2].lower() in ("true", "false") else f'"{found[2]}"'
+    return found[1] + word
 
 
 def find_entries(text: str) -> Iterator[Entry]:
