@@ -15,6 +15,7 @@ from meshplan import orders
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.kernel._batches import BATCH, STAGED_WAITING, TABLE_LEAVES, plan_of
+from meshplan.kernel._device_fold import fold_plan
 from meshplan.kernel._library import MAX_PEERS
 from meshplan.orders import ORDERS
 from meshplan.testing import bits, order_sensitive
@@ -79,7 +80,7 @@ def plan_text(batches: bytes, chain: bool) -> str:
 
 
 def test_orders_that_do_not_take_leaves_in_turn_have_no_plan(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reverse = replace(
         ORDERS["rank"],
@@ -88,6 +89,12 @@ def test_orders_that_do_not_take_leaves_in_turn_have_no_plan(
     )
     monkeypatch.setitem(orders._orders, "reverse", reverse)
     assert plan_of("reverse", (2,)) is None
+    # A fold goes another way then, which is reported once.
+    for order in ("reverse", "reverse", "rank"):
+        assert (fold_plan(order, (2,)) is None) == (order == "reverse")
+    assert [record.getMessage() for record in caplog.records] == [
+        "order 'reverse' over axes of [2] runs in plain torch on GPUs, slower: it has no batches"
+    ]
 
 
 def wrong_folds(

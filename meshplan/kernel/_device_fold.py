@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
-from meshplan.kernel._batches import TABLE_LEAVES, plan_of
+from meshplan.kernel._batches import TABLE_LEAVES, Plan, plan_of
 from meshplan.kernel._compilers import CompileError
 from meshplan.kernel._device_code import Device, device_of, kernel_name
 from meshplan.kernel._driver import DriverError
@@ -71,6 +71,19 @@ def fold_device(index: int) -> Device | None:
     return device
 
 
+@lru_cache(maxsize=256)
+def fold_plan(order: str, shape: tuple[int, ...]) -> Plan | None:
+    """As ``plan_of``; that there is no plan is reported once."""
+    found = plan_of(order, shape)
+    if found is None:
+        _LOG.warning(
+            "order %r over axes of %s runs in plain torch on GPUs, slower: it has no batches",
+            order,
+            list(shape),
+        )
+    return found
+
+
 def launch_fold(
     device: Device,
     out: Tensor,
@@ -88,7 +101,7 @@ def launch_fold(
         device: of the leaves and of ``out``.
         out: contiguous; one of the leaves, or in memory apart from them all.
         leaves, op, shape, contract, divisor: as for ``meshplan.definition.reduce_leaves``; checked.
-            ``plan_of`` has a plan for the order.
+            ``fold_plan`` has a plan for the order.
         dtype: of the leaves of the whole reduction.
         part: 0 a whole reduction, 1 that of ``combine_leaves``, 2 that of ``finish_partials``.
 
@@ -97,7 +110,7 @@ def launch_fold(
     """
     if out.numel() == 0:
         return
-    plan = plan_of(contract.order, tuple(shape))
+    plan = fold_plan(contract.order, tuple(shape))
     assert plan is not None, contract.order
     leaves, sizes, strides = _in_one_layout(leaves)
     call = FoldCall(

@@ -25,8 +25,7 @@ from meshplan.definition import (
     refuse_flushing_thread,
 )
 from meshplan.errors import ContractTypeError
-from meshplan.kernel._batches import plan_of
-from meshplan.kernel._device_fold import fold_device, launch_fold
+from meshplan.kernel._device_fold import fold_device, fold_plan, launch_fold
 from meshplan.kernel._library import DTYPES, OPS, load
 from meshplan.orders import ORDERS
 
@@ -258,7 +257,7 @@ def _write_on_device(
     part: int,
 ) -> None:
     device = fold_device(out.device.index)
-    planned = plan_of(contract.order, tuple(shape)) is not None
+    planned = fold_plan(contract.order, tuple(shape)) is not None
     if device is not None and planned and out.data_ptr() % out.itemsize == 0:
         launch_fold(device, out, leaves, op, shape, contract, dtype, divisor, part)
     elif part == _WHOLE:
