@@ -57,16 +57,22 @@ class Peers(ctypes.Structure):
     )
 
 
+# What both calls begin with, in C++ too.
+_CALL = (
+    ("timeout_ns", _INT64),
+    ("starts", _INT64 * (MAX_PEERS + 1)),
+    ("divisor", _UINT64),
+    ("signature", Signature),
+    ("mode", _INT),
+    ("item", _INT),
+)
+
+
 class PeerCall(ctypes.Structure):
     """All but the tensors of a reduction over peers."""
 
     _fields_ = (
-        ("timeout_ns", _INT64),
-        ("starts", _INT64 * (MAX_PEERS + 1)),
-        ("divisor", _UINT64),
-        ("signature", Signature),
-        ("mode", _INT),
-        ("item", _INT),
+        *_CALL,
         ("dtype", _INT),
         ("op", _INT),
         ("order", _UINT),
@@ -83,12 +89,7 @@ class DeviceCall(ctypes.Structure):
     """A ``PeerCall`` as kernels for GPUs take it, by value, with the ``Plan`` of its order."""
 
     _fields_ = (
-        ("timeout_ns", _INT64),
-        ("starts", _INT64 * (MAX_PEERS + 1)),
-        ("divisor", _UINT64),
-        ("signature", Signature),
-        ("mode", _INT),
-        ("item", _INT),
+        *_CALL,
         ("piece", _UINT),
         ("chain", _INT),
         ("plan", ctypes.c_ubyte * MAX_PEERS),
