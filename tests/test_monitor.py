@@ -192,6 +192,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_prometheus_reads_the_totals_of_each_rank(job: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(job):
@@ -208,6 +209,7 @@ def test_prometheus_reads_the_totals_of_each_rank(job: list[dict[str, Any]]) -> 
         assert checks == [[2, 0], [1, 1]]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_opentelemetry_has_the_totals_of_each_rank(job: list[dict[str, Any]]) -> None:
     for found in job:
