@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -59,7 +60,8 @@ def run(suite: Suite) -> None:
     if why_not is not None:
         return
     if not options.lines:
-        print(", ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
+        known = {**machine(), "date": time.strftime("%Y-%m-%d")}
+        print(", ".join(f"{key} {value}" for key, value in known.items()), flush=True)
     for case in suite.cases(options.smoke):
         print(json.dumps(case.to_json()) if options.lines else row_of(case), flush=True)
 

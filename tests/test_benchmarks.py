@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import pytest
 import torch
 from expecttest import TestCase
 
-from benchmarks import allreduce_cpu
+from benchmarks import allreduce_cpu, timing
 from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
@@ -99,6 +100,27 @@ def test_machine_names_the_driver_of_its_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
     assert machine()["gpu"] == f"NVIDIA X{shown}"
+
+
+def test_calls_that_settle_are_counted_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the slowest rank's time, so that no rank makes more calls than another."""
+    monkeypatch.setattr(
+        timing,
+        "slowest",
+        lambda samples: {
+            name: Figures.of([seconds]) for name, seconds in zip(samples, times, strict=True)
+        },
+    )
+    times, calls = (0.004, 3e-5, 2.0), list[str]()
+    functions = {name: partial(calls.append, name) for name in ("gloo", "peer", "large")}
+    before = timing.calls_to_settle(functions)
+    assert before == {"gloo": 8, "peer": 1000, "large": 2}
+    calls.clear()
+    found = timing.in_blocks(functions, 6, turns=2, warm_up=before)
+    assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(functions, 6)
+    assert {name: calls.count(name) for name in functions} == {
+        name: 6 + 2 * count for name, count in before.items()
+    }
 
 
 def test_json_round_trip_is_lossless() -> None:
