@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.collectives import deterministic_all_gather
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
+from meshplan.execute._gloo import GlooWire
 from meshplan.execute._wire import Wire
 from meshplan.execute.paths import _hierarchical
 from meshplan.flatten import _missing
@@ -53,9 +55,16 @@ def leaves_of(numel: int, ranks: int, dtype: torch.dtype) -> list[Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("between", [full("exchange"), "halving"])
+@pytest.mark.parametrize("in_place_bytes", [GlooWire.in_place_bytes, 1])
 def test_bits_do_not_depend_on_levels_and_chunks(
-    sizes: tuple[int, ...], inner: int, between: str
+    sizes: tuple[int, ...],
+    inner: int,
+    between: str,
+    in_place_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nor on how pieces travel: in collectives, or as messages to where the results will be."""
+    monkeypatch.setattr(GlooWire, "in_place_bytes", in_place_bytes)
     ranks = math.prod(sizes)
     cases = []
     # Drawn and reduced once, for all ranks.
@@ -84,6 +93,35 @@ def test_bits_do_not_depend_on_levels_and_chunks(
             assert_bitwise_equal(found, shard(expected, scattered, rank))
 
     run_ranks(one, ranks)
+
+
+def test_pieces_arrive_in_the_memory_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves, partials and results of chunks of whole slices, where both are of one dtype."""
+    numel = 1 << 20
+    wanted = step("exchange", sizes=(2, 2), inner=2, chunk=numel // 16)
+    assert count_chunks(4 * numel, wanted.chunk) == 8
+    leaves = leaves_of(numel, 4, torch.float32)
+
+    def ranks(rank: int) -> tuple[int, int, Tensor]:
+        groups = groups_of(wanted)
+        received, call = list[Tensor](), ProcessGroup.recv
+
+        def noted(group: ProcessGroup, tensors: list[Tensor], *more: Any) -> Any:
+            received.extend(tensors)
+            return call(group, tensors, *more)
+
+        noted.__name__ = "recv"
+        monkeypatch.setattr(ProcessGroup, "recv", noted)
+        result = run(leaves[rank], wanted, groups)
+        start, size = result.data_ptr(), result.nbytes
+        apart = [one for one in received if not start <= one.data_ptr() < start + size]
+        return len(received), len(apart), result
+
+    found = run_ranks(ranks, 4)
+    # In each chunk a leaf and a partial, and a result on each level.
+    assert [counts for *counts, _ in found] == [[4 * 8, 0]] * 4
+    for *_, result in found:
+        assert_bitwise_equal(result, reduce_leaves(leaves, "sum", (2, 2)))
 
 
 class Operators(TorchDispatchMode):

@@ -22,8 +22,9 @@ from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractTypeError, FallbackRefusedError
 from meshplan.execute import Purpose, StepGroups, _gloo, clear_report, report, run_reduction
-from meshplan.execute._gloo import GlooWire, wait_for_group
+from meshplan.execute._gloo import GlooWire
 from meshplan.execute._header import tensor_header
+from meshplan.execute._wire import wait_for_group
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full, longest

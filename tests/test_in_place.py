@@ -1,9 +1,8 @@
-"""The in-place exchange of large messages over gloo: bits, collectives issued, and its choice."""
+"""The in-place exchange of large messages over gloo: bits, messages sent, and its choice."""
 
 from __future__ import annotations
 
 import mmap
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensorMode
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,7 +24,7 @@ from meshplan.execute import (
     report,
     run_reduction,
 )
-from meshplan.execute._wire import wait_for_all
+from meshplan.execute._gloo import GlooWire
 from meshplan.execute.paths import _exchange
 from meshplan.kernel import _fold_operator, large_pages, reduce_into
 from meshplan.kernel._memory import LARGE_BYTES
@@ -34,7 +32,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.marks import full
 from tests.processes import arrive, run_ranks, wait_for
-from tests.traffic import counts
+from tests.traffic import count_sent
 
 pytestmark = pytest.mark.processes
 
@@ -84,9 +82,9 @@ def test_uneven_slices_have_the_bits_of_the_definition(
     def ranks(rank: int) -> None:
         for leaves, wanted, expected, what in cases:
             for least in (1, 1 << 30):
-                monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", least)
+                monkeypatch.setattr(GlooWire, "in_place_bytes", least)
                 found, sends = run(leaves[rank], wanted)
-                assert ("broadcast" in sends) == (least == 1)
+                assert ("send" in sends) == (least == 1)
                 assert_bitwise_equal(found, expected, what)
 
     run_ranks(ranks, world_size)
@@ -95,13 +93,13 @@ def test_uneven_slices_have_the_bits_of_the_definition(
 @pytest.mark.parametrize("world_size", [2, full(4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
 def test_bits_match_around_the_size_threshold(world_size: int, dtype: torch.dtype) -> None:
-    least = world_size * _exchange.MIN_SLICE_BYTES // dtype.itemsize
+    least = world_size * GlooWire.in_place_bytes // dtype.itemsize
 
     def ranks(rank: int) -> None:
         for numel in (least - 1, least, least + 1, 3 * least + 7):
             leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
             found, sends = run(leaves[rank], step(world_size))
-            assert ("broadcast" in sends) == (numel >= least)
+            assert ("send" in sends) == (numel >= least)
             expected = reduce_leaves(leaves, "sum", (world_size,))
             assert_bitwise_equal(found, expected, str(numel))
 
@@ -109,13 +107,13 @@ def test_bits_match_around_the_size_threshold(world_size: int, dtype: torch.dtyp
 
 
 def test_several_axes_and_averages_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", 1)
+    monkeypatch.setattr(GlooWire, "in_place_bytes", 1)
 
     def ranks(rank: int) -> None:
         leaves = [leaf(1003, r, 6) for r in range(6)]
         for divisor in (6, 3):
             found, sends = run(leaves[rank], step(6, "avg", sizes=(2, 3), divisor=divisor))
-            assert "broadcast" in sends
+            assert "send" in sends
             assert_bitwise_equal(found, reduce_leaves(leaves, "avg", (2, 3), divisor=divisor))
 
     run_ranks(ranks, 6)
@@ -127,7 +125,7 @@ def test_message_in_huge_pages_is_exact() -> None:
     def ranks(rank: int) -> None:
         mine = leaf(999, rank, 2).repeat(numel // 999 + 1)[:numel]
         found, sends = run(mine, step(2))
-        assert "broadcast" in sends
+        assert "send" in sends
         expected = reduce_leaves([leaf(999, r, 2) for r in range(2)], "sum", (2,))
         assert_bitwise_equal(found, expected.repeat(numel // 999 + 1)[:numel])
 
@@ -135,7 +133,7 @@ def test_message_in_huge_pages_is_exact() -> None:
 
 
 def test_any_strides_are_reduced_and_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", 1)
+    monkeypatch.setattr(GlooWire, "in_place_bytes", 1)
     views = [
         lambda t: t,
         lambda t: t[:, ::2],
@@ -153,7 +151,7 @@ def test_any_strides_are_reduced_and_inputs_stay(monkeypatch: pytest.MonkeyPatch
             version, before = mine._version, mine.detach().clone()
             leaves = [view(leaf(60, r, 3).view(6, 10)).detach() for r in range(3)]
             found, sends = run(mine, step(3))
-            assert "broadcast" in sends
+            assert "send" in sends
             assert found.is_contiguous()
             assert not found.requires_grad
             assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (3,)))
@@ -164,37 +162,25 @@ def test_any_strides_are_reduced_and_inputs_stay(monkeypatch: pytest.MonkeyPatch
     run_ranks(ranks, 3)
 
 
-def test_report_matches_the_collectives_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", 1)
+def test_each_rank_sends_its_pieces_and_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GlooWire, "in_place_bytes", 1)
 
-    def ranks(rank: int) -> list[tuple[str, ...]]:
-        found = []
-        # Of five elements the last of four ranks has none to finish.
-        for numel in (5, 8):
-            with CommDebugMode() as calls:
-                _, sends = run(torch.ones(numel), step(4))
-            assert counts(calls) == Counter(sends)
-            found.append(sends)
-        return found
+    def ranks(rank: int) -> tuple[tuple[str, ...], list[int]]:
+        (_, sends), sent = count_sent(lambda: run(torch.ones(11), step(4)))
+        return sends, sent
 
-    expected = [
-        ("all_to_all_single", "all_to_all_single", *["broadcast"] * count) for count in (3, 4)
-    ]
-    assert run_ranks(ranks, 4) == [expected] * 4
-
-
-def test_large_groups_use_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange, "MIN_SLICE_BYTES", 1)
-    monkeypatch.setattr(_exchange, "MAX_RANKS", 2)
-
-    def ranks(rank: int) -> tuple[str, ...]:
-        return run(torch.ones(12), step(3))[1]
-
-    assert run_ranks(ranks, 3) == [FUNCTIONAL] * 3
+    # Slices have 3 elements, the last one has 2. Headers are compared before.
+    three = [12] * 3
+    pieces = [[12, 12, 8], [12, 8, 12], [8, 12, 12], three]
+    round_of_messages = ("recv", "recv", "recv", "send", "send", "send")
+    expected = ("all_to_all_single", *round_of_messages, *round_of_messages)
+    found = run_ranks(ranks, 4)
+    assert [sends for sends, _ in found] == [expected] * 4
+    assert [sent for _, sent in found] == [piece + three for piece in pieces]
 
 
 def test_tracing_sees_one_operator() -> None:
-    numel = 2 * _exchange.MIN_SLICE_BYTES
+    numel = 2 * GlooWire.in_place_bytes
 
     def ranks(rank: int) -> list[list[str]]:
         group, found = dist.group.WORLD, []
@@ -225,7 +211,7 @@ def test_graphs_and_eager_calls_issue_the_same_collectives(compiled: tuple[int, 
         call = (
             make_fx(reduce, tracing_mode="symbolic")(torch.ones(50)) if rank in compiled else reduce
         )
-        for numel in (7, 3 * _exchange.MIN_SLICE_BYTES + 1, 50):
+        for numel in (7, 3 * GlooWire.in_place_bytes + 1, 50):
             leaves = [leaf(numel, r, 3) for r in range(3)]
             assert_bitwise_equal(call(leaves[rank]), reduce_leaves(leaves, "sum", (3,)))
 
@@ -236,7 +222,7 @@ def test_simulated_ranks_keep_functional_collectives() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with LocalTensorMode(2) as simulated:
-            numel = 2 * _exchange.MIN_SLICE_BYTES
+            numel = 2 * GlooWire.in_place_bytes
             summand = simulated.rank_map(lambda r: torch.full((numel,), float(r + 1)))
             found, sends = run(summand, step(2))
         assert sends == FUNCTIONAL
@@ -249,7 +235,7 @@ def test_simulated_ranks_keep_functional_collectives() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("leaves_at", ["start", "reduction"])
 def test_absent_rank_is_an_error_within_the_timeout(leaves_at: str) -> None:
-    numel = _exchange.MIN_SLICE_BYTES
+    numel = GlooWire.in_place_bytes
 
     def leave(*_: object) -> None:
         wait_for("the error", 2)
@@ -270,25 +256,6 @@ def test_absent_rank_is_an_error_within_the_timeout(leaves_at: str) -> None:
         arrive("the error")
 
     run_ranks(ranks, 3, collective_timeout=3)
-
-
-def test_every_work_is_waited_for() -> None:
-    class Work:
-        def __init__(self, error: Exception | None = None) -> None:
-            self.error, self.waits = error, 0
-
-        def wait(self) -> bool:
-            self.waits += 1
-            if self.error is not None:
-                raise self.error
-            return True
-
-    first, second = RuntimeError("first"), RuntimeError("second")
-    works = [Work(), Work(first), Work(), Work(second), Work()]
-    with pytest.raises(RuntimeError) as caught:
-        wait_for_all(works, None)  # type: ignore[arg-type]
-    assert caught.value is first
-    assert [work.waits for work in works] == [1] * 5
 
 
 @pytest.mark.parametrize("compiled", [True, False])

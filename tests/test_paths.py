@@ -501,7 +501,7 @@ def test_sizes_across_the_threshold_are_an_error_at_once(
     assert found == [found[0]] * 3
 
 
-def test_a_cached_reduction_runs_through_seven_modules() -> None:
+def test_a_cached_reduction_runs_through_few_modules() -> None:
     """From ``run_reduction`` to the kernel; modules that only a first call needs do not count."""
 
     def ranks(rank: int) -> dict[str, list[str]]:
@@ -537,4 +537,7 @@ def test_a_cached_reduction_runs_through_seven_modules() -> None:
         return found
 
     found, _ = run_ranks(ranks, 2)
-    assert {name: modules for name, modules in found.items() if not 4 < len(modules) <= 7} == {}
+    # Over gloo headers are a module of their own. Messages between pairs wait as long as their
+    # group does now, which two modules know.
+    most = dict.fromkeys(found, 7) | {"one message": 8, "in place": 10}
+    assert {name: m for name, m in found.items() if not 4 < len(m) <= most[name]} == {}

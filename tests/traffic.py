@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.execute._gloo import Channel
+from meshplan.execute._gloo_channel import Channel
 from meshplan.execute._provenance import CollectiveLog
 
 

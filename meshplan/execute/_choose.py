@@ -18,7 +18,7 @@ from torch import Tensor
 from meshplan.contract import check_dtype
 from meshplan.definition import partial_dtype
 from meshplan.errors import ContractTypeError
-from meshplan.execute._gloo import inline_bytes
+from meshplan.execute._gloo_channel import inline_bytes
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._switches import ONE_SHOT_VARIABLE
 from meshplan.execute._wire import Wire

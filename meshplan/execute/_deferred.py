@@ -116,10 +116,15 @@ class DeferredWire(Wire):
         self._rows: Tensor | None = None
 
     def start_exchange(
-        self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
+        self,
+        parts: Tensor | Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        last: bool = True,
+        room: Sequence[Tensor] | None = None,
     ) -> Callable[[], Sequence[Tensor]]:
         self.compare()
-        return super().start_exchange(parts, group, last=last)
+        return super().start_exchange(parts, group, last=last, room=room)
 
     def compare(self) -> None:
         """Gather the headers of all ranks, or reduce them, once."""

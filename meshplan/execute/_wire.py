@@ -6,6 +6,8 @@ Every collective is issued through the wire's ``CollectiveLog``, which the repor
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,18 +21,19 @@ from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._torch import AsyncCollectiveTensor, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._provenance import CollectiveLog
+from meshplan.flatten import default_timeout
 from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
 __all__ = [
     "WAIT_SLICE",
-    "wait_for_all",
     "wait_for_group",
     "Message",
     "Wire",
     "to_wire_dtype",
     "split_equally",
     "fold",
+    "start_messages",
     "is_captured",
     "is_compiled",
     "is_traced",
@@ -42,6 +45,8 @@ _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 WAIT_SLICE = timedelta(milliseconds=200)
 """How soon a wait for a rank that does not come finds that its group was aborted."""
+# Messages of the program over the same group have other tags.
+_TAG = 0x6D706C
 
 
 class Message(NamedTuple):
@@ -69,8 +74,8 @@ class Wire:
         issue: ``log.issue``.
     """
 
-    # Whether the memory of a result may be written to by the backend itself.
-    in_place = False
+    # From so many bytes on, pieces arrive in the memory that the caller offers for them.
+    in_place_bytes = sys.maxsize
 
     def __init__(self) -> None:
         self.log = CollectiveLog()
@@ -97,7 +102,12 @@ class Wire:
         return self.start_exchange(parts, group, last=last)()
 
     def start_exchange(
-        self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
+        self,
+        parts: Tensor | Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        last: bool = True,
+        room: Sequence[Tensor] | None = None,
     ) -> Callable[[], Sequence[Tensor]]:
         """``exchange``, whose messages are under way when it returns.
 
@@ -105,6 +115,8 @@ class Wire:
 
         Args:
             parts, group, last: as for ``exchange``.
+            room: memory like the part for this rank, one for each rank and apart from ``parts``,
+                to which a backend may write those of others.
 
         Returns:
             Waits for the messages, and returns the parts.
@@ -135,7 +147,7 @@ class Wire:
             Flat, waited for; valid until the next exchange over ``group``.
         """
         self.compare()
-        gathered = self.wait(self.all_gather(tensor, group))
+        gathered = self.start_gather(tensor, group)()
         return gathered.view(group.size(), tensor.numel()).unbind(0)
 
     def all_to_all(
@@ -171,11 +183,15 @@ class Wire:
         )
         return from_wire_dtype(found, tensor)
 
-    def start_gather(self, tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    def start_gather(
+        self, tensor: Tensor, group: ProcessGroup, room: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """``all_gather`` that may run concurrently with other collectives.
 
         Args:
             tensor, group: as for ``all_gather``.
+            room: memory for the tensors of all ranks, to which a backend may write them;
+                ``tensor`` may be its own part of that.
 
         Returns:
             Waits for the messages, and returns the tensors.
@@ -289,22 +305,6 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def wait_for_all(works: Iterable[Work], group: ProcessGroup) -> None:
-    """Wait for all, also if one has failed: the others still use their memory.
-
-    Raises:
-        RuntimeError: the first failure.
-    """
-    failure: RuntimeError | None = None
-    for work in works:
-        try:
-            wait_for_group(work, group)
-        except RuntimeError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
 def wait_for_group(work: Work, group: ProcessGroup) -> None:
     """Wait for all ranks of ``group``; as long as they allow, or until it is aborted."""
     # The end of a slice is an error like that of the collective, which may end just then: only a
@@ -315,3 +315,54 @@ def wait_for_group(work: Work, group: ProcessGroup) -> None:
         except RuntimeError:
             check_aborted(f"ranks of group {group.group_name}")
     work.wait()
+
+
+def start_messages(
+    messages: Iterable[Message], group: ProcessGroup, log: CollectiveLog
+) -> Callable[[], None]:
+    """Send and receive ``messages``, at once.
+
+    Args:
+        messages: with as many bytes on both sides, or with more room where they are received.
+        group: over gloo.
+        log: issues them.
+
+    Returns:
+        Waits for them, as long as the group allows, or until it is aborted.
+    """
+    works = []
+    for sends, tensor, peer in sorted(messages, key=lambda one: one.sends):
+        call = group.send if sends else group.recv
+        works.append(log.issue(call, [tensor], peer, _TAG))
+    return lambda: _wait_for_peers(works, group)
+
+
+def _wait_for_peers(works: Sequence[Work], group: ProcessGroup) -> None:
+    # A wait that ends early breaks gloo's connections. So another thread waits where this one may
+    # have to give up.
+    if THIS_THREAD.abort is None:
+        failure = _failure(works, group)
+        if failure is not None:
+            raise failure
+        return
+    ended: list[RuntimeError | None] = []
+    waiter = threading.Thread(target=lambda: ended.append(_failure(works, group)), daemon=True)
+    waiter.start()
+    while not ended:
+        waiter.join(WAIT_SLICE.total_seconds())
+        if not ended:
+            check_aborted(f"ranks of group {group.group_name}")
+    if ended[0] is not None:
+        raise ended[0]
+
+
+def _failure(works: Sequence[Work], group: ProcessGroup) -> RuntimeError | None:
+    """Wait for all, also if one has failed: the others still use their memory."""
+    # Gloo knows no later timeout than the one with which the group was created.
+    limit, found = timedelta(seconds=default_timeout("cpu", group)), None
+    for work in works:
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            found = found or error
+    return found

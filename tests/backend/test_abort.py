@@ -129,7 +129,7 @@ def wait_for_data(rank: int) -> list[str]:
     """Headers are compared, and rank 1 sends no data; another thread aborts."""
     group = dist.new_group(timeout=LONG)
     store = dist.distributed_c10d._get_default_store()
-    large = torch.ones(2 * _exchange.MIN_SLICE_BYTES)
+    large = torch.ones(2 * GlooWire.in_place_bytes)
     wanted = step("exchange", sizes=(2,))
     header = tensor_header(large, wanted, "exchange", False)
     wire = GlooWire(StepGroups(group), (rank, header))

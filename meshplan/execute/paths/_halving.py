@@ -261,13 +261,14 @@ class HalvedReduction:
         how = self._op, [1], self._contract, self._dtype, self._divisor
         return finish_partials([total], *how)
 
-    def gather(self, part: Tensor) -> Rounds[Tensor]:
+    def gather(self, part: Tensor, room: Tensor | None = None) -> Rounds[Tensor]:
         """Return the whole, from the parts of all ranks.
 
         Args:
             part: of ``owned``, flat; of any dtype.
+            room: memory for the whole, apart from ``part``; new memory if not given.
         """
-        whole = part.new_empty(self._numel)
+        whole = part.new_empty(self._numel) if room is None else room
         whole[self.owned] = part
         flat = whole.view(torch.uint8)
         for one in (*self._idle(), *self._plan.gather()):

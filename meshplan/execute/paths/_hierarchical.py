@@ -72,7 +72,7 @@ class HierarchicalPath(Path):
             large_pages(result)
         lengths = cut_chunks(flat.numel(), chunks, step.group_size)
         pairs = zip(torch.split(flat, lengths), torch.split(result, lengths), strict=True)
-        levels.run(_write(place, levels.all_reduce(chunk)) for chunk, place in pairs)
+        levels.run(_write(place, levels.all_reduce(chunk, place)) for chunk, place in pairs)
         return Outcome(result.view(tensor.shape), wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
@@ -104,16 +104,22 @@ class ExchangeLevel:
     def __init__(self, group: ProcessGroup, wire: Wire, *, last: bool) -> None:
         self._group, self._wire, self._last = group, wire, last
 
-    def reduce(self, parts: Tensor | Sequence[Tensor]) -> Stages[Sequence[Tensor]]:
-        """Send ``parts[r]`` to rank r; returns the parts that came from each rank."""
+    def reduce(
+        self, parts: Tensor | Sequence[Tensor], room: Tensor | None = None
+    ) -> Stages[Sequence[Tensor]]:
+        """Send ``parts[r]`` to rank r; returns the parts that came from each rank.
+
+        They may be in ``room``: a row for each, apart from ``parts``.
+        """
+        memory = None if room is None else room.view(self._group.size(), -1).unbind(0)
         rows: Sequence[Tensor] = yield self._wire.start_exchange(
-            parts, self._group, last=self._last
+            parts, self._group, last=self._last, room=memory
         )
         return rows
 
-    def gather(self, own: Tensor) -> Stages[Tensor]:
-        """The concatenation of every rank's ``own``."""
-        whole: Tensor = yield self._wire.start_gather(own, self._group)
+    def gather(self, own: Tensor, room: Tensor | None = None) -> Stages[Tensor]:
+        """The concatenation of every rank's ``own``; it may be in ``room``."""
+        whole: Tensor = yield self._wire.start_gather(own, self._group, room)
         return whole
 
 
@@ -164,28 +170,33 @@ class Levels:
             run_stages, send_round=partial(wire.start_round, group=outer, device=tensor.device)
         )
 
-    def all_reduce(self, chunk: Tensor) -> Stages[Tensor]:
-        """The whole result of a chunk, padded at its end."""
+    def all_reduce(self, chunk: Tensor, place: Tensor | None = None) -> Stages[Tensor]:
+        """The whole result of a chunk, padded at its end; it may be in ``place``."""
         ranks, blocks = self._sizes
         # Rank j of block o finishes slice j * blocks + o, not that of its position in the group:
         # the slices of one j lie together, and both gathers put theirs where they belong.
         slices = split_equally(chunk, ranks * blocks).view(ranks, -1)
-        combined = self._combine((yield from self._inside.reduce(slices)))
+        # Leaves arrive where results do later, and so do partials of their dtype.
+        if place is not None and place.numel() != slices.numel():
+            place = None
+        mine = None if place is None else place.view(ranks, -1)[self._place]
+        combined = self._combine((yield from self._inside.reduce(slices, place)))
         del slices
         if self.halves:
             halved = self._halved(numel=combined.numel())
             total = yield from halved.reduce(combined)
-            finished = yield from halved.gather(halved.finish(total))
+            finished = yield from halved.gather(halved.finish(total), mine)
         else:
             # An exact partial has several words, which travel together.
             words = combined.shape[:-1]
             messages = combined.view(*words, blocks, -1).movedim(-2, 0).reshape(blocks, -1)
             # Of slices of one element that is a view of transposed words.
             messages = messages.contiguous()
-            own = self._finish_rows((yield from self._between.reduce(messages)), words)
-            finished = yield from self._between.gather(own)
+            room = mine if messages.dtype is chunk.dtype and not words else None
+            own = self._finish_rows((yield from self._between.reduce(messages, room)), words)
+            finished = yield from self._between.gather(own, mine)
         del combined
-        return (yield from self._inside.gather(finished))
+        return (yield from self._inside.gather(finished, place))
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Stages[Tensor]:
         """This rank's part of the result; ``parts`` has one for each position in the group."""
@@ -220,7 +231,8 @@ class Levels:
 def _write(place: Tensor, stages: Stages[Tensor]) -> Stages[None]:
     """Run ``stages``, and write what they return to ``place``."""
     finished = yield from stages
-    place.copy_(finished[: place.numel()])
+    if finished.data_ptr() != place.data_ptr():
+        place.copy_(finished[: place.numel()])
 
 
 def _split(part: Tensor, chunks: int) -> list[Tensor]:
