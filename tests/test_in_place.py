@@ -179,6 +179,16 @@ def test_each_rank_sends_its_pieces_and_its_results(monkeypatch: pytest.MonkeyPa
     assert [sent for _, sent in found] == [piece + three for piece in pieces]
 
 
+def test_larger_groups_use_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GlooWire, "in_place_bytes", 1)
+    monkeypatch.setattr(GlooWire, "in_place_ranks", 2)
+
+    def ranks(rank: int) -> tuple[str, ...]:
+        return run(torch.ones(12), step(3))[1]
+
+    assert run_ranks(ranks, 3) == [FUNCTIONAL] * 3
+
+
 def test_tracing_sees_one_operator() -> None:
     numel = 2 * GlooWire.in_place_bytes
 

@@ -55,8 +55,10 @@ class GlooWire(Wire):
             all ranks of the reduction, if the headers of any two of them differ.
     """
 
-    # Below, one call for each message costs more than it saves. It changes no bit.
+    # Below, and in larger groups, one call for each message costs more than it saves; gloo's own
+    # all-gather is a ring, which crosses few links between hosts. It changes no bit.
     in_place_bytes = 128 << 10
+    in_place_ranks = 8
 
     def __init__(self, groups: StepGroups, mine: RankHeader) -> None:
         super().__init__()
@@ -68,6 +70,9 @@ class GlooWire(Wire):
         large = len(groups.levels) == 1 and groups.flat.size() > _MOST_AT_ONCE
         self._rounds = HeaderRounds(groups.flat, mine[1], self.log) if large else None
         self._works: dict[int, tuple[Work, ProcessGroup]] = {}
+
+    def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
+        return nbytes >= self.in_place_bytes and group.size() <= self.in_place_ranks
 
     def start_exchange(
         self,
@@ -91,7 +96,7 @@ class GlooWire(Wire):
                 # Of a block whose headers differ no number is used: the last level raises.
                 found = leaves or [parts[group.rank()]] * group.size()
                 return lambda: found
-        if nbytes < self.in_place_bytes:
+        if not self.in_place(nbytes, group):
             return super().start_exchange(parts, group)
         own = parts[group.rank()]
         rows = list(own.new_empty(group.size(), own.numel()) if room is None else room)
@@ -107,7 +112,7 @@ class GlooWire(Wire):
     def start_gather(
         self, tensor: Tensor, group: ProcessGroup, room: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        if tensor.nbytes < self.in_place_bytes:
+        if not self.in_place(tensor.nbytes, group):
             return super().start_gather(tensor, group)
         ranks, (length, *rest) = group.size(), tensor.shape
         whole = tensor.new_empty(ranks * length, *rest) if room is None else room

@@ -6,7 +6,6 @@ Every collective is issued through the wire's ``CollectiveLog``, which the repor
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -74,15 +73,21 @@ class Wire:
         issue: ``log.issue``.
     """
 
-    # From so many bytes on, pieces arrive in the memory that the caller offers for them.
-    in_place_bytes = sys.maxsize
-
     def __init__(self) -> None:
         self.log = CollectiveLog()
         self.issue = self.log.issue
 
     def compare(self) -> None:
         """Compare the headers of all ranks, for data that travels without them."""
+
+    def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
+        """Whether pieces of ``nbytes`` arrive in the memory that a caller offers for them.
+
+        Args:
+            nbytes: of each piece of an exchange or a gather.
+            group: of the ranks that send them.
+        """
+        return False
 
     def exchange(
         self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
