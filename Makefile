@@ -113,7 +113,7 @@ bench: setup ## all benchmarks; writes docs/performance.md: about 20 minutes
 bench-smoke: setup ## run the benchmarks on small cases, without times
 	$(BIN)/python -m benchmarks --smoke --json $(VENV)/bench-smoke.json --page $(VENV)/bench-smoke
 
-bench-gpu: ## the kernels for GPUs, compared with a plain copy and torch's all-reduces
+bench-gpu: ## the kernels for GPUs, compared with a plain copy and torch's all-reduces; what auto takes there
 	$(PYTHON) tools/build_in_place.py
 	$(PYTHON) -m benchmarks.allreduce_gpu
 

@@ -58,7 +58,7 @@ def ways(world_size: int) -> dict[str, Callable[[Tensor], object]]:
     """What is compared, by name."""
     mesh = init_device_mesh("cpu", (world_size,))
     layout = Layout.from_mesh(mesh)
-    group = registry().get(mesh, layout, (0,), token=Record.of(use="benchmark"), peers=True)
+    group = registry().get(mesh, layout, (0,), token=Record.of(use="benchmark"), peers="always")
     assert group.peers is not None, group.no_peers
     peers, contract = group.peers.name, Contract()
     step = Step(

@@ -3,7 +3,8 @@
 First all ranks in one launch, with the GPU's own memory in place of links; then processes, with
 torch's ``one_shot_all_reduce`` and ``two_shot_all_reduce_``, and NCCL where each rank has a GPU, in
 the same processes. A CUDA graph of some calls is timed by the GPU, so that the host counts nowhere.
-Ranks that share one GPU take turns on it: their times say nothing about links.
+Ranks that share one GPU take turns on it: their times say nothing about links. Where each rank has
+a GPU, what is faster is written to meshplan/kernel/timed_gpus.json, for ``path="auto"``.
 
     python -m benchmarks.allreduce_gpu
 """
@@ -15,7 +16,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -24,18 +27,23 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from benchmarks.record import Case, Figures, at_least
+from benchmarks.record import Case, Figures, at_least, machine
 from benchmarks.script import Suite, run
 from benchmarks.timing import on_ranks, slowest
+from meshplan.contract import Contract
+from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.flatten._connect import connect_devices
-from meshplan.kernel import DeviceCommunicator
+from meshplan.kernel import DeviceCommunicator, TimedPaths
+from meshplan.planner import Step
 
 ROOT = Path(__file__).parents[1]
+TIMED = ROOT / "meshplan" / "kernel" / "timed_gpus.json"
 SIZES = tuple(1 << n for n in range(10, 29, 2))
 # Of ranks that share a GPU: each wait lasts until the GPU changes to the other rank.
 SHARED_SIZES = SIZES[1:8:2]
 DTYPES = (torch.float32, torch.bfloat16)
 WORLD_SIZES = (2, 4, 8)
+OURS = ("one_shot", "two_shot", "exchange")
 REPLAYS, WARM_UP, IN_GRAPH = 30, 3, 10
 
 
@@ -74,6 +82,23 @@ def fused_cases(row: dict[str, float | str]) -> Iterator[Case]:
         )
 
 
+def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The contract over NCCL: all-to-all, one fold, all-gather."""
+    ranks = group.size()
+    step = Step(
+        kind="all_reduce",
+        axes=(0,),
+        move="P -> R",
+        why="benchmark",
+        op="sum",
+        path="exchange",
+        contract=Contract(),
+        sizes=(ranks,),
+    )
+    purpose = Purpose("benchmark", "", f"{ranks} ranks")
+    return run_reduction(tensor, step, StepGroups(group), purpose=purpose, path="exchange")
+
+
 def ways(
     tensor: Tensor, group: str, name: str, nccl: dist.ProcessGroup | None
 ) -> dict[str, Callable[[], object]]:
@@ -93,6 +118,7 @@ def ways(
         "torch two_shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", group),
     }
     if nccl is not None:
+        calls["exchange"] = lambda: exchange(mine, nccl)
         calls["nccl"] = lambda: dist.all_reduce(mine, group=nccl)
     return calls
 
@@ -118,6 +144,35 @@ def in_graphs(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float
             samples.append(start.elapsed_time(end) * 1e3 / IN_GRAPH)
         found[name] = samples[WARM_UP:]
     return found
+
+
+def thresholds(cases: Sequence[Case]) -> TimedPaths | None:
+    """What ``auto`` is to take, of the cases of one number of ranks; ``None`` without exchanges.
+
+    A way counts as faster at a size only if it is for each dtype.
+    """
+    times: dict[int, list[dict[str, float]]] = {}
+    for case in cases:
+        if "exchange" in case.runs:
+            medians = {name: run.median for name, run in case.runs.items()}
+            times.setdefault(int(case.parameters["bytes"]), []).append(medians)
+    if not times:
+        return None
+
+    def faster(nbytes: int, way: str, other: str) -> bool:
+        return all(one[way] <= one[other] for one in times[nbytes])
+
+    small = takewhile(lambda n: faster(n, "one_shot", "two_shot"), sorted(times))
+    limit = max(small, default=0)
+    modes = {n: "one_shot" if n <= limit else "two_shot" for n in times}
+    return TimedPaths(limit, all(faster(n, mode, "exchange") for n, mode in modes.items()))
+
+
+def note(path: Path, name: str, ranks: int, found: TimedPaths, when: str) -> None:
+    """Add a row to the file, or replace it."""
+    known = json.loads(path.read_text())
+    known.setdefault(name, {})[str(ranks)] = {**found._asdict(), "timed": when}
+    path.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
 def sizes(ranks: int) -> tuple[int, ...]:
@@ -154,7 +209,7 @@ def measure() -> Iterator[Case]:
                 name=f"all-reduce of {nbytes >> 10} KiB, {name}, by processes",
                 unit="us",
                 runs=runs,
-                peers=tuple(way for way in runs if way not in ("one_shot", "two_shot")),
+                peers=tuple(way for way in runs if way not in OURS),
                 ranks=ranks,
                 parameters={"dtype": name, "bytes": nbytes, "world_size": ranks},
             )
@@ -167,7 +222,11 @@ def cases(smoke: bool) -> Iterator[Case]:
     yield from fused()
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     for world_size in WORLD_SIZES[:1] if smoke else WORLD_SIZES:
-        yield from on_ranks(world_size, measure)
+        found = list(on_ranks(world_size, measure))
+        yield from found
+        if not smoke and (paths := thresholds(found)) is not None:
+            when = f"{time.strftime('%Y-%m-%d')}, {machine()['gpu']}"
+            note(TIMED, torch.cuda.get_device_name(), world_size, paths, when)
 
 
 def total(smoke: bool) -> int:

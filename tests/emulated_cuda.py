@@ -607,6 +607,7 @@ def emulate() -> None:
     module.Stream, module.Event, module.stream = Stream, Event, on_stream
     module.current_stream, module.default_stream = current_stream, default_stream
     module.synchronize = synchronize
+    module.get_device_name = lambda: "emulated"
     module.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=4)
     # Folds run as the definition does, also where an earlier test of this process has loaded a driver.
     code: Any = _device_code

@@ -18,11 +18,12 @@ import pytest
 import torch
 from expecttest import TestCase
 
-from benchmarks import allreduce_cpu, timing
+from benchmarks import allreduce_cpu, allreduce_gpu, timing
 from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
 from benchmarks.script import about, row_of
+from meshplan.kernel import TimedPaths, _timed_gpus, timed_paths
 
 pytestmark = pytest.mark.processes
 
@@ -100,6 +101,65 @@ def test_machine_names_the_driver_of_its_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
     assert machine()["gpu"] == f"NVIDIA X{shown}"
+
+
+def timed(nbytes: int, **medians: float) -> Case:
+    runs = {name: Figures.of([value]) for name, value in medians.items()}
+    return Case(name=str(nbytes), unit="us", runs=runs, peers=(), parameters={"bytes": nbytes})
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [
+        ([timed(1, one_shot=1.0, two_shot=2.0)], None),
+        (
+            [
+                timed(4096, one_shot=9.0, two_shot=3.0, exchange=4.0),
+                timed(1024, one_shot=1.0, two_shot=2.0, exchange=4.0),
+            ],
+            TimedPaths(1024, share_memory=True),
+        ),
+        # Another dtype, of which one_shot is slower.
+        (
+            [
+                timed(1024, one_shot=1.0, two_shot=2.0, exchange=4.0),
+                timed(1024, one_shot=3.0, two_shot=2.0, exchange=4.0),
+            ],
+            TimedPaths(0, share_memory=True),
+        ),
+        # A small message is faster by what would not be taken.
+        (
+            [
+                timed(1024, one_shot=5.0, two_shot=4.0, exchange=4.5),
+                timed(4096, one_shot=3.0, two_shot=6.0, exchange=5.0),
+            ],
+            TimedPaths(0, share_memory=False),
+        ),
+    ],
+)
+def test_thresholds_of_auto_are_those_of_all_dtypes(
+    cases: list[Case], expected: TimedPaths | None
+) -> None:
+    assert allreduce_gpu.thresholds(cases) == expected
+
+
+def test_timed_gpus_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = json.loads(allreduce_gpu.TIMED.read_text())
+    path = tmp_path / "timed.json"
+    path.write_text(json.dumps(shipped))
+    for limit in (1, 2):
+        found = TimedPaths(limit, share_memory=True)
+        allreduce_gpu.note(path, "NVIDIA X", 8, found, "2026-11-25, NVIDIA X, driver 580.1")
+    allreduce_gpu.note(path, "NVIDIA X", 4, TimedPaths(7, share_memory=False), "2026-11-25")
+    known = json.loads(path.read_text())
+    assert known.items() > shipped.items()
+    monkeypatch.setattr(_timed_gpus, "_read", lambda: known)
+    assert timed_paths("NVIDIA X", 8) == found
+    assert timed_paths("NVIDIA X", 4) == "exchange was timed to be faster on NVIDIA X with 4 ranks"
+    assert timed_paths("NVIDIA X", 2) == (
+        "one_shot and two_shot were not timed on NVIDIA X with 2 ranks; write the path that you "
+        "want, or time them with make bench-gpu"
+    )
 
 
 def test_calls_that_settle_are_counted_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatch
 from meshplan.flatten import Group, _connect
 from meshplan.flatten._connect import connect_devices
 from meshplan.flatten._join import share_memory
-from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, check
+from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, _timed_gpus, check
 from meshplan.kernel._device_code import kernel_name
 from meshplan.kernel._device_peers import share_out, tile_bytes
 from meshplan.kernel._driver import Driver, DriverError
@@ -305,6 +305,59 @@ memory of 3 GPUs""",
         self.assertExpectedInline(found[0], """rank 1: libcuda.so.1: no such file""")
 
 
+class TestTimedGpus(TestCase):
+    def test_auto_shares_memory_only_where_it_was_timed_to_be_faster(self) -> None:
+        rows = {
+            "fast": {"2": {"one_shot_bytes": 400, "share_memory": 1}},
+            "also": {"2": {"one_shot_bytes": 400, "share_memory": 1}},
+            "slow": {"2": {"one_shot_bytes": 400, "share_memory": 0}},
+        }
+
+        def ranks(rank: int) -> list[str]:
+            torch.set_num_threads(1)
+            device, found = Emulated(), []
+            _connect.device_of = lambda index: device  # type: ignore[assignment]
+            torch.cuda.current_device = lambda: 0
+            _timed_gpus._read = lambda: rows  # type: ignore[assignment]
+            group = group_of_two()
+            for names in (("new", "new"), ("fast", "slow"), ("fast", "also"), ("fast", "fast")):
+                torch.cuda.get_device_name = lambda name=names[rank]: name  # type: ignore[assignment]
+                how = {"rank": rank, "objection": None, "wait": 20, "timeout": 20}
+                shared = share_memory(group, "cuda", timed=True, **how)  # type: ignore[arg-type]
+                found.append(shared.no_peers)
+            assert shared.peers is not None
+            found.append(f"{shared.peers}: {shared.peers.faster_mode(400)} of 400 bytes")
+            found.append(f"{shared.peers.faster_mode(401)} of 401")
+            # A path that is named has memory of its own, with published limits.
+            named = share_memory(group, "cuda", **how)  # type: ignore[arg-type]
+            assert named.peers is not None
+            assert named.peers.name != shared.peers.name
+            assert named.peers.faster_mode(401) == "one_shot"
+            leaves = [order_sensitive(101, rank=r, world_size=2) for r in range(2)]
+            result = reduce_peers(leaves[rank], (2,), "auto", name=shared.peers.name)
+            assert have_equal_bits(result, reduce_leaves(leaves, "sum", (2,)))
+            return found
+
+        first, second = run_ranks(ranks, 2)
+        assert first == second
+        self.assertExpectedInline(
+            "\n".join(first),
+            """\
+rank 0: one_shot and two_shot were not timed on new with 2 ranks; write the path that you want, or time them with make bench-gpu
+rank 1: exchange was timed to be faster on slow with 2 ranks
+its ranks have GPUs of several kinds
+
+memory of 2 GPUs: one_shot of 400 bytes
+two_shot of 401""",
+        )
+
+
+def group_of_two() -> Group:
+    world = dist.group.WORLD
+    assert world is not None
+    return Group(world, (0, 1), "default", world.group_name)
+
+
 def test_shared_device_memory_is_logged() -> None:
     def ranks(rank: int) -> tuple[bool, list[str]]:
         torch.set_num_threads(1)
@@ -317,10 +370,7 @@ def test_shared_device_memory_is_logged() -> None:
         device = Emulated()
         _connect.device_of = lambda index: device  # type: ignore[assignment]
         torch.cuda.current_device = lambda: 0
-        world = dist.group.WORLD
-        assert world is not None
-        group = Group(world, (0, 1), "default", world.group_name)
-        found = share_memory(group, "cuda", rank=rank, objection=None, wait=20, timeout=20)
+        found = share_memory(group_of_two(), "cuda", rank=rank, objection=None, wait=20, timeout=20)
         assert isinstance(found.peers, DeviceCommunicator)
         leaves = [order_sensitive(99, rank=r, world_size=2) for r in range(2)]
         result = reduce_peers(leaves[rank], (2,), "auto", name=found.peers.name)

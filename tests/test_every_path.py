@@ -55,7 +55,7 @@ def wrong_paths(rank: int, world_size: int, known: list[Case]) -> list[str]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world_size,))
     layout = Layout.from_mesh(mesh)
-    group = registry().get(mesh, layout, (0,), token=Record.of(use="test"), peers=world_size > 1)
+    group = registry().get(mesh, layout, (0,), token=Record.of(use="test"), peers="always")
     shares = group.peers is not None
     assert shares == (world_size > 1 and kernel.available()), group.no_peers
     groups = StepGroups(group.pg, peers=group.peers, no_peers=group.no_peers)

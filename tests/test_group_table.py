@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshplan.flatten import Group, _group_table
 from meshplan.flatten._group_table import GroupKey, GroupTable
 
-KEY = GroupKey((0, 1), "fake", "cpu", False)
+KEY = GroupKey((0, 1), "fake", "cpu", "never")
 
 
 def init() -> None:
@@ -97,7 +97,7 @@ def test_group_destroyed_by_the_user_is_forgotten(book: GroupTable) -> None:
 def test_shared_memory_is_added_to_the_same_process_group(book: GroupTable) -> None:
     group = created()
     book.add(KEY, group)
-    other = KEY._replace(peers=True)
+    other = KEY._replace(peers="always")
     assert book.alive(other) is None
     found = book.kept(other)
     assert found is not None
@@ -113,7 +113,7 @@ def test_shared_memory_is_added_to_the_same_process_group(book: GroupTable) -> N
 def test_group_with_shared_memory_serves_other_paths(book: GroupTable) -> None:
     memory = Memory()
     shared = sharing(created(), memory)
-    book.add(KEY._replace(peers=True), shared)
+    book.add(KEY._replace(peers="always"), shared)
     assert book.alive(KEY) == shared
     assert book.sharing() == 1
     memory.alive = False

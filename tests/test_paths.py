@@ -374,7 +374,7 @@ def test_reported_collectives_are_those_torch_dispatches() -> None:
     def ranks(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         group = registry().get(
-            mesh, Layout.from_mesh(mesh), (0, 1), token=Record.of(use="test"), peers=True
+            mesh, Layout.from_mesh(mesh), (0, 1), token=Record.of(use="test"), peers="always"
         )
         pairs = [mesh.get_group(axis) for axis in (0, 1)]
         flat = StepGroups(group.pg, gather=pairs[1], peers=group.peers)
@@ -507,7 +507,7 @@ def test_a_cached_reduction_runs_through_few_modules() -> None:
     def ranks(rank: int) -> dict[str, list[str]]:
         mesh = init_device_mesh("cpu", (2,))
         group = registry().get(
-            mesh, Layout.from_mesh(mesh), (0,), token=Record.of(use="test"), peers=True
+            mesh, Layout.from_mesh(mesh), (0,), token=Record.of(use="test"), peers="always"
         )
         shared, apart = StepGroups(group.pg, peers=group.peers), StepGroups(group.pg)
         found = {}

@@ -14,6 +14,7 @@ from tools.peer_latency import (
     MIB,
     PUBLISHED,
     PUSH,
+    alternatives_table,
     calibration_table,
     errors,
     fit,
@@ -33,6 +34,11 @@ def test_page_has_the_tables_and_the_fit() -> None:
     assert f"A barrier takes {fit().barrier:.1f} us" in PAGE
     assert f"{fit().one_shot / 1e3:.0f} GB/s in kernels of one shot and" in PAGE
     assert f"{fit().two_shot / 1e3:.0f} GB/s in kernels of two" in PAGE
+
+
+def test_decision_against_registered_memory_has_its_table() -> None:
+    page = (ROOT / "docs" / "adr" / "0019-summands-are-staged.md").read_text(encoding="utf-8")
+    assert alternatives_table() in page
 
 
 def test_model_explains_published_times() -> None:

@@ -63,37 +63,37 @@ class TestValues(TestCase):
             for path in PATHS:
                 if (value, path) != ("0", "one_shot"):
                     config = self.installed(value, path=path)
-                    maps = [kind for kind in ("cpu", "cuda") if config.maps_memory(kind)]
-                    table[f"{value} {path}"] = " ".join(maps) or "none"
+                    kinds = ("cpu", "cuda")
+                    table[f"{value} {path}"] = " ".join(map(config.sharing, kinds))
         self.assertExpectedInline(
             "\n".join(f"{k}: {v}" for k, v in table.items()),
             """\
-None auto: cpu
-None one_shot: cpu cuda
-None two_shot: cpu cuda
-None exchange: none
-None halving: none
-None integer: none
-None integer_checksum: none
-None reference: none
-None native: none
-0 auto: cpu
-0 two_shot: cpu cuda
-0 exchange: none
-0 halving: none
-0 integer: none
-0 integer_checksum: none
-0 reference: none
-0 native: none
-1 auto: cpu cuda
-1 one_shot: cpu cuda
-1 two_shot: cpu cuda
-1 exchange: none
-1 halving: none
-1 integer: none
-1 integer_checksum: none
-1 reference: none
-1 native: none""",
+None auto: always timed
+None one_shot: always always
+None two_shot: always always
+None exchange: never never
+None halving: never never
+None integer: never never
+None integer_checksum: never never
+None reference: never never
+None native: never never
+0 auto: always timed
+0 two_shot: always always
+0 exchange: never never
+0 halving: never never
+0 integer: never never
+0 integer_checksum: never never
+0 reference: never never
+0 native: never never
+1 auto: always always
+1 one_shot: always always
+1 two_shot: always always
+1 exchange: never never
+1 halving: never never
+1 integer: never never
+1 integer_checksum: never never
+1 reference: never never
+1 native: never never""",
         )
 
     def test_invalid_switches_are_refused(self) -> None:

@@ -36,7 +36,7 @@ from meshplan.execute._run import compare_headers, run_reduction
 from meshplan.execute._shards import select_shard
 from meshplan.execute._steady import SteadyReduction, find_steady
 from meshplan.execute._switches import one_shot_switch
-from meshplan.execute.paths import shares_memory
+from meshplan.execute.paths import sharing_of
 from meshplan.flatten import Group, GroupHandle, registry
 from meshplan.planner import Step
 from meshplan.record import Record
@@ -297,7 +297,7 @@ def find_group(
         GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.of``.
     """
     kind, path, one_shot = tensor.device.type, options.path, one_shot_switch()
-    peers = shares_memory(path, kind, one_shot)
+    peers = sharing_of(path, kind, one_shot)
     # An environment variable, which ranks may have set differently; compared where it decides.
     switch = None if path != "auto" or one_shot is None else "always" if one_shot else "never"
     token = Record.of(contract=options.contract.id, path=path, one_shot=switch, audit=options.audit)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from meshplan.contract import Contract
 from meshplan.errors import ContractError, PolicyError, TopologyError
-from meshplan.execute import ONE_SHOT_VARIABLE, PathChoice, check_path, shares_memory
+from meshplan.execute import ONE_SHOT_VARIABLE, PathChoice, check_path, sharing_of
+from meshplan.flatten import Sharing
 from meshplan.layout import Layout
 from meshplan.planner import (
     CONTRACT_PATHS,
@@ -131,13 +132,13 @@ class Config:
         """The path that the planner assumes; the final one is chosen when the group is known."""
         return self.path if self.path in ("auto", *CONTRACT_PATHS) else "exchange"
 
-    def maps_memory(self, device_type: str) -> bool:
-        """Whether groups should share memory if their ranks can.
+    def sharing(self, device_type: str) -> Sharing:
+        """When groups share memory, if their ranks can.
 
         Args:
             device_type: of the mesh: ``cpu``, ``cuda``.
         """
-        return shares_memory(self.path, device_type, self.one_shot)
+        return sharing_of(self.path, device_type, self.one_shot)
 
     @property
     def named_axes(self) -> tuple[str, ...]:

@@ -148,8 +148,9 @@ def install(
         contract: ``Contract()`` if not given.
         path: how contract reductions move their data. The bits do not depend on it. ``auto``:
             through shared memory if all ranks of a group are on one host and tensors on its CPUs,
-            else ``exchange``. ``one_shot``, ``two_shot``: through shared memory, for any size; if
-            that is unavailable, ``exchange``, and the report shows a fallback.
+            or on GPUs of which it was timed to be faster, else ``exchange``.
+            ``one_shot``, ``two_shot``: through shared memory, for any size; if that is unavailable,
+            ``exchange``, and the report shows a fallback.
             ``exchange``: all-to-all, reduce, all-gather. ``reference``: all-gather, reduce all.
             ``native``: the backend's own, outside the contract, for comparisons.
             The environment variable ``MESHPLAN_PATH`` overrides it. With path ``auto``,

@@ -29,7 +29,15 @@ from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._tracking import note_reduction
 from meshplan.execute import Purpose, StepGroups, is_traced, run_reduction
-from meshplan.flatten import Block, Group, GroupHandle, _threads, registry, this_rank
+from meshplan.flatten import (
+    Block,
+    Group,
+    GroupHandle,
+    Sharing,
+    _threads,
+    registry,
+    this_rank,
+)
 from meshplan.flatten._group_table import GroupEntry
 from meshplan.layout import Layout
 from meshplan.planner import Step
@@ -211,7 +219,9 @@ class PlannedPartial(PartialHooks):
                 mesh, self._layout, step.axes, token=config.token, timeout=config.timeout
             )
         # Every rank creates groups in one order; otherwise two ranks could wait for each other.
-        peers = config.maps_memory(mesh.device_type) and step.path == "exchange" and step.inner == 1
+        peers: Sharing = "never"
+        if step.path == "exchange" and step.inner == 1:
+            peers = config.sharing(mesh.device_type)
         groups = [self._find(mesh, step.axes, block, peers) for block in self._blocks()]
         gathers = bool(step.gather_axes)
         if gathers:
@@ -281,7 +291,7 @@ class PlannedPartial(PartialHooks):
         mesh: DeviceMesh,
         axes: tuple[int, ...],
         block: Block | None = None,
-        peers: bool = False,
+        peers: Sharing = "never",
     ) -> Group:
         config = self._config
         return registry().get(

@@ -70,7 +70,7 @@ def prepare(
                     token=config.token,
                     timeout=wait,
                     block=block,
-                    peers=config.maps_memory(mesh.device_type) and block is None,
+                    peers=config.sharing(mesh.device_type) if block is None else "never",
                 )
             )
         if blocks:

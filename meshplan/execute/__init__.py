@@ -25,7 +25,7 @@ from meshplan.execute.paths import Path as Path
 from meshplan.execute.paths import check_path as check_path
 from meshplan.execute.paths import register as register
 from meshplan.execute.paths import select_path as select_path
-from meshplan.execute.paths import shares_memory as shares_memory
+from meshplan.execute.paths import sharing_of as sharing_of
 from meshplan.execute.paths import unregister as unregister
 
 __all__ = [
@@ -52,6 +52,6 @@ __all__ = [
     "report",
     "run_reduction",
     "select_path",
-    "shares_memory",
+    "sharing_of",
     "unregister",
 ]

@@ -34,12 +34,14 @@ from meshplan.kernel import (
     Regions,
     SharedMemory,
     Symmetric,
+    TimedPaths,
     Transport,
     TransportError,
     device_of,
     device_region_bytes,
     host,
     region_bytes,
+    timed_paths,
 )
 from meshplan.kernel._mapping_check import DeviceProbe, HostProbe, lost_word
 from meshplan.record import Record
@@ -234,6 +236,7 @@ def connect_devices(
     objection: str | None = None,
     wait: float,
     timeout: float,
+    timed: bool = False,
     find: Callable[[], Device] | None = None,
     transports: Sequence[Transport] | None = None,
     lanes: int = 512,
@@ -243,6 +246,7 @@ def connect_devices(
     Args:
         group_name: torch's name for the process group.
         store, name, ranks, rank, objection, wait, timeout: as for ``connect``.
+        timed: only if that was timed to be faster than an exchange on these GPUs.
         find: the device of this rank; torch's current one if not given.
         transports: what to try, in order; IPC and then symmetric memory if not given.
         lanes: of a block.
@@ -253,13 +257,22 @@ def connect_devices(
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; memory of GPUs serves 2 to {MAX_PEERS}"
     members = _Members(store, name, ranks, rank, wait)
+    gpu: str | None = None
+    paths: TimedPaths | str | None = None
+    if timed and objection is None:
+        gpu = torch.cuda.get_device_name()
+        paths = timed_paths(gpu, len(ranks))
+    limit = paths.one_shot_bytes if isinstance(paths, TimedPaths) else None
+    objection = paths if isinstance(paths, str) else objection
     device, mine = None, Record.of(no=objection)
     if objection is None:
         device, mine = _device_offer(find or (lambda: device_of(torch.cuda.current_device())))
+        mine = mine.adding(gpu=gpu, one_shot_bytes=limit)
     prefix, offers = members.offers(mine)
     if not isinstance(offers, dict):
         return offers
-    if len({offer.get("kind") for offer in offers.values()}) > 1:
+    kinds = ("kind", "gpu", "one_shot_bytes")
+    if len({tuple(offer.get(word) for word in kinds) for offer in offers.values()}) > 1:
         return "its ranks have GPUs of several kinds"
     assert device is not None
     blocks = min(MAX_BLOCKS, *[int(offer.get("blocks") or 0) for offer in offers.values()])
@@ -267,7 +280,9 @@ def connect_devices(
     # What fails on one member is given up by all. So the vote decides, not this rank's result.
     for transport in (Ipc(), Symmetric(group_name)) if transports is None else transports:
         inside = f"{prefix}/{transport.name}"
-        held, failure = _map_device(members, inside, transport, device, blocks, timeout, lanes)
+        held, failure = _map_device(
+            members, inside, transport, device, blocks, timeout, lanes, limit
+        )
         verdict = members.vote_mapped(inside, failure)
         if verdict.unanimous and isinstance(held, DeviceCommunicator):
             return held
@@ -307,6 +322,7 @@ def _map_device(
     blocks: int,
     timeout: float,
     lanes: int,
+    one_shot_bytes: int | None,
 ) -> tuple[DeviceCommunicator | Regions | None, str | None]:
     """The communicator; or the memory that there is, and why this rank has no communicator."""
     regions, place = None, members.place
@@ -332,6 +348,7 @@ def _map_device(
             timeout,
             blocks=blocks,
             lanes=lanes,
+            one_shot_bytes=one_shot_bytes,
         )
     except TransportError as error:
         return error.regions or regions, str(error)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,8 @@ from meshplan.errors import GroupStateError
 from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._threads import is_worker_thread
 
+Sharing = Literal["never", "always", "timed"]
+"""When ranks share memory: wherever they can, or on GPUs of which it was timed to be faster."""
 # Threads that ask for the interpreter have it at once while the main thread sleeps; a busy machine
 # may let them ask late.
 _REST_SECONDS = 0.2
@@ -82,6 +85,11 @@ def group_name(
     if use:
         identity += f" {use}"
     return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
+
+
+def possible_sharing(wanted: Sharing, device_type: str, backend: str) -> Sharing:
+    """``wanted``, on devices and over backends whose ranks can share memory."""
+    return wanted if device_type in ("cpu", "cuda") and backend != "fake" else "never"
 
 
 def this_rank() -> int:

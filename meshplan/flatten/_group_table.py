@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshplan._torch import WORLD
 from meshplan.flatten import _threads
 from meshplan.flatten._agree import Signatures
+from meshplan.flatten._create import Sharing
 from meshplan.flatten._join import Group, Origin
 from meshplan.flatten._threads import is_forked
 from meshplan.kernel import Communicator
@@ -177,7 +178,7 @@ class GroupKey(NamedTuple):
     ranks: tuple[int, ...]
     backend: str
     device_type: str
-    peers: bool
+    peers: Sharing
     use: str = ""
 
 
@@ -251,9 +252,10 @@ class GroupTable:
         """The group of ``key``, if it lives."""
         with self._lock:
             known = self._groups.get(key)
-            if known is None and not key.peers:
+            if known is None and key.peers == "never":
                 # With shared memory it serves as well.
-                known = self._groups.get(key._replace(peers=True))
+                others = (self._groups.get(key._replace(peers=s)) for s in ("always", "timed"))
+                known = next(filter(None, others), None)
         group = None if known is None else known.group()
         # After a destroyed group or a failed reduction no rank may use the memory again: its flags
         # are of calls that will not finish.

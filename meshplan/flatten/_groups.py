@@ -26,9 +26,11 @@ from meshplan.flatten import _across_jobs as across_jobs
 from meshplan.flatten._agree import Signatures
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._create import (
+    Sharing,
     capture_objection,
     default_timeout,
     peer_timeout,
+    possible_sharing,
     rest_at_end,
     this_rank,
 )
@@ -85,7 +87,7 @@ class GroupRegistry:
         token: Record,
         timeout: float | None = None,
         block: Block | None = None,
-        peers: bool = False,
+        peers: Sharing = "never",
     ) -> Group:
         """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate.
 
@@ -98,7 +100,7 @@ class GroupRegistry:
             token: what the members must have in common at the first call (contract, path).
             timeout: seconds to wait for the other members; the default group's own if ``None``.
             block: only this part of the group.
-            peers: with memory that its ranks share, where that is possible.
+            peers: whether with memory that its ranks share, where that is possible.
 
         Raises:
             GroupAgreementError: members missing or with another token; no member has the group.
@@ -118,7 +120,7 @@ class GroupRegistry:
                 "over it"
             )
         backend = _backend_name(mesh, axes)
-        peers = peers and mesh.device_type in ("cpu", "cuda") and backend != "fake"
+        peers = possible_sharing(peers, mesh.device_type, backend)
         beside = is_worker_thread()
         shortcut = (layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
         group = self._table.short(shortcut)
@@ -151,7 +153,7 @@ class GroupRegistry:
         device_type: str,
         *,
         token: Record,
-        peers: bool = False,
+        peers: Sharing = "never",
         apart: bool = False,
     ) -> Group:
         """A group that the user made, ordered by its own ranks. The first call is a vote, as above.
@@ -175,7 +177,7 @@ class GroupRegistry:
             across_jobs.refuse_second_group(pg)
         ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
         backend = str(getattr(c10d, WORLD).pg_map[pg][0])
-        usable = peers and device_type in ("cpu", "cuda") and backend != "fake"
+        usable = possible_sharing(peers, device_type, backend)
         use = f"{'apart from' if apart else 'given'} {pg.group_name}"
         key = GroupKey(ranks, backend, device_type, usable, use)
         with self._alone(key):
@@ -293,7 +295,7 @@ class GroupRegistry:
         """Only one thread at a time makes the group of ``key``, in whatever form."""
         if isinstance(key, GroupKey):
             # With or without shared memory it is one process group.
-            key = key._replace(peers=False)
+            key = key._replace(peers="never")
         self._table.follow_default_group()
         with self._locks.take(key):
             yield
@@ -350,7 +352,7 @@ class GroupRegistry:
             timeout=timeout,
             use=key.use,
         )
-        if key.peers:
+        if key.peers != "never":
             group = share_memory(
                 group,
                 key.device_type,
@@ -359,6 +361,7 @@ class GroupRegistry:
                 wait=timeout,
                 # In use it waits almost as long as the collectives do that it stands for.
                 timeout=peer_timeout(key.device_type, group.pg),
+                timed=key.peers == "timed",
                 use=key.use,
             )
         self._table.add(key, group)

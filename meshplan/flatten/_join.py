@@ -215,6 +215,7 @@ def share_memory(
     objection: str | None,
     wait: float,
     timeout: float,
+    timed: bool = False,
     use: str = "",
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none.
@@ -226,14 +227,17 @@ def share_memory(
         objection: why this rank shares no more memory, for all to read.
         wait: seconds to wait for the other members now.
         timeout: seconds that a reduction will wait for each of them.
+        timed: on GPUs only if it was timed to be faster on them.
         use: as for ``join_group``.
 
     Raises:
         GroupAgreementError: a member did not come.
     """
-    name = group_name(group.ranks, "peers", device_type, use, group.pg)
+    kind = "timed peers" if timed else "peers"
+    name = group_name(group.ranks, kind, device_type, use, group.pg)
     store = AnsweringStore(store_of(group.pg), wait)
-    meet = connect if device_type == "cpu" else partial(connect_devices, group.pg.group_name)
+    on_gpus = partial(connect_devices, group.pg.group_name, timed=timed)
+    meet = connect if device_type == "cpu" else on_gpus
     found = meet(
         store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
     )

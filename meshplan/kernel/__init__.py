@@ -48,6 +48,8 @@ from meshplan.kernel._scaled_integers import words_of as words_of
 from meshplan.kernel._squares import carry as carry
 from meshplan.kernel._squares import sum_squares as sum_squares
 from meshplan.kernel._squares import value_of_squares as value_of_squares
+from meshplan.kernel._timed_gpus import TimedPaths as TimedPaths
+from meshplan.kernel._timed_gpus import timed_paths as timed_paths
 from meshplan.kernel._transports import Ipc as Ipc
 from meshplan.kernel._transports import Regions as Regions
 from meshplan.kernel._transports import Symmetric as Symmetric

@@ -135,6 +135,7 @@ class DeviceCommunicator(Communicator[_Call]):
         blocks: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all ranks. The device must be
             able to run all of them at once.
         lanes: of a block, 1 to 512.
+        one_shot_bytes: as it was timed on this GPU; of published times if not given.
         name, ranks, rank, timeout: as for ``Communicator``.
 
     Raises:
@@ -152,12 +153,14 @@ class DeviceCommunicator(Communicator[_Call]):
         *,
         blocks: int = MAX_BLOCKS,
         lanes: int = LANES,
+        one_shot_bytes: int | None = None,
     ) -> None:
         super().__init__(name, ranks, rank, timeout)
         self.device_type = device.type
         self._device = device
         self._regions = regions
         self._lanes = lanes
+        self._one_shot_bytes = one_shot_bytes
         self._peers = Peers(world=self.size, rank=rank, blocks=blocks, tile=tile_bytes(self.size))
         self._peers.region[: self.size] = regions.addresses
         with device.driver.current():
@@ -173,6 +176,8 @@ class DeviceCommunicator(Communicator[_Call]):
 
     @property
     def one_shot_bytes(self) -> int:
+        if self._one_shot_bytes is not None:
+            return self._one_shot_bytes
         return next(size for most, size in DEVICE_ONE_SHOT_BYTES if self.size <= most)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from meshplan.execute.paths._path import check_path as check_path
 from meshplan.execute.paths._path import get_path as get_path
 from meshplan.execute.paths._path import register as register
 from meshplan.execute.paths._path import select_path as select_path
-from meshplan.execute.paths._path import shares_memory as shares_memory
+from meshplan.execute.paths._path import sharing_of as sharing_of
 from meshplan.execute.paths._path import unregister as unregister
 
 # Their public names are those of ``meshplan.execute``.

@@ -15,6 +15,7 @@ from meshplan.errors import PolicyError
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import Wire
+from meshplan.flatten import Sharing
 from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost, register_cost
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
     "get_path",
     "register",
     "select_path",
-    "shares_memory",
+    "sharing_of",
     "unregister",
 ]
 
@@ -200,10 +201,10 @@ def select_path(name: str, verify: str | None) -> str:
     return "integer_checksum"
 
 
-def shares_memory(name: str, device_type: str, one_shot: bool | None) -> bool:
-    """Whether ranks that can share memory use it, for the path named ``name``.
+def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
+    """When ranks that can share memory use it, for the path named ``name``.
 
-    By ``auto`` on GPUs only if the switch requests it: which path is faster there is not measured.
+    By ``auto`` on GPUs where it was timed to be faster, or if the switch requests it.
 
     Args:
         name: one of ``PATHS``, or another word that names no path.
@@ -211,8 +212,8 @@ def shares_memory(name: str, device_type: str, one_shot: bool | None) -> bool:
         one_shot: the switch.
     """
     if name == "auto":
-        return device_type == "cpu" or bool(one_shot)
-    return name in _paths and _paths[name].shares_memory
+        return "always" if device_type == "cpu" or one_shot else "timed"
+    return "always" if name in _paths and _paths[name].shares_memory else "never"
 
 
 class _Names(Sequence[str]):

@@ -51,10 +51,8 @@ class SharedMemoryPath(Path):
             why = f"tensors on {kind}, and the group's memory is of {groups.peers}"
         elif groups.no_peers:
             why = groups.no_peers
-        elif kind == "cpu":
-            why = "the group has none"
         else:
-            why = "on GPUs only where path names one_shot or two_shot"
+            why = "the group has none"
         return f"not through shared memory: {why}"
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
