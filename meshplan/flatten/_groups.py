@@ -387,7 +387,6 @@ class GroupRegistry:
 
 _REGISTRY = GroupRegistry()
 
-
 os.register_at_fork(after_in_child=_REGISTRY.unlock_fork)
 
 
