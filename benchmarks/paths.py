@@ -155,10 +155,6 @@ SUITE = Suite(
     cases,
     total,
     lambda: why_not("namespaces") or None,
-    reasons={
-        "auto / halving": "64 MiB: halving is predicted to take about as long as blocks, whose "
-        "levels overlap in the model. On 2 cores they do not, so that it takes less time",
-    },
 )
 
 
