@@ -97,6 +97,7 @@ def test_bits_do_not_depend_on_levels_and_chunks(
 
 def test_pieces_arrive_in_the_memory_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves, partials and results of chunks of whole slices, where both are of one dtype."""
+    monkeypatch.setattr(GlooWire, "in_place_bytes", 1)
     numel = 1 << 20
     wanted = step("exchange", sizes=(2, 2), inner=2, chunk=numel // 16)
     assert count_chunks(4 * numel, wanted.chunk) == 8

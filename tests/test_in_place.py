@@ -93,10 +93,10 @@ def test_uneven_slices_have_the_bits_of_the_definition(
 @pytest.mark.parametrize("world_size", [2, full(4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
 def test_bits_match_around_the_size_threshold(world_size: int, dtype: torch.dtype) -> None:
-    least = world_size * GlooWire.in_place_bytes // dtype.itemsize
+    least = GlooWire.in_place_bytes // dtype.itemsize
 
     def ranks(rank: int) -> None:
-        for numel in (least - 1, least, least + 1, 3 * least + 7):
+        for numel in (least - world_size, least, least + 1, 3 * least + 7):
             leaves = [leaf(numel, r, world_size, dtype) for r in range(world_size)]
             found, sends = run(leaves[rank], step(world_size))
             assert ("send" in sends) == (numel >= least)

@@ -515,7 +515,7 @@ def test_a_cached_reduction_runs_through_few_modules() -> None:
             ("shared memory", shared, "auto", 64),
             ("one message", apart, "auto", 64),
             ("exchange", apart, "exchange", 64),
-            ("in place", apart, "exchange", 100_000),
+            ("in place", apart, "exchange", 1_000_000),
             ("native", apart, "native", 64),
         ):
             tensor, wanted = torch.ones(numel), step(2)

@@ -30,7 +30,8 @@ class ExchangePath(Path):
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         """As in ``Path``: equal slices, the last ones padded."""
         group = groups.flat
-        if wire.in_place(tensor.nbytes // group.size(), group):
+        width = -(-tensor.numel() // group.size())
+        if wire.in_place(width * tensor.element_size(), group):
             wire.compare()
             return Outcome(_exchange_in_place(tensor, step, group, wire), wire.log)
         own = fold(wire.exchange(split_equally(tensor, group.size()), group), step)
