@@ -240,14 +240,23 @@ class SignatureMismatchError(MeshplanError, RuntimeError):
     """Ranks called one reduction with different sizes, dtypes, operations or contracts.
 
     Raised on every rank, before a result is written. ``rank`` is a global rank that differs from
-    this one.
+    this one. ``unlike_calls``: the ranks are in different calls, such as call 7 and call 8 of their
+    group. Then later calls of the group raise ``GroupStateError``.
     """
 
     code = "MP703"
 
-    def __init__(self, message: str, *, rank: int) -> None:
+    def __init__(self, message: str, *, rank: int, unlike_calls: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.unlike_calls = unlike_calls
+
+
+UNLIKE_CALLS = (
+    "No result was returned on any rank, and the group has stopped: a rank skipped or repeated a "
+    "call, or failed alone in one. Make the same calls on every rank, in one order"
+)
+"""Of a ``SignatureMismatchError`` whose ranks are in different calls of one group."""
 
 
 class AuditError(MeshplanError, RuntimeError):

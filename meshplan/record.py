@@ -15,6 +15,8 @@ The words, 64 bits each:
 * 12: a digest of the layout of shards. 13, from the lowest bit: ranks in a block (32 bits), how
   blocks reduce (2), the unit of chunks in KiB (29).
 * 14: a digest of the names of a dtype and a path that have no code.
+* 15, which each call sets: a digest of the group whose calls are counted (upper half), and the
+  number of the call (lower half, modulo 2 to the 32); 0 where none is counted.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from meshplan.orders import order_of_code
 
 __all__ = [
     "VERSION",
+    "CALL_WORD",
     "WORDS",
     "WORD_FIELDS",
     "Record",
@@ -42,15 +45,17 @@ __all__ = [
     "unpack_words",
 ]
 
-VERSION = 3
+VERSION = 4
 """Counts up with a change of a table or a field below, of the contract's version, of the protocol
 of a vote, or of what lies in memory that ranks share."""
 WORDS = 15
 """Of a packed record."""
+CALL_WORD = WORDS
+"""The place of the word behind them, of the call that a record is of."""
 WORD_FIELDS = (
     "version of meshplan's records", "kind, path, dtype, operation, contract or dimensions",
     "elements", "divisor", "norm", *["axes"] * 3, *["shape"] * 4, "layout", "blocks or chunks",
-    "names of a dtype or a path",
+    "names of a dtype or a path", "call",
 )  # fmt: skip
 """What each word holds, in the order of the words."""
 
@@ -261,12 +266,12 @@ def read_words(words: Sequence[int]) -> Record:
 
 
 def unpack_words(words: Sequence[int]) -> Record:
-    """The record in words, signed or not; words behind it are ignored.
+    """The record in words, signed or not, with its call if that word is there.
 
     Raises:
         UnreadableRecordError: this version writes no such words.
     """
-    words = [(word + (1 << 63)) % (1 << 64) - (1 << 63) for word in words[:WORDS]]
+    words = [(word + (1 << 63)) % (1 << 64) - (1 << 63) for word in words[: CALL_WORD + 1]]
     if words[0] >> 16 != _MAGIC:
         raise UnreadableRecordError("a message that is not meshplan's, or of another collective")
     version = words[0] & 0xFFFF
@@ -285,6 +290,7 @@ def unpack_words(words: Sequence[int]) -> Record:
     if (name != 0) != (_OTHER in (dtype, path)):
         raise UnreadableRecordError("a dtype or a path by code and by name")
     other = f"#{name % (1 << 64):016x}"
+    call = words[CALL_WORD] if len(words) > CALL_WORD else 0
     return Record.of(
         dtype=f"dtype {other}" if dtype == _OTHER else _named("dtype", _DTYPES, dtype),
         shape=shape if isinstance(shape, list) else f"{numel} elements {shape}",
@@ -299,6 +305,8 @@ def unpack_words(words: Sequence[int]) -> Record:
         layout=f"#{digest % (1 << 64):016x}" if digest else None,
         contract=_contract(order, flags),
         path=other if path == _OTHER else _named("path", _PATHS, path),
+        call=call & _HALF if call else None,
+        group=f"#{call >> 32 & _HALF:08x}" if call else None,
     )
 
 

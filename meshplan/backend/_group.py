@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
+from meshplan._calls import GroupCalls, Ticket, keep_calls
 from meshplan._torch import REDUCE_SCATTER_SINGLE, DistributedBackendOptions
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup
-from meshplan.backend._fail_stop import FailStop
 from meshplan.backend._operations import Operation, read_operation
 from meshplan.backend._options import NAME, BackendOptions
 from meshplan.backend._reductions import (
@@ -47,8 +47,27 @@ from meshplan.flatten._threads import is_forked, refuse_forked
 
 __all__ = ["MeshplanProcessGroup"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Tensors = list[Tensor]
-_Run = Callable[[], None]
+_Run = Callable[[Ticket], None]
+_FIX = "Destroy the group on every rank and create it again, with the ranks that are left"
+
+
+def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a call that its arguments end use up a ticket: its peers may go on with theirs."""
+
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not getattr(error, "used_ticket", False):
+                error.used_ticket = True  # type: ignore[attr-defined]
+                args[0]._refused(args[1])  # type: ignore[attr-defined]
+            raise
+
+    return call
 
 
 class MeshplanProcessGroup(DerivingProcessGroup):
@@ -106,7 +125,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._origin = origin
         described = f"group {made.group_id} of {made.group_size} ranks"
         self._thread = OrderedThread(f"{NAME} {made.group_id}", described)
-        self._fail_stop = FailStop(described)
+        self._calls = GroupCalls(made.group_id, _FIX)
+        keep_calls(self, self._calls)
         self._has_agreed = False
         self._followed = self.inner_timeout
         self._steady = SteadyTable(options, self._lane)
@@ -114,7 +134,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
             create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
-            self._device_lane = DeviceLane(create_lane, timeout, self._fail_stop)
+            self._device_lane = DeviceLane(create_lane, timeout, self._calls)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         return NAME
@@ -136,6 +156,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 return self._start(in_caller_mode(run, tensors), tensors, opts)
         return self.allreduce_coalesced(tensors, opts, kind="allreduce")
 
+    @_counts_refused
     def allreduce_coalesced(
         self, tensors: _Tensors, opts: Any = None, kind: str = "allreduce_coalesced"
     ) -> Work:
@@ -155,6 +176,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         run = partial(reduce_all, [*map(writable, tensors)], operation, self.options, lane)
         return self._start(in_caller_mode(run, tensors), tensors, opts)
 
+    @_counts_refused
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce in place at the root; other ranks' tensors stay as they are."""
         opts = dist.ReduceOptions() if opts is None else opts
@@ -171,6 +193,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         run = partial(reduce_blocks, [output], [flat], [lengths], operation, self.options, lane)
         return self._start(in_caller_mode(run, tensors), tensors, opts, writes=mine)
 
+    @_counts_refused
     def reduce_scatter(  # type: ignore[override]
         self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None
     ) -> Work:
@@ -183,10 +206,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         flat = [torch.cat([one.reshape(-1) for one in map(writable, row)]) for row in inputs]
         return self._scatter(outputs, flat, lengths, operation, opts)
 
+    @_counts_refused
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce equal blocks of one tensor."""
         return self._scatter_equally(REDUCE_SCATTER_SINGLE, [output], [input], opts)
 
+    @_counts_refused
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
     ) -> Work:
@@ -195,6 +220,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         kind = "reduce_scatter_tensor_coalesced"
         return self._scatter_equally(kind, outputs, inputs, opts)
 
+    @_counts_refused
     def scatter_partial_sum(self, output: Tensor, input: Tensor, op: Any) -> None:
         """``reduce_scatter_single``, with whose sum an all-reduce of ``output`` can go on."""
         opts = dist.ReduceScatterOptions()
@@ -358,6 +384,10 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         )
         return self._start(in_caller_mode(run, outputs), outputs, opts)
 
+    def _refused(self, written: Tensor | _Tensors) -> None:
+        first = written if isinstance(written, Tensor) else next(iter(written), None)
+        self._calls.take("cpu" if first is None else first.device.type)
+
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):
             check_destination(tensor)
@@ -370,8 +400,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if self.lent:
             self._follow_timeout()
         self.issued += 1
-        guarded = partial(self._fail_stop.run, run)
         is_async, first = bool(getattr(opts, "asyncOp", True)), written[0]
+        ticket = self._calls.take(first.device.type)
+
+        def guarded() -> None:
+            with ticket:
+                run(ticket)
+
         if not first.is_cpu:
             lane = self._lane_on(first.device)
             start = partial(lane.start, partial(self._thread.call, guarded), written, is_async)
@@ -385,7 +420,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if self.options.policy == "fast" and self._lane is not None and not self._has_agreed:
             # A rank of another policy would wait on another group.
             run = partial(agree_on_policy, self._lane, self.options.policy)
-            self._thread.run(partial(self._fail_stop.run, run))
+            self._thread.run(run)
             self._has_agreed = True
         return reduce_inside(operation, tensors, method, self.options, self, *given)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._torch import version_of
 from meshplan.backend._operations import Operation
@@ -116,6 +117,7 @@ def scatter_partial_sum(
     options: BackendOptions,
     group: ProcessGroup,
     found: list[PartialSum],
+    ticket: Ticket,
 ) -> None:
     """Reduce equal blocks of ``message`` to ``output``, and append the partial sum to ``found``.
 
@@ -128,6 +130,7 @@ def scatter_partial_sum(
         options: of the group.
         group: the inner group for reductions, of several ranks.
         found: appended to.
+        ticket: of the call.
     """
     contract, dtype = options.contract, output.dtype
     wide = partial_dtype("sum", dtype, contract)
@@ -135,7 +138,7 @@ def scatter_partial_sum(
     how = _options(operation, options)
     request = f"reduce_scatter {operation.name} with unrounded sums of backend {NAME}"
     lengths = (output.numel(),) * group.size()
-    value = reduce_tensor(summand, how, group, request, dim=0, lengths=lengths)
+    value = reduce_tensor(summand, how, group, request, ticket, dim=0, lengths=lengths)
     divisor = group.size() if operation.op == "avg" else 1
     op: Op = "avg" if divisor > 1 else "sum"
     result = finish_partials([value], op, (1,), contract, dtype, divisor if divisor > 1 else None)
@@ -149,6 +152,7 @@ def reduce_partial_sums(
     operation: Operation,
     options: BackendOptions,
     group: ProcessGroup,
+    ticket: Ticket,
 ) -> None:
     """Write the reduction of all ranks' partial sums to ``tensor``, divided and rounded once.
 
@@ -158,7 +162,7 @@ def reduce_partial_sums(
         tensor: detached.
         partial_sum: of the tensor.
         operation: one with which the partial sum ``continues``.
-        options, group: as for ``scatter_partial_sum``.
+        options, group, ticket: as for ``scatter_partial_sum``.
     """
     value = partial_sum.value
     if value.is_cuda:
@@ -169,7 +173,7 @@ def reduce_partial_sums(
     if divisor > 1:
         how = replace(how, op="avg", divisor=divisor)
     request = f"all_reduce {operation.name} of unrounded sums of backend {NAME}"
-    result = reduce_tensor(value, how, group, request)
+    result = reduce_tensor(value, how, group, request, ticket)
     tensor.copy_(rounded(result, tensor.dtype).view(tensor.shape))
 
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._observing import Extent, within
 from meshplan.backend._operations import Operation
 from meshplan.backend._options import NAME, BackendOptions
-from meshplan.collectives._coalesced import (
-    deterministic_all_reduce_coalesced,
-    deterministic_reduce_scatter_coalesced,
-)
+from meshplan.collectives._coalesced import all_reduce_list, check_distinct, scatter_list
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
     describe_group,
@@ -59,6 +57,7 @@ def reduce_all(
     operation: Operation,
     options: BackendOptions,
     group: ProcessGroup,
+    ticket: Ticket,
 ) -> None:
     """All-reduce each tensor in place.
 
@@ -67,24 +66,19 @@ def reduce_all(
         operation: one that the contract defines.
         options: of the group.
         group: the inner group for reductions.
+        ticket: of the call.
     """
     how = options_of(operation, options)
     if _in_one(tensors, operation, options, group):
-        deterministic_all_reduce_coalesced(
-            tensors,
-            op=how.op,
-            path=how.path,
-            contract=how.contract,
-            group=group,
-            strict=how.strict,
-        )
+        check_distinct(tensors)
+        all_reduce_list(tensors, None, how, group, False, ticket)
         return
     for tensor in tensors:
         summand = operation.scale(tensor, options.contract)
         if group.size() > 1:
             own = operation.factor is None
             request = _request("all_reduce", operation)
-            summand = reduce_tensor(summand, how, group, request, in_place=own)
+            summand = reduce_tensor(summand, how, group, request, ticket, in_place=own)
         if summand is not tensor:
             tensor.copy_(rounded(summand, tensor.dtype))
 
@@ -104,6 +98,7 @@ def reduce_blocks(
     operation: Operation,
     options: BackendOptions,
     group: ProcessGroup,
+    ticket: Ticket,
 ) -> None:
     """Reduce each flat input and write the block of this rank to the output.
 
@@ -111,20 +106,12 @@ def reduce_blocks(
         outputs: detached; this rank's blocks, of any shapes.
         inputs: flat; the blocks of all ranks, in order of the ranks.
         lengths: elements of the block of each rank, for each input.
-        operation, options, group: as for ``reduce_all``.
+        operation, options, group, ticket: as for ``reduce_all``.
     """
     how = options_of(operation, options)
     if _in_one(outputs, operation, options, group):
-        found = deterministic_reduce_scatter_coalesced(
-            inputs,
-            op=how.op,
-            sizes=lengths,
-            path=how.path,
-            contract=how.contract,
-            group=group,
-            strict=how.strict,
-        )
-        assert isinstance(found, list)
+        shards = [(0, tuple(sizes)) for sizes in lengths]
+        found = scatter_list(inputs, shards, None, how, group, False, ticket)
         for output, block in zip(outputs, found, strict=True):
             output.copy_(block.view(output.shape))
         return
@@ -132,7 +119,8 @@ def reduce_blocks(
         block = operation.scale(tensor, options.contract)
         if group.size() > 1:
             request = _request("reduce_scatter", operation)
-            block = reduce_tensor(block, how, group, request, dim=0, lengths=tuple(sizes))
+            cut: dict[str, Any] = {"dim": 0, "lengths": tuple(sizes)}
+            block = reduce_tensor(block, how, group, request, ticket, **cut)
         if output.numel():
             output.copy_(rounded(block, output.dtype).view(output.shape))
 
@@ -151,11 +139,11 @@ class Form(NamedTuple):
 
     Attributes:
         run: reduces a message into an output, both detached, by an operation and the options of
-            the group, over the inner group for reductions.
+            the group, over the inner group for reductions, in the call of a ticket.
         find: the steady form of it, after ``run`` has returned; the output is not needed.
     """
 
-    run: Callable[[Tensor, Tensor, Operation, BackendOptions, ProcessGroup], None]
+    run: Callable[[Tensor, Tensor, Operation, BackendOptions, ProcessGroup, Ticket], None]
     find: Callable[[Tensor, Operation, BackendOptions, ProcessGroup], SteadyReduction | None]
 
 
@@ -165,9 +153,10 @@ def _all_reduce(
     operation: Operation,
     options: BackendOptions,
     group: ProcessGroup,
+    ticket: Ticket,
 ) -> None:
     assert message.data_ptr() == out.data_ptr()
-    reduce_all([out], operation, options, group)
+    reduce_all([out], operation, options, group, ticket)
 
 
 def _find_all_reduce(
@@ -183,9 +172,10 @@ def _scatter(
     operation: Operation,
     options: BackendOptions,
     group: ProcessGroup,
+    ticket: Ticket,
 ) -> None:
     lengths = [out.numel()] * group.size()
-    reduce_blocks([out], [message.reshape(-1)], [lengths], operation, options, group)
+    reduce_blocks([out], [message.reshape(-1)], [lengths], operation, options, group, ticket)
 
 
 def _find_scatter(

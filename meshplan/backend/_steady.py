@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._calls import Ticket
 from meshplan._torch import dispatch_modes, profiler_enabled
 from meshplan.backend._operations import Operation, read_operation
 from meshplan.backend._options import BackendOptions
@@ -43,7 +44,9 @@ class SteadyTable:
         self._lane = lane
         self._known: dict[Hashable, SteadyReduction] = {}
 
-    def find(self, form: Form, message: Tensor, out: Tensor, op: Any) -> Callable[[], None] | None:
+    def find(
+        self, form: Form, message: Tensor, out: Tensor, op: Any
+    ) -> Callable[[Ticket], None] | None:
         """The reduction of ``message`` into ``out`` by a ``ReduceOp``, to be run once in its turn.
 
         Returns:
@@ -56,7 +59,7 @@ class SteadyTable:
 
     def first(
         self, form: Form, message: Tensor, out: Tensor, operation: Operation
-    ) -> Callable[[], None]:
+    ) -> Callable[[Ticket], None]:
         """The reduction the ordinary way, whose decisions are kept; to be run once in its turn."""
         return in_caller_mode(partial(self._run, form, message, out, operation), [out])
 
@@ -64,10 +67,12 @@ class SteadyTable:
         """Forget all reductions."""
         self._known.clear()
 
-    def _run(self, form: Form, message: Tensor, out: Tensor, operation: Operation) -> None:
+    def _run(
+        self, form: Form, message: Tensor, out: Tensor, operation: Operation, ticket: Ticket
+    ) -> None:
         lane = self._lane
         assert lane is not None
-        form.run(message.detach(), writable(out), operation, self._options, lane)
+        form.run(message.detach(), writable(out), operation, self._options, lane, ticket)
         if operation.factor is not None or lane.size() == 1 or not _are_steady(message, out):
             return
         found = form.find(message.detach(), operation, self._options, lane)
@@ -79,10 +84,17 @@ class SteadyTable:
         self._known[form, kind, message.dtype, message.shape] = found
 
     def _repeat(
-        self, found: SteadyReduction, form: Form, message: Tensor, out: Tensor, op: Any
+        self,
+        found: SteadyReduction,
+        form: Form,
+        message: Tensor,
+        out: Tensor,
+        op: Any,
+        ticket: Ticket,
     ) -> None:
-        if not found.run(message, out):
-            self.first(form, message, out, read_operation(op, message, self._options.contract))()
+        if not found.run(message, out, ticket.word):
+            operation = read_operation(op, message, self._options.contract)
+            self.first(form, message, out, operation)(ticket)
 
 
 def _is_watched() -> bool:

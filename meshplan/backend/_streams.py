@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._torch.process_group import end_coalescing, start_coalescing
-from meshplan.backend._fail_stop import FailStop
+from meshplan._calls import GroupCalls
 from meshplan.collectives._lanes import StreamWork
 from meshplan.collectives._streams import SideStream, StreamCall
 from meshplan.errors import BackendError, SignatureMismatchError
@@ -30,17 +30,17 @@ class StreamReductionWork(StreamWork):
     Args:
         call: of the reduction.
         tensors: of the caller, that it writes.
-        fail_stop: of the group.
+        calls: of the group.
     """
 
-    def __init__(self, call: StreamCall, tensors: Sequence[Tensor], fail_stop: FailStop) -> None:
+    def __init__(self, call: StreamCall, tensors: Sequence[Tensor], calls: GroupCalls) -> None:
         super().__init__(call, list(tensors))
-        self._fail_stop = fail_stop
+        self._calls = calls
         self._torch_future: torch.futures.Future[list[Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As ``StreamWork.wait``. C++ passes a timeout of zero for none."""
-        with _stopping(self._fail_stop):
+        with _stopping(self._calls):
             return super().wait(timeout or None)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -66,7 +66,7 @@ class DeviceLane:
     Args:
         create: creates the inner group, with a timeout.
         timeout: of reductions.
-        fail_stop: of the group.
+        calls: of the group.
 
     Attributes:
         timeout: as above; for an inner group that is created later.
@@ -74,9 +74,9 @@ class DeviceLane:
     """
 
     def __init__(
-        self, create: Callable[..., ProcessGroup], timeout: timedelta, fail_stop: FailStop
+        self, create: Callable[..., ProcessGroup], timeout: timedelta, calls: GroupCalls
     ) -> None:
-        self._create, self._fail_stop = create, fail_stop
+        self._create, self._calls = create, calls
         self.timeout = timeout
         self.group: ProcessGroup | None = None
         self._streams: dict[torch.device, SideStream] = {}
@@ -117,8 +117,8 @@ class DeviceLane:
             tensors: that it writes, of one device.
             is_async: leave the wait to the caller; if not, errors are raised now.
         """
-        call = self.side_stream(tensors[0].device).issue(partial(_run, run, self._fail_stop))
-        work = StreamReductionWork(call, tensors, self._fail_stop)
+        call = self.side_stream(tensors[0].device).issue(partial(_run, run, self._calls))
+        work = StreamReductionWork(call, tensors, self._calls)
         if not is_async:
             work.wait()
         return work
@@ -177,16 +177,16 @@ class Coalescing:
             self._works.append(work)
 
 
-def _run(run: Callable[[], object], fail_stop: FailStop) -> None:
-    with _stopping(fail_stop):
+def _run(run: Callable[[], object], calls: GroupCalls) -> None:
+    with _stopping(calls):
         run()
 
 
 @contextmanager
-def _stopping(fail_stop: FailStop) -> Any:
+def _stopping(calls: GroupCalls) -> Any:
     """Stop the group if headers of an earlier reduction differ: ranks find that in other calls."""
     try:
         yield
     except SignatureMismatchError as error:
-        fail_stop.stop(error)
+        calls.stop(error)
         raise

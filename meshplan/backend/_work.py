@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from meshplan._calls import Ticket
 from meshplan.collectives._lanes import OrderedThread, Work
 
 __all__ = [
@@ -137,12 +138,14 @@ def writable(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def in_caller_mode(run: Callable[[], object], tensors: Sequence[Tensor]) -> Callable[[], None]:
+def in_caller_mode(
+    run: Callable[[Ticket], object], tensors: Sequence[Tensor]
+) -> Callable[[Ticket], None]:
     """``run`` on any thread, without gradients, where ``tensors`` can be written."""
     # Tensors of inference mode can be written to in that mode only, which is each thread's own.
     return partial(_run, run, any(tensor.is_inference() for tensor in tensors))
 
 
-def _run(run: Callable[[], object], inference: bool) -> None:
+def _run(run: Callable[[Ticket], object], inference: bool, ticket: Ticket) -> None:
     with torch.inference_mode(inference), torch.no_grad():
-        run()
+        run(ticket)

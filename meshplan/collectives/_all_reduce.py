@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._calls import Ticket
 from meshplan.collectives._lanes import Work, finished
 from meshplan.collectives._options import (
     AnyOp,
@@ -21,6 +22,7 @@ from meshplan.collectives._options import (
 from meshplan.collectives._reduction import (
     GroupLike,
     compare_calls,
+    counts_refused,
     read_group,
     reduce_tensor,
     start,
@@ -30,6 +32,7 @@ from meshplan.contract import Contract
 __all__ = ["all_reduce_into", "check_all_reduce", "deterministic_all_reduce"]
 
 
+@counts_refused
 def deterministic_all_reduce(
     tensor: Tensor,
     *,
@@ -106,11 +109,18 @@ def deterministic_all_reduce(
 
 
 def all_reduce_into(
-    out: Tensor, tensor: Tensor, options: ReductionOptions, group: ProcessGroup, apart: bool
+    out: Tensor,
+    tensor: Tensor,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
 ) -> Tensor:
     """Write the reduction of ``tensor`` to ``out``; all arguments are checked."""
     request = f"deterministic_all_reduce {options.op}"
-    value = reduce_tensor(tensor, options, group, request, apart=apart, in_place=out is tensor)
+    value = reduce_tensor(
+        tensor, options, group, request, ticket, apart=apart, in_place=out is tensor
+    )
     return out if value is out else out.copy_(value)
 
 

@@ -7,12 +7,14 @@ message. Path ``native`` has no such order, so that each tensor is one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._bits import flatten
+from meshplan._calls import Ticket
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.collectives._all_reduce import check_all_reduce
 from meshplan.collectives._lanes import Work, finished
@@ -28,6 +30,7 @@ from meshplan.collectives._options import (
 from meshplan.collectives._reduction import (
     GroupLike,
     compare_calls,
+    counts_refused,
     describe_group,
     read_group,
     reduce_tensor,
@@ -35,6 +38,7 @@ from meshplan.collectives._reduction import (
     start,
 )
 from meshplan.collectives._shards import (
+    Shards,
     gather_tensor,
     gathered_shape,
     read_gather,
@@ -49,6 +53,9 @@ from meshplan.execute._provenance import Purpose
 from meshplan.execute._run import compare_headers
 
 __all__ = [
+    "all_reduce_list",
+    "check_distinct",
+    "scatter_list",
     "deterministic_all_gather_coalesced",
     "deterministic_all_reduce_coalesced",
     "deterministic_reduce_scatter_coalesced",
@@ -58,6 +65,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 @never_compiled
+@counts_refused
 def deterministic_all_reduce_coalesced(
     tensors: Sequence[Tensor],
     *,
@@ -90,7 +98,7 @@ def deterministic_all_reduce_coalesced(
     outs = _read_outs(tensors, out)
     for tensor, one in zip(tensors, outs or tensors, strict=True):
         check_all_reduce(tensor, one if outs else None, options)
-    _check_distinct(outs or tensors)
+    check_distinct(outs or tensors)
     found = read_group(group)
     if found is None or not tensors:
         return _alone(tensors, outs or tensors, async_op)
@@ -98,23 +106,34 @@ def deterministic_all_reduce_coalesced(
         for tensor in tensors:
             compare_calls(found, tensor, f"deterministic_all_reduce by {options}")
 
-    def run(apart: bool) -> list[Tensor]:
-        layout = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
-        _compare_lists("all_reduce", tensors, layout, found, options, apart)
-
-        def reduce(bucket: list[int]) -> Sequence[Tensor]:
-            parts, one = [tensors[i] for i in bucket], len(bucket) == 1
-            message = parts[0] if one else torch.cat([part.reshape(-1) for part in parts])
-            name, alone = f"deterministic_all_reduce {options.op}", one and outs is None
-            whole = reduce_tensor(message, options, found, name, apart=apart, in_place=alone)
-            return [whole] if one else torch.split(whole, [part.numel() for part in parts])
-
-        return _collect(_buckets(tensors, options), reduce, outs or tensors, outs is None)
-
+    run = partial(all_reduce_list, tensors, outs, options, found)
     return start(run, tensors, options, found, async_op)
 
 
+def all_reduce_list(
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
+) -> list[Tensor]:
+    """Reduce a list in few messages, in place or to ``outs``; all arguments are checked."""
+    layout = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
+    _compare_lists("all_reduce", tensors, layout, group, ticket, options, apart)
+
+    def reduce(bucket: list[int]) -> Sequence[Tensor]:
+        parts, alone = [tensors[i] for i in bucket], len(bucket) == 1
+        message = parts[0] if alone else torch.cat([part.reshape(-1) for part in parts])
+        name, in_place = f"deterministic_all_reduce {options.op}", alone and outs is None
+        whole = reduce_tensor(message, options, group, name, ticket, apart=apart, in_place=in_place)
+        return [whole] if alone else torch.split(whole, [part.numel() for part in parts])
+
+    return _collect(_buckets(tensors, options), reduce, outs or tensors, outs is None)
+
+
 @never_compiled
+@counts_refused
 def deterministic_reduce_scatter_coalesced(
     tensors: Sequence[Tensor],
     *,
@@ -163,33 +182,48 @@ def deterministic_reduce_scatter_coalesced(
             call = f"deterministic_reduce_scatter of dim {at} to {lengths} by {options}"
             compare_calls(found, tensor, call)
 
-    def run(apart: bool) -> list[Tensor]:
-        layout = [f"{t.dtype}{list(t.shape)} {s}" for t, s in zip(tensors, shards, strict=True)]
-        _compare_lists("reduce_scatter", tensors, layout, found, options, apart)
-
-        def scatter(bucket: list[int]) -> Sequence[Tensor]:
-            if len(bucket) == 1:
-                (i,) = bucket
-                return [scatter_tensor(tensors[i], options, found, shards[i], apart)]
-            parts = [
-                [part.reshape(-1) for part in torch.split(tensors[i], list(lengths), at)]
-                for i in bucket
-                for at, lengths in [shards[i]]
-            ]
-            # The shards of rank 0 of all tensors, then those of rank 1, and so on.
-            by_rank = list(zip(*parts, strict=True))
-            sums = tuple(sum(part.numel() for part in row) for row in by_rank)
-            message = torch.cat([part for row in by_rank for part in row])
-            whole = scatter_tensor(message, options, found, (0, sums), apart)
-            mine = torch.split(whole, [part.numel() for part in by_rank[found.rank()]])
-            return [one.view(shapes[i]) for i, one in zip(bucket, mine, strict=True)]
-
-        return _collect(_buckets(tensors, options), scatter, outs)
-
+    run = partial(scatter_list, tensors, shards, outs, options, found)
     return start(run, tensors, options, found, async_op)
 
 
+def scatter_list(
+    tensors: Sequence[Tensor],
+    shards: Sequence[Shards],
+    outs: Sequence[Tensor] | None,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
+) -> list[Tensor]:
+    """Reduce-scatter a list in few messages; all arguments are checked."""
+    layout = [f"{t.dtype}{list(t.shape)} {s}" for t, s in zip(tensors, shards, strict=True)]
+    _compare_lists("reduce_scatter", tensors, layout, group, ticket, options, apart)
+
+    def scatter(bucket: list[int]) -> Sequence[Tensor]:
+        if len(bucket) == 1:
+            (i,) = bucket
+            return [scatter_tensor(tensors[i], options, group, shards[i], ticket, apart)]
+        parts = [
+            [part.reshape(-1) for part in torch.split(tensors[i], list(lengths), at)]
+            for i in bucket
+            for at, lengths in [shards[i]]
+        ]
+        # The shards of rank 0 of all tensors, then those of rank 1, and so on.
+        by_rank = list(zip(*parts, strict=True))
+        sums = tuple(sum(part.numel() for part in row) for row in by_rank)
+        message = torch.cat([part for row in by_rank for part in row])
+        whole = scatter_tensor(message, options, group, (0, sums), ticket, apart)
+        shares = torch.split(whole, [part.numel() for part in by_rank[group.rank()]])
+        return [
+            share.view(shard_shape(tensors[i], group, shards[i]))
+            for i, share in zip(bucket, shares, strict=True)
+        ]
+
+    return _collect(_buckets(tensors, options), scatter, outs)
+
+
 @never_compiled
+@counts_refused
 def deterministic_all_gather_coalesced(
     tensors: Sequence[Tensor],
     *,
@@ -237,15 +271,15 @@ def deterministic_all_gather_coalesced(
             call = f"deterministic_all_gather to {list(shape)} of {lengths}"
             compare_calls(found, tensor.new_empty(0), call)
 
-    def run(apart: bool) -> list[Tensor]:
+    def run(apart: bool, ticket: Ticket) -> list[Tensor]:
         used = second_group(found, tensors[0]) if apart else found
         triples = zip(tensors, shapes, shards, strict=True)
         layout = [f"{one.dtype}{list(shape)} {split}" for one, shape, split in triples]
-        _compare_lists("all_gather", tensors, layout, used)
+        _compare_lists("all_gather", tensors, layout, used, ticket)
 
         def gather(bucket: list[int]) -> Sequence[Tensor]:
             if len(bucket) == 1:
-                return [gather_tensor(tensors[bucket[0]], used, shards[bucket[0]])]
+                return [gather_tensor(tensors[bucket[0]], used, shards[bucket[0]], ticket)]
             rows = [tensors[i].detach().movedim(shards[i][0], 0).contiguous() for i in bucket]
             rows = [row.resolve_conj().resolve_neg() for row in rows]
             message = torch.cat([flatten(row).view(torch.uint8) for row in rows])
@@ -254,7 +288,7 @@ def deterministic_all_gather_coalesced(
             pairs = zip(bucket, widths, strict=True)
             counts = [[length * width for length in shards[i][1]] for i, width in pairs]
             sums = tuple(sum(by_tensor) for by_tensor in zip(*counts, strict=True))
-            whole = gather_tensor(message, used, (0, sums))
+            whole = gather_tensor(message, used, (0, sums), ticket)
             pieces = iter(torch.split(whole, [n for row in zip(*counts, strict=True) for n in row]))
             by_rank = [[next(pieces) for _ in bucket] for _ in sums]
             return [
@@ -299,10 +333,11 @@ def _check_outs(
 ) -> None:
     for out, tensor, shape in zip(outs or (), tensors, shapes, strict=outs is not None):
         check_destination(out, tensor, shape)
-    _check_distinct(outs or ())
+    check_distinct(outs or ())
 
 
-def _check_distinct(written: Sequence[Tensor]) -> None:
+def check_distinct(written: Sequence[Tensor]) -> None:
+    """Refuse to write to one tensor twice."""
     addresses = [tensor.data_ptr() for tensor in written if tensor.numel()]
     if len(set(addresses)) < len(addresses):
         raise ContractError(
@@ -326,6 +361,7 @@ def _compare_lists(
     tensors: Sequence[Tensor],
     layout: Sequence[str],
     group: ProcessGroup,
+    ticket: Ticket,
     options: ReductionOptions | None = None,
     apart: bool = False,
 ) -> None:
@@ -337,9 +373,8 @@ def _compare_lists(
     call = f"deterministic_{kind}_coalesced"
     purpose = Purpose(call, f"{kind} {op}".strip(), describe_group(group))
     header = list_header(kind, tensors, layout, op, group.size())
-    compare_headers(
-        tensors[0], second_group(group, tensors[0]) if apart else group, header, purpose
-    )
+    used = second_group(group, tensors[0]) if apart else group
+    compare_headers(tensors[0], used, header, purpose, ticket.word)
 
 
 def _buckets(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshplan._calls import calls_of
 from meshplan.collectives._options import ReductionOptions, check_summand, read_options
 from meshplan.collectives._reduction import reduce_tensor
 from meshplan.collectives._shards import gather_tensor, scatter_tensor
@@ -54,7 +55,9 @@ def _reduce(
 ) -> Tensor:
     check_summand(tensor, options)
     name = f"deterministic_all_reduce {options.op}"
-    return reduce_tensor(tensor, options, resolve_group(group), name, in_place=in_place)
+    found = resolve_group(group)
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return reduce_tensor(tensor, options, found, name, ticket, in_place=in_place)
 
 
 def _reduce_scatter(
@@ -69,13 +72,17 @@ def _reduce_scatter(
 ) -> Tensor:
     options = _options(path, op, contract, strict)
     check_summand(tensor, options)
-    return scatter_tensor(tensor, options, resolve_group(group, len(sizes)), (dim, tuple(sizes)))
+    found = resolve_group(group, len(sizes))
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return scatter_tensor(tensor, options, found, (dim, tuple(sizes)), ticket)
 
 
 def _all_gather(
     tensor: Tensor, dim: int, sizes: Sequence[int], group: str, *of_gradient: Any
 ) -> Tensor:
-    return gather_tensor(tensor, resolve_group(group, len(sizes)), (dim, tuple(sizes)))
+    found = resolve_group(group, len(sizes))
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return gather_tensor(tensor, found, (dim, tuple(sizes)), ticket)
 
 
 def _same(tensor: Tensor, *_: object) -> Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,13 +23,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._calls import Ticket, calls_of
 from meshplan._dtypes import name_of
 from meshplan._observing import within
 from meshplan._spans import span
 from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
-from meshplan.errors import AxisNameError, GroupStateError
+from meshplan.errors import AxisNameError, GroupStateError, MeshplanError
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import step_header
 from meshplan.execute._provenance import Event, Purpose, record
@@ -44,6 +46,7 @@ from meshplan.record import Record
 __all__ = [
     "GroupLike",
     "compare_calls",
+    "counts_refused",
     "describe_group",
     "find_group",
     "find_steady_reduction",
@@ -56,6 +59,7 @@ __all__ = [
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | int]
 """The ranks of a collective: a process group, a mesh of one axis, or a mesh and one of its axes."""
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 # Of one process group. Where there are more, all are found again.
@@ -90,8 +94,43 @@ _STEADY: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], _Steady]] = WeakK
 _LOCK = threading.Lock()
 
 
+def counts_refused(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Let calls that their arguments end use up a ticket, like all others.
+
+    The peers of a rank that raises alone go on with the call. If the next call of this rank had the
+    same number, the two would be reduced together.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not getattr(error, "used_ticket", False):
+                _use_up_ticket(args[0] if args else kwargs.get("tensor"), kwargs)
+            raise
+
+    return call
+
+
+def _use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
+    with suppress(MeshplanError):
+        group = read_group(given.get("group"))
+        if group is not None:
+            first = tensors if isinstance(tensors, Tensor) else next(iter(tensors or ()), None)  # type: ignore[call-overload]
+            kind = first.device.type if isinstance(first, Tensor) else "cpu"
+            calls_of(group).take(_lane_name(kind, bool(given.get("async_op"))))
+
+
+def _lane_name(device_type: str, apart: bool) -> str:
+    """Calls on a second group are in an order of their own."""
+    return f"{device_type} asynchronous" if apart else device_type
+
+
 def start(
-    run: Callable[[bool], _Result],
+    run: Callable[[bool, Ticket], _Result],
     tensors: Sequence[Tensor],
     options: ReductionOptions | None,
     group: ProcessGroup,
@@ -100,21 +139,29 @@ def start(
     """Run a collective now, or return a ``Work`` of it.
 
     Args:
-        run: takes whether to use the second group of the same ranks.
+        run: takes whether to use the second group of the same ranks, and the ticket of the call.
         tensors: of the call, at least one.
         options: of a reduction; ``None`` for an all-gather.
         group: of several ranks, this one among them.
         async_op: run it concurrently with the caller.
     """
-    if not async_op:
-        with torch.no_grad():
-            return run(False)
-    if options is not None and not options.native:
-        # Agreement rounds are held now, in the caller's order of calls.
-        for tensor in tensors:
-            find_group(tensor, group, options, apart=True)
-    lane = Lane(second_group(group, tensors[0]), tensors[0].device)
-    return in_lane(lane, partial(run, True))
+    first = tensors[0]
+    ticket = calls_of(group).take(_lane_name(first.device.type, async_op))
+    with ticket:
+        if not async_op:
+            with torch.no_grad():
+                return run(False, ticket)
+        if options is not None and not options.native:
+            # Agreement rounds are held now, in the caller's order of calls.
+            for tensor in tensors:
+                find_group(tensor, group, options, ticket, apart=True)
+        lane = Lane(second_group(group, first), first.device)
+
+    def run_in_lane() -> _Result:
+        with ticket:
+            return run(True, ticket)
+
+    return in_lane(lane, run_in_lane)
 
 
 def reduce_tensor(
@@ -122,6 +169,7 @@ def reduce_tensor(
     options: ReductionOptions,
     group: ProcessGroup,
     request: str,
+    ticket: Ticket,
     *,
     apart: bool = False,
     in_place: bool = False,
@@ -134,6 +182,7 @@ def reduce_tensor(
         tensor, options: checked.
         group: of more than one rank, this one among them.
         request: for the report, such as ``deterministic_all_reduce sum``.
+        ticket: of the call.
         apart: on a second process group of the same ranks.
         in_place: ``tensor`` may be written to and returned.
         dim, lengths: of a reduce-scatter; ``None`` for an all-reduce.
@@ -143,14 +192,14 @@ def reduce_tensor(
     """
     if options.native:
         used = second_group(group, tensor) if apart else group
-        return _reduce_by_backend(tensor, options, used, request, in_place, dim, lengths)
+        return _reduce_by_backend(tensor, options, used, request, ticket, in_place, dim, lengths)
     key = (options, tensor.device.type, request, apart, dim, lengths)
     # The entry outlives a shutdown. Its handle knows whether the decision still holds.
     steps = _STEADY.get(group)
     steady = None if steps is None else steps.get(key)
     pg = None if steady is None else steady.handle.process_group()
     if steady is None or pg is None:
-        found, one_shot = find_group(tensor, group, options, apart=apart)
+        found, one_shot = find_group(tensor, group, options, ticket, apart=apart)
         step = _step(options, group.size(), dim, lengths)
         planned = f"{step.kind} {step.op} over {group.size()} ranks"
         planned += f", {step.path}, contract {options.contract.id}"
@@ -171,6 +220,7 @@ def reduce_tensor(
         strict=options.strict,
         one_shot=steady.one_shot,
         audit=call,
+        ticket=ticket.word,
     )
     waited: Tensor = _ops.wait_tensor(result)
     return waited
@@ -236,6 +286,7 @@ def _reduce_by_backend(
     options: ReductionOptions,
     group: ProcessGroup,
     request: str,
+    ticket: Ticket,
     in_place: bool,
     dim: int | None,
     lengths: tuple[int, ...],
@@ -255,7 +306,7 @@ def _reduce_by_backend(
     planned = f"{step.kind} {op} over {group.size()} ranks in {name_of(wide)}, no contract"
     name = describe_group(group)
     header = step_header(step, dtype, tuple(tensor.shape), "native")
-    sends = compare_headers(tensor, group, header, Purpose(request, planned, name))
+    sends = compare_headers(tensor, group, header, Purpose(request, planned, name), ticket.word)
     with span("all_reduce", op, "native"):
         within("native", partial(dist.all_reduce, value, _TORCH_OPS[op], group))
     if op == "avg":
@@ -280,7 +331,12 @@ def _reduce_by_backend(
 
 
 def find_group(
-    tensor: Tensor, group: ProcessGroup, options: ReductionOptions, *, apart: bool = False
+    tensor: Tensor,
+    group: ProcessGroup,
+    options: ReductionOptions,
+    ticket: Ticket,
+    *,
+    apart: bool = False,
 ) -> tuple[Group, bool | None]:
     """The group that a reduction by contract runs on. The first call is an agreement round.
 
@@ -288,6 +344,7 @@ def find_group(
         tensor: on the device of the reduction.
         group: of several ranks, this one among them.
         options: with another path than ``native``; the members must agree on them.
+        ticket: of the call, which the members must agree on too.
         apart: use a second group of the same ranks; see ``second_group``.
 
     Returns:
@@ -301,7 +358,8 @@ def find_group(
     # An environment variable, which ranks may have set differently; compared where it decides.
     switch = None if path != "auto" or one_shot is None else "always" if one_shot else "never"
     token = Record.of(contract=options.contract.id, path=path, one_shot=switch, audit=options.audit)
-    return registry().of(group, kind, token=token, peers=peers, apart=apart), one_shot
+    call = ticket.number
+    return registry().of(group, kind, token=token, peers=peers, apart=apart, call=call), one_shot
 
 
 def read_group(group: GroupLike | None) -> ProcessGroup | None:

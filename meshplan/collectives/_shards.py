@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._bits import flatten
+from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._spans import span
 from meshplan._torch import functional_operators as _ops
@@ -28,6 +29,7 @@ from meshplan.collectives._options import (
 from meshplan.collectives._reduction import (
     GroupLike,
     compare_calls,
+    counts_refused,
     describe_group,
     read_group,
     reduce_tensor,
@@ -57,6 +59,7 @@ Shards = tuple[int, tuple[int, ...]]
 
 
 @never_compiled
+@counts_refused
 def deterministic_reduce_scatter(
     tensor: Tensor,
     *,
@@ -108,14 +111,15 @@ def deterministic_reduce_scatter(
         split = f"of dim {shards[0]} to {shards[1]}"
         compare_calls(found, tensor, f"deterministic_reduce_scatter {split} by {options}")
 
-    def run(apart: bool) -> Tensor:
-        shard = scatter_tensor(tensor, options, found, shards, apart)
+    def run(apart: bool, ticket: Ticket) -> Tensor:
+        shard = scatter_tensor(tensor, options, found, shards, ticket, apart)
         return shard if out is None else out.copy_(shard)
 
     return start(run, [tensor], options, found, async_op)
 
 
 @never_compiled
+@counts_refused
 def deterministic_all_gather(
     tensor: Tensor,
     *,
@@ -167,9 +171,9 @@ def deterministic_all_gather(
         call = f"deterministic_all_gather to {list(shape)} of {lengths}"
         compare_calls(found, tensor.new_empty(0), call)
 
-    def run(apart: bool) -> Tensor:
+    def run(apart: bool, ticket: Ticket) -> Tensor:
         used = second_group(found, tensor) if apart else found
-        whole = gather_tensor(tensor, used, shards)
+        whole = gather_tensor(tensor, used, shards, ticket)
         return whole if out is None else out.copy_(whole)
 
     return start(run, [tensor], None, found, async_op)
@@ -243,15 +247,17 @@ def scatter_tensor(
     options: ReductionOptions,
     group: ProcessGroup,
     shards: Shards,
+    ticket: Ticket,
     apart: bool = False,
 ) -> Tensor:
     """This rank's shard of the reduction, waited for; all arguments are checked."""
     dim, lengths = shards
     request = f"deterministic_reduce_scatter {options.op} of dim {dim}"
-    return reduce_tensor(tensor, options, group, request, apart=apart, dim=dim, lengths=lengths)
+    cut: dict[str, Any] = {"dim": dim, "lengths": lengths}
+    return reduce_tensor(tensor, options, group, request, ticket, apart=apart, **cut)
 
 
-def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards) -> Tensor:
+def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: Ticket) -> Tensor:
     """The shards of all ranks, joined; all arguments are checked.
 
     Raises:
@@ -263,7 +269,7 @@ def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards) -> Tensor
     planned = f"all_gather of {len(lengths)} ranks"
     purpose = Purpose(request, planned, describe_group(group))
     header = gather_header(tensor.dtype, tensor.shape, dim, lengths)
-    sends = compare_headers(tensor, group, header, purpose)
+    sends = compare_headers(tensor, group, header, purpose, ticket.word)
     rows = tensor.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
     shape = rows.shape[1:]
     # Backends support few dtypes; every backend sends bytes.

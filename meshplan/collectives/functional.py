@@ -17,7 +17,12 @@ from torch import Tensor
 
 from meshplan.collectives._operators import LINEAR
 from meshplan.collectives._options import AnyOp, check_summand, check_tensor, read_options
-from meshplan.collectives._reduction import GroupLike, compare_calls, read_group
+from meshplan.collectives._reduction import (
+    GroupLike,
+    compare_calls,
+    counts_refused,
+    read_group,
+)
 from meshplan.collectives._shards import gathered_shape, read_gather, read_scatter
 from meshplan.contract import Contract
 from meshplan.errors import ContractStateError
@@ -25,6 +30,7 @@ from meshplan.errors import ContractStateError
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
+@counts_refused
 def all_reduce(
     tensor: Tensor,
     *,
@@ -60,6 +66,7 @@ def all_reduce(
     return result
 
 
+@counts_refused
 def reduce_scatter(
     tensor: Tensor,
     *,
@@ -101,6 +108,7 @@ def reduce_scatter(
     return result
 
 
+@counts_refused
 def all_gather(
     tensor: Tensor,
     *,

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from meshplan._calls import NO_TICKET, GroupCalls, Ticket, calls_of
 from meshplan._torch import AsyncCollectiveTensor, LocalTensor, maybe_wrap_tensor, tensors_of_ranks
 from meshplan._torch.placements import PartialHooks
 from meshplan._uncompiled import never_compiled
@@ -35,6 +37,7 @@ from meshplan.flatten import (
     GroupHandle,
     Sharing,
     _threads,
+    is_worker_thread,
     registry,
     this_rank,
 )
@@ -46,6 +49,8 @@ from meshplan.record import Record
 # Counted reductions of one group. Beyond it the group's counts start again. That happens with the
 # same call on all its ranks, because all of them have called the same reductions.
 MAX_REDUCTIONS = 4096
+# Whose groups one carrier keeps; where there are more, all are found again.
+MAX_MESHES = 64
 
 _Counts = dict[str, dict[tuple[str, str], int]]
 _COUNTS: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
@@ -113,17 +118,31 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(result)
 
 
-class _ResolvedGroups(NamedTuple):
-    """The groups of a planned reduction, by handles that do not keep process groups alive.
+_NO_PURPOSE = Purpose("", "", "")
 
-    ``gathers``: finished parts are gathered on the last of them. ``prepared``: values that earlier
-    reductions on them have computed.
+
+@dataclass(slots=True, eq=False)
+class _MeshGroups:
+    """The groups of a planned reduction over one mesh, for one kind of thread.
+
+    Attributes:
+        mesh: that was last found to have these groups; slices of a mesh are new objects.
+        beside: whether for threads that are ordered apart from the main thread.
+        calls, lane: what counts its calls.
+        handles: of the groups, which do not keep process groups alive; empty until the first call.
+        purpose: for the report.
+        gathers: whether finished parts are gathered on the last group.
+        prepared: values that earlier reductions on them have computed.
     """
 
-    handles: tuple[GroupHandle, ...]
-    purpose: Purpose
-    gathers: bool
-    prepared: dict[Any, Any]
+    mesh: weakref.ref[DeviceMesh]
+    beside: bool
+    calls: GroupCalls
+    lane: str
+    handles: tuple[GroupHandle, ...] = ()
+    purpose: Purpose = _NO_PURPOSE
+    gathers: bool = False
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
 
 class PlannedPartial(PartialHooks):
@@ -137,8 +156,9 @@ class PlannedPartial(PartialHooks):
     _layout: Layout
     _config: Config
     _asked: str
-    # Replaced as a whole, so that a thread reads groups that belong together.
-    _found: _ResolvedGroups | None
+    # Of the last call. Equal meshes share a carrier, but no groups: see ``_known``.
+    _last: _MeshGroups | None
+    _known: dict[tuple[GroupCalls, bool], _MeshGroups]
 
     def __init__(self, step: Step, layout: Layout, asked: str, config: Config) -> None:
         super().__init__(step.op)
@@ -148,7 +168,8 @@ class PlannedPartial(PartialHooks):
             ("_layout", layout),
             ("_config", config),
             ("_asked", asked),
-            ("_found", None),
+            ("_last", None),
+            ("_known", {}),
         ):
             object.__setattr__(self, name, value)
 
@@ -156,18 +177,57 @@ class PlannedPartial(PartialHooks):
     def reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
-        config, found = self._config, self._found
+        found = self._last
+        # A call of ``is_worker_thread`` costs as much as the rest: first what is usual.
+        if found is None or found.mesh() is not mesh or found.beside != is_worker_thread():
+            found = self._groups_of(mesh)
+        traced = is_traced(tensor)
+        if traced:
+            # What torch traces takes its ticket when it runs; simulated ranks compare none.
+            result = self._reduce(tensor, mesh, found, True, 0, NO_TICKET)
+        else:
+            with found.calls.take(found.lane) as ticket:
+                result = self._reduce(tensor, mesh, found, False, ticket.number, ticket)
+        # Last, as the sign for the executor's loop that this reduction has run.
+        note_reduction(self)
+        return result if traced else _wrap_pending(result)
+
+    def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
+        """What is known of the groups of ``mesh``: by identity, as equal meshes may have others."""
+        calls = calls_of(*(mesh.get_group(axis) for axis in self._step.axes))
+        beside = is_worker_thread()
+        found = self._known.get((calls, beside))
+        if found is None:
+            lane = f"{mesh.device_type} of threads" if beside else mesh.device_type
+            found = _MeshGroups(weakref.ref(mesh), beside, calls, lane)
+            if len(self._known) >= MAX_MESHES:
+                self._known.clear()
+            self._known[calls, beside] = found
+        found.mesh = weakref.ref(mesh)
+        object.__setattr__(self, "_last", found)
+        return found
+
+    def _reduce(
+        self,
+        tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        found: _MeshGroups,
+        traced: bool,
+        call: int,
+        ticket: Ticket | int,
+    ) -> torch.Tensor:
+        config = self._config
         # Groups may have been destroyed since the last call, by the user or by ``shutdown``.
-        groups = None if found is None else self._live_groups(found)
-        if found is None or groups is None:
-            found, groups = self._resolve(mesh)
-        call = 0
+        groups = self._live_groups(found) if found.handles else None
+        if groups is None:
+            groups = self._resolve(mesh, found, call)
+        audit = 0
         if config.debug or config.audit is not None:
-            call = self._compare_before(tensor, mesh, groups, found)
-        traced, reduce = is_traced(tensor), run_reduction
+            audit = self._compare_before(tensor, mesh, groups, found)
+        reduce = run_reduction
         if isinstance(tensor, LocalTensor):
             reduce = partial(reduce_simulated, run_reduction)
-        result = reduce(
+        return reduce(
             tensor,
             self._step,
             groups,
@@ -175,19 +235,18 @@ class PlannedPartial(PartialHooks):
             path=config.path,
             strict=config.strict,
             one_shot=config.one_shot,
-            audit=call,
+            audit=audit,
             traced=traced,
+            ticket=ticket.word if isinstance(ticket, Ticket) else ticket,
+            calls=found.calls.name,
         )
-        # Last, as the sign for the executor's loop that this reduction has run.
-        note_reduction(self)
-        return result if traced else _wrap_pending(result)
 
     @property
     def asked(self) -> str:
         """The requested redistribution, as text."""
         return self._asked
 
-    def _live_groups(self, found: _ResolvedGroups) -> StepGroups | None:
+    def _live_groups(self, found: _MeshGroups) -> StepGroups | None:
         """The process groups of the step, if all of them still exist."""
         pgs = []
         for handle in found.handles:
@@ -201,7 +260,7 @@ class PlannedPartial(PartialHooks):
         return self._step_groups(pgs, found.handles[0].known, found)
 
     def _step_groups(
-        self, pgs: Sequence[ProcessGroup], first: Group | GroupEntry, found: _ResolvedGroups
+        self, pgs: Sequence[ProcessGroup], first: Group | GroupEntry, found: _MeshGroups
     ) -> StepGroups:
         gather, prepared = pgs[-1] if found.gathers else None, found.prepared
         if self._step.inner == 1:
@@ -210,30 +269,30 @@ class PlannedPartial(PartialHooks):
         inner, outer, *_ = pgs
         return StepGroups(None, inner, outer, gather=gather, ranks=self._members, prepared=prepared)
 
-    def _resolve(self, mesh: DeviceMesh) -> tuple[_ResolvedGroups, StepGroups]:
+    def _resolve(self, mesh: DeviceMesh, found: _MeshGroups, call: int) -> StepGroups:
         """Find or create the groups of the step. The first use of a group is an agreement round."""
         step, config = self._step, self._config
         if step.inner > 1:
             # Several inner groups take part in one reduction, so all their members agree first.
             registry().meet(
-                mesh, self._layout, step.axes, token=config.token, timeout=config.timeout
+                mesh, self._layout, step.axes, token=config.token, timeout=config.timeout, call=call
             )
         # Every rank creates groups in one order; otherwise two ranks could wait for each other.
         peers: Sharing = "never"
         if step.path == "exchange" and step.inner == 1:
             peers = config.sharing(mesh.device_type)
-        groups = [self._find(mesh, step.axes, block, peers) for block in self._blocks()]
-        gathers = bool(step.gather_axes)
-        if gathers:
-            groups.append(self._find(mesh, step.gather_axes))
-        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
-        handles = tuple(registry().handle(group) for group in groups)
-        found = _ResolvedGroups(handles, purpose, gathers, {})
-        object.__setattr__(self, "_found", found)
-        return found, self._step_groups([group.pg for group in groups], groups[0], found)
+        groups = [self._find(mesh, step.axes, call, block, peers) for block in self._blocks()]
+        found.gathers = bool(step.gather_axes)
+        if found.gathers:
+            # Other ranks, who count no calls of this group.
+            groups.append(self._find(mesh, step.gather_axes, 0))
+        found.purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
+        found.prepared = {}
+        found.handles = tuple(registry().handle(group) for group in groups)
+        return self._step_groups([group.pg for group in groups], groups[0], found)
 
     def _compare_before(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, groups: StepGroups, found: _ResolvedGroups
+        self, tensor: torch.Tensor, mesh: DeviceMesh, groups: StepGroups, found: _MeshGroups
     ) -> int:
         """Hold the agreement rounds of ``debug`` and audits; return the call to audit, or 0."""
         if self._config.debug and not torch.compiler.is_compiling():
@@ -255,7 +314,7 @@ class PlannedPartial(PartialHooks):
         return 0 if (call - 1) % every else call
 
     def _compare(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, found: _ResolvedGroups, more: str = ""
+        self, tensor: torch.Tensor, mesh: DeviceMesh, found: _MeshGroups, more: str = ""
     ) -> None:
         """Check over the store that all members bring the same tensor and step."""
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -290,6 +349,7 @@ class PlannedPartial(PartialHooks):
         self,
         mesh: DeviceMesh,
         axes: tuple[int, ...],
+        call: int,
         block: Block | None = None,
         peers: Sharing = "never",
     ) -> Group:
@@ -302,6 +362,7 @@ class PlannedPartial(PartialHooks):
             timeout=config.timeout,
             block=block,
             peers=peers,
+            call=call,
         )
 
     def reduce_shard_value(

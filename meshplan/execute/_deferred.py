@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshplan._calls import NO_TICKET
 from meshplan._torch import backend_of
 from meshplan._torch import functional_operators as _ops
 from meshplan._torch.process_group import end_coalescing, start_coalescing
@@ -40,6 +41,7 @@ from meshplan.execute._header import (
 )
 from meshplan.execute._wire import Message, Wire
 from meshplan.kernel import register_check
+from meshplan.record import CALL_WORD
 
 __all__ = ["DeferredWire", "is_deferred", "raise_pending"]
 
@@ -101,18 +103,32 @@ class DeferredWire(Wire):
         groups: of the step.
         mine: this rank and its header.
         device: of the tensors.
+        call: the word of its ticket.
 
     Raises:
         SignatureMismatchError: as ``raise_pending``, for earlier reductions.
     """
 
-    def __init__(self, groups: StepGroups, mine: RankHeader, device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        groups: StepGroups,
+        mine: RankHeader,
+        device: torch.device,
+        call: int = NO_TICKET,
+    ) -> None:
+        super().__init__(call)
         raise_pending()
         self._groups = groups
-        self._header = mine
+        self._header = mine[0], mine[1].at(call)
         self._gathered = math.prod(pg.size() for pg in groups.levels) <= _MOST_GATHERED
-        self._mine = _row(mine, self._gathered, device, _current_stream(device))
+        self._mine = _row(mine, self._gathered, device, _current_stream(device)).clone()
+        # Scalars travel as arguments of a kernel, so the host does not wait.
+        self._mine[0, CALL_WORD].fill_(call)
+        if not self._gathered:
+            digest = ranked_digest(self._header)
+            self._mine[0, -1].fill_(digest)
+            self._mine[1, CALL_WORD].fill_(~call)
+            self._mine[1, -1].fill_(~digest)
         self._rows: Tensor | None = None
 
     def start_exchange(
@@ -217,7 +233,7 @@ def _current_stream(device: torch.device) -> Any:
 def _row(mine: RankHeader, gathered: bool, device: torch.device, stream: Any) -> Tensor:
     rank, header = mine
     with torch.inference_mode(False):
-        words = [[*header.words, rank if gathered else ranked_digest(mine)]]
+        words = [[*header.at(NO_TICKET).words, rank]]
         if not gathered:
             # The largest complement is that of the smallest word.
             words.append([~word for word in words[0]])

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from meshplan._calls import NO_TICKET
 from meshplan.execute._gloo_channel import channel_of, inline_bytes
 from meshplan.execute._gloo_rounds import ROUND_BYTES, HeaderRounds
 from meshplan.execute._groups import StepGroups
@@ -49,6 +50,7 @@ class GlooWire(Wire):
     Args:
         groups: of the step, over gloo.
         mine: this rank and its header.
+        call: the word of its ticket.
 
     Raises:
         SignatureMismatchError: by an exchange on the last level, ``gather`` and ``compare``, on
@@ -61,15 +63,15 @@ class GlooWire(Wire):
     in_place_bytes = 2 << 20
     in_place_ranks = 8
 
-    def __init__(self, groups: StepGroups, mine: RankHeader) -> None:
-        super().__init__()
+    def __init__(self, groups: StepGroups, mine: RankHeader, call: int = NO_TICKET) -> None:
+        super().__init__(call)
         self._groups = groups
         # Those of this rank's block, once they are known.
         self._headers: tuple[RankHeader, ...] = (mine,)
         self._equal = True
         self._compared = self._inline = False
         large = len(groups.levels) == 1 and groups.flat.size() > _MOST_AT_ONCE
-        self._rounds = HeaderRounds(groups.flat, mine[1], self.log) if large else None
+        self._rounds = HeaderRounds(groups.flat, mine[1].at(call), self.log) if large else None
         self._works: dict[int, tuple[Work, ProcessGroup]] = {}
 
     def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
@@ -201,7 +203,9 @@ class GlooWire(Wire):
         assert self._rounds is not None
         if not self._rounds.equal:
             group = self._groups.flat
-            _, found = channel_of(group, 1).exchange(group, self._headers, None, self.log)
+            _, found = channel_of(group, 1).exchange(
+                group, self._headers, None, self.log, self.call
+            )
             raise mismatch_error(found, self._groups.rank)
         self._compared = True
 
@@ -231,11 +235,13 @@ class GlooWire(Wire):
     ) -> Sequence[Tensor]:
         mine = self._headers
         over = channel_of(group, len(mine))
-        leaves, found = over.exchange(group, mine, parts, self.log)
+        leaves, found = over.exchange(group, mine, parts, self.log, self.call)
         self._equal = self._equal and not found
         if last:
             if not self._equal:
-                raise mismatch_error(found or mine, self._groups.rank)
+                brought = found or mine
+                everyone = [(who, header.at(self.call)) for who, header in brought]
+                raise mismatch_error(everyone, self._groups.rank)
         else:
             self._headers = found or tuple((rank, mine[0][1]) for rank in over.ranks)
         return leaves

@@ -21,9 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshplan.execute._header import HEADER_BYTES, Header, RankHeader
+from meshplan.execute._header import (
+    HEADER_BYTES,
+    HEADER_WORDS,
+    RANK_WORD,
+    Header,
+    RankHeader,
+)
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import wait_for_group
+from meshplan.record import CALL_WORD
 
 __all__ = ["Channel", "channel_of", "inline_bytes"]
 
@@ -47,19 +54,21 @@ class _Layout:
         sent: the blocks for all other ranks.
         sends: bytes of the block for each rank.
         heads: the places of this rank's headers, one in each block.
+        calls: the places of the call in them, as few tensors as the blocks allow.
         slots: the place of each other rank's part.
         before, after: the same, as one tensor for the ranks below this one and those above it,
             where all parts have one length.
-        rows: the headers that came from all other ranks; whose each is, is its last word.
-        found: the same without the last words.
+        rows: the headers that came from all other ranks, each with its call and its rank.
+        found: the same without the ranks.
         leaves: the part that came from each other rank.
-        expected: ``found`` where nothing differs.
+        expected: ``found`` where nothing differs, and its calls.
         uniform: whether this rank's own headers are equal.
     """
 
     sent: Tensor
     sends: list[int]
     heads: list[Tensor]
+    calls: list[Tensor]
     slots: list[Tensor]
     before: Tensor | None
     after: Tensor | None
@@ -67,6 +76,7 @@ class _Layout:
     found: Tensor
     leaves: list[Tensor]
     expected: Tensor
+    expected_calls: Tensor
     uniform: bool
 
 
@@ -107,6 +117,7 @@ class Channel:
         headers: tuple[RankHeader, ...],
         parts: Tensor | Sequence[Tensor] | None,
         log: CollectiveLog,
+        call: int,
     ) -> tuple[list[Tensor], tuple[RankHeader, ...]]:
         """Send ``parts[r]`` and the headers to rank r; receive the part of this rank from each.
 
@@ -116,6 +127,7 @@ class Channel:
             parts: one for each rank, flat, without gradients, of one dtype, none above
                 ``inline_bytes``; the rows of a tensor, or a list. ``None``: only headers are sent.
             log: issues the collective.
+            call: the word of this rank's ticket.
 
         Returns:
             The parts for this rank from all ranks, in the order of the ranks; they are valid only
@@ -130,6 +142,11 @@ class Channel:
             for place in layout.heads:
                 place.copy_(rows)
             self._written = layout
+        # Headers that differ are those of an earlier level, with its call.
+        if layout.uniform:
+            for place in layout.calls:
+                place.fill_(call)
+            layout.expected_calls.fill_(call)
         if isinstance(parts, Tensor):
             # Two copies, however many ranks there are.
             if layout.before is not None:
@@ -156,9 +173,10 @@ class Channel:
         if layout.uniform and torch.equal(layout.found, layout.expected):
             return leaves, ()
         words = layout.rows.flatten(0, 1).tolist()
-        others_found = [(row[-1], Header(tuple(row[:-1]))) for row in words]
+        others_found = [(row[RANK_WORD], Header(tuple(row[:RANK_WORD]))) for row in words]
+        own = [(who, header.at(call)) for who, header in headers]
         below = rank * self._count
-        return leaves, (*others_found[:below], *headers, *others_found[below:])
+        return leaves, (*others_found[:below], *own, *others_found[below:])
 
     def _layout(
         self, headers: tuple[RankHeader, ...], parts: Tensor | Sequence[Tensor] | None
@@ -206,19 +224,28 @@ class Channel:
         received = self._received.view(ranks - 1, self._each)
         bytes_of_own = lengths[rank] * dtype.itemsize
         leaves = [row[head:][:bytes_of_own].view(dtype) for row in received.unbind(0)]
-        shape = ranks - 1, count, HEADER_BYTES // 8
+        shape = ranks - 1, count, HEADER_WORDS
         rows_found = received[:, :head].view(torch.int64).view(shape)
+        heads = [sent[start:][:head].view(torch.int64).view(shape[1:]) for start in starts]
+        calls = [one[:, CALL_WORD] for one in heads]
+        if len({sends[r] for r in others}) == 1:
+            # Blocks of one size: one write for all of them.
+            words = sent.view(torch.int64).view(ranks - 1, -1)[:, : count * HEADER_WORDS]
+            calls = [words.view(shape)[..., CALL_WORD]]
+        expected = _rows(headers)[:, :RANK_WORD].expand(ranks - 1, -1, -1).contiguous()
         return _Layout(
             sent=sent,
             sends=sends,
-            heads=[sent[start:][:head].view(torch.int64).view(shape[1:]) for start in starts],
+            heads=heads,
+            calls=calls,
             slots=slots,
             before=before,
             after=after,
             rows=rows_found,
-            found=rows_found[..., :-1],
+            found=rows_found[..., :RANK_WORD],
             leaves=leaves,
-            expected=_rows(headers)[:, :-1].expand(ranks - 1, -1, -1).contiguous(),
+            expected=expected,
+            expected_calls=expected[..., CALL_WORD],
             uniform=len({header for _, header in headers}) == 1,
         )
 
@@ -238,5 +265,6 @@ def channel_of(group: ProcessGroup, headers: int) -> Channel:
 
 
 def _rows(headers: Sequence[RankHeader]) -> Tensor:
-    rows = [(*header.words, rank) for rank, header in headers]
+    padding = (0,) * (HEADER_WORDS - RANK_WORD - 1)
+    rows = [(*header.at(0).words, rank, *padding) for rank, header in headers]
     return torch.tensor(rows, dtype=torch.int64, device="cpu")

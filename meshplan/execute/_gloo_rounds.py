@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from meshplan.execute._header import HEADER_BYTES, Header
+from meshplan.execute._header import HEADER_BYTES, HEADER_WORDS, Header
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import Message, start_messages
 from meshplan.planner import HalvingRound, halving_schedule
@@ -29,7 +29,7 @@ class HeaderRounds:
 
     Args:
         group: over gloo.
-        header: this rank's.
+        header: this rank's, with its call.
         log: issues the messages.
 
     Attributes:
@@ -54,10 +54,12 @@ class HeaderRounds:
     def swap(self, messages: Sequence[Message]) -> None:
         """Exchange ``messages`` of up to ``ROUND_BYTES``, each behind a header.
 
-        The data is valid only if all headers are equal. The last word of a header is whether its
-        sender has found no difference.
+        The data is valid only if all headers are equal. In place of the rank, a header has whether
+        its sender has found no difference.
         """
-        words = torch.tensor([*self._header.words, self.equal], dtype=torch.int64, device="cpu")
+        words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device="cpu")
+        own = (*self._header.words, self.equal)
+        words[: len(own)] = torch.tensor(own, dtype=torch.int64, device="cpu")
         head, sent, received = words.view(torch.uint8), [], []
         for one in messages:
             if one.sends:

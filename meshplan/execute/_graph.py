@@ -26,11 +26,11 @@ from meshplan.planner import Step
 
 __all__ = ["define_operators", "trace_reduction"]
 
-_Run = Callable[[Tensor, Step, StepGroups, str, bool], Outcome]
+_Run = Callable[[Tensor, Step, StepGroups, str, bool, str], Outcome]
 
 
 def trace_reduction(
-    summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool
+    summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool, calls: str
 ) -> Outcome:
     """Put the reduction into the graph that torch traces.
 
@@ -40,19 +40,21 @@ def trace_reduction(
         groups: of the step, over gloo.
         path: that was chosen.
         is_complex: whether the last dimension holds the real and the imaginary part of a number.
+        calls: the name by which the operator takes a ticket when it runs.
     """
     log, ops = CollectiveLog(), torch.ops.meshplan
     contract, flat = step.contract, not step.scatter and step.inner == 1
     if path is EXCHANGE and flat and step.norm is None and not is_complex:
         assert contract is not None
-        how = contract.order, contract.accumulate, contract.rounding
-        sizes, group = list(step.sizes), groups.flat.group_name
-        exchanged = log.issue(ops.exchange, summand, step.op, sizes, *how, step.divisor, group)
+        contracted = contract.order, contract.accumulate, contract.rounding
+        over = step.divisor, groups.flat.group_name, calls
+        sizes = list(step.sizes)
+        exchanged = log.issue(ops.exchange, summand, step.op, sizes, *contracted, *over)
         return Outcome(exchanged, log)
     found = (groups.whole, groups.inner, groups.outer, groups.gather)
     names = ["" if group is None else group.group_name for group in found]
     return Outcome(
-        log.issue(ops.reduction, summand, _written(step), path.name, is_complex, names), log
+        log.issue(ops.reduction, summand, _written(step), path.name, is_complex, names, calls), log
     )
 
 
@@ -60,7 +62,8 @@ def define_operators(run: _Run) -> None:
     """Define both operators.
 
     Args:
-        run: reduces over gloo by the path of a name; the last argument is ``is_complex``.
+        run: reduces over gloo by the path of a name; the last arguments are ``is_complex`` and the
+            name by which a ticket is taken.
     """
 
     def exchange(
@@ -72,6 +75,7 @@ def define_operators(run: _Run) -> None:
         rounding: str,
         divisor: int | None,
         group: str,
+        calls: str,
     ) -> Tensor:
         step = Step(
             kind="all_reduce",
@@ -85,22 +89,23 @@ def define_operators(run: _Run) -> None:
             divisor=divisor,
         )
         groups = StepGroups(resolve_group(group, math.prod(shape)))
-        return _finished(run(message, step, groups, EXCHANGE.name, False))
+        return _finished(run(message, step, groups, EXCHANGE.name, False, calls))
 
     def reduction(
-        message: Tensor, step: str, path: str, is_complex: bool, groups: list[str]
+        message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str
     ) -> Tensor:
-        return _finished(run(message, _read(step), _groups(groups), path, is_complex))
+        return _finished(run(message, _read(step), _groups(groups), path, is_complex, calls))
 
     OPERATORS.define(  # type: ignore[no-untyped-call]
         "exchange(Tensor message, str op, int[] shape, str order, str accumulate, str rounding, "
-        "int? divisor, str group) -> Tensor",
+        "int? divisor, str group, str calls) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     OPERATORS.impl("exchange", exchange, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake("meshplan::exchange", _same, lib=OPERATORS)
     OPERATORS.define(  # type: ignore[no-untyped-call]
-        "reduction(Tensor message, str step, str path, bool is_complex, str[] groups) -> Tensor",
+        "reduction(Tensor message, str step, str path, bool is_complex, str[] groups, str calls) "
+        "-> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     OPERATORS.impl("reduction", reduction, "CPU")  # type: ignore[no-untyped-call]
@@ -116,7 +121,9 @@ def _same(message: Tensor, *_: object) -> Tensor:
     return torch.empty_like(message, memory_format=torch.contiguous_format)
 
 
-def _result(message: Tensor, step: str, path: str, is_complex: bool, groups: list[str]) -> Tensor:
+def _result(
+    message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str
+) -> Tensor:
     shard = select_shard(message, _read(step), _groups(groups).position)
     return shard.new_empty(shard.shape)
 

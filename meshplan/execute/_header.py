@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from meshplan._dtypes import name_of
-from meshplan.errors import SignatureMismatchError
+from meshplan.errors import UNLIKE_CALLS, SignatureMismatchError
 from meshplan.planner import Step
-from meshplan.record import WORD_FIELDS, differences, pack_words, ranks_text, read_words
+from meshplan.record import (
+    CALL_WORD,
+    WORD_FIELDS,
+    differences,
+    pack_words,
+    ranks_text,
+    read_words,
+)
 
 __all__ = [
     "HEADER_BYTES",
+    "HEADER_WORDS",
+    "RANK_WORD",
     "Header",
     "RankHeader",
     "extremes_error",
@@ -32,18 +41,26 @@ __all__ = [
     "tensor_header",
 ]
 
-HEADER_BYTES = 128
-"""Bytes of one header and of the rank that it is of."""
+HEADER_BYTES = 192
+"""Bytes of one header, of its call and of the rank that it is of; a multiple of 64."""
+HEADER_WORDS = HEADER_BYTES // 8
+"""64-bit words of the same: the header's, the call, the rank, and zeros."""
+RANK_WORD = CALL_WORD + 1
+"""The place of the rank among them."""
 
 
 class Header(NamedTuple):
     """The description of one rank's part in a collective.
 
     Attributes:
-        words: as ``meshplan.record.pack_words`` packs them.
+        words: as ``meshplan.record.pack_words`` packs them; and the call, if it was compared.
     """
 
     words: tuple[int, ...]
+
+    def at(self, call: int) -> Header:
+        """The header in one call, whose word it gets; unchanged if it has one."""
+        return self if len(self.words) > CALL_WORD else Header((*self.words, call))
 
     def __str__(self) -> str:
         """The header for people; only what the words hold."""
@@ -53,6 +70,11 @@ class Header(NamedTuple):
 RankHeader = tuple[int, Header]
 """A global rank and its header."""
 
+
+_UNLIKE_TENSORS = (
+    "No result was returned on any rank: pass the same shape, dtype, operation and contract on "
+    "every rank"
+)
 
 # Of a number of 64 bits that also has a rank: over 16 million ranks.
 _RANK_BITS = 24
@@ -192,13 +214,14 @@ def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMis
         for field, high, low in zip(WORD_FIELDS, largest.words, smallest.words, strict=True)
         if high != low
     )
+    unlike = WORD_FIELDS[CALL_WORD] in fields
     return SignatureMismatchError(
         f"the ranks of one collective brought different tensors or options: ranks "
         f"{min(first, last)} and {max(first, last)}, and there may be more. Rank {mine[0]} brought "
         f"{mine[1]}. Different: "
-        f"{', '.join(fields)}. No result was returned on any rank: pass the same shape, dtype, "
-        "operation and contract on every rank",
+        f"{', '.join(fields)}. {UNLIKE_CALLS if unlike else _UNLIKE_TENSORS}",
         rank=other,
+        unlike_calls=unlike,
     )
 
 
@@ -213,14 +236,18 @@ def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatc
     by_header: dict[Header, list[int]] = {}
     for who, header in brought:
         by_header.setdefault(header, []).append(who)
-    lines = [f"{ranks_text(who)}: {header}" for header, who in by_header.items()]
+    unlike = len({header.words[CALL_WORD:] for header in by_header}) > 1
+    lines = []
+    for header, ranks in by_header.items():
+        number = f"call {read_words(header.words).get('call')}, " if unlike else ""
+        lines.append(f"{ranks_text(ranks)}: {number}{header}")
     mine = next(header for who, header in brought if who == rank)
     other = next(who for who, header in brought if header != mine)
     shown = "; ".join(lines[:8]) + ("; ..." if len(lines) > 8 else "")
     found = differences({who: read_words(header.words) for who, header in brought})
     return SignatureMismatchError(
         f"the ranks of one collective brought different tensors or options. {shown}. Different: "
-        f"{found}. No result was returned on any rank: pass the same shape, dtype, operation and "
-        "contract on every rank",
+        f"{found}. {UNLIKE_CALLS if unlike else _UNLIKE_TENSORS}",
         rank=other,
+        unlike_calls=unlike,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._aborts import THIS_THREAD, check_aborted
+from meshplan._calls import NO_TICKET, take_named
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, count_contract, within
 from meshplan._spans import span
@@ -53,6 +54,8 @@ def run_reduction(
     one_shot: bool | None = None,
     audit: int = 0,
     traced: bool | None = None,
+    ticket: int = NO_TICKET,
+    calls: str = "",
 ) -> Tensor:
     """Reduce ``tensor`` over ``groups`` as in ``step``; each rank gets the result or its shard.
 
@@ -70,6 +73,8 @@ def run_reduction(
             audit. The same on all ranks. Reductions outside the contract, empty tensors and traced
             tensors are never compared.
         traced: ``is_traced(tensor)``, where the caller has called it.
+        ticket: the word of the call, which ranks compare.
+        calls: the name by which a traced reduction takes a ticket when it runs.
 
     Returns:
         A contiguous tensor of the same dtype, of the tensor's shape or the shard's. On GPUs, and by
@@ -98,7 +103,7 @@ def run_reduction(
     summand = torch.view_as_real(tensor.resolve_conj()) if found.pairs else tensor.resolve_neg()
     if step.norm is not None:
         summand = summand**step.norm
-    run = partial(_reduced, summand, step, groups, found, traced)
+    run = partial(_reduced, summand, step, groups, found, traced, ticket, calls)
     chosen = found.ran
     if OBSERVING.observer is not None:
         run = partial(within, found.extent, run)
@@ -169,7 +174,7 @@ def _guarded(
 
 
 def compare_headers(
-    tensor: Tensor, group: ProcessGroup, header: Header, purpose: Purpose
+    tensor: Tensor, group: ProcessGroup, header: Header, purpose: Purpose, ticket: int
 ) -> tuple[str, ...]:
     """Compare what all ranks bring to a collective that is no planned reduction, over gloo.
 
@@ -178,6 +183,7 @@ def compare_headers(
         group: of the collective.
         header: this rank's.
         purpose: for the words of an error.
+        ticket: the word of the call.
 
     Returns:
         The collectives issued; none on other backends, and where torch traces.
@@ -189,7 +195,7 @@ def compare_headers(
     groups = StepGroups(group)
     if is_traced(tensor) or not is_gloo(tensor, groups):
         return ()
-    wire = GlooWire(groups, (groups.rank, header))
+    wire = GlooWire(groups, (groups.rank, header), ticket)
     _guarded(wire.compare, groups, tensor.device.type, purpose)
     return tuple(wire.log.names)
 
@@ -218,12 +224,18 @@ def prepare_reduction(
 
 
 def _reduced(
-    summand: Tensor, step: Step, groups: StepGroups, found: PreparedReduction, traced: bool
+    summand: Tensor,
+    step: Step,
+    groups: StepGroups,
+    found: PreparedReduction,
+    traced: bool,
+    ticket: int,
+    calls: str,
 ) -> Outcome:
     """Run the path with the wire of this reduction."""
     path = found.path
     if traced and found.over_gloo:
-        return trace_reduction(summand, step, groups, path, found.pairs)
+        return trace_reduction(summand, step, groups, path, found.pairs, calls)
     wire: Wire
     if found.over_gloo or found.deferred:
         header = found.header
@@ -232,11 +244,12 @@ def _reduced(
         if found.over_gloo:
             if summand.requires_grad:
                 summand = summand.detach()
-            wire = GlooWire(groups, header)
+            wire = GlooWire(groups, header, ticket)
         else:
-            wire = DeferredWire(groups, header, summand.device)
+            wire = DeferredWire(groups, header, summand.device, ticket)
     else:
-        wire = Wire()
+        # What is traced takes its ticket when it runs.
+        wire = Wire(NO_TICKET if traced else ticket, calls)
     reduced = _run_path(path, summand, step, groups, wire)
     if reduced.pending and not traced and not path.asynchronous and summand.device.type == "cpu":
         # Wait here: a later waiter could not name the reduction that has failed. A collective of
@@ -253,13 +266,14 @@ def _header(
 
 
 def _in_graph(
-    summand: Tensor, step: Step, groups: StepGroups, name: str, is_complex: bool
+    summand: Tensor, step: Step, groups: StepGroups, name: str, is_complex: bool, calls: str
 ) -> Outcome:
     """Run the reduction of a graph's operator."""
     path = BY_SIZE.now(step, groups, summand) if name == BY_SIZE.name else get_path(name)
     if summand.requires_grad:
         summand = summand.detach()
-    wire = GlooWire(groups, _header(summand, step, groups, path, is_complex))
+    ticket = take_named(calls, summand.device.type) if calls else NO_TICKET
+    wire = GlooWire(groups, _header(summand, step, groups, path, is_complex), ticket)
     if OBSERVING.observer is None:
         return _run_path(path, summand, step, groups, wire)
     started, in_contract = time.perf_counter(), path.in_contract

@@ -36,7 +36,7 @@ class SteadyReduction:
 
     def __init__(
         self,
-        call: Callable[[Tensor, Tensor], None],
+        call: Callable[[Tensor, Tensor, int], None],
         handle: GroupHandle,
         purpose: Purpose,
         event: Event,
@@ -49,10 +49,11 @@ class SteadyReduction:
         self._rounds = rounds
         self._changes = registry.changes
 
-    def run(self, message: Tensor, out: Tensor) -> bool:
+    def run(self, message: Tensor, out: Tensor, ticket: int) -> bool:
         """Reduce ``message`` into ``out``, which may be the same; both contiguous, of the dtype.
 
-        After an error ``out`` holds NaN (or all ones).
+        ``ticket`` is the word of the call, which ranks compare. After an error ``out`` holds NaN
+        (or all ones).
 
         Returns:
             False, and nothing was done, if the decisions are to be made again: the group or its
@@ -72,7 +73,7 @@ class SteadyReduction:
             return False
         started = time.perf_counter()
         try:
-            self._call(message, out)
+            self._call(message, out, ticket)
         except RuntimeError as error:
             raise_failure(error, StepGroups(pg), "cpu", self._purpose)
         seconds = time.perf_counter() - started

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from meshplan._aborts import THIS_THREAD, check_aborted
+from meshplan._calls import NO_TICKET
 from meshplan._torch import AsyncCollectiveTensor, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._provenance import CollectiveLog
@@ -68,14 +69,20 @@ class Wire:
     So torch's tools see and count the messages. This class is for graphs and for simulated ranks;
     its subclasses compare headers.
 
+    Args:
+        call: the word of the reduction's ticket, which ranks compare.
+        calls: the name by which a traced operator takes one when it runs.
+
     Attributes:
         log: issues the collectives and lists them.
         issue: ``log.issue``.
+        call, calls: as above.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: int = NO_TICKET, calls: str = "") -> None:
         self.log = CollectiveLog()
         self.issue = self.log.issue
+        self.call, self.calls = call, calls
 
     def compare(self) -> None:
         """Compare the headers of all ranks, for data that travels without them."""

@@ -122,6 +122,7 @@ def vote(
     timeout: float,
     veto: str | None = None,
     answer: Callable[[], str] | None = None,
+    call: int = 0,
 ) -> VoteResult:
     """Arrive with ``token`` and return what all members decide, within ``timeout`` seconds.
 
@@ -135,12 +136,14 @@ def vote(
         veto: a reason to refuse for everybody, at once.
         answer: called on the member that decides, once all have arrived with one token; all
             members read what it returns. It must be the same whoever that is.
+        call: the number of the call that this rank is in, of those that the members count. Members
+            in different calls differ, as with different tokens; 0, in no call, differs from none.
 
     Raises:
         GroupAgreementError: on every member, as soon as all have arrived, where they run releases
             whose records have different versions.
     """
-    verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer)
+    verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer, call)
     versions = {token.version for token in verdict.tokens.values()}
     if len(versions) > 1:
         common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
@@ -160,11 +163,14 @@ def _vote(
     timeout: float,
     veto: str | None,
     answer: Callable[[], str] | None,
+    call: int,
 ) -> VoteResult:
     deadline = time.monotonic() + timeout
     packed = token.pack()
     # Before the counts: a rank that finds a count complete may read the records of all.
-    store.set(f"{prefix}/token/{rank}", packed)
+    store.set(f"{prefix}/token/{rank}", token.adding(call=call or None).pack())
+    if call and store.compare_set(f"{prefix}/call", "", f"{call}") != f"{call}".encode():
+        store.set(f"{prefix}/unlike", f"{rank}")
     # A refusal needs no other rank, so none waits for its time to run out.
     if veto is not None:
         return _decide(store, prefix, VoteResult(veto=(rank, veto)))
@@ -288,7 +294,8 @@ def _judge(
 ) -> VoteResult:
     # To add 0 is to read. One number decides a vote on which all agree; the records of all ranks
     # are read only if they do not.
-    if store.add(f"{prefix}/count/{token}", 0) == len(ranks):
+    complete = store.add(f"{prefix}/count/{token}", 0) == len(ranks)
+    if complete and not store.check([f"{prefix}/unlike"]):
         return VoteResult(answer=answer() if answer else "")
     missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
     if missing:

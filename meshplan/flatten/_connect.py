@@ -52,13 +52,14 @@ _FAREWELL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The ranks that connect, their store, and how long one waits."""
+    """The ranks that connect, their store, how long one waits, and what they have agreed on."""
 
     store: Store
     name: str
     ranks: tuple[int, ...]
     rank: int
     wait: float
+    agreed: str = ""
 
     @property
     def place(self) -> int:
@@ -77,7 +78,7 @@ class _Members:
 
     def offers(self, mine: Record) -> tuple[str, dict[int, Record] | str | VoteResult]:
         """The round's prefix; and each member's offer, why they share nothing, or a verdict."""
-        prefix, refused = open_round(self.store, f"peers/{self.name}", self.rank)
+        prefix, refused = open_round(self.store, f"peers/{self.name}{self.agreed}", self.rank)
         verdict = refused or self.vote(prefix, mine)
         if verdict.missing:
             return prefix, verdict
@@ -153,6 +154,7 @@ def connect(
     objection: str | None = None,
     wait: float,
     timeout: float,
+    agreed: str = "",
 ) -> HostCommunicator | str | VoteResult:
     """Map memory of this host with the other members.
 
@@ -164,6 +166,7 @@ def connect(
         objection: why this rank shares no memory.
         wait: seconds to wait for the other members now.
         timeout: seconds that the communicator waits for a peer.
+        agreed: text that only members in the same call have.
 
     Returns:
         The communicator, or the reason why there is none; or the verdict of a vote to which
@@ -171,7 +174,7 @@ def connect(
     """
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; shared memory serves 2 to {MAX_PEERS}"
-    members = _Members(store, name, ranks, rank, wait)
+    members = _Members(store, name, ranks, rank, wait, agreed)
     prefix, offers = members.offers(_host_offer() if objection is None else Record.of(no=objection))
     if not isinstance(offers, dict):
         return offers
@@ -240,12 +243,13 @@ def connect_devices(
     find: Callable[[], Device] | None = None,
     transports: Sequence[Transport] | None = None,
     lanes: int = 512,
+    agreed: str = "",
 ) -> DeviceCommunicator | str | VoteResult:
     """Reach the memory of the other members' GPUs.
 
     Args:
         group_name: torch's name for the process group.
-        store, name, ranks, rank, objection, wait, timeout: as for ``connect``.
+        store, name, ranks, rank, objection, wait, timeout, agreed: as for ``connect``.
         timed: only if that was timed to be faster than an exchange on these GPUs.
         find: the device of this rank; torch's current one if not given.
         transports: what to try, in order; IPC and then symmetric memory if not given.
@@ -256,7 +260,7 @@ def connect_devices(
     """
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; memory of GPUs serves 2 to {MAX_PEERS}"
-    members = _Members(store, name, ranks, rank, wait)
+    members = _Members(store, name, ranks, rank, wait, agreed)
     gpu: str | None = None
     paths: TimedPaths | str | None = None
     if timed and objection is None:

@@ -263,12 +263,6 @@ class GroupTable:
             known.peers.close()
         return group
 
-    def failed_in(self, key: GroupKey) -> int:
-        """Which reduction in the memory of ``key``'s group has failed; 0 if none has."""
-        with self._lock:
-            known = self._groups.get(key)
-        return 0 if known is None or known.peers is None else known.peers.failed_in
-
     def kept(self, key: GroupKey) -> Group | None:
         """The same group, made with or without shared memory: one process group serves both."""
         # A copy: `bare` asks torch, and the lock is not held while other code runs.

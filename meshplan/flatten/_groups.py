@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._calls import calls_of, restart_calls
 from meshplan._torch import WORLD
 from meshplan.errors import GroupStateError
 from meshplan.flatten import _across_jobs as across_jobs
@@ -45,6 +46,7 @@ from meshplan.flatten._group_table import (
 from meshplan.flatten._join import (
     Group,
     agree_on,
+    agree_on_name,
     agree_on_place,
     existing_group,
     join_group,
@@ -88,6 +90,7 @@ class GroupRegistry:
         timeout: float | None = None,
         block: Block | None = None,
         peers: Sharing = "never",
+        call: int = 0,
     ) -> Group:
         """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate.
 
@@ -101,9 +104,11 @@ class GroupRegistry:
             timeout: seconds to wait for the other members; the default group's own if ``None``.
             block: only this part of the group.
             peers: whether with memory that its ranks share, where that is possible.
+            call: the number of the call that needs the group, where ranks count it; else 0.
 
         Raises:
-            GroupAgreementError: members missing or with another token; no member has the group.
+            GroupAgreementError: members missing, in another call or with another token; no member
+                has the group.
             GroupCreationError: the backend failed on some member.
             GroupStateError: no default group, or another process's; a rank outside the mesh, a
                 CUDA graph being captured, or more than ``max_groups`` groups, on any member; or a
@@ -122,7 +127,8 @@ class GroupRegistry:
         backend = _backend_name(mesh, axes)
         peers = possible_sharing(peers, mesh.device_type, backend)
         beside = is_worker_thread()
-        shortcut = (layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
+        calls = calls_of(*map(mesh.get_group, axes))
+        shortcut = (calls, layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
         group = self._table.short(shortcut)
         if group is not None:
             check_turn(group, lent=group.lent)
@@ -131,18 +137,25 @@ class GroupRegistry:
         rank = this_rank()
         ranks = layout.group_of(rank, axes) or ()
         ranks = ranks if block is None else block.of(ranks, rank)
-        use = f"threads on {layout}" if beside else ""
-        key = GroupKey(ranks, backend, mesh.device_type, peers, use)
+        wait = default_timeout(mesh.device_type) if timeout is None else timeout
+        name = agree_on_name(mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend)
+        token = token.adding(calls=name)
+        # Over one axis a mesh has a group of its own. Over several, equal meshes may share one that
+        # torch or meshplan has: the calls of each are told apart by their tickets.
+        own = f"axis {name}" if len(axes) == 1 and block is None else ""
+        key = GroupKey(ranks, backend, mesh.device_type, peers, own)
+        main = key
+        if beside:
+            key = key._replace(use=f"threads of {name}")
         with self._alone(key):
             group = self._table.alive(key)
             if group is None:
-                wait = default_timeout(mesh.device_type) if timeout is None else timeout
                 if beside:
-                    group = self._for_thread(mesh, axes, key, rank, wait, token)
+                    group = self._for_thread(mesh, axes, key, main, rank, wait, token, call)
                 else:
                     check_turn(f"the group of ranks {ranks}", lent=False)
                     found = existing_group(mesh, axes, ranks, backend)
-                    group = self._join(found, key, rank, wait, token)
+                    group = self._join(found, key, rank, wait, token, call)
             check_turn(group, lent=group.lent)
             self._table.add_shortcut(shortcut, group)
             return group
@@ -155,13 +168,14 @@ class GroupRegistry:
         token: Record,
         peers: Sharing = "never",
         apart: bool = False,
+        call: int = 0,
     ) -> Group:
         """A group that the user made, ordered by its own ranks. The first call is a vote, as above.
 
         Args:
             pg: this rank is a member. How long it allows its collectives is how long members wait.
             device_type: of the tensors.
-            token, peers: as for ``get``.
+            token, peers, call: as for ``get``.
             apart: another process group of the same ranks, created for work that runs
                 concurrently with that of ``pg``.
 
@@ -185,7 +199,7 @@ class GroupRegistry:
             if group is None:
                 found = None if apart else Group(pg, ranks, "given", pg.group_name)
                 wait = default_timeout(device_type, pg)
-                group = self._join(found, key, across_jobs.rank_in(pg), wait, token)
+                group = self._join(found, key, across_jobs.rank_in(pg), wait, token, call)
             self._table.add_shortcut(shortcut, group)
             return group
 
@@ -197,13 +211,14 @@ class GroupRegistry:
         *,
         token: Record,
         timeout: float | None = None,
+        call: int = 0,
     ) -> None:
         """Agree, once, with all ranks of the group over ``axes`` that blocks of it will reduce.
 
         Without it, who waits for a block of ranks that gave up on a missing one would name them.
 
         Args:
-            mesh, layout, axes, token, timeout: as for ``get``.
+            mesh, layout, axes, token, timeout, call: as for ``get``.
 
         Raises:
             GroupAgreementError, GroupStateError: as for ``get``.
@@ -211,21 +226,27 @@ class GroupRegistry:
         refuse_forked()
         rank = this_rank()
         beside = is_worker_thread()
-        key = (layout, tuple(axes), beside)
+        calls = calls_of(*map(mesh.get_group, axes))
+        key = (calls, layout, tuple(axes), beside)
         ranks = layout.group_of(rank, axes) or ()
         with self._alone(key):
             if self._table.has_met(key):
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
+            backend = _backend_name(mesh, axes)
+            name = agree_on_name(
+                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend
+            )
             agree_on(
                 ranks,
-                _backend_name(mesh, axes),
+                backend,
                 mesh.device_type,
                 rank=rank,
-                token=token,
+                token=token.adding(calls=name),
                 timeout=wait,
-                use=f"threads on {layout}" if beside else "",
+                use=f"threads of {name}" if beside else "",
                 objection=self._table.why_no_meeting(),
+                call=call,
             )
             self._table.add_meeting(key)
 
@@ -276,6 +297,7 @@ class GroupRegistry:
         forgets the groups that are its parent's, and destroys none of them.
         """
         created = self._table.take_created()
+        restart_calls()
         with ExitStack() as stack:
             # All of them, whatever one of them raises.
             for group in reversed(created):
@@ -305,9 +327,11 @@ class GroupRegistry:
         mesh: DeviceMesh,
         axes: Sequence[int],
         key: GroupKey,
+        main: GroupKey,
         rank: int,
         timeout: float,
         token: Record,
+        call: int,
     ) -> Group:
         """The main thread's group where that waits for the thread on all members, or another."""
         why = agree_on_place(
@@ -321,12 +345,11 @@ class GroupRegistry:
         )
         if why:
             # What torch made may be used by other threads for other meshes.
-            group = self._join(None, key, rank, timeout, token)
+            group = self._join(None, key, rank, timeout, token, call)
             group = replace(group, thread=f"the thread's own: {why}")
         else:
-            main = key._replace(use="")
             group = self._table.alive(main) or self._join(
-                existing_group(mesh, axes, key.ranks, key.backend), main, rank, timeout, token
+                existing_group(mesh, axes, key.ranks, key.backend), main, rank, timeout, token, call
             )
             group = replace(
                 group, thread="the main thread's, which waits for this thread", lent=True
@@ -335,22 +358,26 @@ class GroupRegistry:
         return group
 
     def _join(
-        self, found: Group | None, key: GroupKey, rank: int, timeout: float, token: Record
+        self,
+        found: Group | None,
+        key: GroupKey,
+        rank: int,
+        timeout: float,
+        token: Record,
+        call: int,
     ) -> Group:
         found = found or self._table.kept(key)
-        # A rank may have finished a reduction that others gave up. If each went on with its next
-        # one, they would reduce different calls together.
-        failed = self._table.failed_in(key)
-        group = join_group(
+        group, agreed = join_group(
             found,
             key.ranks,
             key.backend,
             key.device_type,
             rank=rank,
-            token=token.adding(after_failure_in_reduction=failed) if failed else token,
+            token=token,
             objection=None if found else self._objection(key.device_type),
             timeout=timeout,
             use=key.use,
+            call=call,
         )
         if key.peers != "never":
             group = share_memory(
@@ -363,6 +390,7 @@ class GroupRegistry:
                 timeout=peer_timeout(key.device_type, group.pg),
                 timed=key.peers == "timed",
                 use=key.use,
+                agreed=agreed,
             )
         self._table.add(key, group)
         if key.device_type == "cpu" and key.backend != "fake":

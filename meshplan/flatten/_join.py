@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._calls import GroupCalls
 from meshplan._spans import span
 from meshplan._torch import WORLD, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
@@ -30,6 +34,60 @@ from meshplan.flatten._create import (
 from meshplan.flatten._missing import format_failure, note_process
 from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
+
+if TYPE_CHECKING:
+    from meshplan.layout import Layout
+
+
+# Along each group of an axis: how many names were passed on.
+_PASSED_ON: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def agree_on_name(
+    mesh: DeviceMesh,
+    layout: Layout,
+    axes: Sequence[int],
+    calls: GroupCalls,
+    *,
+    rank: int,
+    timeout: float,
+    backend: str,
+) -> str:
+    """The name of the groups over ``axes`` of ``mesh``, the same on all ranks that differ there.
+
+    A rank knows the names of its own groups only, and those of an axis have different names. So all
+    take the names that the rank at coordinate 0 of these axes has: along each axis, from the last
+    to the first, the rank at coordinate 0 passes on what it has.
+
+    Raises:
+        GroupAgreementError: the rank that was to pass on the names did not come.
+    """
+    if calls.name:
+        return calls.name
+    groups = {axis: mesh.get_group(axis) for axis in axes}
+    names = ", ".join(group.group_name for group in groups.values())
+    store, deadline = AnsweringStore(store_of(None), timeout), time.monotonic() + timeout
+    for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
+        first, *_ = layout.group_of(rank, (axis,)) or (rank,)
+        key = f"meshplan/names/{group.group_name}/{_PASSED_ON.get(group, 0)}"
+        if first == rank:
+            store.set(key, names)
+            continue
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise GroupAgreementError(
+                    f"{format_ranks((first,))} did not come within {timeout:g} s to the first "
+                    f"reduction over axes {list(axes)} of {layout}, so no rank started it; every "
+                    "rank of the group must make the same calls: look for a rank that died or took "
+                    "another branch",
+                    missing=(first,),
+                )
+            time.sleep(_POLL_SECONDS)
+        names = store.get(key).decode()
+    for group in groups.values():
+        _PASSED_ON[group] = _PASSED_ON.get(group, 0) + 1
+    calls.agree_on(names)
+    return names
 
 
 def agree_on_place(
@@ -74,6 +132,7 @@ def agree_on_place(
 
 
 _LOG = logging.getLogger("meshplan")
+_POLL_SECONDS = 0.001
 # Who has failed waits so long for the others, to say which of them did not come.
 _ROLL_CALL_SECONDS = 10.0
 
@@ -124,7 +183,8 @@ def join_group(
     objection: str | None,
     timeout: float,
     use: str = "",
-) -> Group:
+    call: int = 0,
+) -> tuple[Group, str]:
     """Agree with the other members on the group of ``ranks``, and create it if none was found.
 
     Args:
@@ -136,6 +196,10 @@ def join_group(
         objection: why this rank cannot join, for all to read.
         timeout: seconds to wait for the other members.
         use: what the group is for, where another of the same ranks is for something else.
+        call: the number of the call that needs the group; 0: none does.
+
+    Returns:
+        The group, and the prefix of the round in the store: no other agreement has it.
 
     Raises:
         GroupAgreementError, GroupCreationError, GroupStateError: as in ``GroupRegistry.get``.
@@ -144,7 +208,7 @@ def join_group(
     name = group_name(ranks, backend, device_type, use, pg)
     if backend == "fake":
         # One process simulates one rank: there are no others to vote.
-        return found or _create(ranks, backend, device_type, "meshplan/fake", name)
+        return found or _create(ranks, backend, device_type, "meshplan/fake", name), ""
     # Also for a group that this rank has: a member without it would create one, alone.
     how = found.origin if found else "new"
     prefix = _agreed(
@@ -155,11 +219,12 @@ def join_group(
         token=token.adding(group=how),
         timeout=timeout,
         objection=objection,
+        call=call,
     )
     if found is not None:
-        return found
+        return found, prefix
     with span("group"):
-        return _connect(ranks, backend, device_type, prefix, name, rank, timeout)
+        return _connect(ranks, backend, device_type, prefix, name, rank, timeout), prefix
 
 
 def agree_on(
@@ -172,6 +237,7 @@ def agree_on(
     timeout: float,
     use: str = "",
     objection: str | None = None,
+    call: int = 0,
 ) -> None:
     """Agree with the other ranks to reduce together, without a group of all of them.
 
@@ -182,7 +248,8 @@ def agree_on(
         # The name of the whole group: a rank that would reduce over that is found as well.
         name = group_name(ranks, backend, device_type, use)
         token = token.adding(group="in blocks")
-        _agreed(None, name, ranks, rank=rank, token=token, timeout=timeout, objection=objection)
+        how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
+        _agreed(None, name, ranks, rank=rank, token=token, **how)
 
 
 def _agreed(
@@ -194,17 +261,54 @@ def _agreed(
     token: Record,
     timeout: float,
     objection: str | None = None,
+    call: int = 0,
 ) -> str:
-    """Hold a vote on ``name``; returns its key prefix if all said yes."""
+    """Hold a vote on ``name``; returns its key prefix if all said yes.
+
+    Members may come in different calls: one has given up on the others, or failed alone, and gone
+    on. Those that are behind raise, so that their next call is the one of the others, who wait.
+    """
     store = AnsweringStore(store_of(pg), timeout)
     note_process(store, rank)
-    prefix, refused = open_round(store, name, rank)
-    verdict = refused or vote(
-        store, prefix, ranks=ranks, rank=rank, token=token, timeout=timeout, veto=objection
+    deadline = time.monotonic() + timeout
+    while True:
+        prefix, refused = open_round(store, name, rank)
+        left = deadline - time.monotonic()
+        verdict = refused or vote(
+            store,
+            prefix,
+            ranks=ranks,
+            rank=rank,
+            token=token,
+            timeout=max(left, 0.0),
+            veto=objection,
+            call=call,
+        )
+        if verdict.unanimous:
+            # The verdict stays, for ranks that come later; what led to it is not read again.
+            with suppress(RuntimeError):
+                for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
+                    store.delete_key(key)
+            return prefix
+        calls = {r: int(brought.get("call") or call) for r, brought in verdict.tokens.items()}
+        latest = max(calls.values(), default=call)
+        if call < latest:
+            raise _passed(calls, call, ranks, rank)
+        if all(number == latest for number in calls.values()):
+            raise refusal(verdict, ranks, rank, timeout)
+
+
+def _passed(
+    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int
+) -> GroupAgreementError:
+    """The error of a rank whose peers are in a later call."""
+    ahead = tuple(r for r, number in calls.items() if number > call)
+    return GroupAgreementError(
+        f"{format_ranks(ahead)} came to call {max(calls.values())} of the group of ranks "
+        f"{_shown(ranks)}, and this rank {rank} to call {call}: they gave up waiting for it, or "
+        "their call failed before it. No rank started this call; make the same calls on every rank",
+        differing=ahead,
     )
-    if not verdict.unanimous:
-        raise refusal(verdict, ranks, rank, timeout)
-    return prefix
 
 
 def share_memory(
@@ -217,6 +321,7 @@ def share_memory(
     timeout: float,
     timed: bool = False,
     use: str = "",
+    agreed: str = "",
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none.
 
@@ -229,6 +334,8 @@ def share_memory(
         timeout: seconds that a reduction will wait for each of them.
         timed: on GPUs only if it was timed to be faster on them.
         use: as for ``join_group``.
+        agreed: the prefix of the round in which all members have agreed on the group, so that the
+            rounds about memory are of members in the same call.
 
     Raises:
         GroupAgreementError: a member did not come.
@@ -239,7 +346,14 @@ def share_memory(
     on_gpus = partial(connect_devices, group.pg.group_name, timed=timed)
     meet = connect if device_type == "cpu" else on_gpus
     found = meet(
-        store, name, group.ranks, rank=rank, objection=objection, wait=wait, timeout=timeout
+        store,
+        name,
+        group.ranks,
+        rank=rank,
+        objection=objection,
+        wait=wait,
+        timeout=timeout,
+        agreed=agreed,
     )
     if isinstance(found, VoteResult):
         raise refusal(found, group.ranks, rank, wait)
@@ -259,7 +373,9 @@ def existing_group(
     Of several ``axes``, the group of one may serve too: ``ranks`` may be a block of theirs.
     """
     candidates: list[tuple[Origin, ProcessGroup]] = []
-    candidates.append(("default", default_group()))
+    default = default_group()
+    if len(axes) > 1 or mesh.get_group(axes[0]) is default:
+        candidates.append(("default", default))
     candidates += [("axis", mesh.get_group(axis)) for axis in axes]
     candidates += [
         ("flattened", flat.get_group())

@@ -16,9 +16,11 @@ from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from meshplan._calls import NO_TICKET
 from meshplan._dtypes import name_of
 from meshplan.contract import Contract, check_dtype
 from meshplan.errors import (
+    UNLIKE_CALLS,
     ContractError,
     GroupStateError,
     PeerTimeoutError,
@@ -26,7 +28,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.kernel._library import DTYPES, OPS, Outcome, PeerCall, Signature
-from meshplan.record import WORDS, differences, pack_words, read_words
+from meshplan.record import CALL_WORD, WORDS, differences, pack_words, read_words
 
 PeerMode = Literal["one_shot", "two_shot"]
 """How ranks reduce in each other's memory: each reduces everything, or a part, and then the
@@ -40,6 +42,10 @@ _MODES = (*PEER_MODES, "scatter")
 _LONGEST_SECONDS = 2**32
 # No two ranks write to one line.
 LINE_BYTES = 64
+
+_UNLIKE_TENSORS = (
+    "Nothing was reduced: every rank must bring the same shape, dtype, operation and contract"
+)
 
 # Fates of a call, as csrc/peer.h has them.
 _LATE, _REFUSED, _DIFFERS = 1, 2, 3
@@ -189,8 +195,6 @@ class Communicator(ABC, Generic[_Call]):
 
     Attributes:
         alive: whether calls are possible; not after ``close``.
-        failed_in: the number of the reduction after which its memory is invalid, counted from 1
-            as on all ranks that issue the same calls; 0 while none has failed.
     """
 
     device_type: str
@@ -201,8 +205,6 @@ class Communicator(ABC, Generic[_Call]):
         self.rank = rank
         self.timeout = timeout
         self.alive = True
-        self.failed_in = 0
-        self._started = 0
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._calls: OrderedDict[CallKey, _Call] = OrderedDict()
@@ -240,11 +242,17 @@ class Communicator(ABC, Generic[_Call]):
         """A call as ``_run`` takes it, made once for many."""
 
     @abstractmethod
-    def _run(self, call: _Call, message: Tensor, out: Tensor) -> None:
+    def _run(self, call: _Call, message: Tensor, out: Tensor, ticket: int) -> None:
         """Reduce."""
 
     def reduce(
-        self, message: Tensor, out: Tensor, mode: str, parts: tuple[int, ...], how: Arithmetic
+        self,
+        message: Tensor,
+        out: Tensor,
+        mode: str,
+        parts: tuple[int, ...],
+        how: Arithmetic,
+        ticket: int = NO_TICKET,
     ) -> None:
         """Reduce ``message`` with all peers into ``out``, both contiguous and on this device.
 
@@ -252,6 +260,7 @@ class Communicator(ABC, Generic[_Call]):
             message: this rank's summand.
             out: of the message's size, or of this rank's part.
             mode, parts, how: as ``CallKey`` has them.
+            ticket: the word of the call, which must be the same on all ranks.
 
         Raises:
             ContractError, ContractTypeError, PolicyError: the contract does not define the call;
@@ -261,7 +270,7 @@ class Communicator(ABC, Generic[_Call]):
                 another call.
         """
         key = CallKey(mode, tuple(message.shape), parts, message.dtype, how)
-        self.run(self.prepare(key), message, out)
+        self.run(self.prepare(key), message, out, ticket)
 
     def prepare(self, key: CallKey) -> _Call:
         """The call of ``key``, for ``run``: prepared once for many.
@@ -282,13 +291,11 @@ class Communicator(ABC, Generic[_Call]):
                     self._calls.move_to_end(key)
             return call
 
-    def run(self, call: _Call, message: Tensor, out: Tensor) -> None:
+    def run(self, call: _Call, message: Tensor, out: Tensor, ticket: int = NO_TICKET) -> None:
         """``reduce``, by a prepared call; the caller has compared the tensors with its key."""
         with self._lock:
             self._check_usable()
-            # Before the call, so that a failed call has the same number on every rank.
-            self._started += 1
-            self._run(call, message, out)
+            self._run(call, message, out, ticket)
 
     def _check_usable(self) -> None:
         if not self.alive:
@@ -308,11 +315,13 @@ class Communicator(ABC, Generic[_Call]):
         among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
         if outcome.fate == _DIFFERS:
             records = {who: read_words(outcome.theirs.words), me: read_words(signature.words)}
+            unlike = outcome.theirs.words[CALL_WORD] != signature.words[CALL_WORD]
+            advice = UNLIKE_CALLS if unlike else _UNLIKE_TENSORS
             return SignatureMismatchError(
                 f"rank {who} came to a reduction over ranks {among} with {records[who]}, this rank "
-                f"{me} with {mine}. Different: {differences(records)}. Nothing was reduced: every "
-                "rank must bring the same shape, dtype, operation and contract",
+                f"{me} with {mine}. Different: {differences(records)}. {advice}",
                 rank=who,
+                unlike_calls=unlike,
             )
         if outcome.phase == _OVERLAPPING:
             return GroupStateError(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from meshplan._calls import NO_TICKET
 from meshplan.errors import GroupStateError, PolicyError
 from meshplan.kernel._batches import STAGED_WAITING, Plan, plan_of
 from meshplan.kernel._communicator import (
@@ -36,6 +37,7 @@ from meshplan.kernel._library import (
     library,
 )
 from meshplan.kernel._transports import Regions
+from meshplan.record import CALL_WORD
 
 # As ONE_SHOT_BYTES, for GPUs that are linked by NVLink: of the published times of such kernels.
 DEVICE_ONE_SHOT_BYTES = ((2, 1 << 20), (4, 512 << 10), (MAX_PEERS, 256 << 10))
@@ -233,7 +235,7 @@ class DeviceCommunicator(Communicator[_Call]):
             kernel = self._device.kernel(kernel_name(key.dtype, key.how.op, key.how.contract))
         return _Call(words, kernel, blocks)
 
-    def _run(self, call: _Call, message: Tensor, out: Tensor) -> None:
+    def _run(self, call: _Call, message: Tensor, out: Tensor, ticket: int) -> None:
         index = message.device.index
         if index is not None and index != self._device.driver.index:
             raise GroupStateError(
@@ -242,6 +244,10 @@ class DeviceCommunicator(Communicator[_Call]):
             )
         self._raise_failure()
         driver, stream = self._device.driver, self._device.stream()
+        # A graph would replay the ticket of its capture: there the kernel's own count of its calls,
+        # which lies in device memory, pairs the replays of all ranks.
+        captured = driver.capture(stream) is not None
+        call.words.signature.words[CALL_WORD] = NO_TICKET if captured else ticket
         self._in.value, self._out.value = message.data_ptr(), out.data_ptr()
         given = (self._peers, call.words, self._in, self._out, ctypes.c_void_p(self._shared))
         arguments = (ctypes.c_void_p * len(given))(*[ctypes.addressof(one) for one in given])

@@ -13,6 +13,7 @@ from meshplan._aborts import check_aborted
 from meshplan.kernel._communicator import CallKey, Communicator, nanoseconds, prepare_call
 from meshplan.kernel._library import MAX_PEERS, Outcome, PeerCall, Peers, library
 from meshplan.kernel._memory import SharedMemory
+from meshplan.record import CALL_WORD
 
 # Messages up to this many bytes go one-shot: (ranks, bytes), for groups of up to so many ranks.
 # Measured with benchmarks/allreduce_cpu.py; it cannot change a bit.
@@ -100,7 +101,8 @@ class HostCommunicator(Communicator[PeerCall]):
         call.piece = self._peers.tile
         return call
 
-    def _run(self, call: PeerCall, message: Tensor, out: Tensor) -> None:
+    def _run(self, call: PeerCall, message: Tensor, out: Tensor, ticket: int) -> None:
+        call.signature.words[CALL_WORD] = ticket
         peers, outcome, processes = self._addresses
         # A caller may hold a call from before ``set_timeout``.
         call.timeout_ns = self._nanoseconds
@@ -114,10 +116,11 @@ class HostCommunicator(Communicator[PeerCall]):
         )
         if fate != 0:
             self.alive = False
-            self.failed_in = self._started
             check_aborted(f"rank {self.ranks[self._outcome.rank]}")
             raise self._error(
-                self._outcome, call.signature, "These ranks reconnect before they reduce again"
+                self._outcome,
+                call.signature,
+                "Call meshplan.shutdown on every rank, and these ranks reconnect",
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshplan._calls import NO_TICKET, take_named
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, count_contract
 from meshplan.definition import refuse_flushing_thread
@@ -23,16 +24,17 @@ from meshplan.kernel._fold_operator import OPERATORS
 from meshplan.kernel._memory import LARGE_BYTES, large_pages
 
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
-# Both operators end with these: the fields of ``Arithmetic``, and then mode and communicator.
+# Both operators end with these: the fields of ``Arithmetic``, mode and communicator; and the ticket
+# of an eager call, or the name by which a graph takes one when it runs.
 _ARGUMENTS = (
     "str op, int[] shape, str order, str accumulate, str rounding, int? divisor, str mode, "
-    "str peers"
+    'str peers, str calls="", int ticket=0'
 )
 
 
 def _empty(message: Tensor, parts: list[int], *call: Any) -> Tensor:
     if parts:
-        return message.new_empty(parts[communicator(call[-1]).rank])
+        return message.new_empty(parts[communicator(call[7]).rank])
     return torch.empty_like(message, memory_format=torch.contiguous_format)
 
 
@@ -67,8 +69,12 @@ def _reduce(
     divisor: int | None,
     mode: str,
     peers: str,
+    calls: str = "",
+    ticket: int = NO_TICKET,
 ) -> None:
     found = communicator(peers)
+    if ticket == NO_TICKET and calls:
+        ticket = take_named(calls, found.device_type)
     if message.device.type != found.device_type:
         _refuse(message)
     rounds = message.dtype.is_floating_point and op not in ("max", "min")
@@ -80,7 +86,7 @@ def _reduce(
         mode = found.faster_mode(message.nbytes)
     how = Arithmetic(op, tuple(shape), order, accumulate, rounding, divisor)
     started = time.perf_counter()
-    found.reduce(message, out, mode, parts, how)
+    found.reduce(message, out, mode, parts, how, ticket)
     if OBSERVING.observer is not None:
         seconds, dtype = time.perf_counter() - started, name_of(message.dtype)
         # Of a caller that is no graph, it is a part of what that counts.

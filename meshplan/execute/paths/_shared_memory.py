@@ -70,8 +70,10 @@ class SharedMemoryPath(Path):
 
     def prepare(
         self, shape: tuple[int, ...], dtype: torch.dtype, step: Step, peers: Communicator[Any]
-    ) -> Callable[[Tensor, Tensor], None]:
+    ) -> Callable[[Tensor, Tensor, int], None]:
         """The kernel's call without an operator: reduces its first tensor into its second one.
+
+        The last argument of the call is the word of its ticket.
 
         Args:
             shape, dtype: of the summand; the tensors are contiguous.
@@ -112,6 +114,8 @@ class SharedMemoryPath(Path):
             step.divisor,
             self.name,
             peers.name,
+            wire.calls,
+            wire.call,
         )
         return result
 

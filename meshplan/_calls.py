@@ -1,0 +1,225 @@
+"""The calls of a group, which its ranks compare: counted on entry, refused once the group stopped.
+
+Ranks of a group make the same calls in the same order. A rank that fails alone, comes late or skips
+a call would bring its next call to another one of its peers, often of the same shape, and the sum
+would be of two calls. So every call takes a *ticket*, a number that counts the calls of its group
+on this rank. Headers, agreement rounds and shared memory carry it, and ranks with different tickets
+all raise instead of reducing.
+
+The count belongs to the process groups that the caller named, by identity and never by looks: two
+meshes of equal shape count apart, even where they reduce over one group of torch. A call that fails
+has used its ticket. Errors that every rank raises for one ticket leave the group usable; after any
+other one the group has stopped on this rank, and each later call fails at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from itertools import count
+from types import TracebackType
+
+import torch
+from torch.distributed import ProcessGroup
+
+from meshplan._torch import resolve_process_group
+from meshplan.errors import (
+    CollectiveError,
+    GroupStateError,
+    MeshplanError,
+    PeerTimeoutError,
+    PlanNotRunError,
+    SignatureMismatchError,
+)
+
+NO_TICKET = 0
+"""The word of a call that no rank compares: simulated ranks, and calls that torch traces."""
+
+_HALF = 1 << 32
+_SHUTDOWN = (
+    "Call meshplan.shutdown() on every rank; where the process group itself has failed, also "
+    "destroy_process_group(), and init_process_group() with the ranks that are left"
+)
+# Ranks may raise these in different calls, or one of them alone, with messages on their way.
+_STOPPING = (CollectiveError, PeerTimeoutError, PlanNotRunError)
+# Of torch's own errors, those of a rank that has sent nothing.
+_UNSENT = ("DefaultCPUAllocator", "Invalid scalar type", "Unconvertible NCCL type")
+
+
+def is_unsent(error: BaseException) -> bool:
+    """Whether this rank had no memory, or the backend has no such dtype: nothing was sent."""
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _UNSENT)
+
+
+class Ticket:
+    """One call of a group. As a context it stops the group if the call fails on this rank alone.
+
+    Attributes:
+        number: of the call, from 1 on; the same on every rank.
+    """
+
+    __slots__ = ("_calls", "_lane", "number")
+
+    def __init__(self, calls: GroupCalls, lane: str, number: int) -> None:
+        self._calls = calls
+        self._lane = lane
+        self.number = number
+
+    @property
+    def word(self) -> int:
+        """Group, lane and number as ranks compare them: a signed number of 64 bits."""
+        return self._calls.base(self._lane) | self.number % _HALF
+
+    def __enter__(self) -> Ticket:
+        """
+        Raises:
+            GroupStateError: the group has stopped, with the first failure.
+        """
+        self._calls.refuse_stopped()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        # For who counts the calls that fail before they have a ticket.
+        error.used_ticket = True  # type: ignore[attr-defined]
+        if not _is_of_all_ranks(error):
+            self._calls.stop(error)
+
+
+def _is_of_all_ranks(error: BaseException) -> bool:
+    if isinstance(error, SignatureMismatchError):
+        return not error.unlike_calls
+    if isinstance(error, MeshplanError):
+        return not isinstance(error, _STOPPING)
+    return is_unsent(error)
+
+
+class GroupCalls:
+    """The calls over some process groups on this rank.
+
+    Args:
+        name: of the groups, the same on all ranks that reduce together; empty while they have not
+            agreed on it.
+        fix: what ends a stop, where only a new group does; else ``shutdown`` does.
+    """
+
+    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_fix", "_name")
+
+    def __init__(self, name: str = "", fix: str = "") -> None:
+        self._name = name
+        self._fix = fix
+        # No exception: its frames would keep the tensors of the call alive.
+        self._failure = ""
+        self._counts: dict[str, Iterator[int]] = {}
+        self._bases: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """As above."""
+        return self._name
+
+    def agree_on(self, name: str) -> None:
+        """Set the name that the ranks have agreed on; compiled graphs find the calls by it."""
+        if name != self._name:
+            self._name = name
+            self._bases.clear()
+        _NAMED[name] = self
+
+    def take(self, lane: str) -> Ticket:
+        """Take the ticket of a call, on entry and in the caller's thread.
+
+        Args:
+            lane: the device type, and what else orders calls apart; equal on all ranks.
+        """
+        counter = self._counts.get(lane)
+        if counter is None:
+            counter = self._counts.setdefault(lane, count(1))
+        return Ticket(self, lane, next(counter))
+
+    def refuse_stopped(self) -> None:
+        """
+        Raises:
+            GroupStateError: the group has stopped, with the first failure.
+        """
+        if self._failure:
+            raise GroupStateError(
+                f"group {self._name} has stopped, because a reduction failed before: "
+                f"{self._failure}. {self._fix or _SHUTDOWN}"
+            )
+
+    def base(self, lane: str) -> int:
+        """A digest of group and lane, in the upper half of a word."""
+        base = self._bases.get(lane)
+        if base is None:
+            digest = hashlib.sha1(f"{self._name} {lane}".encode()).digest()
+            base = self._bases[lane] = int.from_bytes(digest[:4], "little", signed=True) * _HALF
+        return base
+
+    def stop(self, error: BaseException) -> None:
+        """Refuse all later calls, because of ``error``."""
+        self._failure = self._failure or str(error) or type(error).__name__
+
+    def restart(self) -> None:
+        """Count from 1 again and end a stop, once all ranks have left what went before."""
+        if not self._fix:
+            self._failure = ""
+            self._counts.clear()
+
+
+# By the last group, and the names of those before it.
+_CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, ...], GroupCalls]] = (
+    weakref.WeakKeyDictionary()
+)
+# Those of compiled graphs, which know them by name.
+_NAMED: weakref.WeakValueDictionary[str, GroupCalls] = weakref.WeakValueDictionary()
+
+
+def calls_of(*groups: ProcessGroup) -> GroupCalls:
+    """The calls of the ranks that differ along ``groups``, one for each axis of a mesh."""
+    *others, last = groups
+    names = tuple(group.group_name for group in others)
+    known = _CALLS.get(last)
+    if known is None:
+        known = _CALLS.setdefault(last, {})
+    calls = known.get(names)
+    if calls is None:
+        calls = known.setdefault(names, GroupCalls("" if others else last.group_name))
+    return calls
+
+
+def keep_calls(group: ProcessGroup, calls: GroupCalls) -> None:
+    """Let ``calls_of(group)`` be ``calls``, which ends with the group."""
+    _CALLS[group] = {(): calls}
+
+
+def take_named(name: str, lane: str) -> int:
+    """The word of a call that a compiled graph runs; the graph has the name of its groups.
+
+    Raises:
+        GroupStateError: no groups of that name; or they have stopped.
+    """
+    calls = _NAMED.get(name)
+    if calls is None:
+        try:
+            calls = calls_of(resolve_process_group(name))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise GroupStateError(
+                f"compiled code reduces over the process groups {name}, and this process has none "
+                "of that name; call meshplan.prepare(mesh) before compiled code runs, on every rank"
+            ) from error
+    with calls.take(lane) as ticket:
+        return ticket.word
+
+
+def restart_calls() -> None:
+    """``restart`` for all groups, except those that only a new group ends."""
+    for known in list(_CALLS.values()):
+        for calls in known.values():
+            calls.restart()
