@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshplan._torch.process_group import end_coalescing, start_coalescing
 from meshplan._calls import GroupCalls
+from meshplan._torch.process_group import end_coalescing, start_coalescing
 from meshplan.collectives._lanes import StreamWork
 from meshplan.collectives._streams import SideStream, StreamCall
 from meshplan.errors import BackendError, SignatureMismatchError
