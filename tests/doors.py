@@ -26,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import meshplan
+import meshplan.backend
+import meshplan.collectives
+import meshplan.dtensor
 from meshplan.contract import Contract, Op
 from meshplan.testing import bits, reference_reduce
 from meshplan.topology import Topology

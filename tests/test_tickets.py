@@ -62,8 +62,19 @@ def assert_same_fate(found: dict[int, list[str]]) -> None:
         assert "right" not in how or set(how) == {"right"}, (call, found)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("door", ["seam", "seam that exchanges placements", "functions", "backend"])
+@pytest.mark.parametrize(
+    ("door", "world_size"),
+    [
+        ("seam", 2),
+        ("seam that exchanges placements", 2),
+        ("functions", 3),
+        ("backend", 2),
+        full("seam", 3),
+        full("seam that exchanges placements", 3),
+        full("functions", 2),
+        full("backend", 3),
+    ],
+)
 def test_rank_late_to_the_first_reduction_joins_no_later_one(door: str, world_size: int) -> None:
     """The others give its call up and go on. It gets their error for that call, and goes on."""
     late = world_size - 1
@@ -126,8 +137,14 @@ def test_groups_of_the_same_ranks_are_told_apart_between_threads(door: str) -> N
         assert how == {call: ["right"] * world_size for call in range(1, calls + 1)}, which
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(
+    ("door", "warm"),
+    [
+        ("seam", False),
+        ("seam", True),
+        *(full(door, warm) for door in ("functions", "backend") for warm in (False, True)),
+    ],
+)
 def test_groups_of_the_same_ranks_are_told_apart_in_one_thread(door: str, warm: bool) -> None:
     """Ranks that use two groups in different order wait for each other, as over plain groups."""
     through, world_size = Door(door, topology=Topology.unknown(2)), 2
@@ -261,7 +278,7 @@ DIFFERENCES: dict[str, Callable[[Door, Member, int, int], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["auto", "exchange"])
+@pytest.mark.parametrize("path", ["auto", full("exchange")])
 @pytest.mark.parametrize("door", DOORS)
 def test_calls_after_different_arguments_are_right(door: str, path: str) -> None:
     """Every rank raises MP703 for that call, and names a rank; the next call is right."""
