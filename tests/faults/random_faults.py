@@ -143,12 +143,12 @@ class Case:
         return Contract(self.order)
 
     def numel_of(self, call: int) -> int:
-        """Elements of a call: its own number, where only the arguments of calls show their order.
+        """Elements of a call; each call has another number where one rank makes other calls.
 
-        No process group can tell apart two calls with the same arguments that one rank has made in
-        another order, or has left out.
+        No process group can tell apart calls with the same arguments that one rank leaves out, makes
+        in another order, or makes once more.
         """
-        return self.numel + call * (self.fault in ("skipped", "reordered"))
+        return self.numel + call * (self.fault in ("skipped", "reordered", "integers, retried"))
 
     @property
     def torch_dtype(self) -> torch.dtype:
