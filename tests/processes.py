@@ -162,7 +162,7 @@ def _late(
     late = []
     for rank, receiver in enumerate(receivers):
         if not receiver.poll(max(0.0, deadline - time.monotonic())):
-            where = _stacks(processes[rank], store)
+            where = stacks(processes[rank], store)
             late.append(f"rank {rank} has no default group after {BRING_UP:g} s\n{where}")
             continue
         try:
@@ -185,7 +185,7 @@ def _collect(
         # Peers stay, and have the other end of its pipe as well: its death ends nothing.
         either = [receiver, processes[rank].sentinel]
         if not wait(either, max(0.0, deadline - time.monotonic())):
-            where = _stacks(processes[rank], store)
+            where = stacks(processes[rank], store)
             failures.append(f"rank {rank} did not finish within {timeout:g} s\n{where}")
             continue
         if not receiver.poll():
@@ -205,7 +205,7 @@ def _collect(
     return results
 
 
-def _stacks(process: Any, store: str) -> str:
+def stacks(process: Any, store: str) -> str:
     """What the threads of a rank that does not finish are doing."""
     os.kill(process.pid, signal.SIGUSR1)
     time.sleep(0.5)

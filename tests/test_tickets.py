@@ -1,0 +1,332 @@
+"""No call is paired with another call: after an error that was caught, in threads, between meshes.
+
+Each call has values of its own, so a sum over different calls is wrong on every rank. A call is
+right on all ranks or an error on all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshplan
+from meshplan.contract import Contract
+from meshplan.topology import Topology
+from tests.doors import DOORS, LONG, Door, Member, Result, attempt, call_values, expected_words
+from tests.marks import full
+from tests.processes import arrive, run_ranks, wait_for
+
+pytestmark = pytest.mark.processes
+
+# Of a wait for a rank that comes only after it.
+SECONDS = 2.0
+# Of calls that wait only if the guard is absent.
+BOUND = 30.0
+
+
+def run(door: Door, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+    """``function`` on each rank; the default group has the door's backend."""
+    with door.environment():
+        return run_ranks(function, world_size, backend=door.backend, timeout=300.0)
+
+
+def reduce(door: Door, member: Member, call: int) -> Result:
+    """This rank's part of a call."""
+    values = call_values(call, member.number, dist.get_rank())
+    return attempt(lambda: door.reduce(member, values))
+
+
+def readings(results: list[dict[int, Result]], group: int = 0) -> dict[int, list[str]]:
+    """For each call, how it ended on each rank that made it."""
+    world_size = len(results)
+    return {
+        call: [
+            found[call].reading(expected_words(call, group, world_size))
+            for found in results
+            if call in found
+        ]
+        for call in sorted({call for found in results for call in found})
+    }
+
+
+def assert_same_fate(found: dict[int, list[str]]) -> None:
+    """Each call is right on all ranks, or an error on all of them."""
+    for call, how in found.items():
+        assert "wrong" not in how, (call, found)
+        assert "right" not in how or set(how) == {"right"}, (call, found)
+
+
+@pytest.mark.parametrize(
+    ("door", "world_size"),
+    [
+        ("seam", 2),
+        ("seam that exchanges placements", 2),
+        ("functions", 3),
+        ("backend", 2),
+        full("seam", 3),
+        full("seam that exchanges placements", 3),
+        full("functions", 2),
+        full("backend", 3),
+    ],
+)
+def test_rank_late_to_the_first_reduction_joins_no_later_one(door: str, world_size: int) -> None:
+    """The others give its call up and go on. It gets their error for that call, and goes on."""
+    late = world_size - 1
+    placement = None if "placements" in door else Topology.unknown(world_size)
+    through = Door(door.partition(" ")[0], topology=placement)
+
+    def ranks(rank: int) -> dict[int, Result]:
+        member = through.open(BOUND if rank == late else SECONDS)
+        if rank == late:
+            wait_for("gave up", world_size - 1)
+        found = {1: reduce(through, member, 1)}
+        if rank != late:
+            arrive("gave up")
+            through.wait_at_most(BOUND, member)
+        for call in (2, 3):
+            found[call] = reduce(through, member, call)
+        return found
+
+    results = run(through, world_size, ranks)
+    how = readings(results)
+    assert_same_fate(how)
+    assert how[1] == ["MP501"] * world_size, how
+    assert [found[1].missing for found in results] == [(late,)] * world_size
+    # A group of the backend may stop, as torch's own do.
+    if door != "backend":
+        assert how[2] == how[3] == ["right"] * world_size, how
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_groups_of_the_same_ranks_are_told_apart_between_threads(door: str) -> None:
+    """Each thread has a group. On each rank, another of them comes first."""
+    through, world_size, calls = Door(door), 2, 20
+
+    def ranks(rank: int) -> list[dict[int, Result]]:
+        through.open(BOUND)
+        members = [through.open_another(number, BOUND) for number in (1, 2)]
+        found: list[dict[int, Result]] = [{}, {}]
+
+        def work(which: int) -> None:
+            if which == rank:
+                arrive("first threads")
+            wait_for("first threads", world_size)
+            # Not needed for the result: the other thread finds this one in its first reduction.
+            time.sleep(0.3 * (which != rank))
+            for call in range(1, calls + 1):
+                found[which][call] = reduce(through, members[which], call)
+                if found[which][call].error:
+                    return
+
+        threads = [threading.Thread(target=work, args=(which,)) for which in (rank, 1 - rank)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    results = run(through, world_size, ranks)
+    for which in (0, 1):
+        how = readings([found[which] for found in results], which + 1)
+        assert how == {call: ["right"] * world_size for call in range(1, calls + 1)}, which
+
+
+@pytest.mark.parametrize(
+    ("door", "warm"),
+    [
+        ("seam", False),
+        ("seam", True),
+        *(full(door, warm) for door in ("functions", "backend") for warm in (False, True)),
+    ],
+)
+def test_groups_of_the_same_ranks_are_told_apart_in_one_thread(door: str, warm: bool) -> None:
+    """Ranks that use two groups in different order wait for each other, as over plain groups."""
+    through, world_size = Door(door, topology=Topology.unknown(2)), 2
+
+    def ranks(rank: int) -> list[dict[int, Result]]:
+        through.open(LONG)
+        members = [through.open_another(number, LONG) for number in (1, 2)]
+        found: list[dict[int, Result]] = [{}, {}]
+        if warm:
+            for which, member in enumerate(members):
+                found[which][1] = reduce(through, member, 1)
+        through.wait_at_most(SECONDS, *members)
+        arrive("warm")
+        wait_for("warm", world_size)
+        for which in (rank, 1 - rank):
+            found[which][2] = reduce(through, members[which], 2)
+        return found
+
+    results = run(through, world_size, ranks)
+    for which in (0, 1):
+        how = readings([found[which] for found in results], which + 1)
+        if warm:
+            assert how[1] == ["right"] * world_size
+        assert_same_fate(how)
+
+
+@pytest.mark.parametrize("door", ["functions", "backend"])
+def test_asynchronous_calls_on_two_groups_need_no_common_order(door: str) -> None:
+    """Each group has its own order; both calls are under way before the first wait."""
+    through, world_size = Door(door), 2
+
+    def ranks(rank: int) -> list[dict[int, Result]]:
+        through.open(LONG)
+        members = [through.open_another(number, LONG) for number in (1, 2)]
+        for member in members:
+            # Agreement rounds of asynchronous calls are held by the caller, in its order.
+            start(member, 0).wait()
+        found: list[dict[int, Result]] = [{}, {}]
+        for call in (1, 2):
+            works = {which: start(members[which], call) for which in (rank, 1 - rank)}
+            for which, work in works.items():
+                found[which][call] = attempt(lambda w=work, m=members[which], c=call: end(w, m, c))  # type: ignore[misc]
+        return found
+
+    tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def start(member: Member, call: int) -> Any:
+        values = call_values(call, member.number, dist.get_rank())
+        tensors[member.number, call] = values
+        if door == "backend":
+            return dist.all_reduce(values, group=member.group, async_op=True)
+        return meshplan.deterministic_all_reduce(values, group=member.group, async_op=True)
+
+    def end(work: Any, member: Member, call: int) -> torch.Tensor:
+        work.wait()
+        return tensors[member.number, call]
+
+    results = run(through, world_size, ranks)
+    for which in (0, 1):
+        how = readings([found[which] for found in results], which + 1)
+        assert how == {call: ["right"] * world_size for call in (1, 2)}
+
+
+# What one rank passes by mistake: an error before anything is sent.
+MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
+    "average of integers": lambda door, member, x: door.reduce(member, x.long(), "avg"),
+    "elements that share memory": lambda door, member, x: door.reduce(member, x[:1].expand(8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("warm", "ending"),
+    [(False, "shutdown"), (True, "group"), full(True, "shutdown"), full(False, "group")],
+)
+@pytest.mark.parametrize(
+    ("door", "mistake"),
+    [
+        ("seam", "average of integers"),
+        ("functions", "average of integers"),
+        full("functions", "elements that share memory"),
+        ("backend", "elements that share memory"),
+    ],
+)
+def test_call_that_fails_on_one_rank_is_paired_with_no_other(
+    door: str, mistake: str, warm: bool, ending: str
+) -> None:
+    """As the first call of its group, or as a later one. ``ending``: what makes reductions work."""
+    through, world_size = Door(door, topology=Topology.unknown(2)), 2
+    calls = (1, 2, 3, 4)
+
+    def ranks(rank: int) -> dict[int, Result]:
+        member = through.open(BOUND)
+        found = {0: reduce(through, member, 0)} if warm else {}
+        for call in calls:
+            found[call] = (
+                attempt(lambda: MISTAKES[mistake](through, member, call_values(1, 0, rank)))
+                if (rank, call) == (1, 1)
+                else reduce(through, member, call)
+            )
+        arrive("stopped")
+        wait_for("stopped", world_size)
+        if ending == "shutdown":
+            through.wait_at_most(LONG, member)
+            meshplan.shutdown()
+        else:
+            member = through.open_another(0)
+        found[5] = reduce(through, member, 5)
+        return found
+
+    results = run(through, world_size, ranks)
+    how = readings(results)
+    assert_same_fate(how)
+    assert results[1][1].code.startswith("MP4"), results[1][1]
+    if warm:
+        assert how[0] == ["right"] * world_size
+    assert how[5] == ["right"] * world_size, how
+
+
+# How the call of one rank differs.
+DIFFERENCES: dict[str, Callable[[Door, Member, int, int], torch.Tensor]] = {
+    "shape": lambda door, member, call, rank: door.reduce(member, call_values(call, 0, rank, 9)),
+    "dtype": lambda door, member, call, rank: door.reduce(
+        member, call_values(call, 0, rank, dtype=torch.float64)
+    ),
+    "operation": lambda door, member, call, rank: door.reduce(
+        member, call_values(call, 0, rank), "max"
+    ),
+    "contract": lambda door, member, call, rank: door.reduce(
+        member, call_values(call, 0, rank), contract=Contract("rank")
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["auto", full("exchange")])
+@pytest.mark.parametrize("door", DOORS)
+def test_calls_after_different_arguments_are_right(door: str, path: str) -> None:
+    """Every rank raises MP703 for that call, and names a rank; the next call is right."""
+    through, world_size = Door(door, path), 3
+    # The contract of the backend is its group's.
+    differences = [name for name in DIFFERENCES if (door, name) != ("backend", "contract")]
+
+    def ranks(rank: int) -> dict[int, Result]:
+        member = through.open()
+        found = {0: reduce(through, member, 0)}
+        for number, name in enumerate(differences):
+            call = 1 + 3 * number
+            found[call] = (
+                attempt(lambda n=name, c=call: DIFFERENCES[n](through, member, c, rank))  # type: ignore[misc]
+                if rank == 1
+                else reduce(through, member, call)
+            )
+            for later in (call + 1, call + 2):
+                found[later] = reduce(through, member, later)
+        return found
+
+    results = run(through, world_size, ranks)
+    for call, how in readings(results).items():
+        differs = call % 3 == 1
+        assert how == ["MP703" if differs else "right"] * world_size, (call, how)
+        assert all(found[call].names_a_rank() for found in results) or not differs
+
+
+def test_stop_of_a_group_holds_for_the_functions_and_the_seam() -> None:
+    """Different calls stop a process group, also for a door that was not in the failed call."""
+    functions, seam = Door("functions"), Door("seam", topology=Topology.unknown(2))
+
+    def ranks(rank: int) -> dict[int, Result]:
+        member = seam.open(BOUND)
+        found = {0: reduce(functions, member, 0), 1: reduce(seam, member, 1)}
+        values = call_values(2, 0, rank)
+        if rank == 1:
+            values = values.long()
+        # The other rank's next call comes to it.
+        found[2] = attempt(lambda: functions.reduce(member, values, "avg"))
+        found[3] = reduce(functions, member, 3)
+        arrive("stopped")
+        wait_for("stopped", 2)
+        found[4] = reduce(seam, member, 4)
+        return found
+
+    how = readings(run(functions, 2, ranks))
+    assert how[0] == how[1] == ["right"] * 2
+    assert how[2] == ["MP703", "MP412"]
+    assert how[3] == ["MP503", "MP703"]
+    assert how[4] == ["MP503"] * 2
