@@ -24,7 +24,7 @@ class Counting(Communicator[PeerCall]):
         self.prepared.append(key)
         return PeerCall()
 
-    def _run(self, call: PeerCall, message: Tensor, out: Tensor) -> None: ...
+    def _run(self, call: PeerCall, message: Tensor, out: Tensor, ticket: int) -> None: ...
 
 
 def key_of(numel: int) -> CallKey:

@@ -94,7 +94,12 @@ def test_every_bit_counts(more: dict) -> None:
 def test_unsigned_words_and_trailing_data_are_read() -> None:
     words = pack_words(**BASE, layout="negative", norm=-1.0)
     assert min(words) < 0
-    assert unpack_words([word % (1 << 64) for word in words] + [7]) == unpack_words(words)
+    unsigned = [word % (1 << 64) for word in words]
+    assert unpack_words([*unsigned, 0, 7]) == unpack_words(words)
+    call = (0xFFAB0001 << 32 | 7) - (1 << 64)
+    found = unpack_words([*words, call])
+    assert found == unpack_words([*unsigned, call % (1 << 64), 5])
+    assert found == unpack_words(words).adding(call=7, group="#ffab0001")
 
 
 def test_contracts_are_read_back() -> None:
@@ -145,13 +150,19 @@ def test_another_version_is_reported_and_not_read() -> None:
         5: Record.unpack(newer),
         6: Record.unpack("contract v1/tree/wide/once, path auto"),
     }
-    assert [one.version for one in found.values()] == [3, 2, 3, 4, 1]
+    assert [one.version for one in found.values()] == [
+        VERSION,
+        VERSION - 1,
+        VERSION,
+        VERSION + 1,
+        1,
+    ]
     assert [bool(one.fields) for one in found.values()] == [True, False, True, False, False]
     assert_expected_inline(
         differences(found),
-        """version of meshplan's records 3 (ranks 0, 4), 2 (rank 1), 4 (rank 5), 1 (rank 6): install one release of meshplan on every rank""",
+        """version of meshplan's records 4 (ranks 0, 4), 3 (rank 1), 5 (rank 5), 1 (rank 6): install one release of meshplan on every rank""",
     )
-    assert_expected_inline(str(found[1]), """a record of version 2""")
+    assert_expected_inline(str(found[1]), """a record of version 3""")
 
 
 def test_text_is_read_back() -> None:

@@ -97,7 +97,8 @@ def test_rank_late_to_the_first_reduction_joins_no_later_one(door: str, world_si
     how = readings(results)
     assert_same_fate(how)
     assert how[1] == ["MP501"] * world_size, how
-    assert [found[1].missing for found in results] == [(late,)] * world_size
+    if placement is not None:
+        assert [found[1].missing for found in results] == [(late,)] * world_size
     # A group of the backend may stop, as torch's own do.
     if door != "backend":
         assert how[2] == how[3] == ["right"] * world_size, how

@@ -22,10 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from meshplan._calls import NO_TICKET, GroupCalls, Ticket, calls_of
-from meshplan._torch import AsyncCollectiveTensor, LocalTensor, maybe_wrap_tensor, tensors_of_ranks
+from meshplan._torch import (
+    AsyncCollectiveTensor,
+    LocalTensor,
+    local_tensor_mode,
+    maybe_wrap_tensor,
+    tensors_of_ranks,
+)
 from meshplan._torch.placements import PartialHooks
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
@@ -118,6 +124,28 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(result)
 
 
+def use_up_tickets(mesh: DeviceMesh, src: Sequence[Placement], dst: Sequence[Placement]) -> None:
+    """Count the reductions of a redistribution that no plan was made for.
+
+    The error may be of this rank alone. Its peers then go on with these calls.
+    """
+    axes: dict[str, list[int]] = {}
+    for axis, (before, after) in enumerate(zip(src, dst, strict=True)):
+        if type(before) is Partial and not after.is_partial() and mesh.size(axis) > 1:
+            # One reduction adds all that is summed or averaged.
+            op = "sum" if before.reduce_op == "avg" else before.reduce_op
+            axes.setdefault(op, []).append(axis)
+    if mesh.get_coordinate() is not None and local_tensor_mode() is None:
+        beside = is_worker_thread()
+        for chosen in axes.values():
+            calls_of(*map(mesh.get_group, chosen)).take(_lane(mesh, beside))
+
+
+def _lane(mesh: DeviceMesh, beside: bool) -> str:
+    """Worker threads count apart from the main thread: they have an order of their own."""
+    return f"{mesh.device_type} of threads" if beside else mesh.device_type
+
+
 _NO_PURPOSE = Purpose("", "", "")
 
 
@@ -198,8 +226,7 @@ class PlannedPartial(PartialHooks):
         beside = is_worker_thread()
         found = self._known.get((calls, beside))
         if found is None:
-            lane = f"{mesh.device_type} of threads" if beside else mesh.device_type
-            found = _MeshGroups(weakref.ref(mesh), beside, calls, lane)
+            found = _MeshGroups(weakref.ref(mesh), beside, calls, _lane(mesh, beside))
             if len(self._known) >= MAX_MESHES:
                 self._known.clear()
             self._known[calls, beside] = found

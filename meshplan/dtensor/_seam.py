@@ -42,7 +42,7 @@ from meshplan.dtensor._graphs import TRACING, epoch, guard_on, is_graph_traced
 from meshplan.dtensor._guards import merge_safely, safe_runs
 from meshplan.dtensor._job_topology import with_gathered_topology, with_topology_for
 from meshplan.dtensor._meshes import FACTS, MeshEntry, change_facts, mesh_entry
-from meshplan.dtensor._partial import PlannedPartial
+from meshplan.dtensor._partial import PlannedPartial, use_up_tickets
 from meshplan.dtensor._routes import KEPT_ORDER, PLAIN, find_route, plan_route, torch_event
 from meshplan.dtensor._shard_order import any_by_coordinate, watch_shards
 from meshplan.dtensor._steps import carrier_step, plan_order_steps, torch_order_steps
@@ -236,7 +236,11 @@ def planned_transform_infos(
                 return tracked
             steps = decision.steps(device_mesh, cached.src, cached.dst)
             return track_steps(steps, decision.carriers, caller)
-    return _decide(transform_infos, device_mesh, src_placements, dst_placements)
+    try:
+        return _decide(transform_infos, device_mesh, src_placements, dst_placements)
+    except Exception:
+        use_up_tickets(device_mesh, src_placements, dst_placements)
+        raise
 
 
 def _note_policy(

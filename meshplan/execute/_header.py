@@ -236,7 +236,8 @@ def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatc
     by_header: dict[Header, list[int]] = {}
     for who, header in brought:
         by_header.setdefault(header, []).append(who)
-    unlike = len({header.words[CALL_WORD:] for header in by_header}) > 1
+    # Without the word of calls that are not counted.
+    unlike = len({word for header in by_header for word in header.words[CALL_WORD:] if word}) > 1
     lines = []
     for header, ranks in by_header.items():
         number = f"call {read_words(header.words).get('call')}, " if unlike else ""

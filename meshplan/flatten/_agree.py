@@ -112,6 +112,14 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | No
             return prefix, verdict
 
 
+def was_missing(store: Store, prefix: str, rank: int) -> bool:
+    """Whether members of an earlier vote than ``prefix`` gave up waiting for ``rank``."""
+    head, _, number = prefix.rpartition("/")
+    verdicts = [f"{head}/{earlier}/verdict" for earlier in range(int(number))]
+    told = (VoteResult.loads(store.get(key).decode()) for key in verdicts if store.check([key]))
+    return any(rank in verdict.missing for verdict in told)
+
+
 def vote(
     store: Store,
     prefix: str,
@@ -168,7 +176,7 @@ def _vote(
     deadline = time.monotonic() + timeout
     packed = token.pack()
     # Before the counts: a rank that finds a count complete may read the records of all.
-    store.set(f"{prefix}/token/{rank}", token.adding(call=call or None).pack())
+    store.set(f"{prefix}/token/{rank}", token.adding(call=call).pack() if call else packed)
     if call and store.compare_set(f"{prefix}/call", "", f"{call}") != f"{call}".encode():
         store.set(f"{prefix}/unlike", f"{rank}")
     # A refusal needs no other rank, so none waits for its time to run out.

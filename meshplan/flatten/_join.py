@@ -21,7 +21,7 @@ from meshplan._spans import span
 from meshplan._torch import WORLD, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
 from meshplan.flatten._across_jobs import store_of
-from meshplan.flatten._agree import VoteResult, open_round, vote, wait_for_ranks
+from meshplan.flatten._agree import VoteResult, open_round, vote, wait_for_ranks, was_missing
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
 from meshplan.flatten._create import (
@@ -293,20 +293,23 @@ def _agreed(
         calls = {r: int(brought.get("call") or call) for r, brought in verdict.tokens.items()}
         latest = max(calls.values(), default=call)
         if call < latest:
-            raise _passed(calls, call, ranks, rank)
+            late = was_missing(store, prefix, rank)
+            raise _passed(calls, call, ranks, rank, late)
         if all(number == latest for number in calls.values()):
             raise refusal(verdict, ranks, rank, timeout)
 
 
 def _passed(
-    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int
+    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int, late: bool
 ) -> GroupAgreementError:
     """The error of a rank whose peers are in a later call."""
     ahead = tuple(r for r, number in calls.items() if number > call)
+    why = "they gave up waiting for this rank" if late else "this call failed on them alone"
     return GroupAgreementError(
         f"{format_ranks(ahead)} came to call {max(calls.values())} of the group of ranks "
-        f"{_shown(ranks)}, and this rank {rank} to call {call}: they gave up waiting for it, or "
-        "their call failed before it. No rank started this call; make the same calls on every rank",
+        f"{_shown(ranks)}, and rank {rank} (this one) to call {call}: {why}. No rank started call "
+        f"{call}; every rank of the group must make the same calls",
+        missing=(rank,) if late else (),
         differing=ahead,
     )
 

@@ -127,7 +127,7 @@ def test_failure_comes_out_of_the_backward() -> None:
         model = hooked(nn.Linear(3, 2))
         model(torch.ones(1, 3)).sum().backward()
         group: Any = model.process_group
-        group._fail_stop.stop(RuntimeError("an earlier failure"))
+        group._calls.stop(RuntimeError("an earlier failure"))
         with pytest.raises(
             RuntimeError, match="has stopped, because a reduction failed before: an earlier failure"
         ):

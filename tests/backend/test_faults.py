@@ -13,7 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +21,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import meshplan
 import meshplan.backend
-from meshplan.backend._fail_stop import FailStop
 from meshplan.errors import (
-    ContractError,
-    FallbackRefusedError,
-    GroupStateError,
     MeshplanError,
 )
 from meshplan.flatten import _missing
@@ -156,29 +151,6 @@ def test_different_calls_are_an_error_on_every_rank(ranks: int) -> None:
             assert first[0] == "SignatureMismatchError", (name, case, first)
             assert re.search(r"\brank 1\b", first[1]), (name, case, first)
             assert others == [("", "")] * 3, (name, case, others)
-
-
-@pytest.mark.parametrize(
-    ("error", "stops"),
-    [
-        # Of one rank, as far as is known: it was not in the call in which the others are.
-        (ContractError("no sum"), True),
-        (TypeError("no tensor"), True),
-        # Of all ranks, in the same call.
-        (FallbackRefusedError("refused"), False),
-    ],
-)
-def test_an_error_of_one_rank_stops_its_group(error: Exception, stops: bool) -> None:
-    group = FailStop("group 7")
-    with pytest.raises(type(error)):
-        group.run(mock.Mock(side_effect=error))
-    later = mock.Mock()
-    if stops:
-        with pytest.raises(GroupStateError, match=r"group 7 has stopped, because .* before: .*no "):
-            group.run(later)
-    else:
-        group.run(later)
-    assert later.called is not stops
 
 
 def differ_in_contract(rank: int) -> dict[Case, list[Found]]:

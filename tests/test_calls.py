@@ -1,0 +1,128 @@
+"""Tickets: the count of a group's calls, what ranks compare of it, and what stops a group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from meshplan._calls import GroupCalls
+from meshplan.errors import (
+    AuditError,
+    CollectiveError,
+    ContractError,
+    FallbackRefusedError,
+    GroupAgreementError,
+    GroupStateError,
+    PeerTimeoutError,
+    SignatureMismatchError,
+)
+from meshplan.record import pack_words, unpack_words
+
+
+def call_of(word: int) -> tuple[str | None, str | None]:
+    """Number and group of a ticket, as a peer reads them."""
+    words = pack_words(kind="all_reduce", path="exchange", dtype="float32", shape=(4,), axes=(2,))
+    record = unpack_words([*words, word])
+    return record.get("call"), record.get("group")
+
+
+def test_calls_are_counted_from_one_in_each_lane() -> None:
+    calls = GroupCalls("0")
+    words = [calls.take(lane).word for lane in ("cpu", "cpu", "cuda", "cpu")]
+    assert [call_of(word)[0] for word in words] == ["1", "2", "1", "3"]
+    groups = [call_of(word)[1] for word in words]
+    assert groups[0] == groups[1] == groups[3] != groups[2]
+
+
+def test_words_differ_between_groups_and_match_between_ranks() -> None:
+    names = [str(number) for number in range(2000)]
+    words = {GroupCalls(name).take("cpu").word for name in names}
+    assert len(words) == len(names)
+    assert words == {GroupCalls(name).take("cpu").word for name in names}
+    assert all(-(1 << 63) <= word < 1 << 63 for word in words)
+
+
+def test_name_that_ranks_agree_on_later_counts() -> None:
+    calls = GroupCalls()
+    ticket = calls.take("cpu")
+    calls.agree_on("3, 4")
+    assert ticket.word == GroupCalls("3, 4").take("cpu").word
+
+
+def test_failed_call_has_used_its_ticket() -> None:
+    calls = GroupCalls("0")
+    with pytest.raises(ContractError), calls.take("cpu"):
+        raise ContractError("no sum")
+    assert calls.take("cpu").number == 2
+
+
+def stop_of(error: BaseException) -> str:
+    """What the call after ``error`` raises; empty if the group is usable."""
+    calls = GroupCalls("7")
+    with pytest.raises(type(error)), calls.take("cpu"):
+        raise error
+    try:
+        with calls.take("cpu"):
+            return ""
+    except GroupStateError as found:
+        return str(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        # Of all ranks, in the same call.
+        FallbackRefusedError("refused"),
+        AuditError("bits"),
+        GroupAgreementError("missing"),
+        SignatureMismatchError("shapes", rank=1),
+        # Of one rank perhaps, which has sent nothing: its next call has the next ticket.
+        ContractError("no sum"),
+        torch.OutOfMemoryError("no memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory"),
+    ],
+)
+def test_group_is_usable_after_an_error_of_all_ranks(error: BaseException) -> None:
+    assert stop_of(error) == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CollectiveError("connection lost"),
+        PeerTimeoutError("late", rank=1, block=0, phase=0),
+        SignatureMismatchError("calls", rank=1, unlike_calls=True),
+        RuntimeError("something else"),
+        TypeError("no tensor"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_group_stops_after_an_error_of_one_rank(error: BaseException) -> None:
+    assert "group 7 has stopped, because a reduction failed before: " in stop_of(error)
+
+
+def test_message_of_a_stop() -> None:
+    assert_expected_inline(
+        stop_of(CollectiveError("connection lost")),
+        """MP503: group 7 has stopped, because a reduction failed before: MP504: connection lost. Call meshplan.shutdown() on every rank; where the process group itself has failed, also destroy_process_group(), and init_process_group() with the ranks that are left""",
+    )
+
+
+def test_restart_ends_a_stop_unless_only_a_new_group_does() -> None:
+    for fix, number in (("", 1), ("Create the group again", 3)):
+        calls = GroupCalls("7", fix)
+        calls.take("cpu")
+        calls.stop(RuntimeError("first"))
+        calls.stop(RuntimeError("second"))
+        with pytest.raises(GroupStateError, match=f"before: first. {fix}"), calls.take("cpu"):
+            pass
+        calls.restart()
+        ticket = calls.take("cpu")
+        assert ticket.number == number
+        if fix:
+            with pytest.raises(GroupStateError), ticket:
+                pass
+        else:
+            with ticket:
+                pass
