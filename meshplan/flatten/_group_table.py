@@ -244,7 +244,14 @@ class GroupTable:
             self._shortcuts[shortcut] = GroupEntry.of(group)
 
     def add(self, key: GroupKey, group: Group) -> None:
-        """Let ``alive`` and ``kept`` find ``group``."""
+        """Let ``alive`` and ``kept`` find ``group``; let go of groups that were destroyed."""
+        with self._lock:
+            groups = [*self._groups.items()]
+        for gone, known in groups:
+            if known.bare() is None:
+                if known.peers is not None:
+                    known.peers.close()
+                self._groups.pop(gone, None)
         with self._lock:
             self._groups[key] = GroupEntry.of(group)
 

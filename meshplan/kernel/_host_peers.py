@@ -43,7 +43,7 @@ def _tile(ranks: int) -> int:
 class HostCommunicator(Communicator[PeerCall]):
     """Ranks on one host that have mapped the same memory. A call is done when it returns.
 
-    After an error it is unusable on every rank: the group reconnects.
+    After an error it is unusable on every rank.
 
     Args:
         memory: of ``len(ranks) * region_bytes(len(ranks))`` bytes, in which each rank has noted its
