@@ -37,9 +37,9 @@ NO_TICKET = 0
 """The word of a call that no rank compares: simulated ranks, and calls that torch traces."""
 
 _HALF = 1 << 32
-_SHUTDOWN = (
-    "Call meshplan.shutdown() on every rank; where the process group itself has failed, also "
-    "destroy_process_group(), and init_process_group() with the ranks that are left"
+_FIX = (
+    "Call meshplan.shutdown() on every rank; where the process group itself has failed, destroy it "
+    "on every rank and create it again, with the ranks that are left"
 )
 # Ranks may raise these in different calls, or one of them alone, with messages on their way.
 _STOPPING = (CollectiveError, PeerTimeoutError, PlanNotRunError)
@@ -107,14 +107,12 @@ class GroupCalls:
     Args:
         name: of the groups, the same on all ranks that reduce together; empty while they have not
             agreed on it.
-        fix: what ends a stop, where only a new group does; else ``shutdown`` does.
     """
 
-    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_fix", "_name")
+    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_name")
 
-    def __init__(self, name: str = "", fix: str = "") -> None:
+    def __init__(self, name: str = "") -> None:
         self._name = name
-        self._fix = fix
         # No exception: its frames would keep the tensors of the call alive.
         self._failure = ""
         self._counts: dict[str, Iterator[int]] = {}
@@ -151,7 +149,7 @@ class GroupCalls:
         if self._failure:
             raise GroupStateError(
                 f"group {self._name} has stopped, because a reduction failed before: "
-                f"{self._failure}. {self._fix or _SHUTDOWN}"
+                f"{self._failure}. {_FIX}"
             )
 
     def base(self, lane: str) -> int:
@@ -168,9 +166,8 @@ class GroupCalls:
 
     def restart(self) -> None:
         """Count from 1 again and end a stop, once all ranks have left what went before."""
-        if not self._fix:
-            self._failure = ""
-            self._counts.clear()
+        self._failure = ""
+        self._counts.clear()
 
 
 # By the last group, and the names of those before it.
@@ -219,7 +216,7 @@ def take_named(name: str, lane: str) -> int:
 
 
 def restart_calls() -> None:
-    """``restart`` for all groups, except those that only a new group ends."""
+    """``restart`` for all groups."""
     for known in list(_CALLS.values()):
         for calls in known.values():
             calls.restart()

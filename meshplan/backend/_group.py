@@ -51,7 +51,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors = list[Tensor]
 _Run = Callable[[Ticket], None]
-_FIX = "Destroy the group on every rank and create it again, with the ranks that are left"
 
 
 def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -125,7 +124,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._origin = origin
         described = f"group {made.group_id} of {made.group_size} ranks"
         self._thread = OrderedThread(f"{NAME} {made.group_id}", described)
-        self._calls = GroupCalls(made.group_id, _FIX)
+        self._calls = GroupCalls(made.group_id)
         keep_calls(self, self._calls)
         self._has_agreed = False
         self._followed = self.inner_timeout
@@ -422,6 +421,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             run = partial(agree_on_policy, self._lane, self.options.policy)
             self._thread.run(run)
             self._has_agreed = True
+        # Counted like all others: a rank may come here alone, with tensors that only it brings.
+        self._calls.take(tensors[0].device.type)
         return reduce_inside(operation, tensors, method, self.options, self, *given)
 
 

@@ -46,12 +46,17 @@ class VoteResult:
         tokens: the record of each global rank, where the records differ; else empty.
         veto: global rank and reason of a member that refused; else ``None``.
         answer: what a unanimous vote brought about, where it was held for an answer.
+        call: in which ranks are missing; 0: in none.
+        began: when the member that gave up had waited for half of its time, in seconds since the
+            epoch. A process that started later was not in this job.
     """
 
     missing: tuple[int, ...] = ()
     tokens: dict[int, Record] = field(default_factory=dict)
     veto: tuple[int, str] | None = None
     answer: str = ""
+    call: int = 0
+    began: float = 0.0
 
     @property
     def unanimous(self) -> bool:
@@ -65,6 +70,8 @@ class VoteResult:
                 "tokens": [(rank, token.pack()) for rank, token in self.tokens.items()],
                 "veto": self.veto,
                 "answer": self.answer,
+                "call": self.call,
+                "began": self.began,
             }
         )
 
@@ -76,6 +83,8 @@ class VoteResult:
             tokens={rank: Record.unpack(text) for rank, text in found["tokens"]},
             veto=tuple(found["veto"]) if found["veto"] else None,
             answer=found["answer"],
+            call=found["call"],
+            began=found["began"],
         )
 
 
@@ -112,12 +121,22 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | No
             return prefix, verdict
 
 
-def was_missing(store: Store, prefix: str, rank: int) -> bool:
-    """Whether members of an earlier vote than ``prefix`` gave up waiting for ``rank``."""
+def gave_up_on(store: Store, prefix: str, rank: int, call: int = 0) -> VoteResult | None:
+    """The verdict of an earlier vote than ``prefix`` whose members gave up waiting for ``rank``.
+
+    Args:
+        store, rank: as for ``open_round``.
+        prefix: from ``open_round``.
+        call: only a verdict of this call; 0: of any.
+    """
     head, _, number = prefix.rpartition("/")
-    verdicts = [f"{head}/{earlier}/verdict" for earlier in range(int(number))]
-    told = (VoteResult.loads(store.get(key).decode()) for key in verdicts if store.check([key]))
-    return any(rank in verdict.missing for verdict in told)
+    for earlier in range(int(number)):
+        key = f"{head}/{earlier}/verdict"
+        if store.check([key]):
+            verdict = VoteResult.loads(store.get(key).decode())
+            if rank in verdict.missing and call in (0, verdict.call):
+                return verdict
+    return None
 
 
 def vote(
@@ -185,7 +204,7 @@ def _vote(
     # The token's own count goes first: who sees the total complete sees every token counted.
     store.add(f"{prefix}/count/{packed}", 1)
     if store.add(f"{prefix}/total", 1) == len(ranks):
-        return _decide(store, prefix, _judge(store, prefix, ranks, packed, answer))
+        return _decide(store, prefix, _judge(store, prefix, ranks, packed, answer, call, timeout))
     verdict = f"{prefix}/verdict"
     # Most votes are decided within a millisecond. Those that wait must not load the store, which
     # serves all ranks, so the pauses grow, and grow further with the number of ranks.
@@ -196,7 +215,9 @@ def _vote(
         if left <= 0:
             # The last rank may arrive just now. Then one of the two verdicts is stored first, and
             # both ranks return that one.
-            return _decide(store, prefix, _judge(store, prefix, ranks, packed, answer))
+            return _decide(
+                store, prefix, _judge(store, prefix, ranks, packed, answer, call, timeout)
+            )
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)
     return VoteResult.loads(store.get(verdict).decode())
@@ -299,6 +320,8 @@ def _judge(
     ranks: Sequence[int],
     token: str,
     answer: Callable[[], str] | None,
+    call: int,
+    timeout: float,
 ) -> VoteResult:
     # To add 0 is to read. One number decides a vote on which all agree; the records of all ranks
     # are read only if they do not.
@@ -307,7 +330,7 @@ def _judge(
         return VoteResult(answer=answer() if answer else "")
     missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
     if missing:
-        return VoteResult(missing=missing)
+        return VoteResult(missing=missing, call=call, began=time.time() - timeout / 2)
     tokens = {r: store.get(f"{prefix}/token/{r}").decode() for r in ranks}
     # All have arrived with one token, and the last of them has not written its verdict yet.
     if len(set(tokens.values())) == 1:

@@ -138,7 +138,9 @@ class GroupRegistry:
         ranks = layout.group_of(rank, axes) or ()
         ranks = ranks if block is None else block.of(ranks, rank)
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
-        name = agree_on_name(mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend)
+        name = agree_on_name(
+            mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
+        )
         token = token.adding(calls=name)
         # Over one axis a mesh has a group of its own. Over several, equal meshes may share one that
         # torch or meshplan has: the calls of each are told apart by their tickets.
@@ -235,7 +237,7 @@ class GroupRegistry:
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             backend = _backend_name(mesh, axes)
             name = agree_on_name(
-                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend
+                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
             )
             agree_on(
                 ranks,

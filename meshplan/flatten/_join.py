@@ -19,9 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan._calls import GroupCalls
 from meshplan._spans import span
 from meshplan._torch import WORLD, default_group, flattened_meshes_of, root_mesh_of
-from meshplan.errors import GroupAgreementError, GroupCreationError, GroupStateError
+from meshplan.errors import (
+    UNLIKE_CALLS,
+    GroupAgreementError,
+    GroupCreationError,
+    GroupStateError,
+    SignatureMismatchError,
+)
 from meshplan.flatten._across_jobs import store_of
-from meshplan.flatten._agree import VoteResult, open_round, vote, wait_for_ranks, was_missing
+from meshplan.flatten._agree import VoteResult, gave_up_on, open_round, vote, wait_for_ranks
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
 from meshplan.flatten._create import (
@@ -31,7 +37,7 @@ from meshplan.flatten._create import (
     group_name,
     warm_up,
 )
-from meshplan.flatten._missing import format_failure, note_process
+from meshplan.flatten._missing import format_failure, note_process, started_before
 from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
 
@@ -52,6 +58,7 @@ def agree_on_name(
     rank: int,
     timeout: float,
     backend: str,
+    call: int,
 ) -> str:
     """The name of the groups over ``axes`` of ``mesh``, the same on all ranks that differ there.
 
@@ -60,7 +67,8 @@ def agree_on_name(
     to the first, the rank at coordinate 0 passes on what it has.
 
     Raises:
-        GroupAgreementError: the rank that was to pass on the names did not come.
+        GroupAgreementError: the rank that was to pass on the names did not come, on the others; and
+            on that rank, if it comes after they gave up.
     """
     if calls.name:
         return calls.name
@@ -72,22 +80,31 @@ def agree_on_name(
         key = f"meshplan/names/{group.group_name}/{_PASSED_ON.get(group, 0)}"
         if first == rank:
             store.set(key, names)
+            gave_up = f"{key}/gave up in call {call}"
+            if call and store.check([gave_up]) and started_before(float(store.get(gave_up))):
+                raise _no_names(rank, timeout, axes, layout)
             continue
         while not store.check([key]):
             if time.monotonic() > deadline:
-                raise GroupAgreementError(
-                    f"{format_ranks((first,))} did not come within {timeout:g} s to the first "
-                    f"reduction over axes {list(axes)} of {layout}, so no rank started it; every "
-                    "rank of the group must make the same calls: look for a rank that died or took "
-                    "another branch",
-                    missing=(first,),
-                )
+                store.set(f"{key}/gave up in call {call}", str(time.time() - timeout / 2))
+                raise _no_names(first, timeout, axes, layout)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
     for group in groups.values():
         _PASSED_ON[group] = _PASSED_ON.get(group, 0) + 1
     calls.agree_on(names)
     return names
+
+
+def _no_names(
+    first: int, timeout: float, axes: Sequence[int], layout: Layout
+) -> GroupAgreementError:
+    return GroupAgreementError(
+        f"{format_ranks((first,))} did not come within {timeout:g} s to the first reduction over "
+        f"axes {list(axes)} of {layout}, so no rank started it; every rank of the group must make "
+        "the same calls: look for a rank that died or took another branch",
+        missing=(first,),
+    )
 
 
 def agree_on_place(
@@ -133,6 +150,7 @@ def agree_on_place(
 
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
+_MOST_ROUNDS = 64
 # Who has failed waits so long for the others, to say which of them did not come.
 _ROLL_CALL_SECONDS = 10.0
 
@@ -272,9 +290,14 @@ def _agreed(
     note_process(store, rank)
     deadline = time.monotonic() + timeout
     while True:
-        prefix, refused = open_round(store, name, rank)
+        prefix, verdict = open_round(store, name, rank)
         left = deadline - time.monotonic()
-        verdict = refused or vote(
+        if call and verdict is None:
+            # The others have raised for this call, and have gone on to another one.
+            verdict = gave_up_on(store, prefix, rank, call)
+            if verdict is not None and not started_before(verdict.began):
+                verdict = None
+        verdict = verdict or vote(
             store,
             prefix,
             ranks=ranks,
@@ -290,27 +313,48 @@ def _agreed(
                 for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
                     store.delete_key(key)
             return prefix
-        calls = {r: int(brought.get("call") or call) for r, brought in verdict.tokens.items()}
+        brought = {r: token.get("call") for r, token in verdict.tokens.items()}
+        calls = {r: int(number) for r, number in brought.items() if number}
         latest = max(calls.values(), default=call)
-        if call < latest:
-            late = was_missing(store, prefix, rank)
-            raise _passed(calls, call, ranks, rank, late)
-        if all(number == latest for number in calls.values()):
+        behind = [r for r, number in calls.items() if number < latest]
+        places = f"meshplan/places/{len(ranks)}/{_MOST_ROUNDS}"
+        if behind and not all(
+            gave_up_on(store, prefix, r) or gave_up_on(store, places, r) for r in behind
+        ):
+            raise _unlike(calls, ranks, rank)
+        if rank in behind:
+            raise _passed(calls, call, ranks, rank)
+        if len(set(calls.values())) < 2:
             raise refusal(verdict, ranks, rank, timeout)
 
 
 def _passed(
-    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int, late: bool
+    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int
 ) -> GroupAgreementError:
-    """The error of a rank whose peers are in a later call."""
+    """The error of a rank on which its peers gave up in an earlier step of their call."""
     ahead = tuple(r for r, number in calls.items() if number > call)
-    why = "they gave up waiting for this rank" if late else "this call failed on them alone"
     return GroupAgreementError(
-        f"{format_ranks(ahead)} came to call {max(calls.values())} of the group of ranks "
-        f"{_shown(ranks)}, and rank {rank} (this one) to call {call}: {why}. No rank started call "
-        f"{call}; every rank of the group must make the same calls",
-        missing=(rank,) if late else (),
+        f"rank {rank} (this one) came late to call {call} of the group of ranks {_shown(ranks)}: "
+        f"{format_ranks(ahead)} gave up waiting for it and came to call {max(calls.values())}. No "
+        f"rank started call {call}; every rank of the group must make the same calls",
+        missing=(rank,),
         differing=ahead,
+    )
+
+
+def _unlike(calls: Mapping[int, int], ranks: Sequence[int], rank: int) -> SignatureMismatchError:
+    """The error of ranks of which one skipped or repeated a call, or failed alone in one."""
+    numbers = sorted(set(calls.values()))
+    shown = "; ".join(
+        f"{format_ranks([r for r, number in calls.items() if number == one])} in call {one}"
+        for one in numbers
+    )
+    other = next(r for r, number in calls.items() if number != calls.get(rank))
+    return SignatureMismatchError(
+        f"the ranks that came to the first reduction over ranks {_shown(ranks)} are in different "
+        f"calls: {shown}. {UNLIKE_CALLS}",
+        rank=other,
+        unlike_calls=True,
     )
 
 

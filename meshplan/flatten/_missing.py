@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan._torch import Store
@@ -38,6 +41,26 @@ def note_process(store: Store, rank: int) -> None:
         except OSError:
             return
         store.set(_key(rank), json.dumps([where, number, started]))
+
+
+# The first one of this process that has come here.
+_default_group: weakref.ref[ProcessGroup] | None = None
+
+
+def started_before(moment: float) -> bool:
+    """Whether this process ran at ``moment``, in seconds since the epoch, and has one job.
+
+    Else a note in the store that is of then may be for an earlier job on that store.
+    """
+    global _default_group
+    world = dist.group.WORLD
+    if _default_group is None and world is not None:
+        _default_group = weakref.ref(world)
+    found = _stat(os.getpid())
+    if found is None or _default_group is None or _default_group() is not world:
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[1]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age < moment
 
 
 def process_state(store: Store, rank: int) -> ProcessState:

@@ -300,7 +300,8 @@ class Communicator(ABC, Generic[_Call]):
     def _check_usable(self) -> None:
         if not self.alive:
             raise GroupStateError(
-                f"the {self} was closed; call meshplan.shutdown on every rank, and these ranks reconnect"
+                f"the {self} was closed; call meshplan.shutdown on every rank, and these ranks "
+                "reconnect"
             )
         if self._process != os.getpid():
             raise GroupStateError(
