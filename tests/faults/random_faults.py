@@ -142,6 +142,12 @@ class Case:
         """Of all reductions."""
         return Contract(self.order)
 
+    @property
+    def other_contract(self) -> Contract:
+        """Of the odd rank, over the same groups: order ``rank`` has no blocks."""
+        other = "rank" if self.path != "hierarchical" else "exact"
+        return Contract(other if self.order != other else "tree")
+
     def numel_of(self, call: int) -> int:
         """Elements of a call; each call has another number where one rank makes other calls.
 
@@ -354,7 +360,7 @@ class Player:
         # Threads have groups of their own, as the main thread has.
         members = [door.open(MEDIUM)]
         if case.fault == "contract" and case.door == "backend":
-            odd = Contract("rank" if case.order != "rank" else "tree")
+            odd = case.other_contract
             return [door.open_another(0, MEDIUM, odd if self.rank == case.odd else None)]
         return members + [door.open_another(number, MEDIUM) for number in range(1, case.groups)]
 
@@ -421,7 +427,7 @@ class Player:
             op = "avg"
         contract = None
         if how == "contract" and case.door != "backend":
-            contract = Contract("rank" if case.order != "rank" else "tree")
+            contract = case.other_contract
         if how == "sparse":
             x = x.to_sparse()
         if how == "overlapping":
