@@ -142,6 +142,13 @@ class Case:
         """Of all reductions."""
         return Contract(self.order)
 
+    @property
+    def other_contract(self) -> Contract:
+        """Of the odd rank, over the same groups: another order may have no blocks."""
+        if self.path == "hierarchical":
+            return Contract(self.order, rounding="node")
+        return Contract("rank" if self.order != "rank" else "tree")
+
     def numel_of(self, call: int) -> int:
         """Elements of a call; each call has another number where one rank makes other calls.
 
@@ -195,6 +202,8 @@ def draw(seed: int) -> Case:
     if fault in _MISTAKES and door == "seam":
         fault = "integers"
     at = generator.choice((0, 0, 1, 2))
+    if fault == "contract" and path == "hierarchical":
+        order = "tree"
     # The contract of the backend is its group's: another one shows in the group's first call.
     if fault == "contract" and door == "backend":
         groups, at = 1, 0
@@ -232,7 +241,7 @@ class Step(NamedTuple):
     """What a rank does next.
 
     Attributes:
-        action: ``reduce``, or a fault, or an event that ranks wait for.
+        action: ``reduce``, or ``retry`` if that has failed; or a fault, or an event that ranks wait for.
         call: of a reduction.
         how: how its arguments differ, or ``interrupted``.
         name: of an event.
@@ -254,22 +263,25 @@ def script(case: Case, rank: int) -> list[Step]:
     steps = [Step("reduce", call) for call in range(case.at)]
     if case.fault not in _PROMPT:
         steps.append(Step("limit", seconds=SHORT))
-    later = range(case.at, case.calls)
-    for call in later:
-        here = call == case.at
+    for call in range(case.at, case.calls):
+        here, mine = call == case.at, []
         if here and odd:
-            steps += _strike(case, call, others)
+            mine += _strike(case, call, others)
         elif case.fault == "reordered" and odd and call == case.at + case.groups:
-            steps.append(Step("reduce", case.at))
+            mine.append(Step("reduce", case.at))
         else:
             if here and case.fault == "interrupted":
-                steps.append(Step("wait for", name="interrupted", ranks=1))
-            steps.append(Step("reduce", call))
+                mine.append(Step("wait for", name="interrupted", ranks=1))
+            mine.append(Step("reduce", call))
             if here and case.fault in ("late", "stopped"):
-                steps.append(Step("arrive", name="gave up"))
-                # A rank that is late to a group's first reduction has its error for it, and goes on.
+                mine.append(Step("arrive", name="gave up"))
+                # A rank that is late to a group's first reduction has their error for it, and goes on.
                 if case.first:
-                    steps.append(Step("limit", seconds=MEDIUM))
+                    mine.append(Step("limit", seconds=MEDIUM))
+        made = [step for step in mine if step.action == "reduce"]
+        if case.retries and made and made[-1].how != "interrupted":
+            mine.append(Step("retry", made[-1].call))
+        steps += mine
     return steps
 
 
@@ -327,6 +339,7 @@ class Player:
         store = os.environ["MESHPLAN_TEST_STORE"]
         self._written = open(f"{store}.entries.{self.rank}", "w", encoding="utf-8")  # noqa: SIM115
         self._lock = threading.Lock()
+        self._failed = False
 
     def play(self) -> None:
         """The whole case."""
@@ -354,17 +367,14 @@ class Player:
         # Threads have groups of their own, as the main thread has.
         members = [door.open(MEDIUM)]
         if case.fault == "contract" and case.door == "backend":
-            odd = Contract("rank" if case.order != "rank" else "tree")
+            odd = case.other_contract
             return [door.open_another(0, MEDIUM, odd if self.rank == case.odd else None)]
         return members + [door.open_another(number, MEDIUM) for number in range(1, case.groups)]
 
     def _play_step(self, step: Step, members: list[Member]) -> None:
         action = step.action
-        if action == "reduce":
-            member = members[step.call % len(members)]
-            failed = self._reduce(step.call, member, step.how)
-            if failed and self.case.retries and step.how != "interrupted":
-                self._reduce(step.call, member, "")
+        if action == "reduce" or (action == "retry" and self._failed):
+            self._failed = self._reduce(step.call, members[step.call % len(members)], step.how)
         elif action == "limit":
             self.door.wait_at_most(step.seconds, *members)
         elif action == "arrive":
@@ -377,9 +387,10 @@ class Player:
             die()
         elif action == "killed inside":
             _die_soon(self.case.seed % 7 * 0.004)
-        else:
-            assert action == "stopped", action
+        elif action == "stopped":
             _stop_until("gave up", step.ranks)
+        else:
+            assert action == "retry", action
 
     def _play_threads(self, members: list[Member]) -> None:
         case = self.case
@@ -421,7 +432,7 @@ class Player:
             op = "avg"
         contract = None
         if how == "contract" and case.door != "backend":
-            contract = Contract("rank" if case.order != "rank" else "tree")
+            contract = case.other_contract
         if how == "sparse":
             x = x.to_sparse()
         if how == "overlapping":
