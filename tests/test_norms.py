@@ -198,7 +198,7 @@ class TestMessages(TestCase):
             "\n".join(found[0]),
             """\
 MP411: norm_type=1: only the 2-norm has an exact sum here; pass norm_type=2.0, or call torch.nn.utils.get_total_norm
-MP411: tensor 1 is (Partial(sum),), a sum that has not been made; redistribute it to Replicate or Shard first
+MP411: on rank 0: tensor 1 is (Partial(sum),), a sum that has not been made; redistribute it to Replicate or Shard first
 MP412: tensor 0 is torch.int64, whose squares have no exact sum here; convert it to one of float16, bfloat16, float32, float64
 MP412: tensor 0 is torch.sparse_coo; pass a dense one, e.g. tensor.to_dense()
 the norm is inf, so that gradients cannot be scaled by it; pass error_if_nonfinite=False to scale them anyway""",

@@ -45,7 +45,9 @@ from meshplan.kernel._scaled_integers import find_codes as find_codes
 from meshplan.kernel._scaled_integers import from_integers as from_integers
 from meshplan.kernel._scaled_integers import to_integers as to_integers
 from meshplan.kernel._scaled_integers import words_of as words_of
+from meshplan.kernel._squares import ROW_WORDS as ROW_WORDS
 from meshplan.kernel._squares import carry as carry
+from meshplan.kernel._squares import divide_row as divide_row
 from meshplan.kernel._squares import sum_squares as sum_squares
 from meshplan.kernel._squares import value_of_squares as value_of_squares
 from meshplan.kernel._timed_gpus import TimedPaths as TimedPaths

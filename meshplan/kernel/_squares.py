@@ -18,6 +18,8 @@ from meshplan.kernel._digest import byte_pieces, integers
 from meshplan.kernel._library import DTYPES, available, library
 
 _DIGITS, _POINT = 136, 2148
+ROW_WORDS = _DIGITS + 2
+"""Of a row."""
 _DIGIT = (1 << 32) - 1
 # Elements in plain torch at once: a digit gets less than 2^33 of each.
 _PIECE = 1 << 20
@@ -38,7 +40,7 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             are two elements for each number.
         device: of the tensors.
     """
-    row = torch.zeros(_DIGITS + 2, dtype=torch.int64, device=device)
+    row = torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
     if device.type == "cpu" and available():
         for tensor in tensors:
             dtype = _dtype_of(tensor)
@@ -55,17 +57,28 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return row
 
 
-def value_of_squares(row: Tensor) -> float:
+def value_of_squares(row: Sequence[int]) -> float:
     """The sum of a row, or of several rows added, rounded once to float64."""
-    *digits, infinities, nans = row.tolist()
+    *digits, infinities, nans = row
     if nans or infinities:
         return float("nan" if nans else "inf")
-    total: int = sum(digit << (32 * place) for place, digit in enumerate(digits))
     try:
         # Python rounds a quotient of integers once, to nearest even.
-        return total / (1 << _POINT)
+        return _sum_of(digits) / (1 << _POINT)
     except OverflowError:
         return float("inf")
+
+
+def divide_row(row: Sequence[int], divisor: int) -> list[int]:
+    """The row of a sum that is ``divisor`` times smaller, rounded down to units of 2^-2148."""
+    *digits, infinities, nans = row
+    total = _sum_of(digits) // divisor
+    digits = [total >> (32 * place) & _DIGIT for place in range(_DIGITS)]
+    return [*digits, infinities, nans]
+
+
+def _sum_of(digits: Sequence[int]) -> int:
+    return sum(digit << (32 * place) for place, digit in enumerate(digits))
 
 
 def carry(row: Tensor) -> Tensor:
