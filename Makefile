@@ -23,7 +23,7 @@ MIKE := PYTHONPATH='$(CURDIR)' PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNI
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run
 
 .PHONY: help setup demo test test-full test-clients soak test-dist test-matrix test-gpu check docs docs-serve
-.PHONY: docs-release packages bench bench-smoke bench-gpu golden man clean
+.PHONY: docs-release packages bench bench-smoke bench-gpu golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the verbs
@@ -119,9 +119,6 @@ bench-gpu: ## the kernels for GPUs, compared with a plain copy and torch's all-r
 
 golden: setup ## write the golden file of the contract again
 	$(BIN)/python tools/make_golden.py
-
-man: setup ## write the manual page of the command line again
-	$(BIN)/python tools/make_man.py
 
 clean: ## remove everything that setup and the tools created
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -41,9 +41,9 @@ from meshplan.cli._links_run import time_exchanges
 from meshplan.cli._simulate_cost import CLUSTERS, NODE, NUMELS
 from meshplan.flatten import discover
 from meshplan.planner import Prediction, Problem, plan, predict_backend, predict_plan
-from meshplan.testing import clock
 from meshplan.topology import Topology
 from meshplan.topology._links import fit_links
+from tests.clock import clock
 
 AXES = ("ddp", "fsdp")
 # Hosts, ranks on each, and megabits a second between hosts.

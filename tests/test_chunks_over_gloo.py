@@ -21,8 +21,9 @@ from meshplan.execute._wire import Wire
 from meshplan.execute.paths import _hierarchical
 from meshplan.flatten import _missing
 from meshplan.planner import Step, count_chunks
-from meshplan.testing import assert_bitwise_equal, clock, order_sensitive
+from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
+from tests.clock import clock
 from tests.faults.jobs import attempt, die, run_job
 from tests.marks import full
 from tests.processes import run_ranks

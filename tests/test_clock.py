@@ -23,11 +23,10 @@ from meshplan.planner._path_costs import (
 )
 from meshplan.planner._planner import _make_reduction
 from meshplan.planner._reach import ElementWidth
-from meshplan.testing import ClockTime, clock
-from meshplan.testing._clock import _make_groups, _record
-from meshplan.testing._replay import Program, Replay
 from meshplan.topology import Links, Topology
+from tests.clock import ClockTime, _make_groups, _record, clock
 from tests.marks import full
+from tests.replay import Program, Replay
 
 NODE = 4
 MESHES = [

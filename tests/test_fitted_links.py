@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from expecttest import TestCase
@@ -102,6 +103,26 @@ def test_unmeasured_figures_are_the_defaults() -> None:
     truth = Links(node=Link(1.0, 1.0), network=Link(1.0, 1.0), group=2.0, uses=3)
     fitted, _ = fit_links(make_exchanges(truth, ("node",), (1, 2)))
     assert (fitted.network, fitted.group, fitted.uses) == (Links().network, 0.5, 10_000)
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-15, -1e-15, 1e-13, -1e-13])
+def test_last_bits_decide_no_verdict(step: float) -> None:
+    """Libraries of linear algebra round as processors do: steps play their different solutions."""
+    flat = [
+        TimedExchange("node", n, size, 1e-4 * (1 + i * step))
+        for i, (n, size) in enumerate(product((1, 2), SIZES))
+    ]
+    with pytest.raises(TopologyError, match="the bandwidth of node is unknown"):
+        fit_links(flat)
+    # Without latency: its sign is that of the rounding.
+    truth = Links(node=Link(0.0, 1e9), launch=1e-4)
+    exchanges = make_exchanges(truth, ("node",), (1, 3))
+    fitted, error = fit_links(
+        [replace(one, seconds=one.seconds * (1 + i * step)) for i, one in enumerate(exchanges)]
+    )
+    assert (fitted.node.latency, fitted.batch) == (0, 0)
+    assert fitted.node.bandwidth == pytest.approx(1e9)
+    assert error < 1e-9
 
 
 class TestRefusals(TestCase):

@@ -46,7 +46,7 @@ PROMISES = {
     "SECURITY.md": {
         "Python is parsed (`ast`) and never imported, run or evaluated": "test_lint_reader_python::file_is_not_executed damaged_file_raises_one_line",
         "Nothing is unpickled": "test_promises::nothing_is_unpickled",
-        "Entities are refused where they are declared": "test_format_xml::entities_and_dtds_are_refused named_dtd_is_not_opened",
+        "Document types and their entities are refused": "test_format_xml::entities_and_dtds_are_refused",
         "64 MB for a file of a cluster": "test_documents::file_size_limits_match_the_sources",
         "which is made with mode 0700": "test_device_code::images_in_shared_folders_are_not_used",
         "is not used: kernels are compiled": "test_device_code::images_in_shared_folders_are_not_used",

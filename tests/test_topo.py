@@ -94,7 +94,7 @@ standard input: NCCL topology XML, incomplete
             text,
             """\
 nothing: meshplan: MP212: standard input: the input is empty; did the command before it fail?
-prose: meshplan: MP212: standard input: unknown format; pass the output of nvidia-smi topo -m, rocm-smi --showtopo, amd-smi topology or kubectl get nodes -o json, a dump of NCCL (XML, or a log with NCCL_DEBUG=INFO), hwloc XML, or Slurm's topology.conf or topology.yaml
+prose: meshplan: MP212: standard input: unknown format; pass the output of nvidia-smi topo -m, rocm-smi --showtopo, amd-smi topology or kubectl get nodes -o json, a dump of NCCL (XML of its topology, or a log with NCCL_DEBUG=INFO), or Slurm's topology.conf or topology.yaml
 broken: meshplan: MP212: standard input:3: not well-formed XML (mismatched tag); is the file whole?
 entity: meshplan: MP212: standard input: XML that declares its own document type or entities is refused; remove these declarations
 meshplan: MP212: /nowhere/at/all: cannot be read: No such file or directory

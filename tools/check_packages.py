@@ -34,7 +34,6 @@ MADE = {"PKG-INFO", "setup.cfg"} | {
     )
 }
 DIST_INFO = {"licenses/LICENSE", "METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt"}
-PAGE = "data/data/share/man/man1/meshplan.1"
 
 # In a folder of its own, with nothing else than what was installed.
 SMOKE = """\
@@ -79,7 +78,6 @@ status, out, error = run("meshplan", "lint", "--mesh", "ddp=8,fsdp=5", "--domain
 assert (status, "MP101" in out, error) == (1, True, ""), (status, out, error)
 script = str(home / "bin" / "meshplan")
 assert subprocess.run([script, "--version"], stdout=subprocess.DEVNULL).returncode == 0
-assert (home / "share" / "man" / "man1" / "meshplan.1").is_file()
 torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 status, out, error = run(*torchrun, "ranks.py")
 assert (status, out.count("same bits")) == (0, 2), (status, out, error)
@@ -142,7 +140,7 @@ def wheel_files(tracked: Iterable[str], compiled: Iterable[str]) -> set[str]:
     """What a wheel holds; what is in its own folders as ``dist-info/`` and ``data/``."""
     code = {path for path in tracked if path.startswith("meshplan/")}
     sources = {f"meshplan/{path}" for path in tracked if path.startswith("csrc/")}
-    return code | sources | set(compiled) | {PAGE} | {f"dist-info/{name}" for name in DIST_INFO}
+    return code | sources | set(compiled) | {f"dist-info/{name}" for name in DIST_INFO}
 
 
 def in_source(path: Path) -> set[str]:

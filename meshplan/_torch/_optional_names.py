@@ -52,11 +52,6 @@ _CONTROLS = "settings that reach the bits of gradients"
 _GLOO = "a backend that models NCCL over gloo"
 
 TESTING_NAMES: dict[str, Entry] = {
-    "TorchDispatchMode": Entry(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode",
-        "records messages of simulated ranks",
-    ),
     "tree_leaves": Entry("torch.utils._pytree", "tree_leaves", _BATCHES),
     "tree_map_only": Entry("torch.utils._pytree", "tree_map_only", _BATCHES),
     "BatchNorm": Entry("torch.nn.modules.batchnorm", "_BatchNorm", "refuses batch norms"),

@@ -62,11 +62,15 @@ AXIS_NAMES: Mapping[Role, tuple[str, ...]] = {
 """The names of each role: in lower case, without a plural, ``_parallel`` or digits at the end."""
 
 _ROLE_OF: Mapping[str, Role] = {name: role for role, names in AXIS_NAMES.items() for name in names}
-_ENDING = re.compile(r"(?:_?(?:parallel(?:ism)?|axis|dim|mesh|group|size|degree|\d+))+$")
+_ENDING = re.compile(r"(?:_?(?:parallel(?:ism)?|axis|dim|mesh|group|size|degree|\d))+$")
+# No framework has longer names; a file may have names of any length.
+_MAX_NAME = 64
 
 
 def _normalize(axis: str) -> str:
     """``data`` for ``Data-Parallel``: the spelling of `AXIS_NAMES`."""
+    if len(axis) > _MAX_NAME:
+        return axis
     name = axis.lower().replace("-", "_").replace(".", "_")
     name = _ENDING.sub("", name).rstrip("_") or name
     return name if name in _ROLE_OF else name.removesuffix("s")

@@ -42,7 +42,7 @@ _PAIR = re.compile(
     rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*)(?:=|[ \t]+)[\"']?(?P<given>{_NUMBER})"
 )
 # After a name in Python: the end of a key, an annotation, and the beginning of a degree.
-_VALUE = r"[\"']?\s*(?::[^=\n]*)?[=:]\s*[(\[]*\s*-?\s*[(\[]*\s*\d"
+_VALUE = r"[\"']?\s*+(?::[^=\n]{0,80})?[=:]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
 # Hydra's and OmegaConf's ${trainer.parallelism.tensor_parallel_degree}.
 _REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
 _COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")

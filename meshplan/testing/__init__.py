@@ -4,7 +4,6 @@
 * ``order_sensitive``: inputs whose sums show the order of additions.
 * ``bits``, ``first_difference``, ``assert_bitwise_equal``: compare by bits on one rank.
 * ``replica_fingerprints``, ``assert_replicas_equal``: compare by bits between ranks.
-* ``clock``: the simulated time of the messages of a plan, also for thousands of ranks.
 * ``nccl_model``: a process group that adds in the order NCCL would, on CPUs.
 * ``tp``: references of tensor-parallel reductions, the same bits for any number of ranks.
 * ``dp``: gradients that do not depend on the number of data-parallel ranks.
@@ -29,8 +28,6 @@ from meshplan.testing._reference import reference_reduce, reference_reduce_tenso
 if TYPE_CHECKING:
     from meshplan.testing import _nccl_model as nccl_model
     from meshplan.testing import dp, tp
-    from meshplan.testing._clock import ClockTime as ClockTime
-    from meshplan.testing._clock import clock as clock
 
 __all__ = [
     "reference_reduce",
@@ -41,8 +38,6 @@ __all__ = [
     "assert_bitwise_equal",
     "replica_fingerprints",
     "assert_replicas_equal",
-    "ClockTime",
-    "clock",
     "nccl_model",
     "tp",
     "dp",
@@ -51,7 +46,5 @@ __all__ = [
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
     # Modules that need numpy, which a machine with a GPU may lack.
     __getattr__, __dir__ = make_lazy(
-        __name__,
-        {"_clock": "ClockTime clock"},
-        {"nccl_model": "_nccl_model", "tp": "tp", "dp": "dp"},
+        __name__, {}, {"nccl_model": "_nccl_model", "tp": "tp", "dp": "dp"}
     )

@@ -80,8 +80,8 @@ def read_text(text: str) -> Reading:
         )
     raise TopologyInputError(
         "unknown format; pass the output of nvidia-smi topo -m, rocm-smi --showtopo, amd-smi "
-        "topology or kubectl get nodes -o json, a dump of NCCL (XML, or a log with "
-        "NCCL_DEBUG=INFO), hwloc XML, or Slurm's topology.conf or topology.yaml"
+        "topology or kubectl get nodes -o json, a dump of NCCL (XML of its topology, or a log with "
+        "NCCL_DEBUG=INFO), or Slurm's topology.conf or topology.yaml"
     )
 
 

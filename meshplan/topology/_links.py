@@ -20,6 +20,9 @@ _CLASSES = ("domain", "node", "network")
 _MEASURED = "measured"
 # Fits of one set of exchanges, each weighted by the times that the one before predicts.
 _FITS = 12
+# A figure that explains a smaller part of the times is 0. Libraries of linear algebra differ in
+# the last bits, which are far smaller; clocks differ in far larger parts.
+_LEAST_PART = 1e-6
 # Figures beyond any link would overflow where costs are added up.
 _MOST_SECONDS = 1e6
 _EXAMPLE = 'use for example {"network": {"latency": 2.7e-6, "bandwidth": 50e9}, "launch": 6.6e-6}'
@@ -242,18 +245,22 @@ def _fit_nonnegative(
     rows: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """The x of least squares with ``rows @ x`` near ``target`` and no x below 0, one dropped at a
-    time.
+    time; an x of less than ``_LEAST_PART`` of ``target`` is 0.
 
     Columns are scaled to length 1 first: latencies and inverse bandwidths differ by 1e6.
     """
     scale = np.linalg.norm(rows, axis=0)
     kept = [int(column) for column in scale.nonzero()[0]]
-    while True:
-        x = np.linalg.lstsq(rows[:, kept] / scale[kept], target, rcond=None)[0]
-        lowest = int(x.argmin())
-        if x[lowest] >= 0:
+    figures = np.zeros(rows.shape[1])
+    least = _LEAST_PART * np.linalg.norm(target)
+    while kept:
+        # Columns that are the same but for rounding, as of launch and latency between two ranks,
+        # share a figure.
+        x = np.linalg.lstsq(rows[:, kept] / scale[kept], target, rcond=_LEAST_PART)[0]
+        # Equal but for rounding: the first.
+        lowest = int(np.round(x / least).argmin())
+        if x[lowest] >= least:
+            figures[kept] = x / scale[kept]
             break
         del kept[lowest]
-    figures = np.zeros(rows.shape[1])
-    figures[kept] = x / scale[kept]
     return figures

@@ -6,6 +6,7 @@ in ``if [ -z "$X" ]; then X=8; fi``. All other conditions are unknown.
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
 import operator
 import re
@@ -15,16 +16,19 @@ from typing import NamedTuple, Protocol
 __all__ = ["find_branches"]
 
 _COMMENT = re.compile(r"(?<![^\s;])#[^\n]*")
-_CASE = re.compile(r"^[ \t]*case[ \t]+(\S+)[ \t]+in\b(.*?)^[ \t]*esac\b", re.M | re.S)
-_BRANCH = re.compile(r"^[ \t]*\(?([^()\n]+)\)(.*?)(?:;;|\Z)", re.M | re.S)
+_CASE = re.compile(r"^[ \t]*+(?:case[ \t]++(\S++)[ \t]++in|esac)\b", re.M)
+_BRANCH = re.compile(r"^[ \t]*+\(?+([^()\n]++)\)(.*?)(?:;;|\Z)", re.M | re.S)
 _KEYWORD = re.compile(r"(?:^|[;\n])[ \t]*(if|then|elif|else|fi)(?![\w:=.(-])", re.M)
-_TEST = re.compile(r"(\[\[?|\(\()[ \t]*(.*?)[ \t]*(?:\]\]?|\)\))", re.S)
+_TEST = re.compile(r"(?:\[\[?|\(\()(.*?)(?:\]\]?|\)\))", re.S)
 _UNARY = re.compile(r"(-z|-n)[ \t]+(\"[^\"]*\"|'[^']*'|\S+)")
 _BINARY = re.compile(
     r"(\"[^\"]*\"|'[^']*'|\S+?)[ \t]*(==|!=|<=|>=|=|<|>|[ \t]-(?:eq|ne|lt|le|gt|ge)\b)[ \t]*"
     r"(\"[^\"]*\"|'[^']*'|\S+)"
 )
 _NAME = re.compile(r"\$\{?(\w+)(?::?-)?\}?")
+_SET = re.compile(r"\b(\w++)=")
+# Conditions and texts in them are short; the patterns for them take the square of their length.
+_MAX_CONDITION = 1000
 _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -67,35 +71,46 @@ def find_branches(text: str, constants: Constants) -> tuple[list[_Span], list[_S
     """
     dead = [*_find_dead_cases(text, constants)]
     unsure: list[_Span] = []
+    places: dict[str, list[int]] = {}
+    for assignment in _SET.finditer(text):
+        places.setdefault(assignment[1], []).append(assignment.start())
     for bodies in _find_conditionals(text):
-        is_open = True
+        is_open, is_unsure = True, False
         for body in bodies:
-            value = _evaluate(body, text, constants) if body.condition else True
+            value = _evaluate(body, places, constants) if body.condition else True
             if value is False or not is_open:
                 dead.append((body.start, body.end))
                 continue
-            if value is None or any(one in unsure for one in _list_spans(bodies, body)):
+            is_unsure = is_unsure or value is None
+            if is_unsure:
                 unsure.append((body.start, body.end))
             is_open = value is None
     return dead, unsure
 
 
-def _list_spans(bodies: list[_Body], last: _Body) -> list[_Span]:
-    return [(one.start, one.end) for one in bodies[: bodies.index(last)]]
-
-
 def _find_dead_cases(text: str, constants: Constants) -> Iterator[_Span]:
-    for case in _CASE.finditer(text):
-        subject = constants.read_constant(case[1])
-        if subject is None:
+    case: re.Match[str] | None = None
+    for word in _CASE.finditer(text):
+        if word[1] is not None:
+            case = case or word
             continue
-        taken = False
-        for branch in _BRANCH.finditer(text, case.start(2), case.end(2)):
-            patterns = [one.strip().strip("\"'") for one in branch[1].split("|")]
-            if taken or not any(fnmatch.fnmatchcase(subject, one) for one in patterns):
-                yield branch.span()
-            else:
-                taken = True
+        subject = constants.read_constant(case[1]) if case else None
+        if case and subject is not None:
+            taken = False
+            for branch in _BRANCH.finditer(text, case.end(), word.start()):
+                if taken or not any(_matches(subject, one) for one in branch[1].split("|")):
+                    yield branch.span()
+                else:
+                    taken = True
+        case = None
+
+
+def _matches(subject: str, pattern: str) -> bool:
+    pattern = pattern.strip().strip("\"'")
+    # Each glob is compiled, which takes long: not those whose beginning is another text.
+    return subject.startswith(re.split(r"[*?\[]", pattern, maxsplit=1)[0]) and fnmatch.fnmatchcase(
+        subject, pattern
+    )
 
 
 def _find_conditionals(text: str) -> list[list[_Body]]:
@@ -125,29 +140,36 @@ def _find_conditionals(text: str) -> list[list[_Body]]:
     return [] if opened else found
 
 
-def _evaluate(body: _Body, text: str, constants: Constants) -> bool | None:
-    """Whether a condition holds; ``None`` if only the running script knows."""
-    if "||" in body.condition:
+def _evaluate(body: _Body, places: Mapping[str, list[int]], constants: Constants) -> bool | None:
+    """Whether a condition holds; ``None`` if only the running script knows.
+
+    ``places`` are the offsets of the assignments to each variable.
+    """
+    if "||" in body.condition or len(body.condition) > _MAX_CONDITION:
         return None
     values = []
     for part in body.condition.split("&&"):
         negated = part.strip().startswith("!")
         test = _TEST.fullmatch(part.strip(" \t\n!"))
-        value = _evaluate_test(test[2], body, text, constants) if test else None
+        value = _evaluate_test(test[1].strip(" \t"), body, places, constants) if test else None
         values.append(value if value is None else value != negated)
     if False in values:
         return False
     return None if None in values else True
 
 
-def _evaluate_test(test: str, body: _Body, text: str, constants: Constants) -> bool | None:
+def _evaluate_test(
+    test: str, body: _Body, places: Mapping[str, list[int]], constants: Constants
+) -> bool | None:
     if unary := _UNARY.fullmatch(test):
         value = constants.read_constant(unary[2])
         name = _NAME.fullmatch(unary[2].strip("\"'"))
         if value is None and name and not name[1].isdigit():
             # Unset if the branch is what sets it.
-            sets = re.search(rf"\b{name[1]}=", text[body.start : body.end])
-            value = "" if sets and unary[1] == "-z" else None
+            starts = places.get(name[1], [])
+            first = bisect.bisect_left(starts, body.start)
+            is_set = first < len(starts) and starts[first] < body.end
+            value = "" if is_set and unary[1] == "-z" else None
         return None if value is None else (value == "") == (unary[1] == "-z")
     binary = _BINARY.fullmatch(test)
     if not binary:

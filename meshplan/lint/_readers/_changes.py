@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["can_change", "find_callee", "find_changed"]
 
 # A use reads a value, passes its items on, or may change it (``None``).
+# Of calls through which an argument is followed.
+_MAX_PASSES = 8
 _Effect: TypeAlias = Literal["reads", "passes"] | None
 
 # Supported calls whose result can be changed in place.
@@ -87,8 +89,7 @@ def _find_changed_parameters(loads: Sequence[tuple[ast.Name, Scope]], uses: _Use
                 inside.setdefault(binder, []).append((name, scope))
             uses.readers.add(binder)
     # A function reads its arguments only if those that it passes them on to do so too.
-    is_done = False
-    while not is_done:
+    for _ in range(_MAX_PASSES):
         is_done = True
         for binder, found in inside.items():
             for name, scope in found:
@@ -97,6 +98,12 @@ def _find_changed_parameters(loads: Sequence[tuple[ast.Name, Scope]], uses: _Use
                     binder.changed.add(name.id)
                     uses.readers.discard(binder)
                     is_done = False
+        if is_done:
+            return
+    # A longer chain of calls: all of them may change what they are passed.
+    uses.readers.clear()
+    for binder, found in inside.items():
+        binder.changed.update(name.id for name, _ in found)
 
 
 class _Uses:

@@ -8,7 +8,8 @@ constants only the branch that runs is read (`_branches.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from itertools import islice
 from pathlib import Path
 
 from meshplan._message_text import shorten
@@ -42,8 +43,11 @@ _ENVIRONMENT: Mapping[str, str] = {"NPROC_PER_NODE": "ranks per host", "NNODES":
 _FLAG = re.compile(r"(?:.*\.)?(?:use_\w+|(?:no_|enable_)?(?:enable_)?sequence_parallel|enable_\w+)")
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:\$\{?\w+\}?/|\./)?([\w./-]+)", re.M)
 # A converter's degrees are those of another job's checkpoint.
-_CONVERTER = re.compile(r"convert\w*\.py\b")
+_PROGRAM = re.compile(r"\b(\w++)\.py\b")
+# They change the meaning of a launcher's options.
+_LAUNCH_WORDS = ("deepspeed", "srun", "#SBATCH")
 _MAX_SOURCED = 1 << 16
+_MAX_SOURCED_FILES = 32
 
 
 def read_command(name: str, text: str) -> Document:
@@ -55,27 +59,29 @@ def read_command(name: str, text: str) -> Document:
     """
     script = Script(text, _read_sourced(name, text))
     settings: list[Setting] = []
-    ends: dict[Setting, int] = {}
+    ends: dict[Setting, int | None] = {}
     launch: dict[str, set[int]] = {}
     conditional: dict[str, list[int]] = {}
     commands: set[int] = set()
-    for option in script.find_options():
-        dashes = len(option.text) - len(option.text.lstrip("-"))
-        if key := _LAUNCH.get(option.text[:dashes] + option.text[dashes:].replace("_", "-")):
-            _add_launch(launch, key, script, option)
-            continue
-        if _CONVERTER.search(script.read_line(option.start)):
-            continue
-        path = option.text[dashes:].replace("-", "_").lower()
-        value, number = _read_value(script, option, path)
-        line = script.find_line(option.start)
-        settings.append(Setting(path, value, line, option.text, number))
-        if not script.is_value(option.start):
-            commands.add(line)
-        if script.is_conditional(option.start):
-            conditional.setdefault(path, []).append(len(settings) - 1)
-        if option.value is not None and "\n" not in text[option.start : option.value.start]:
-            ends[settings[-1]] = option.value.end
+    for command, options in script.list_commands():
+        is_converter = any("convert" in one[1] for one in _PROGRAM.finditer(command))
+        words = {one for one in _LAUNCH_WORDS if one in command}
+        for option in options:
+            dashes = len(option.text) - len(option.text.lstrip("-"))
+            if key := _LAUNCH.get(option.text[:dashes] + option.text[dashes:].replace("_", "-")):
+                _add_launch(launch, key, script, option, words)
+                continue
+            if is_converter:
+                continue
+            path = option.text[dashes:].replace("-", "_").lower()
+            value, number = _read_value(script, option, path)
+            line = script.find_line(option.start)
+            settings.append(Setting(path, value, line, option.text, number))
+            if not script.is_value(option.start):
+                commands.add(line)
+            if script.is_conditional(option.start):
+                conditional.setdefault(path, []).append(len(settings) - 1)
+            ends[settings[-1]] = _find_end(option, text)
     if not launch:
         launch = _read_environment(script)
     _doubt_conditional(settings, conditional)
@@ -105,6 +111,13 @@ def _doubt_conditional(settings: list[Setting], conditional: Mapping[str, list[i
             settings[places[0]] = one._replace(value=Unknown(why), number=None)
 
 
+def _find_end(option: Option, text: str) -> int | None:
+    """The end of an option that has its value on the same line."""
+    if option.value is None or "\n" in text[option.start : option.value.start]:
+        return None
+    return option.value.end
+
+
 def _is_flat(one: Setting, text: str) -> bool:
     """Whether ``--fsdp``, ``--fsdp full_shard`` is torch's FSDP along all ranks, without a size."""
     known = not re.search(r"\d|\$", str(one.value))
@@ -130,15 +143,21 @@ def _read_value(script: Script, option: Option, path: str) -> tuple[object, Numb
     ), None
 
 
-def _add_launch(launch: dict[str, set[int]], key: str, script: Script, option: Option) -> None:
-    """Add the number of a launcher's option, if it is that of the job."""
-    line = script.read_line(option.start)
+def _add_launch(
+    launch: dict[str, set[int]], key: str, script: Script, option: Option, words: Set[str]
+) -> None:
+    """Add the number of a launcher's option, if it is that of the job.
+
+    ``words`` are those of `_LAUNCH_WORDS` in its command.
+    """
     # Ray's --num-gpus are of a cluster, and a step of srun may be smaller than its job.
-    if (key == "GPUs" and "deepspeed" not in line) or ("srun" in line and f"job's {key}" in launch):
+    if (key == "GPUs" and "deepspeed" not in words) or (
+        "srun" in words and f"job's {key}" in launch
+    ):
         return
     found = None if option.value is None else script.read_launch(option.value)
     launch.setdefault(key, set()).update([] if found is None else [found.value])
-    if "#SBATCH" in line:
+    if "#SBATCH" in words:
         launch[f"job's {key}"] = set()
 
 
@@ -155,8 +174,9 @@ def _read_environment(script: Script) -> dict[str, set[int]]:
 def _read_sourced(name: str, text: str) -> dict[str, str]:
     """The constants of the files next to a script that it sources, by variable."""
     found: dict[str, str] = {}
-    for one in _SOURCE.finditer(text):
-        path = Path(name).parent / one[1]
+    files = dict.fromkeys(one[1] for one in _SOURCE.finditer(text))
+    for file in islice(files, _MAX_SOURCED_FILES):
+        path = Path(name).parent / file
         try:
             if not path.is_file() or path.stat().st_size > _MAX_SOURCED:
                 continue

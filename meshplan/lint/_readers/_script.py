@@ -6,6 +6,7 @@ import ast
 import bisect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from meshplan.lint._readers._branches import find_branches
@@ -15,8 +16,8 @@ __all__ = ["Option", "Script", "Word"]
 
 _WORD = re.compile(
     r"(?P<comment>(?<![^\s;])#(?!SBATCH\b)[^\n]*)"
-    r"|(?P<word>(?:\$\(\([^()\n]*\)\)|\$\{(?:[^{}\n]|\$\{[^{}\n]*\})*\}"
-    r"|[^\s\"'();|&`\\,\[\]])+)"
+    r"|(?P<word>(?:\$\(\([^()\n]*+\)\)|\$\{(?:\$\{[^{}\n]*+\}|[^{}\n])*+\}"
+    r"|[^\s\"'();|&`\\,\[\]])++)"
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=(.*)\}")
@@ -33,6 +34,7 @@ _UNDOTTED = re.compile(r"^[a-z]\w*_parallel_|^fsdp_size$")
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,4})")
 _MAX_DEPTH = 20
 _MAX_CONDITIONS = 4
+_MAX_CONSTANT = 1000
 
 
 class Word(NamedTuple):
@@ -132,7 +134,8 @@ class Script:
     def read_constant(self, text: str) -> str | None:
         """The text of a word of a condition; ``None`` if only the running script knows."""
         number = self.read_number(Word(text.strip("\"'"), 0))
-        return str(number.value) if number else self.read_text(Word(text.strip("\"'"), 0))
+        value = str(number.value) if number else self.read_text(Word(text.strip("\"'"), 0))
+        return None if value is None or len(value) > _MAX_CONSTANT else value
 
     def list_constants(self) -> dict[str, str]:
         """The variables that have one value."""
@@ -146,14 +149,20 @@ class Script:
         """
         return self._is_unsure(offset) and self.is_value(offset)
 
-    def read_line(self, offset: int) -> str:
-        """The command at ``offset``, whose lines end in a backslash."""
-        line = bisect.bisect_right(self._commands, (offset, len(self.text)))
-        end = self._commands[line][0] if line < len(self._commands) else len(self.text)
-        return self.text[self._commands[line - 1][0] : end]
+    def list_commands(self) -> Iterator[tuple[str, list[Option]]]:
+        """Each command with options: its lines, all but the last with a backslash at the end."""
+        for at, options in groupby(self.find_options(), lambda one: self._find_command(one.start)):
+            end = self._commands[at + 1][0] if at + 1 < len(self._commands) else len(self.text)
+            yield self.text[self._commands[at][0] : end], [*options]
+
+    def _find_command(self, offset: int) -> int:
+        return bisect.bisect_right(self._commands, (offset, len(self.text))) - 1
 
     def find_options(self) -> Iterator[Option]:
         """Each option and each override of Hydra, in order."""
+        # Of each command: the offset up to which it was read, and whether it has a word there that
+        # is no assignment.
+        read: dict[int, tuple[int, bool]] = {}
         for i, word in enumerate(self._words):
             if word.text.startswith("-"):
                 option, equals, rest = word.text.partition("=")
@@ -163,24 +172,31 @@ class Script:
                 if equals:
                     value = Word(rest, word.end - len(rest)) if rest else self._find_quoted(i)
                 yield Option(option, word.start, value)
-            elif (found := _OVERRIDE.fullmatch(word.text)) and self._is_override(word, found[1]):
+            elif (found := _OVERRIDE.fullmatch(word.text)) and self._is_override(
+                word, found[1], read
+            ):
                 value = Word(found[2], word.start + found.start(2))
                 yield Option(found[1], word.start, value if found[2] else self._find_quoted(i))
 
-    def _is_override(self, word: Word, key: str) -> bool:
+    def _is_override(self, word: Word, key: str, read: dict[int, tuple[int, bool]]) -> bool:
         """Whether ``key=value`` is an argument of a command, and no assignment of the shell."""
         if "." in key:
             return True
         # Any text may have TP=2; variables of the environment are in capitals.
         if not _UNDOTTED.search(key):
             return False
-        line = bisect.bisect_right(self._commands, (word.start, len(self.text))) - 1
-        before = self.text[self._commands[line][0] : word.start].split()
-        return any("=" not in one and one not in ("export", "local", "env") for one in before)
+        command = self._find_command(word.start)
+        start, is_argument = read.get(command, (self._commands[command][0], False))
+        before = self.text[start : word.start].split()
+        is_argument = is_argument or any(
+            "=" not in one and one not in ("export", "local", "env") for one in before
+        )
+        read[command] = word.start, is_argument
+        return is_argument
 
     def find_line(self, offset: int) -> int:
         """The first line of the command at ``offset``, whose lines end in a backslash."""
-        return self._commands[bisect.bisect_right(self._commands, (offset, len(self.text))) - 1][1]
+        return self._commands[self._find_command(offset)][1]
 
     def read_number(self, word: Word, depth: int = 0) -> Number | None:
         """The number that a word stands for; ``None`` if only the running script knows."""
@@ -224,22 +240,24 @@ class Script:
             self._done.add(name)
         return self._numbers[name]
 
-    def read_text(self, word: Word) -> str | None:
+    def read_text(self, word: Word, depth: int = 0) -> str | None:
         """The text that a word stands for, without quotes; ``None`` if only the script knows."""
         found = _VARIABLE.fullmatch(word.text)
         if found is None:
             return None if "$" in word.text else word.text.strip("\"'")
+        if depth > _MAX_DEPTH:
+            return None
         name = found[1] or found[3]
         if name not in self._texts:
             # A variable defined by itself, as in X=${X:-a}, is not set until then.
             self._texts[name] = None
             words = self._assigned.get(name, ())
-            given = {self.read_text(one) for one in words}
+            given = {self.read_text(one, depth + 1) for one in words}
             given |= {self._sourced[name]} if name in self._sourced else set()
             unsure = any(self._is_unsure(word.start) for word in words)
             self._texts[name] = given.pop() if len(given) == 1 and not unsure else None
         if self._texts[name] is None and found[2] is not None and len(word.text) > len(found[2]):
-            return self.read_text(Word(found[2].strip("\"'"), word.start))
+            return self.read_text(Word(found[2].strip("\"'"), word.start), depth + 1)
         return self._texts[name]
 
     def read_launch(self, word: Word) -> Number | None:

@@ -21,12 +21,10 @@ from meshplan.lint._readers._numbers import Number, evaluate
 from meshplan.lint._readers._scopes import Scope
 from meshplan.lint._readers._tree import SourceTree, Store, format_dotted, read_string
 
-__all__ = ["PythonSource"]
-
 _MAX_DEPTH = 20
 # Calls inside calls that are followed, and all calls of the file's own functions.
 _MAX_CALLS_AROUND = 8
-_MAX_CALLS = 2000
+_MAX_CALLS, _MAX_ITEMS = 2000, 1024
 _SPACES = frozenset({"SimpleNamespace", "Namespace"})
 
 
@@ -232,21 +230,24 @@ class PythonSource(SourceTree):
                     found.is_complete = False
         return found
 
-    def read_items(self, node: ast.expr, scope: Scope) -> list[Located] | None:
+    def read_items(self, node: ast.expr, scope: Scope, depth: int = 0) -> list[Located] | None:
         """The items of a tuple or a list, also of ``tuple(x)``, ``x.values()`` and ``x + y``."""
-        match self.resolve(node, scope):
+        match self.resolve(node, scope) if depth < _MAX_DEPTH else None:
             case (ast.Tuple(items) | ast.List(items), where):
                 return [(item, where) for item in items]
             case (ast.Call(ast.Name("tuple" | "list"), [inside], []), where):
-                return self.read_items(inside, where)
+                return self.read_items(inside, where, depth + 1)
             case (ast.Call(ast.Attribute(value, "keys" | "values" as part), [], []), where):
                 match self.resolve(value, where):
                     case (ast.Dict(keys, values), home) if None not in keys:
                         found = values if part == "values" else keys
                         return [(one, home) for one in found if one is not None]
             case (ast.BinOp(left, ast.Add(), right), where):
-                first, second = self.read_items(left, where), self.read_items(right, where)
-                return None if first is None or second is None else first + second
+                # The second side only if the first is read: sums of sums double at each level.
+                first = self.read_items(left, where, depth + 1)
+                second = None if first is None else self.read_items(right, where, depth + 1)
+                if first is not None and second is not None and len(first + second) < _MAX_ITEMS:
+                    return first + second
         return None
 
     def _resolve_item(self, node: ast.expr, key: object, scope: Scope) -> Located | None:

@@ -18,7 +18,7 @@ __all__ = ["Entry", "Path", "find_entries", "load"]
 
 Path = tuple[str | int, ...]
 
-_BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)+")
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*+)++")
 _PART = re.compile(r"""[ \t]*(?:([\w-]+)|"((?:[^"\\\n]|\\.)*)"|'([^'\n]*)')[ \t]*(\.?)""", re.A)
 _TOKEN = re.compile(
     r'"""(?:[^\\]|\\.)*?"{3,5}|'

@@ -162,6 +162,13 @@ def _read_yaml(text: str) -> Iterator[Setting]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        # `compose_all` descends by recursion in C, and ends the process if texts nest too deeply.
+        depth = 0
+        for event in yaml.parse(text.removeprefix("\ufeff"), Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                return
         documents = [*yaml.compose_all(text.removeprefix("\ufeff"), Loader=loader)]
     except (yaml.YAMLError, RecursionError, ValueError):
         return

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from meshplan.errors import LayoutError, MeshplanError
 from meshplan.lint._finding import Source
@@ -83,6 +84,14 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
         if source.resolve_callee(use) == "init_device_mesh"
     ]
     called = {source.resolve_callee(call.func) for call, _ in source.calls}
+    # Of a mesh from elsewhere, as of an imported function, which may be any of these.
+    flattened = [
+        read_slice(call.func.value)
+        for call, scope in source.calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "_flatten"
+        and not values.find_meshes(call.func.value, scope)
+    ]
     roots: dict[tuple[ast.Call, Scope], list[Root]] = {}
     for (call, scope, _), root in values.roots.items():
         roots.setdefault((call, scope), []).append(root)
@@ -93,7 +102,8 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
                 if root.error is not None:
                     raise root.error
                 if root.mesh is not None and not root.is_split:
-                    jobs.append(_make_job(source, values, root, where, uses, called))
+                    job = _make_job(source, values, root, where, uses, called)
+                    jobs.append(replace(job, flattened=_list_flattened(root, flattened)))
             callee = source.resolve_callee(call.func)
             if callee in CLASSES or callee in WRAPPERS:
                 jobs += read_degrees(source, call, scope, where, world_size)
@@ -162,7 +172,6 @@ def _make_job(
         where,
         roles=roles,
         framework=framework,
-        flattened=_list_flattened(source, values, root),
         sequence_parallel="SequenceParallel" in called,
         exact=is_exact,
         rewrite=mesh.rewrite,
@@ -170,18 +179,10 @@ def _make_job(
     )
 
 
-def _list_flattened(
-    source: PythonSource, values: MeshValues, root: Root
-) -> tuple[tuple[str, ...], ...]:
+def _list_flattened(root: Root, others: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """The axes of each mesh that the file flattens: ``mesh["a", "b"]._flatten()``."""
     assert root.mesh is not None
     axes = root.mesh.layout.axes
     found = dict.fromkeys(tuple(axes[i] for i in of) for of in root.flattened.values())
-    for call, scope in source.calls:
-        if not isinstance(call.func, ast.Attribute) or call.func.attr != "_flatten":
-            continue
-        names = read_slice(call.func.value)
-        # A mesh from elsewhere, as of an imported function, may be this one.
-        if set(names) <= set(axes) and not values.find_meshes(call.func.value, scope):
-            found[names] = None
+    found |= dict.fromkeys(names for names in dict.fromkeys(others) if set(names) <= set(axes))
     return tuple(names for names in found if len(names) > 1)

@@ -12,13 +12,9 @@ from meshplan._lazy_imports import make_lazy
 
 if TYPE_CHECKING:
     from meshplan.topology.formats import amd_smi as amd_smi
-    from meshplan.topology.formats import hwloc as hwloc
     from meshplan.topology.formats import kubernetes as kubernetes
-    from meshplan.topology.formats import nccl_graph as nccl_graph
     from meshplan.topology.formats import nccl_log as nccl_log
     from meshplan.topology.formats import nccl_topology as nccl_topology
-    from meshplan.topology.formats import nvidia_nvlink as nvidia_nvlink
-    from meshplan.topology.formats import nvidia_p2p as nvidia_p2p
     from meshplan.topology.formats import nvidia_topo as nvidia_topo
     from meshplan.topology.formats import rocm_smi as rocm_smi
     from meshplan.topology.formats import slurm as slurm
@@ -27,12 +23,8 @@ if TYPE_CHECKING:
 # In the order in which they are tried.
 FORMATS = (
     "nccl_topology",
-    "nccl_graph",
-    "hwloc",
     "kubernetes",
     "nvidia_topo",
-    "nvidia_p2p",
-    "nvidia_nvlink",
     "rocm_smi",
     "amd_smi",
     "slurm",

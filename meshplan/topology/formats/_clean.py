@@ -32,7 +32,7 @@ _LAUNCHER = re.compile(
 )
 _QUOTED = re.compile(r"[ \t]{0,3}(?:> ?){1,8}")
 _FENCE = re.compile(r"[ \t]{0,8}(?:```|~~~)[^`]{0,64}$")
-_RULE = re.compile(r"[ \t]{0,8}\|?[ \t:|-]{3,}\|?[ \t]*$")
+_RULE = re.compile(r"[ \t:|-]{3,}+$")
 _FIRST = frozenset("[0123456789>`~|")
 
 

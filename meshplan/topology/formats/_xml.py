@@ -1,7 +1,7 @@
 """XML by the standard library's expat, without the dangerous features of XML.
 
-No file or address in the text is ever opened. Declared entities are refused, so that none can
-grow; depth and number of elements are bounded.
+No file or address in the text is ever opened. Document types, which declare entities, are refused,
+so that none can grow; depth and number of elements are bounded.
 """
 
 from __future__ import annotations
@@ -31,18 +31,12 @@ class Element:
 
     Attributes:
         parent: the nearest wanted element around it.
-        text: its character data up to its first child, if its tag is in ``texts``.
     """
 
     tag: str
     attributes: dict[str, str]
     line: int
     parent: Element | None
-    _pieces: list[str] | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces or ())
 
     def find_above(self, tag: str, attribute: str) -> str | None:
         """The attribute of the nearest element around this one with that tag."""
@@ -74,17 +68,12 @@ def find_root_tag(text: str) -> str:
     return name[0] if name else ""
 
 
-def parse(
-    text: str, wanted: Iterable[str], *, texts: Iterable[str] = (), named_doctype: bool = False
-) -> list[Element]:
+def parse(text: str, wanted: Iterable[str]) -> list[Element]:
     """The elements with the tags ``wanted``, in the order of the document; the root is first.
 
     Args:
         text: the document; blank lines before it are allowed, as files in the field have them.
         wanted: tags of elements to keep; the others are only counted.
-        texts: tags of elements of which character data are kept too.
-        named_doctype: allow ``<!DOCTYPE root SYSTEM "file">``, which names a file and declares
-            nothing. The file is not opened.
 
     Raises:
         TopologyInputError: not well-formed, a DTD or an entity, or too deep or too large.
@@ -92,7 +81,7 @@ def parse(
     body = text.removeprefix("\ufeff").lstrip()
     # An XML declaration must be the first thing expat sees, blank lines or not.
     above = text[: len(text) - len(body)].count("\n")
-    handler = _Handler(frozenset(wanted), frozenset(texts), named_doctype, above)
+    handler = _Handler(frozenset(wanted), above)
     try:
         # A lone surrogate cannot be encoded; a question mark stands for it.
         handler.parser.Parse(body.encode("utf-8", "replace"), True)
@@ -107,27 +96,17 @@ def parse(
 class _Handler:
     """The callbacks of expat."""
 
-    def __init__(
-        self, wanted: frozenset[str], texts: frozenset[str], named_doctype: bool, above: int
-    ) -> None:
+    def __init__(self, wanted: frozenset[str], above: int) -> None:
         self.wanted = wanted
-        self.texts = texts
-        self.named_doctype = named_doctype
         self.above = above
         self.elements: list[Element] = []
         self.seen = 0
         # One entry for each open element: itself, or the element kept around it.
         self.open: list[Element | None] = []
-        self.pieces: list[str] | None = None
         parser = self.parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler = self.start
         parser.EndElementHandler = self.end
         parser.StartDoctypeDeclHandler = self.doctype
-        parser.EntityDeclHandler = self.refuse_entity
-        parser.SkippedEntityHandler = self.refuse_entity
-        if texts:
-            parser.buffer_text = True
-            parser.CharacterDataHandler = self.data
 
     def line(self) -> int:
         return self.above + self.parser.CurrentLineNumber
@@ -141,33 +120,18 @@ class _Handler:
                 line=self.line(),
             )
         around = self.open[-1] if self.open else None
-        self.pieces = None
         if tag in self.wanted or not self.open:
-            if tag in self.texts:
-                self.pieces = []
-            around = Element(tag, attributes, self.line(), around, self.pieces)
+            around = Element(tag, attributes, self.line(), around)
             self.elements.append(around)
         self.open.append(around)
 
     def end(self, tag: str) -> None:
-        self.pieces = None
         self.open.pop()
 
-    def data(self, text: str) -> None:
-        if self.pieces is not None:
-            self.pieces.append(text)
-
-    def doctype(self, name: str, system: str | None, public: str | None, subset: bool) -> None:
-        if subset or not self.named_doctype:
-            raise TopologyInputError(
-                "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
-                line=self.line(),
-            )
-
-    def refuse_entity(self, name: str, *_: object) -> None:
+    def doctype(self, *_: object) -> None:
+        # Without a document type no entity can be declared: expat refuses their uses.
         raise TopologyInputError(
-            f"refused: entity {name[:40]!r}; replace each use by its value, and remove its "
-            "declaration",
+            "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
             line=self.line(),
         )
 

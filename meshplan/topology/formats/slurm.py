@@ -30,7 +30,7 @@ _CONF = re.compile(
 )
 _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
-_ITEM = re.compile(r"( *)((?:- +)*)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
+_ITEM = re.compile(r"( *+)((?:- ++)*+)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
 _CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan._torch import TorchDispatchMode
 from meshplan.errors import PolicyError
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._wire import Message, Wire
 from meshplan.execute.paths import Path, get_path
 from meshplan.planner import Step
-from meshplan.testing._replay import Operation, Program, Replay, Send
 from meshplan.topology import Topology
+from tests.replay import Operation, Program, Replay, Send
 
 __all__ = ["ClockTime", "clock"]
 
