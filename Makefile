@@ -87,10 +87,11 @@ test-gpu: ## tests that need a GPU, with the torch, pytest and compilers of this
 	PYTHONPATH='$(CURDIR)' $(PYTHON) -m pytest -c tests/gpu.ini \
 		tests/test_gpu.py tests/test_gpu_fold.py tests/test_gpu_backend.py
 
-check: setup docs ## format, lint, types, words of the pages, links of the site
+check: setup docs ## format, lint, types, sizes, words of the pages, links of the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/budget.py
 	$(PYTEST) -q tests/test_prose.py
 
 docs: setup ## the site in build/site, with warnings as errors

@@ -11,10 +11,8 @@ is sent. A child of ``RuntimeError`` is the state of the job or of the cluster.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from meshplan.replicas import Divergence
+from dataclasses import dataclass
+from typing import ClassVar
 
 __all__ = [
     "MeshplanError",
@@ -287,6 +285,70 @@ class ReplicaInputError(MeshplanError, TypeError):
     """A compared value is not a tensor, or is a tensor without data of its own."""
 
     code = "MP421"
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """How the local tensor of one rank differs from that of the reference rank.
+
+    Attributes:
+        rank: global rank of the compared tensor.
+        count: elements that differ; 0 if the second comparison found none, because the tensor
+            changes while it is compared.
+        index: of the first of them in the local tensor; ``None`` if there is none, or if the local
+            shapes differ.
+        value, reference: of that element on ``rank`` and on the reference rank, with the bits:
+            ``0.5 (0x3f000000)``.
+        max_ulps: the largest distance in units in the last place; ``None`` for dtypes other than
+            float16, bfloat16, float32, float64 and complex of them, and where each pair has a NaN.
+        numel: elements of the local tensor.
+        shapes: local shapes of ``rank`` and of the reference rank, where they differ.
+    """
+
+    rank: int
+    count: int
+    index: tuple[int, ...] | None
+    value: str
+    reference: str
+    max_ulps: int | None
+    numel: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One tensor that should be identical in one group of replicas, and is not.
+
+    Attributes:
+        name: of the tensor.
+        what: name, dtype, shape and placements of the tensor.
+        replicated: axes along which all ranks should hold the same.
+        axes: those of ``replicated`` along which neighbouring ranks differ.
+        reference: global rank that the others are compared with: of the largest class (of equally
+            large ones, of the class with the lowest coordinate) the one with the lowest coordinate.
+        classes: global ranks by their data; the first class is the reference's.
+        coordinates: of ``classes``, in the same places.
+        elements: for the first few divergences, one rank of each of the first classes that differ
+            from the reference's.
+    """
+
+    name: str
+    what: str
+    replicated: tuple[str, ...]
+    axes: tuple[str, ...]
+    classes: tuple[tuple[int, ...], ...]
+    coordinates: tuple[tuple[tuple[int, ...], ...], ...]
+    elements: tuple[Elements, ...] = ()
+
+    @property
+    def reference(self) -> int:
+        """As above."""
+        return self.classes[0][0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that differ from the reference."""
+        return tuple(rank for ranks in self.classes[1:] for rank in ranks)
 
 
 class ReplicaDivergenceError(MeshplanError, RuntimeError):

@@ -5,10 +5,21 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshplan"
+# Modules that import each other, also within functions and for types. Add none.
+CIRCLES = [
+    "lint._drawing._picture lint._drawing._text",
+    "lint._facts lint._fixes lint._rules lint._rules._pages lint._rules._rule lint._rules.cluster "
+    "lint._rules.environment lint._rules.jagged lint._rules.mesh",
+    "lint._readers._changes lint._readers._scopes",
+    "planner._placements planner._problem",
+]
 
 
 def levels() -> dict[str, int]:
@@ -26,33 +37,52 @@ def levels() -> dict[str, int]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Parts of the package that are imported when a module is, or when it runs; not for types."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        names = []
+    """Names that a module imports when it is loaded, when it runs, or for types."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            names = [f"{node.module}.{one.name}" for one in node.names]
+            yield from (f"{node.module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Import):
-            names = [one.name for one in node.names]
-        yield from (name.split(".")[1] for name in names if name.startswith("meshplan."))
-        yield from imported(node)
+            yield from (name.name for name in node.names)
+
+
+@cache
+def imports() -> nx.DiGraph:
+    """Modules below ``meshplan``, whose names it is without, and the imports between them."""
+    paths = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    for name in ("__init__", "__main__"):
+        del modules[name]
+    graph = nx.DiGraph()
+    for module, path in modules.items():
+        for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("meshplan."):
+                name = name.removeprefix("meshplan.")
+                target = name if name in modules else name.rpartition(".")[0]
+                if target in modules and target != module:
+                    graph.add_edge(module, target)
+    return graph
 
 
 def test_imports_run_downward() -> None:
     level = levels()
-    upward, seen = [], 0
-    for path in sorted(PACKAGE.rglob("*.py")):
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part in ("__init__", "__main__"):
-            continue
-        for other in set(imported(ast.parse(path.read_text(encoding="utf-8")))):
-            if other in level and other != part:
-                seen += 1
-                upward += [f"{path.relative_to(ROOT)} -> {other}"] * (level[other] < level[part])
-    assert seen > 300
+    parts = {(a, b): (a.split(".")[0], b.split(".")[0]) for a, b in imports().edges}
+    upward = [f"{a} -> {b}" for (a, b), (one, other) in parts.items() if level[other] < level[one]]
+    assert len(parts) > 1000
     assert upward == []
+
+
+def test_no_modules_import_each_other() -> None:
+    circles = [
+        " ".join(sorted(circle))
+        for circle in nx.strongly_connected_components(imports())
+        if len(circle) > 1
+    ]
+    # One that is gone leaves the list.
+    assert sorted(circles) == CIRCLES
 
 
 def test_every_folder_has_its_place() -> None:
@@ -61,6 +91,6 @@ def test_every_folder_has_its_place() -> None:
 
 
 def test_modules_are_small() -> None:
-    """One that is longer needs a page in docs/adr."""
+    """A longer one has several subjects; budget.toml limits the size."""
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert [path.name for path, count in lines.items() if count > 400] == []
+    assert [path.name for path, count in lines.items() if count > 900] == []

@@ -10,7 +10,6 @@ from importlib.resources import files
 import pytest
 from expecttest import assert_expected_inline
 
-from meshplan import errors
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import SEVERITIES
 from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
@@ -71,7 +70,6 @@ def test_codes_and_names_are_unique_and_well_formed() -> None:
 
 
 def test_every_error_has_a_page() -> None:
-    assert set(ERRORS) == {getattr(errors, name).code for name in errors.__all__}
     for code, cls in ERRORS.items():
         page = format_rule_page(code)
         assert page.startswith(f"# {cls.__name__} ({code})\n")

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import meshplan
 from benchmarks.__main__ import SUITES
 from meshplan.cli import main
 from tests.installed import Installed
 from tests.pages import ROOT, Block, blocks, commands, is_shown, prints, snippets
+from tests.test_public_names import public
 from tests.test_read_cluster import matrix
 
 # Pages about the checkout itself: their figures and names have tests of their own.
@@ -383,12 +383,9 @@ def test_names_exist_after_a_plain_import(installed: Installed, tmp_path: Path) 
 
 def test_named_options_exist() -> None:
     """A keyword that a page names is one of a public function or class."""
-    modules = [meshplan, meshplan.collectives, meshplan.testing, meshplan.integrations.ddp]
-    modules += [meshplan.integrations.fsdp, meshplan.elastic]
-    public = [getattr(module, name) for module in modules for name in module.__all__]
     known = set(NOT_OURS)
-    for one in public:
-        if callable(one) and one is not meshplan.MeshplanError:
+    for _, one in public():
+        if callable(one) and not (inspect.isclass(one) and issubclass(one, Exception)):
             known |= set(inspect.signature(one).parameters)
     for text in texts("option"):
         assert text.partition("=")[0] in known, text

@@ -27,17 +27,11 @@ _SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of ``meshplan doctor``.
+    """One line of ``meshplan doctor``."""
 
-    Attributes:
-        what: e.g. ``GPUs``.
-        found: the state, in words.
-        remedy: what to do; empty if nothing is missing.
-    """
-
-    what: str
-    found: str
-    remedy: str = ""
+    what: str  # e.g. ``GPUs``
+    found: str  # the state, in words
+    remedy: str = ""  # what to do; empty if nothing is missing
 
     def __str__(self) -> str:
         line = f"{'missing' if self.remedy else 'ok':<8}{self.what}: {self.found}"

@@ -35,10 +35,8 @@ def check_timeout(timeout: float) -> None:
 
 
 def run_on_ranks(verb: str, example: str, timeout: float, measure: Callable[[bool], int]) -> int:
-    """Call ``measure`` with whether this is rank 0; its exit status, or 2 on an error.
-
-    Only rank 0 reports an invalid command: the error is the same on all ranks.
-    """
+    """Call ``measure`` with whether this is rank 0; its exit status, or 2 on an error."""
+    # Only rank 0 reports an invalid command: the error is the same on all ranks.
     rank = os.environ.get("RANK") or "0"
     try:
         require_launcher(os.environ, f"meshplan {verb}", example)

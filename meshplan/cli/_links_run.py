@@ -45,13 +45,9 @@ _CALLS, _WARM_UP = 20, 2
 
 
 def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]:
-    """The links as JSON, and a line about them; the same on all ranks.
-
-    Raises:
-        TopologyError: a job of one rank, or times that fit no model.
-        GroupAgreementError: ranks are missing.
-        GroupStateError: no GPU for this rank.
-        RuntimeError, ValueError: from torch, if the ranks cannot be connected.
+    """The links as JSON, and a line about them; the same on all ranks. ``TopologyError`` for a job
+    of one rank or times that fit no model, ``GroupAgreementError`` and ``GroupStateError`` for
+    missing ranks and GPUs, and torch's errors if the ranks cannot be connected.
     """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     with open_default_group(backend, timeout) as device:
@@ -75,10 +71,9 @@ def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]
 
 
 def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
-    """Groups of equal size over each class of links, without classes of fewer than two ranks.
-
-    At most ``MOST_GROUPS`` of at most ``MOST_RANKS`` ranks; no rank is in two groups of a class. If
-    domains are unknown, the ranks of a node form the class ``node``.
+    """Groups of equal size over each class of links: at most ``MOST_GROUPS`` of 2 to ``MOST_RANKS``
+    ranks, none in two groups of a class. If domains are unknown, the ranks of a node form the class
+    ``node``.
     """
     ranks = range(topology.world_size)
     nodes = [0 if topology.nodes is None else int(topology.nodes[rank]) for rank in ranks]
@@ -103,17 +98,10 @@ def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
 def time_exchanges(
     topology: Topology, device: torch.device, repeat: int, timeout: float
 ) -> list[TimedExchange]:
-    """Time all exchanges of all classes, on every rank of the default group; same result on all.
-
-    Batches of messages are timed as recursive halving sends them, with the work of the host.
-
-    Args:
-        topology: placement of the ranks of the default group.
-        device: of the exchanged tensors.
-        repeat: repetitions of each exchange.
-        timeout: seconds for each wait, the longest of which is for 22 exchanges of others; a
-            missing rank is an error of the backend.
+    """Time all exchanges of all classes ``repeat`` times, on every rank of the default group; same
+    result on all. Each wait has ``timeout`` seconds, and the longest is for 22 exchanges of others.
     """
+    # Batches of messages are timed as recursive halving sends them, with the work of the host.
     found = []
     limit = timedelta(seconds=timeout)
     for name, groups in track("timing links of kind", list(group_by_class(topology).items())):
@@ -179,11 +167,9 @@ def _halve(sent: Tensor, came: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _time_steadily(call: Callable[[], object] | None, device: torch.device, repeat: int) -> float:
-    """The median over ``repeat`` calls of the slowest rank's seconds; no call takes none.
-
-    The calls follow each other as in a job. After a barrier, ranks go on at different times, and
-    one call would take mostly as long as they differ.
-    """
+    """The median over ``repeat`` calls of the slowest rank's seconds; no call takes none."""
+    # The calls follow each other as in a job. After a barrier, ranks go on at different times, and
+    # one call would take mostly as long as they differ.
     times = list[float]()
     while len(times) < repeat:
         # Ranks without a call wait here, no longer than for some calls of the others.

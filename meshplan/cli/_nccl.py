@@ -16,10 +16,8 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,6}))?(?:[-+.].{0,40})?", 
 
 
 def read_variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environ``, overridden by ``KEY=VALUE`` texts.
-
-    Raises:
-        PolicyError: a text is not ``KEY=VALUE``.
+    """The variables of ``environ``, overridden by ``KEY=VALUE`` texts; ``PolicyError`` for another
+    form.
     """
     found = dict(environ)
     for text in given:
@@ -31,11 +29,7 @@ def read_variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str
 
 
 def find_nccl_version(given: str | None) -> tuple[int, int, int] | None:
-    """The given version, else that of the NCCL installed by pip, if any.
-
-    Raises:
-        PolicyError: not a version.
-    """
+    """The given version (``PolicyError`` if it is not one), else that of the NCCL of pip."""
     if given is not None:
         return _read_version(given, "--nccl-version", "2.30.7")
     from importlib import metadata
@@ -49,14 +43,9 @@ def find_nccl_version(given: str | None) -> tuple[int, int, int] | None:
 
 
 def find_driver_version(given: str | None) -> str | None:
-    """The given version, else that of the running driver, if any.
-
-    Source: the file in /proc to which the kernel module writes ``NVRM version: ... Kernel Module
-    550.54.15  ...``.
-
-    Raises:
-        PolicyError: not a version.
-    """
+    """The given version (``PolicyError`` if it is not one), else that of the running driver."""
+    # The kernel module writes "NVRM version: ... Kernel Module  550.54.15  ..." to its file in
+    # /proc.
     if given is not None:
         _read_version(given, "--driver", "550.54.15")
         return given

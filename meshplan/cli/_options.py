@@ -129,11 +129,7 @@ def _format_flag(name: str) -> str:
 
 
 def read_inputs(given: argparse.Namespace) -> Inputs:
-    """The options of `add_placement`.
-
-    Raises:
-        TopologyError: not a valid number.
-    """
+    """The options of `add_placement`; ``TopologyError`` for an invalid number."""
     from meshplan.topology import Inputs
 
     def number(text: str | None, option: str) -> int | None:
@@ -156,15 +152,8 @@ def read_hosts(text: str) -> tuple[int, ...]:
 def find_cluster(
     inputs: Inputs, world_size: int, read: Callable[[str], Reading] | None = None
 ) -> Cluster | None:
-    """The placement of a job's ranks, by options and environment; ``None`` if unknown.
-
-    Args:
-        inputs: the options.
-        world_size: ranks of the job.
-        read: reads a file, for a verb that places several jobs.
-
-    Raises:
-        TopologyError: the options or the environment are invalid.
+    """The placement of the ranks of a job, by options and environment; ``None`` if unknown,
+    ``TopologyError`` if invalid. ``read`` reads a file, for a verb that places several jobs.
     """
     from meshplan.topology import read_cluster
     from meshplan.topology._files import read_file
@@ -173,11 +162,7 @@ def find_cluster(
 
 
 def require_cluster(cluster: Cluster | None) -> Cluster:
-    """The cluster.
-
-    Raises:
-        TopologyError: it is unknown.
-    """
+    """The cluster; ``TopologyError`` if it is unknown."""
     if cluster is None:
         raise TopologyError(
             "the placement of ranks is unknown; use --domain-size 8, --node-size 8, --hosts 5, or "
@@ -197,11 +182,7 @@ def add_links(parser: Any) -> None:
 
 
 def read_links(given: argparse.Namespace) -> Links | None:
-    """The links in the file of ``--links``.
-
-    Raises:
-        TopologyError: the file is unreadable or invalid.
-    """
+    """The links in the file of ``--links``; ``TopologyError`` if it is unreadable or invalid."""
     if given.links is None:
         return None
     from meshplan.topology import Links
@@ -218,21 +199,15 @@ def replace_links(topology: Topology, links: Links | None) -> Topology:
 def read_number(
     text: str, option: str, *, least: int = 1, error: type[MeshplanError] = PolicyError
 ) -> int:
-    """The whole number of an option.
-
-    Raises:
-        MeshplanError: ``error``, if it is not an integer in range.
-    """
+    """The whole number of an option; ``error`` if it is not an integer of ``least`` or more."""
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
         return int(text)
     raise error(f"{option}: use an integer from {least} to {10**9}, got {quote(text)}")
 
 
 def read_dtype(text: str) -> str:
-    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``.
-
-    Raises:
-        PolicyError: an unknown dtype, or one that cannot be reduced.
+    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``;
+    ``PolicyError`` if it is unknown or cannot be reduced.
     """
     short = text.strip().lower().removeprefix("torch.")
     for name, others in _DTYPES.items():
@@ -242,11 +217,7 @@ def read_dtype(text: str) -> str:
 
 
 def read_placements(text: str, option: str) -> list[str]:
-    """The text of each placement in ``P,S(0),R``.
-
-    Raises:
-        PolicyError: not a placement.
-    """
+    """The text of each placement in ``P,S(0),R``; ``PolicyError`` for another text."""
     items = [item.strip() for item in _COMMA.split(text)]
     for item in items:
         if not _PLACEMENT.fullmatch(item):
@@ -258,10 +229,8 @@ def read_placements(text: str, option: str) -> list[str]:
 
 
 def read_steps(text: str, option: str) -> Steps:
-    """The axes of each reduction in ``tp,ddp+fsdp``.
-
-    Raises:
-        PolicyError: text without names of axes.
+    """The axes of each reduction in ``tp,ddp+fsdp``; ``PolicyError`` for text without names of
+    axes.
     """
     steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
     for axis in (axis for step in steps for axis in step):

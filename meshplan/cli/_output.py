@@ -26,16 +26,11 @@ __all__ = [
 
 
 def say(text: str, *, fits: bool = False) -> None:
-    """Write to standard output and flush. A reader that leaves early does not change the status.
-
-    Args:
-        text: lines.
-        fits: whether lines that are longer than those of a terminal continue indented, between
-            words. Not for texts that other programs read.
-
-    Raises:
-        PolicyError: it is closed, or cannot be written.
+    """Write lines to standard output and flush; ``PolicyError`` if it is closed or cannot be
+    written. With ``fits``, lines longer than those of a terminal continue indented: not for other
+    programs.
     """
+    # A reader that leaves early does not change the status.
     columns = _find_columns()
     if fits and columns is not None:
         text = "\n".join(fit_line(line, columns) for line in text.split("\n"))
@@ -58,10 +53,8 @@ def _read_width() -> int:
 
 
 def fit_line(line: str, columns: int) -> str:
-    """A line, continued on further ones if it is longer than ``columns``; styles have no width.
-
-    A single word that is longer stays whole: a path or a command can be copied.
-    """
+    """A line, continued on further ones if it is longer than ``columns``; styles have no width."""
+    # A single word that is longer stays whole: a path or a command can be copied.
     if _measure(line) <= columns:
         return line
     plain = _STYLE.sub("", line)
@@ -86,20 +79,14 @@ def complain(text: str) -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Report in one line why a command cannot run; the exit status.
-
-    Names from files may be in it: `escape_line` removes control characters for terminals.
-    """
+    """Report in one line why a command cannot run; the exit status."""
+    # Names from files may be in it: escape_line removes control characters for terminals.
     complain(f"meshplan: {escape_line(str(error))}\n")
     return 2
 
 
 def save(name: str, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        PolicyError: it cannot be written.
-    """
+    """Write a file; ``PolicyError`` if it cannot be written."""
     try:
         Path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError) as error:
@@ -107,10 +94,8 @@ def save(name: str, text: str) -> None:
 
 
 def try_to_open(name: str) -> None:
-    """Check that a file can be written, before a long computation. Its content stays.
-
-    Raises:
-        PolicyError: a file of this name cannot be written.
+    """Check that a file can be written before a long computation, or raise ``PolicyError``. Its
+    content stays.
     """
     try:
         path = Path(name)
@@ -129,10 +114,8 @@ _T = TypeVar("_T")
 
 
 def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
-    """The items, with a line about the present one: ``meshplan: reading file 3 of 2460``.
-
-    On a terminal, after a second, and not in CI; of a job's ranks, only rank 0 writes it. The line
-    is removed at the end.
+    """The items, with a line about the present one (``meshplan: reading file 3 of 2460``) on a
+    terminal, on rank 0 after a second, and not in CI. The line is removed at the end.
     """
     stream: TextIO | None = sys.stderr
     shows = stream is not None and stream.isatty() and not os.environ.get("CI")
@@ -152,9 +135,8 @@ def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
 
 
 def format_table(rows: Sequence[Sequence[str]], *, ruled: bool = True) -> list[str]:
-    """The rows as lines of equal columns; with ``ruled``, a line below the first row.
-
-    On a terminal that is too narrow, each row is a list of its cells with their heads.
+    """The rows as lines of equal columns; with ``ruled``, a line below the first row. On a terminal
+    that is too narrow, each row is a list of its cells with their heads.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = _find_columns()

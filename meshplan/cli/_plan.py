@@ -73,11 +73,10 @@ def add(verbs: Any) -> None:
 
 
 def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
-    """The axes that torch reduces or gathers without meshplan, in its order.
-
-    Each axis by itself, the outermost first; the innermost first if the tensor is sharded.
-    Source: torch 2.13, distributed/tensor/_redistribute.py, generate_greedy_transform_infos.
+    """The axes that torch reduces or gathers without meshplan, in its order: each axis by itself,
+    the outermost first; the innermost first if the tensor is sharded.
     """
+    # Source: torch 2.13, distributed/tensor/_redistribute.py, generate_greedy_transform_infos.
     sizes = problem.layout.sizes
     pairs = list(enumerate(zip(problem.src, problem.dst, strict=True)))
     axes = [
@@ -94,11 +93,7 @@ def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def show_plan(given: argparse.Namespace) -> str:
-    """The plan as text or JSON.
-
-    Raises:
-        MeshplanError: invalid options.
-    """
+    """The plan as text or JSON; ``MeshplanError`` for invalid options."""
     from meshplan.planner import hazards, plan
     from meshplan.topology import Topology
 

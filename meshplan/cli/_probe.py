@@ -32,25 +32,16 @@ _SEEN = "observed in this run; equal bits prove nothing about other sizes, place
 
 @dataclass(frozen=True, slots=True)
 class ProbeRow:
-    """One reduction, on all its groups.
+    """One reduction, on all its groups."""
 
-    Attributes:
-        axes: labels of the reduced axes.
-        groups, size: how many groups, and ranks in each.
-        dtype, numel: of the tensor.
-        results: different bit patterns among the groups.
-        share: the largest share of elements in which a rank differs from the first rank.
-        consistent: whether all ranks of each group had the same bits.
-    """
-
-    axes: tuple[str, ...]
-    groups: int
-    size: int
-    dtype: str
+    axes: tuple[str, ...]  # labels of the reduced axes
+    groups: int  # number of groups
+    size: int  # ranks in each group
+    dtype: str  # of the tensor
     numel: int
-    results: int
-    share: float
-    consistent: bool
+    results: int  # different bit patterns among the groups
+    share: float  # the largest share of elements in which a rank differs from the first rank
+    consistent: bool  # whether all ranks of each group had the same bits
 
     @property
     def differs(self) -> bool:
@@ -60,25 +51,16 @@ class ProbeRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundingRow:
-    """How many sums of one collective have the bits of ``order="exact"``.
+    """How many sums of one collective have the bits of ``order="exact"``."""
 
-    Attributes:
-        axes: labels of the reduced axes.
-        size: ranks of a group.
-        collective: ``all_reduce`` or ``reduce_scatter``.
-        algorithm: that was forced; ``default``: none.
-        dtype, numel: of the summands.
-        inputs: kind of summands.
-        wrong: the most elements of other bits on one rank; ``None``: the collective failed.
-    """
-
-    axes: tuple[str, ...]
-    size: int
-    collective: str
-    algorithm: str
-    dtype: str
+    axes: tuple[str, ...]  # labels of the reduced axes
+    size: int  # ranks of a group
+    collective: str  # ``all_reduce`` or ``reduce_scatter``
+    algorithm: str  # the forced one, or ``default``
+    dtype: str  # of the summands
     numel: int
-    inputs: str
+    inputs: str  # kind of summands
+    # The most elements of other bits on one rank; ``None``: the collective failed.
     wrong: int | None
 
     @property

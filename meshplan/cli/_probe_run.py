@@ -37,13 +37,9 @@ _NCCL_ALGORITHMS = ("default", "Ring", "Tree", "NVLS", "NVLSTree")
 def run_probe(
     given: argparse.Namespace,
 ) -> tuple[dict[str, Any], Sequence[ProbeRow | RoundingRow]]:
-    """A header and the rows of the report; the same on all ranks.
-
-    Raises:
-        PolicyError, LayoutError: options that contradict the job.
-        GroupAgreementError: ranks are missing.
-        GroupStateError: no GPU for this rank.
-        RuntimeError, ValueError: from torch, if the ranks cannot be connected.
+    """A header and the rows of the report; the same on all ranks. ``PolicyError`` and
+    ``LayoutError`` for options that contradict the job, otherwise the errors of
+    `open_default_group`.
     """
     layout = parse_mesh(given.mesh)
     world_size = int(os.environ["WORLD_SIZE"])

@@ -26,15 +26,9 @@ _DONE = "meshplan/lint/done"
 
 @contextmanager
 def open_default_group(backend: str, timeout: float) -> Iterator[torch.device]:
-    """The default group while it is needed, and the device that its tensors are on.
-
-    Args:
-        backend: ``"nccl"`` needs a GPU for each rank, others use the CPU.
-        timeout: seconds for every wait.
-
-    Raises:
-        GroupStateError: no GPU for this rank.
-        RuntimeError, ValueError: from torch, if the ranks cannot be connected.
+    """The default group while it is needed, with ``timeout`` seconds for every wait, and the device
+    of its tensors: for ``"nccl"`` a GPU (``GroupStateError`` without one), else the CPU. torch's
+    errors if the ranks cannot be connected.
     """
     device = torch.device("cpu")
     if backend == "nccl":
@@ -54,16 +48,9 @@ def open_default_group(backend: str, timeout: float) -> Iterator[torch.device]:
 
 
 def find_live_cluster(environ: Mapping[str, str], timeout: float) -> Cluster:
-    """Gather the placement of all ranks. Every rank calls it, and gets the same result.
-
-    Args:
-        environ: of a process that torchrun, or another launcher with its variables, started.
-        timeout: seconds to wait for the other ranks.
-
-    Raises:
-        TopologyError: no launcher, or the ranks cannot be connected.
-        GroupAgreementError: ranks are missing; the message lists them.
-        GroupStateError: the store does not answer.
+    """Gather the placement of all ranks; every rank calls it, and gets the same result. ``environ``
+    is of a process that torchrun started. ``TopologyError`` without a launcher or connection,
+    ``GroupAgreementError`` names ranks that are missing after ``timeout`` seconds.
     """
     example = "lint --live --mesh ddp=8,fsdp=5"
     require_launcher(environ, "meshplan lint --live", example, TopologyError)

@@ -29,13 +29,9 @@ def add(verbs: Any) -> None:
 
 
 def explain_rules(given: argparse.Namespace) -> str:
-    """The pages of the codes, in Markdown; with ``--all``, a table of all rules and errors.
-
-    As JSON, one object for one code, else a list; with ``--all``, of all pages.
-
-    Raises:
-        PolicyError: an unknown code (the message lists similar ones), no code, or codes with
-            ``--all``.
+    """The pages of the codes in Markdown, with ``--all`` a table of all rules and errors. As JSON,
+    one object for one code, else a list; with ``--all``, of all pages. ``PolicyError`` for an
+    unknown code.
     """
     if bool(given.codes) == given.all:
         raise PolicyError("no code; use, for example, meshplan rule MP101, or --all")

@@ -110,10 +110,8 @@ def add(verbs: Any) -> None:
 
 
 def simulate_or_predict(given: argparse.Namespace) -> str:
-    """The simulation, or with ``--cost`` the prediction, as text or JSON.
-
-    Raises:
-        MeshplanError: invalid options.
+    """The simulation, or with ``--cost`` the prediction, as text or JSON; ``MeshplanError`` for
+    invalid options.
     """
     if given.cost:
         return predict_costs(given) + "\n"

@@ -56,11 +56,7 @@ class _Row:
 
 
 def predict_costs(given: argparse.Namespace) -> str:
-    """The predictions as text or JSON.
-
-    Raises:
-        MeshplanError: invalid or contradicting options.
-    """
+    """The predictions as text or JSON; ``MeshplanError`` for invalid options."""
     if given.seed is not None:
         raise PolicyError("--cost uses no random numbers; leave out --seed")
     if given.table and given.mesh is not None:

@@ -30,9 +30,7 @@ def add(verbs: Any) -> None:
 
 def show_readings(given: argparse.Namespace) -> str:
     """The readings of the files as text or JSON; of one file, one JSON object.
-
-    Raises:
-        TopologyInputError: the first unreadable file.
+    ``TopologyInputError`` for the first unreadable file.
     """
     readings = [(name, read_file(name)) for name in given.files]
     if given.output_format == "json":

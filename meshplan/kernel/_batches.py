@@ -18,24 +18,18 @@ TABLE_LEAVES = 256
 
 
 class Plan(NamedTuple):
-    """An order as batches of leaves, in the order of the leaves.
+    """An order as batches of leaves, in the order of the leaves."""
 
-    Attributes:
-        batches: for the first leaf of a batch its number of leaves, and 16 times the number of
-            earlier results that it is added to, the newest first; 0 for its other leaves.
-        chain: the leaves are added one by one, and batches only limit how many are read at once.
-        waiting: results that wait at once, at most.
-    """
-
+    # For the first leaf of a batch its number of leaves, and 16 times the number of earlier results
+    # that it is added to, the newest first; 0 for its other leaves.
     batches: bytes
-    chain: bool
-    waiting: int
+    chain: bool  # the leaves are added one by one, and batches only limit how many are read at once
+    waiting: int  # results that wait at once, at most
 
 
 @lru_cache(maxsize=256)
 def plan_of(order: str, shape: tuple[int, ...]) -> Plan | None:
     """The batches of ``order`` over axes of ``shape``, from the expression that defines it.
-
     ``None`` if it uses the leaves in another order than theirs, or adds one batch to more than 15
     results.
     """

@@ -75,17 +75,11 @@ class Arithmetic(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """What a call is prepared for.
+    """What a call is prepared for."""
 
-    Attributes:
-        mode: ``one_shot``, ``two_shot`` or ``scatter``.
-        shape, dtype: of the message, which is contiguous.
-        parts: for ``scatter``: elements of each rank's part of the message; else empty.
-        how: the arithmetic.
-    """
-
-    mode: str
-    shape: tuple[int, ...]
+    mode: str  # ``one_shot``, ``two_shot`` or ``scatter``
+    shape: tuple[int, ...]  # shape and dtype are of the message, which is contiguous
+    # For ``scatter``: elements of each rank's part of the message; else empty.
     parts: tuple[int, ...]
     dtype: torch.dtype
     how: Arithmetic
@@ -97,10 +91,8 @@ def nanoseconds(timeout: float) -> int:
 
 
 def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
-    """The call of ``key`` in a group of ``ranks``, whose members wait ``timeout`` seconds.
-
-    Raises:
-        ContractError, ContractTypeError, PolicyError: the contract does not define the call.
+    """The call of ``key`` in a group of ``ranks``, whose members wait ``timeout`` seconds; the
+    contract's errors and ``PolicyError`` if it does not define the call.
     """
     _check(key, ranks)
     how, item = key.how, key.dtype.itemsize
@@ -254,29 +246,19 @@ class Communicator(ABC, Generic[_Call]):
         how: Arithmetic,
         ticket: int = NO_TICKET,
     ) -> None:
-        """Reduce ``message`` with all peers into ``out``, both contiguous and on this device.
-
-        Args:
-            message: this rank's summand.
-            out: of the message's size, or of this rank's part.
-            mode, parts, how: as ``CallKey`` has them.
-            ticket: the word of the call, which must be the same on all ranks.
-
-        Raises:
-            ContractError, ContractTypeError, PolicyError: the contract does not define the call;
-                nothing was written.
-            GroupStateError: closed, or another process's.
-            PeerTimeoutError, SignatureMismatchError: other ranks did not come, or came with
-                another call.
+        """Reduce ``message`` with all peers into ``out``, both contiguous and on this device; the
+        other arguments are as in ``CallKey``, and ``ticket`` is the word of the call, equal on all
+        ranks. ``ContractError``, ``ContractTypeError`` and ``PolicyError`` if the contract does not
+        define the call, before anything is written; ``GroupStateError`` if closed or of another
+        process; ``PeerTimeoutError`` and ``SignatureMismatchError`` if other ranks are missing or
+        make another call.
         """
         key = CallKey(mode, tuple(message.shape), parts, message.dtype, how)
         self.run(self.prepare(key), message, out, ticket)
 
     def prepare(self, key: CallKey) -> _Call:
-        """The call of ``key``, for ``run``: prepared once for many.
-
-        Raises:
-            ContractError, ContractTypeError, PolicyError, GroupStateError: as ``reduce``.
+        """The call of ``key``, for ``run``: prepared once for many, with the errors of ``reduce``
+        that come before it waits.
         """
         with self._lock:
             self._check_usable()

@@ -47,10 +47,8 @@ class Compiler(Protocol):
         """Version and flags: with sources and architecture, all that the result depends on."""
 
     def compile(self, folder: Path, architecture: str) -> bytes:
-        """Compile the kernels in ``folder`` for ``sm_90``, ``gfx942`` or the like.
-
-        Raises:
-            CompileError: with the compiler's output.
+        """Compile the kernels in ``folder`` for ``sm_90``, ``gfx942`` or the like; ``CompileError``
+        has the output of the compiler.
         """
 
 
@@ -104,10 +102,8 @@ class Program:
 
 
 class RuntimeLibrary:
-    """NVRTC or HIPRTC, which torch's own packages contain.
-
-    Raises:
-        OSError, AttributeError: the library is not there, or is another one.
+    """NVRTC or HIPRTC, which torch's own packages contain; ``OSError`` or ``AttributeError`` if the
+    library is missing or is another one.
     """
 
     def __init__(self, kind: DriverKind, name: str) -> None:

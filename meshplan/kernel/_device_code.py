@@ -51,10 +51,8 @@ def cache_folder() -> Path:
 
 def device_code(kind: DriverKind, architecture: str, *, wait: float = _SECONDS) -> bytes:
     """The kernels for ``sm_90``, ``gfx942`` or the like; compiled now if they never were.
-
-    Raises:
-        CompileError: no compiler of this machine can, with the output of each; or another process
-            compiles them and does not end in ``wait`` seconds.
+    ``CompileError`` if no compiler of this machine can, or if another process does not end within
+    ``wait`` seconds.
     """
     failures = []
     for compiler in compilers(kind):
@@ -141,17 +139,10 @@ def _prune(cache: Path) -> None:
 
 
 class Device:
-    """One GPU of this process.
-
-    Args:
-        driver: for this GPU.
-        processors: how many blocks run at once at least (multiprocessors, compute units).
-        image: the kernels, as the driver loads them.
-        stream: returns the handle of the current stream.
-        type: torch's name for the type of the device.
-
-    Raises:
-        DriverError: the image is not for this GPU.
+    """One GPU of this process, which runs at least ``processors`` blocks at once: one on each
+    multiprocessor or compute unit. ``image`` has the kernels as the driver loads them
+    (``DriverError`` if they are for another GPU), ``stream`` returns the handle of the current
+    stream, ``type`` is torch's name for the type of the device.
     """
 
     def __init__(
@@ -180,11 +171,8 @@ class Device:
 
 @lru_cache(maxsize=64)
 def device_of(index: int) -> Device:
-    """The GPU that torch calls ``cuda:index``. The first call may compile the kernels.
-
-    Raises:
-        DriverError: the driver is not there.
-        CompileError: the kernels are not there and cannot be compiled.
+    """The GPU that torch calls ``cuda:index``; ``DriverError`` without a driver, ``CompileError``
+    without kernels. The first call may compile them.
     """
     properties = torch.cuda.get_device_properties(index)
     kind: DriverKind = "hip" if torch.version.hip else "cuda"

@@ -95,18 +95,10 @@ def launch_fold(
     divisor: int | None,
     part: int,
 ) -> None:
-    """Start the fold of ``leaves`` into ``out``.
-
-    Args:
-        device: of the leaves and of ``out``.
-        out: contiguous; one of the leaves, or in memory apart from them all.
-        leaves, op, shape, contract, divisor: as for ``meshplan.definition.reduce_leaves``; checked.
-            ``fold_plan`` has a plan for the order.
-        dtype: of the leaves of the whole reduction.
-        part: 0 a whole reduction, 1 that of ``combine_leaves``, 2 that of ``finish_partials``.
-
-    Raises:
-        DriverError: the driver refuses the launch.
+    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``: contiguous, one of the
+    leaves or in memory apart from them all. Arguments are those of
+    ``meshplan.definition.reduce_leaves``, and checked; ``part`` is 0 for a whole reduction, 1 for
+    ``combine_leaves``, 2 for ``finish_partials``. ``DriverError`` if the driver refuses the launch.
     """
     if out.numel() == 0:
         return

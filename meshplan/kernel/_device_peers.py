@@ -81,10 +81,8 @@ def register_check(function: Callable[[], None]) -> None:
 
 
 def device_region_bytes(ranks: int, blocks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``, for kernels of at most ``blocks``.
-
-    Raises:
-        RuntimeError: the compiled library is not available, and why.
+    """Bytes of one rank's region in a group of ``ranks``, for kernels of at most ``blocks``;
+    ``RuntimeError`` without the compiled library, with the reason.
     """
     return int(library().mp_peer_bytes(ranks, blocks, tile_bytes(ranks), 1))
 
@@ -95,10 +93,8 @@ def tile_bytes(ranks: int) -> int:
 
 
 def share_out(longest: int, blocks: int, tile: int) -> tuple[int, int]:
-    """Bytes of a piece, and how many of ``blocks`` have one, if no part has more than ``longest``.
-
-    As few rounds as tiles of so many bytes allow, and as many blocks as have a piece.
-    """
+    """Bytes of a piece, and how many of ``blocks`` have one; no part has more than ``longest``."""
+    # As few rounds as tiles of so many bytes allow, and as many blocks as have a piece.
     rounds = max(-(-longest // (blocks * tile)), 1)
     lines = -(-longest // (rounds * blocks * LINE_BYTES))
     piece = min(max(lines * LINE_BYTES, _LEAST_PIECE), tile)
@@ -189,10 +185,8 @@ class DeviceCommunicator(Communicator[_Call]):
                 self._raise_failure()
 
     def close(self) -> None:
-        """Wait for the last call or replay and release the memory. A second call does nothing.
-
-        If the device is not done in time, the memory stays until the process ends.
-        """
+        """Wait for the last call or replay and release the memory. A second call does nothing."""
+        # If the device is not done in time, the memory stays until the process ends.
         with self._lock:
             if not self.alive:
                 return
@@ -302,9 +296,7 @@ class StreamOrder:
     @contextmanager
     def turn(self, stream: int) -> Iterator[None]:
         """Launch inside this, on a stream that may be captured: after all calls before.
-
-        Raises:
-            GroupStateError: the order cannot be kept in this capture; nothing was launched.
+        ``GroupStateError`` if the order cannot be kept in this capture; nothing was launched.
         """
         driver = self._driver
         capture = driver.capture(stream)

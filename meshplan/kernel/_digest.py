@@ -61,11 +61,9 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def digest_table(tensors: Sequence[Tensor]) -> Tensor:
-    """The digests of strided tensors with data, of any dtypes: int64 CPU tensor [tensors, 2].
-
-    It uses at most 64 MiB besides the tensors. 16 bytes for each tensor leave its device, all of a
-    device together.
-    """
+    """The digests of strided tensors with data, of any dtypes: int64 CPU tensor [tensors, 2]."""
+    # At most 64 MiB besides the tensors. 16 bytes for each tensor leave its device, all of a device
+    # together.
     table = torch.empty((len(tensors), _LANES), dtype=torch.int64, device="cpu")
     elsewhere: dict[torch.device, list[int]] = {}
     for row, tensor in enumerate(tensors):
@@ -169,9 +167,8 @@ def _keys(device: torch.device) -> Tensor:
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers, with its strides; a view, except of a lazy conjugate.
-
-    A complex tensor gets one more dim, of size 2.
+    """The bits of a tensor as integers, with its strides; a view, except of a lazy conjugate. A
+    complex tensor gets one more dim, of size 2.
     """
     plain = tensor.detach()
     if is_zerotensor(plain):
@@ -191,11 +188,10 @@ def flat_bytes(tensor: Tensor) -> Tensor | None:
 
 
 def byte_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """All bytes of a tensor in pieces of ``size`` bytes, a multiple of 8; the last may be shorter.
-
-    Pieces are contiguous 1-D uint8 tensors on the tensor's device. The boundaries do not depend on
-    the strides. At most two pieces are copies at any time.
+    """All bytes of a tensor in contiguous 1-D uint8 pieces of ``size`` bytes on its device, a
+    multiple of 8; the last may be shorter. The boundaries do not depend on the strides.
     """
+    # At most two pieces are copies at any time.
     flat = flat_bytes(tensor)
     if flat is not None:
         if flat.numel():

@@ -78,17 +78,9 @@ class _IpcHandle(ctypes.Structure):
 
 
 class Driver:
-    """The driver, for one device.
-
-    Args:
-        kind: whose driver.
-        index: of the device, as this process counts them.
-        library: a file to load in place of the one that this process uses; as an attribute, the
-            file that was loaded, or the name under which the loader found it.
-
-    Raises:
-        DriverError: there is no driver, or it lacks a function; or several are loaded, and it is
-            unknown which of them torch uses.
+    """The driver, for the device of ``index`` as this process counts them. ``library`` is a file to
+    load in place of the one that this process uses. ``DriverError`` if there is no driver, if it
+    lacks a function, or if several are loaded and it is unknown which of them torch uses.
     """
 
     def __init__(self, kind: DriverKind, index: int, library: str | None = None) -> None:
@@ -96,6 +88,7 @@ class Driver:
         self.index = index
         name, by_name = _LIBRARIES[kind]
         try:
+            # The file that was loaded, or the name under which the loader found it.
             name = self.library = library or find_library(name, by_name)
             self._library = ctypes.CDLL(name)
             self._functions: dict[str, Any] = {}

@@ -59,16 +59,10 @@ def reduce_into(
     *,
     divisor: int | None = None,
 ) -> None:
-    """``reduce_leaves`` into ``out``, for eager use: tracing does not see that ``out`` changes.
-
-    Args:
-        out: of the leaves' shape, dtype and device, contiguous; one of the leaves, or in memory
-            apart from them all.
-        leaves, op, shape, contract, divisor: as for ``reduce_leaves``, with its errors.
-
-    Raises:
-        ContractTypeError: another ``out``.
+    """``reduce_leaves`` into ``out``, for eager use: contiguous, of the leaves' shape, dtype and
+    device, one of them or in memory apart from them all; ``ContractTypeError`` for another one.
     """
+    # Tracing does not see that ``out`` changes.
     first = leaves[0] if leaves else out
     if out.dtype != first.dtype or out.shape != first.shape or not out.is_contiguous():
         raise ContractTypeError(

@@ -26,10 +26,8 @@ _UNKNOWN, _ENDED = -1, -2
 
 
 def region_bytes(ranks: int) -> int:
-    """Bytes of one rank's region in a group of ``ranks``.
-
-    Raises:
-        RuntimeError: the compiled library is not available, and why.
+    """Bytes of one rank's region in a group of ``ranks``; ``RuntimeError`` without the compiled
+    library, with the reason.
     """
     return int(library().mp_peer_bytes(ranks, 1, _tile(ranks), 0))
 
@@ -41,14 +39,9 @@ def _tile(ranks: int) -> int:
 
 
 class HostCommunicator(Communicator[PeerCall]):
-    """Ranks on one host that have mapped the same memory. A call is done when it returns.
-
-    After an error it is unusable on every rank.
-
-    Args:
-        memory: of ``len(ranks) * region_bytes(len(ranks))`` bytes, in which each rank has noted its
-            process; the communicator closes it.
-        name, ranks, rank, timeout: as for ``Communicator``.
+    """Ranks on one host that have mapped the same memory: a region of ``region_bytes`` for each,
+    in which it has noted its process. The communicator closes it. A call is done when it returns;
+    after an error it is unusable on every rank.
     """
 
     device_type = "cpu"

@@ -42,10 +42,8 @@ def _places(nbytes: int, writer: int) -> tuple[int, int]:
 def lost_word(
     found: Sequence[Sequence[bytes]], seeds: Sequence[str], reader: int, ranks: Sequence[int]
 ) -> str | None:
-    """The first word that did not arrive, as text; ``None`` if all did.
-
-    ``found`` has, for each writer, the words at both places; ``reader`` is this rank's place among
-    ``ranks``.
+    """The first word that did not arrive at the rank at ``reader``, as text; ``None`` if all did.
+    ``found`` has, for each writer, the words at both places.
     """
     for writer, words in enumerate(found):
         if writer == reader or set(words) == {_word(seeds[writer], writer, reader)}:
@@ -89,9 +87,8 @@ class HostProbe:
 
 
 class DeviceProbe:
-    """The same by a kernel of this rank's GPU, as reductions write and read.
-
-    Regions are made for ``blocks``; ``wait`` is in seconds, with the work queued before the kernel.
+    """The same by a kernel of this rank's GPU, as reductions write and read, in regions for
+    ``blocks``. ``wait`` is in seconds, with the work queued before the kernel.
     """
 
     def __init__(

@@ -34,26 +34,17 @@ _NOTES = 64
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """How another process of the host finds the memory.
+    """How another process of the host finds the memory."""
 
-    Attributes:
-        pid, descriptor: of the process that made it, while it has not called ``unshare``.
-        nonce: random bytes at the start of the header, in hexadecimal: descriptors are reused.
-        size: bytes, the header included.
-    """
-
-    pid: int
+    pid: int  # of the process that made the memory, with its descriptor, until ``unshare``
     descriptor: int
-    nonce: str
-    size: int
+    nonce: str  # random bytes at the start of the header, in hexadecimal: descriptors are reused
+    size: int  # bytes, the header included
 
 
 class SharedMemory:
-    """Mapped memory behind a header of ``HEADER_BYTES``. ``close`` unmaps it.
-
-    Args:
-        descriptor: of the file, which is mapped and not closed here.
-        size: bytes, the header included.
+    """Mapped memory of ``size`` bytes, behind a header of ``HEADER_BYTES`` that counts. ``close``
+    unmaps it. The file of ``descriptor`` is mapped and not closed here.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -160,10 +151,8 @@ def host() -> str:
 
 
 def large_pages(tensor: Tensor) -> Tensor:
-    """Ask the system to back a new, contiguous ``tensor`` with large pages; returns ``tensor``.
-
-    It is a hint: a system that ignores it changes nothing but time.
-    """
+    """Ask the system to back a new, contiguous ``tensor`` with large pages; returns ``tensor``."""
+    # A hint: a system that ignores it changes nothing but time.
     advise = _madvise()
     if advise is not None and tensor.nbytes >= LARGE_BYTES:
         # Whole pages that are the tensor's alone.

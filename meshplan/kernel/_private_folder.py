@@ -21,10 +21,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder and what is missing above it, for this user alone, and check it.
-
-    Raises:
-        OSError: it cannot be made; ``PermissionError``: as in ``check_private``.
+    """Make the folder and what is missing above it, for this user alone, and check it
+    (`check_private`); ``OSError`` if it cannot be made.
     """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):
@@ -33,11 +31,8 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Check a folder that exists.
-
-    Raises:
-        PermissionError: another user can write to it, or replace it; which folder, and why.
-        OSError: it cannot be looked at.
+    """Check a folder that exists: ``PermissionError`` names the folder that another user can write
+    to or replace, ``OSError`` if it cannot be read.
     """
     # Not only the target: a user who can replace a link can redirect it.
     for path, status in _components(folder.absolute()):

@@ -86,11 +86,8 @@ def words_of(accumulator: torch.dtype) -> int:
 
 
 def find_codes(summand: Tensor, accumulator: torch.dtype) -> Tensor:
-    """The codes of a flat, contiguous tensor: uint8.
-
-    Args:
-        summand: float16, bfloat16, float32 or float64.
-        accumulator: float32 or float64.
+    """The codes of a flat, contiguous tensor of float16, bfloat16, float32 or float64: uint8.
+    ``accumulator`` is float32 or float64.
     """
     codes = torch.empty_like(summand, dtype=torch.uint8)
     if _compiled(_CODES, summand, codes, None, None, accumulator, 0, None) is None:
@@ -102,13 +99,8 @@ def find_codes(summand: Tensor, accumulator: torch.dtype) -> Tensor:
 def to_integers(
     summand: Tensor, codes: Tensor, ranks: int, accumulator: torch.dtype, out: Tensor
 ) -> None:
-    """The integers of one rank.
-
-    Args:
-        summand, accumulator: as for ``find_codes``.
-        codes: the maximum over all ranks.
-        ranks: at most ``MAX_RANKS``.
-        out: contiguous int64 [words_of(accumulator), elements].
+    """The integers of one of ``ranks``, at most ``MAX_RANKS``, into ``out``: contiguous int64
+    [words_of(accumulator), elements]. ``codes`` is the maximum over all ranks.
     """
     if _compiled(_SCALE, summand, codes, out, None, accumulator, ranks, None) is None:
         how = _Widths.of(ranks, accumulator)
@@ -124,13 +116,8 @@ def from_integers(
     dtype: torch.dtype,
     divisor: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sums in ``dtype``, and the places of the elements that are ambiguous: 0 in the sums.
-
-    Args:
-        total: the sum of ``to_integers`` over all ranks.
-        codes, ranks, accumulator: as for ``to_integers``.
-        dtype: of the summands.
-        divisor: of the sums, or ``None``.
+    """The sums in ``dtype``, divided by ``divisor``, and the places of the elements that are
+    ambiguous: 0 in the sums. ``total`` is the sum of `to_integers` over all ranks.
     """
     result = large_pages(torch.empty_like(codes, dtype=dtype))
     unclear = torch.empty_like(codes, dtype=torch.bool)

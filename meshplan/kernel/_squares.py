@@ -33,12 +33,8 @@ _FORMATS = {
 
 
 def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The row of all elements of ``tensors``: int64 [138] on ``device``.
-
-    Args:
-        tensors: strided, of float16, bfloat16, float32 or float64 and on ``device``; complex ones
-            are two elements for each number.
-        device: of the tensors.
+    """The row of all elements of strided tensors on ``device``, of float16, bfloat16, float32 or
+    float64: int64 [138]. A complex number is two elements.
     """
     row = torch.zeros(ROW_WORDS, dtype=torch.int64, device=device)
     if device.type == "cpu" and available():

@@ -15,15 +15,10 @@ __all__ = ["TimedPaths", "timed_paths"]
 
 
 class TimedPaths(NamedTuple):
-    """What is faster on a GPU, for groups of some ranks on one host.
+    """The fastest paths on a GPU, for groups of some ranks on one host."""
 
-    Attributes:
-        one_shot_bytes: up to so many bytes ``one_shot`` is faster than ``two_shot``.
-        share_memory: whether the faster one of these is at least as fast as ``exchange`` at all
-            sizes.
-    """
-
-    one_shot_bytes: int
+    one_shot_bytes: int  # up to so many bytes ``one_shot`` is faster than ``two_shot``
+    # Whether the faster one of these is at least as fast as ``exchange`` at all sizes.
     share_memory: bool
 
 
@@ -35,11 +30,8 @@ def _read() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def timed_paths(name: str, ranks: int) -> TimedPaths | str:
-    """What was timed on GPUs called ``name`` for groups of ``ranks``; or why memory is not shared.
-
-    Args:
-        name: as ``torch.cuda.get_device_name`` returns it.
-        ranks: of a group, each with a GPU of its own.
+    """The times of GPUs called ``name`` by ``torch.cuda.get_device_name``, for groups of ``ranks``
+    with a GPU each; or the reason why memory is not shared.
     """
     row = _read().get(name, {}).get(str(ranks))
     if row is None:

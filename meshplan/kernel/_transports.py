@@ -28,8 +28,7 @@ Farewell = Callable[[], bool]
 
 class TransportError(RuntimeError):
     """Memory could not be shared. Not raised to users: it is the reason for another path.
-
-    ``regions``: those made so far, to be closed when all members know.
+    ``regions`` are those made so far, to be closed when all members know.
     """
 
     def __init__(self, message: str, regions: Regions | None = None) -> None:
@@ -38,13 +37,9 @@ class TransportError(RuntimeError):
 
 
 class Regions(Protocol):
-    """One region for each rank, mapped.
+    """One region for each rank, mapped."""
 
-    Attributes:
-        addresses: of the regions in this process, in group order.
-    """
-
-    addresses: tuple[int, ...]
+    addresses: tuple[int, ...]  # of the regions in this process, in group order
 
     def close(self) -> None:
         """Release the memory; no call is under way. A second call does nothing."""
@@ -60,12 +55,8 @@ class Transport(Protocol):
     def open(
         self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
     ) -> Regions:
-        """Zeroed regions of ``nbytes`` for all members, who call this together.
-
-        ``rank`` is this rank's place in the group; see ``Exchange`` and ``Farewell``.
-
-        Raises:
-            TransportError: not on this machine, or a member was missing.
+        """Zeroed regions of ``nbytes`` for all members, who call this together; ``rank`` is this
+        rank's place among them. ``TransportError`` if not on this machine, or a member was missing.
         """
 
 
@@ -131,11 +122,10 @@ class _IpcRegions:
 @dataclass(frozen=True, slots=True)
 class Symmetric:
     """torch's symmetric memory: allocated once for a communicator, never from a pool.
-
-    ``group_name`` is torch's name for the process group. The signal pad is not used: torch's own
-    operators have their protocol there.
+    ``group_name`` is torch's name for the process group.
     """
 
+    # The signal pad is not used: torch's own operators have their protocol there.
     group_name: str
     name = "symmetric memory"
 

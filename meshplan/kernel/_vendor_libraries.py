@@ -24,11 +24,9 @@ class LibraryChoiceError(OSError):
 
 
 def loaded_files(name: str) -> list[str]:
-    """Files of a library such as ``libamdhip64.so`` that the process has mapped, sorted.
-
-    A file's name may have a version behind it (``.so.7``), or a hash in front of ``.so``, as tools
-    for wheels write it.
-    """
+    """Files of a library such as ``libamdhip64.so`` that the process has mapped, sorted."""
+    # A file's name may have a version behind it (.so.7), or a hash in front of .so, as tools for
+    # wheels write it.
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -49,9 +47,7 @@ def loaded_files(name: str) -> list[str]:
 
 def find_library(name: str, otherwise: str | None = None) -> str:
     """The file to load: the loaded one, that of ROCm's package, or a name for the loader.
-
-    Raises:
-        LibraryChoiceError: several copies are loaded, and not exactly one is of torch's packages.
+    ``LibraryChoiceError`` if several copies are loaded, and not exactly one is of torch's packages.
     """
     loaded = loaded_files(name)
     if len(loaded) > 1:

@@ -48,34 +48,16 @@ def predict_divergence(
     dtype: torch.dtype | str = "float32",
     sort_ranks: bool = True,
 ) -> dict[Algorithm, float]:
-    """The largest share of elements in which two siblings with the same inputs differ in bits.
-
-    Every element is added as in the first channel.
-
-    In each set of siblings the first is compared with one sibling of each other node placement. The
-    work grows with the size of a group, not of the mesh: groups of thousands of ranks are compared
-    in fewer elements and placements.
-
-    Args:
-        layout: the mesh.
-        axes: reduced together.
-        along: the axes along which siblings hold the same inputs.
-        topology: rank placement.
-        numel: the most elements, spread evenly over a large message: N(0, 1), the same draws in
-            each call.
-        dtype: float32, bfloat16, float16 or float64; torch's, or a name.
-        sort_ranks: as in `hazards`.
-
-    Returns:
-        0 to 1 for each algorithm; 0 if all siblings add in one order. Empty if the nodes are
-        unknown, or for groups of more than ``MAX_MEMBERS`` ranks.
-
-    Raises:
-        AxisNameError: the mesh has no such axis.
-        PlacementError: an axis is in both ``axes`` and ``along``.
-        PolicyError: a dtype that is not simulated, or ``numel`` below 1.
-        TopologyError: the layout has a rank that the topology lacks.
+    """The largest share of elements in which two siblings with the same inputs along ``along``
+    differ in bits, for each algorithm: 0 if all add in one order. ``numel`` is the most elements,
+    spread evenly over a large message of N(0, 1), the same draws in each call; ``sort_ranks`` is as
+    in `hazards`. Empty if the nodes are unknown, or for groups of more than ``MAX_MEMBERS`` ranks.
+    Raises ``AxisNameError``, ``PlacementError`` for an axis in both ``axes`` and ``along``,
+    ``PolicyError`` for a dtype that is not simulated or ``numel`` below 1, and ``TopologyError``.
     """
+    # Every element is added as in the first channel. In each set of siblings the first is compared
+    # with one sibling of each other node placement. The work grows with the size of a group, not of
+    # the mesh: groups of thousands of ranks are compared in fewer elements and placements.
     reduced, others = layout.axis_indices(axes), layout.axis_indices(along)
     both = [layout.axes[i] for i in reduced if i in others]
     if both:
@@ -117,10 +99,8 @@ def predict_divergence(
 def draw_row(
     seed: int, number: int, numel: int, dtype: str, random: np.random.RandomState | None = None
 ) -> Row:
-    """Row ``number`` of the inputs: N(0, 1), ``numel`` elements of ``dtype``.
-
-    ``random`` is seeded again: another generator would cost ten times as much as a short row.
-    """
+    """Row ``number`` of the inputs: N(0, 1), ``numel`` elements of ``dtype``."""
+    # ``random`` is seeded again: another generator would cost ten times as much as a short row.
     # The only generator with the same numbers in all versions of numpy. Its seed has 32 bits.
     random = np.random.RandomState() if random is None else random
     random.seed((seed * 0x9E3779B1 + number) % (1 << 32))

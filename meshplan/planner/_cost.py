@@ -30,24 +30,17 @@ class PeerCounts:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a plan or a part of it, on the rank with the highest cost.
+    """The cost of a plan or a part of it, on the rank with the highest cost."""
 
-    Attributes:
-        nanoseconds: predicted time, with one use's share of the creation of groups.
-        collectives: number of collectives.
-        domain, node, network: bytes that leave the rank that sends the most in all, by class of
-            link. Others may send more over one of them.
-        peak: bytes of memory at once, in addition to the input.
-        creates: process groups to be created, in words.
-    """
-
-    nanoseconds: int = 0
-    collectives: int = 0
+    nanoseconds: int = 0  # predicted time, with one use's share of the creation of groups
+    collectives: int = 0  # number of collectives
+    # Bytes that leave the rank that sends the most in all, by class of link. Others may send more
+    # over one of them.
     domain: int = 0
     node: int = 0
     network: int = 0
-    peak: int = 0
-    creates: tuple[str, ...] = ()
+    peak: int = 0  # bytes of memory at once, in addition to the input
+    creates: tuple[str, ...] = ()  # process groups to be created, in words
 
     @classmethod
     def total(cls, parts: Sequence[Cost]) -> Cost:

@@ -68,11 +68,11 @@ class GroupFacts:
         return 1 if self._domains is None else _find_run(self._domains[group]), node
 
     def _find_blocks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of blocks of consecutive ranks that may be reduced first, intra-node.
-
-        A block is a subtree of the contract's tree, smaller than the group and inside a node or a
-        domain; largest first. Empty if the group is on one node, or nodes are unknown.
+        """The sizes of blocks of consecutive ranks that may be reduced first, intra-node, largest
+        first. Empty if the group is on one node, or nodes are unknown.
         """
+        # A block is a subtree of the contract's tree, smaller than the group and inside a node or a
+        # domain.
         domain, node = self.near(axes)
         if node == self.count_ranks(axes):
             return ()
@@ -126,11 +126,9 @@ class GroupFacts:
     def find_missing(
         self, axes: tuple[int, ...], inner: int = 1, *, across: bool = False
     ) -> tuple[str, ...]:
-        """The group in words, if neither torch nor the job has created it.
-
-        Torch has a group for each axis and one for the whole job, with sorted ranks. Flattened
-        meshes of users do not count: they may differ from rank to rank and from call to call.
-        """
+        """The group in words, if neither torch nor the job has created it."""
+        # Torch has a group for each axis and one for the whole job, with sorted ranks. Flattened
+        # meshes of users do not count: they may differ from rank to rank and from call to call.
         layout = self.layout
         names = ", ".join(layout.axes[i] for i in axes)
         if inner > 1:

@@ -54,40 +54,26 @@ _TAIL_BITS = 4
 
 
 class HalvingMessage(NamedTuple):
-    """One message of a round.
+    """One message of a round."""
 
-    Attributes:
-        peer: position of the other rank in the group.
-        start, stop: the interval, in parts of the summand.
-        sum: the kind of the sender's sum over the interval, which the message starts with.
-        tail: the kind of the sender's tail over the interval, behind the sum.
-        is_tail: whether the sum becomes the receiver's tail, and no operand of an addition yet.
-    """
-
-    peer: int
-    start: int
+    peer: int  # position of the other rank in the group
+    start: int  # start and stop of the interval, in parts of the summand
     stop: int
-    sum: Summand
-    tail: Summand = ""
+    sum: Summand  # the kind of the sender's sum over the interval, which the message starts with
+    tail: Summand = ""  # the kind of the sender's tail over the interval, behind the sum
+    # Whether the sum becomes the receiver's tail, and no operand of an addition yet.
     is_tail: bool = False
 
 
 class HalvingRound(NamedTuple):
-    """The messages of one rank in one round; all are under way at once.
+    """The messages of one rank in one round; all are under way at once."""
 
-    Attributes:
-        sends, receives: halves or thirds of sums, and tails.
-        start, stop: the parts that this rank keeps of its sum.
-        place: of its sum among the operands, which are in the order of their ranks.
-        closes: whether it adds the tail, as the right operand, after this round.
-    """
-
-    sends: tuple[HalvingMessage, ...]
+    sends: tuple[HalvingMessage, ...]  # halves or thirds of sums, and tails
     receives: tuple[HalvingMessage, ...]
-    start: int
+    start: int  # start and stop of the parts that this rank keeps of its sum
     stop: int
-    place: int = 0
-    closes: bool = False
+    place: int = 0  # place of its sum among the operands, in the order of their ranks
+    closes: bool = False  # whether it adds the tail, as the right operand, after this round
 
     def placed(self, base: int, stride: int) -> HalvingRound:
         """The round of one axis, in positions of the group: ``base + peer * stride``."""
@@ -106,18 +92,13 @@ class HalvingTraffic(NamedTuple):
 
 
 class Halving(NamedTuple):
-    """The schedule of one rank.
+    """The schedule of one rank."""
 
-    Attributes:
-        rounds: of the reduction, in order. Rounds that follow do not concern this rank.
-        turns: rounds of all ranks.
-        parts: intervals in which the owners hold the result.
-        owned: the part whose result this rank holds after the rounds; ``None`` if it holds none.
-    """
-
+    # Rounds of the reduction, in order. Rounds that follow do not concern this rank.
     rounds: tuple[HalvingRound, ...]
-    turns: int
-    parts: int
+    turns: int  # rounds of all ranks
+    parts: int  # intervals in which the owners hold the result
+    # The part whose result this rank holds after the rounds; ``None`` if it holds none.
     owned: int | None
 
     def gather(self) -> tuple[HalvingRound, ...]:
@@ -130,13 +111,9 @@ class Halving(NamedTuple):
     def traffic(
         self, elements: int, leaf: int, partial: int, *, scatter: bool = False
     ) -> HalvingTraffic:
-        """What this rank sends.
-
-        Args:
-            elements: of the summand.
-            leaf: bytes of one element of the summand, and of the result.
-            partial: bytes of one element of a partial.
-            scatter: only the first half: a reduce-scatter to the owners.
+        """The messages of this rank for ``elements`` of ``leaf`` bytes each, or of ``partial``
+        bytes in a partial; with ``scatter`` those of the first half, a reduce-scatter to the
+        owners.
         """
         width = {"": 0, "leaf": leaf, "partial": partial}
         messages = total = 0
@@ -155,11 +132,8 @@ class Halving(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def halving_schedule(shape: tuple[int, ...], position: int) -> Halving:
-    """The schedule of the rank at ``position`` in a group.
-
-    Args:
-        shape: sizes of the reduced axes, outermost first.
-        position: in the group, row-major over ``shape``.
+    """The schedule of the rank at ``position`` in a group, row-major over the sizes of the reduced
+    axes.
     """
     shape = split_axes(shape)
     turns = sum(_count_rounds(size) for size in shape)
@@ -191,17 +165,11 @@ def merge_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def find_representatives(shape: tuple[int, ...]) -> tuple[list[int], Callable[[int], int]]:
-    """The ranks that stand for all others, in bytes and in time.
-
-    Ranks of a block do the same at the same time until they get a tail. From then on, those that
-    got the same part of their senders' tails do.
-
-    Args:
-        shape: as for ``halving_schedule``.
-
-    Returns:
-        Their positions, and the one that stands for a position.
+    """The positions of ranks that stand for all others, in bytes and in time, and the one that
+    stands for a position.
     """
+    # Ranks of a block do the same at the same time until they get a tail. From then on, those that
+    # got the same part of their senders' tails do.
     axes = split_axes(shape)
 
     def represent(position: int) -> int:
@@ -228,13 +196,8 @@ def find_representatives(shape: tuple[int, ...]) -> tuple[list[int], Callable[[i
 
 
 def share_owners(shape: tuple[int, ...]) -> list[list[int]]:
-    """For each part its owner, and the ranks that own no part and whose shards it holds.
-
-    These are spread evenly, so that the halves of a message are about as long.
-
-    Args:
-        shape: as for ``halving_schedule``.
-    """
+    """For each part its owner, and the ranks that own no part and whose shards it holds."""
+    # These are spread evenly, so that the halves of a message are about as long.
     owners, stride = [0], 1
     for size in reversed(split_axes(shape)):
         owners = [owner + stride * index for owner in owners for index in _list_owners(size)]
@@ -270,15 +233,9 @@ def _list_owners(size: int) -> list[int]:
 def _axis_rounds(
     size: int, index: int, leaf: Summand, whole: tuple[int, int]
 ) -> tuple[list[HalvingRound], tuple[int, int] | None]:
-    """The rounds of the rank at ``index`` along one axis; peers are indices too.
-
-    Args:
-        size, index: of the axis, and on it.
-        leaf: what the ranks bring.
-        whole: the interval that they bring.
-
-    Returns:
-        The rounds, and the interval that this rank owns then.
+    """The rounds of the rank at ``index`` along one axis, where all ranks have summands of kind
+    ``leaf`` over the interval ``whole``, and the interval that this rank owns then. Peers are
+    indices too.
     """
     if size == 3:
         return _exchange_thirds(index, leaf, whole)

@@ -103,12 +103,11 @@ def are_uniform(
     *,
     steps: Sequence[Sequence[int | str]] | None = None,
 ) -> bool:
-    """Whether all siblings that must agree have the same node placement.
-
-    Stricter than `hazards`, with the same arguments and errors: it does not rely on different
-    placements that add in the same order. Faster, because it computes no orders. ``False`` if
-    nodes are unknown.
+    """Whether all siblings that must agree have the same node placement; ``False`` if nodes are
+    unknown. Arguments and errors are those of `hazards`.
     """
+    # Stricter than `hazards`: it does not rely on different placements that add in the same order.
+    # Faster, because it computes no orders.
     check_reach(topology, problem.layout)
     if not topology.known:
         return False

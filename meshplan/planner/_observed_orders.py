@@ -16,23 +16,17 @@ __all__ = ["ObservedSiblings", "compare_siblings"]
 
 @dataclass(frozen=True, slots=True)
 class ObservedSiblings:
-    """The communicators over some axes of a mesh.
+    """The communicators over some axes of a mesh."""
 
-    Attributes:
-        axes: names of their axes.
-        groups: global ranks of each, by mesh coordinate.
-        orders: by algorithm, the positions in ``groups`` of each order of additions.
-        examples: by algorithm with several orders: the first channel in which two groups differ,
-            and the additions in each, over global ranks.
-        missing: how many groups of these axes the log lacks.
-        unread: by algorithm, positions in ``groups`` without a whole ring or tree in the log.
-    """
-
-    axes: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
+    axes: tuple[str, ...]  # names of the axes
+    groups: tuple[tuple[int, ...], ...]  # global ranks of each, by mesh coordinate
+    # By algorithm, the positions in ``groups`` of each order of additions.
     orders: dict[Algorithm, tuple[tuple[int, ...], ...]]
+    # By algorithm with several orders: the first channel in which two groups differ, and the
+    # additions in each, over global ranks.
     examples: dict[Algorithm, tuple[int, str, str]]
-    missing: int
+    missing: int  # how many groups of these axes the log lacks
+    # By algorithm, positions in ``groups`` without a whole ring or tree in the log.
     unread: dict[Algorithm, tuple[int, ...]]
 
     @property
@@ -44,12 +38,8 @@ class ObservedSiblings:
 def compare_siblings(
     layout: Layout, communicators: Sequence[Communicator], ranks: dict[str, int]
 ) -> list[ObservedSiblings]:
-    """The communicators of each set of axes that has several of 3 or more ranks in the log.
-
-    Args:
-        layout: the mesh of the job.
-        communicators: of the log.
-        ranks: global rank of each process.
+    """The communicators of each set of axes that has several of 3 or more ranks in the log;
+    ``ranks`` has the global rank of each process.
     """
     by_members: dict[tuple[int, ...], Communicator] = {}
     for one in communicators:

@@ -63,21 +63,13 @@ class ReductionStrategy:
 
 @dataclass(frozen=True, slots=True)
 class PlannedReduction:
-    """One reduction, for the cost of a path.
+    """One reduction, for the cost of a path."""
 
-    Attributes:
-        reach: its ranks and their links.
-        inner, between: as in ``ReductionStrategy``.
-        elements: of the largest summand.
-        part: elements of the largest shard of the result; ``elements`` if it is not sharded.
-        width: bytes per element.
-    """
-
-    reach: Reach
-    elements: int
-    part: int
-    width: ElementWidth
-    inner: int = 1
+    reach: Reach  # its ranks and their links
+    elements: int  # elements of the largest summand
+    part: int  # elements of the largest shard of the result; ``elements`` if it is not sharded
+    width: ElementWidth  # bytes per element
+    inner: int = 1  # inner and between are as in ``ReductionStrategy``
     between: Between = "exchange"
 
     @property
@@ -95,9 +87,8 @@ def reference_cost(reduction: PlannedReduction) -> Cost:
 
 
 def exchange_cost(reduction: PlannedReduction) -> Cost:
-    """The cost of ``reduction`` as an all-to-all and an all-gather of the results.
-
-    A hierarchical exchange has both on each level, or rounds of halving between the blocks.
+    """The cost of ``reduction`` as an all-to-all and an all-gather of the results. A hierarchical
+    exchange has both on each level, or rounds of halving between the blocks.
     """
     reach, width = reduction.reach, reduction.width
     elements, inner = reduction.elements, reduction.inner
@@ -185,14 +176,8 @@ def _total(reduction: PlannedReduction, stages: Sequence[Cost], partial: int = 0
 def _list_rounds(
     sizes: tuple[int, ...], elements: int, width: ElementWidth, reach: Reach, inner: int = 1
 ) -> list[Round]:
-    """The rounds of halving, for the ranks that stand for all others.
-
-    Args:
-        sizes: of the tree between the ranks.
-        elements: of a summand.
-        width: of its elements.
-        reach: of the reduction; a sharded result is not gathered.
-        inner: ranks of a block, whose partials are the summands.
+    """The rounds of halving over a tree of ``sizes``, for the ranks that stand for all others.
+    Summands are the partials of blocks of ``inner`` ranks. A sharded result is not gathered.
     """
     widths = {"": 0, "leaf": width.wire if inner == 1 else width.partial, "partial": width.partial}
     count, served = math.prod(sizes), share_owners(sizes) if reach.scatter else []
@@ -261,10 +246,8 @@ def _is_even(sizes: tuple[int, ...], reach: Reach, inner: int) -> bool:
 def _list_round_links(
     sizes: tuple[int, ...], reach: Reach, inner: int
 ) -> list[tuple[LinkName | None, LinkName | None]]:
-    """For each round, the slowest link between pairs, and to senders of tails.
-
-    On the outermost axis these are always the same: ``None``.
-    """
+    """For each round, the slowest link between pairs, and to senders of tails."""
+    # On the outermost axis these are always the same: None.
     found, stride = list[tuple[LinkName | None, LinkName | None]](), inner
     axes = split_axes(sizes)
     for axis in reversed(range(len(axes))):
@@ -291,10 +274,8 @@ def find_chunk_unit(reach: Reach, inner: int, between: Between) -> int:
 
 
 def integer_cost(reduction: PlannedReduction) -> Cost:
-    """The cost of ``reduction`` as a maximum of bytes and a sum of int64, by the backend.
-
-    Each is modelled as an exchange of its own dtype. Ambiguous elements are not counted.
-    """
+    """The cost of ``reduction`` as a maximum of bytes and a sum of int64, by the backend."""
+    # Each is modelled as an exchange of its own dtype. Ambiguous elements are not counted.
     reach = reduction.reach
     own = -(-reduction.elements // reduction.ranks)
     words = 8 if reduction.width.partial < 8 else 16

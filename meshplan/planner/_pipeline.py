@@ -28,15 +28,9 @@ MIN_RAMP = 12
 
 
 def chunk_unit(links: Links, domain: int, node: int, start: float) -> int:
-    """The bytes whose way through a block takes as long as one more start between blocks.
-
-    Args:
-        links: of the agreed topology.
-        domain, node: peers of a rank in its block, by class of link.
-        start: seconds for which a rank starts the messages of one more chunk.
-
-    Returns:
-        At least ``MIN_UNIT``, for ``count_chunks``.
+    """The bytes whose way through a block of ``domain`` and ``node`` peers takes as long as
+    ``start``, the seconds for which a rank starts the messages of one more chunk between blocks: at
+    least ``MIN_UNIT``, for `count_chunks`.
     """
     ranks = 1 + domain + node
     # To the owner of each slice and back.
@@ -45,11 +39,8 @@ def chunk_unit(links: Links, domain: int, node: int, start: float) -> int:
 
 
 def count_chunks(nbytes: int, unit: int) -> int:
-    """How many chunks a summand of ``nbytes`` is sent in; from facts that all ranks share.
-
-    Args:
-        nbytes: of one rank's summand.
-        unit: of the step, as ``chunk_unit`` returns it; 0: one chunk.
+    """How many chunks a summand of ``nbytes`` is sent in; from facts that all ranks share. ``unit``
+    is that of `chunk_unit`; 0: one chunk.
     """
     if not unit:
         return 1
@@ -57,24 +48,18 @@ def count_chunks(nbytes: int, unit: int) -> int:
 
 
 def weigh_chunks(count: int) -> list[int]:
-    """The proportions of so many chunks: the longest is in the middle, those at the ends are half.
-
-    Until the first chunk has come through its block, nothing travels between blocks, and then only
-    the first rounds of few chunks do; at the end it is the same. Few chunks are equal: of them, a
-    longer one in the middle costs more.
-    """
+    """The proportions of so many chunks: the longest in the middle, half of it at the ends."""
+    # Until the first chunk has come through its block, nothing travels between blocks, and then
+    # only the first rounds of few chunks do; at the end it is the same. Few chunks are equal: of
+    # them, a longer one in the middle costs more.
     if count < MIN_RAMP:
         return [1] * count
     return [count // 2 + min(place, count - 1 - place) for place in range(count)]
 
 
 def cut_chunks(elements: int, count: int, ranks: int) -> list[int]:
-    """The lengths of at most ``count`` chunks, of whole slices for each rank except for the last.
-
-    Args:
-        elements: of the summand.
-        count: as ``count_chunks`` returns it.
-        ranks: of the group.
+    """The lengths of at most ``count`` chunks, of whole slices for each of ``ranks`` except for the
+    last.
     """
     if count == 1:
         return [elements]
@@ -94,15 +79,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of halving of a chunk, for each of the ranks that stand for all.
+    """A round of halving of a chunk, for each of the ranks that stand for all."""
 
-    Attributes:
-        sends: for each rank, the class of link and the bytes of its messages.
-        receives: for each rank, from which of them its messages are, and the number of each among
-            those of its sender.
-    """
-
+    # For each rank, the class of link and the bytes of its messages.
     sends: tuple[tuple[tuple[LinkName, int], ...], ...]
+    # For each rank, from which of them its messages are, and the number of each among those of its
+    # sender.
     receives: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -110,13 +92,11 @@ Stage = Collective | Round
 
 
 def predict_turns(links: Links, chunks: Sequence[Sequence[Stage]]) -> float:
-    """Seconds of chunks, each of which goes through as many stages.
-
-    In each turn one more chunk starts, the batch of all rounds is sent, and every chunk but the new
-    one waits for what it has under way, and goes on. As in LogGP (Alexandrov et al., 1995), a
-    rank sends the bytes of one message after the other through the port of a class of links, and
-    receives them so; each arrives a latency after it has left.
-    """
+    """Seconds of chunks, each of which goes through as many stages."""
+    # In each turn one more chunk starts, the batch of all rounds is sent, and every chunk but the
+    # new one waits for what it has under way, and goes on. As in LogGP (Alexandrov et al., 1995), a
+    # rank sends the bytes of one message after the other through the port of a class of links, and
+    # receives them so; each arrives a latency after it has left.
     first = chunks[0]
     clocks = _Clocks(links, max(len(one.sends) if isinstance(one, Round) else 1 for one in first))
     waiting = iter(chunks)

@@ -279,10 +279,8 @@ def _explain_fall_through(problem: Problem, src: Spec, size: int) -> str:
 
 
 def check_ascending(problem: Problem, axis: int) -> None:
-    """Refuse a gather of shards by torch along an axis whose ranks do not ascend.
-
-    Raises:
-        ShardOrderError: the message has the axis and a remedy.
+    """Refuse a gather of shards by torch along an axis whose ranks do not ascend:
+    ``ShardOrderError`` has the axis and a remedy.
     """
     layout = problem.layout
     if layout.sizes[axis] > 1 and not layout.ascends(axis):
@@ -294,11 +292,9 @@ def check_ascending(problem: Problem, axis: int) -> None:
 
 
 def find_uncovered_reductions(plan: Plan) -> tuple[Step, ...]:
-    """The reductions that torch runs although the policy requires the contract.
-
-    Without reductions whose bits do not depend on the order: bitwise ones, and those with at most
-    one nonzero summand per element.
-    """
+    """The reductions that torch runs although the policy requires the contract."""
+    # Without reductions whose bits do not depend on the order: bitwise ones, and those with at most
+    # one nonzero summand per element.
     steps = tuple(_find_torch_reductions(plan))
     if may_be_native(plan.problem, [step.axes[0] for step in steps]):
         return ()
@@ -310,19 +306,12 @@ def find_uncovered_reductions(plan: Plan) -> tuple[Step, ...]:
 
 
 def refuse_unpinned_scatter(plan: Plan, nccl_algo: str) -> None:
-    """Refuse a reduce-scatter by NCCL if ``NCCL_ALGO`` pins all-reduce only.
-
-    NCCL has no tree for reduce-scatter, and a list for all-reduce does not pin it: NCCL chooses a
-    ring, PAT or NVLS by size and placement (MP304). If the list for all collectives permits no
-    algorithm, NCCL fails in the first call.
-
-    Args:
-        plan: of a redistribution whose groups reduce over NCCL.
-        nccl_algo: the value of ``NCCL_ALGO``. An empty or unreadable one pins nothing.
-
-    Raises:
-        PolicyError: a reduction to a shard falls through to torch, and the list does not pin it.
+    """Refuse a reduction to a shard that falls through to torch if the value of ``NCCL_ALGO`` pins
+    all-reduce only: ``PolicyError``. An empty or unreadable value pins nothing.
     """
+    # NCCL has no tree for reduce-scatter, and a list for all-reduce does not pin it: NCCL chooses a
+    # ring, PAT or NVLS by size and placement (MP304). If the list for all collectives permits no
+    # algorithm, NCCL fails in the first call.
     scatters = [
         step for step in _find_torch_reductions(plan) if step.dst and step.dst.kind == "shard"
     ]

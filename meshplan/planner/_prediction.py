@@ -33,17 +33,12 @@ from meshplan.planner._siblings import ALGORITHMS, Algorithm
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The cost of a sequence of all-reduces, on the rank with the highest cost.
+    """The cost of a sequence of all-reduces, on the rank with the highest cost."""
 
-    Attributes:
-        steps: labels of the axes of each reduction, in order.
-        how: for each step, ``"ring"``, ``"tree"``, or the path of meshplan in words.
-        cost: time in nanoseconds, messages in bytes that leave a rank; no creation of groups, and
-            no memory where the backend reduces in place.
-    """
-
-    steps: tuple[tuple[str, ...], ...]
-    how: tuple[str, ...]
+    steps: tuple[tuple[str, ...], ...]  # labels of the axes of each reduction, in order
+    how: tuple[str, ...]  # for each step, ``"ring"``, ``"tree"``, or the path of meshplan in words
+    # Time in nanoseconds, messages in bytes that leave a rank; no creation of groups, and no memory
+    # where the backend reduces in place.
     cost: Cost
 
     def to_json(self) -> dict[str, Any]:
@@ -55,13 +50,8 @@ class Prediction:
 
 
 def predict_plan(problem: Problem) -> Prediction:
-    """The cost of meshplan's plan once its groups exist.
-
-    Args:
-        problem: every axis replicated, or from partial to replicated.
-
-    Raises:
-        PlacementError: the redistribution is not an all-reduce.
+    """The cost of meshplan's plan once its groups exist; ``PlacementError`` unless every axis is
+    replicated, or goes from partial to replicated.
     """
     _check(problem)
     planned = plan(problem)
@@ -89,17 +79,9 @@ def predict_backend(
     steps: Sequence[Sequence[int | str]],
     algorithm: Algorithm | Literal["best"] = "best",
 ) -> Prediction:
-    """The cost of a sequence of the backend's all-reduces.
-
-    Args:
-        problem: every axis replicated, or from partial to replicated. Without a shape, as the
-            planner: ``NOMINAL_ELEMENTS``.
-        steps: the axes of each all-reduce, by position or label.
-        algorithm: of every step; ``"best"``: for each step the one that takes less time.
-
-    Raises:
-        PlacementError: the redistribution is not an all-reduce, or the steps do not complete it.
-        AxisNameError: the mesh has no such axis.
+    """The cost of the backend's all-reduces over the axes of ``steps``, each by ``algorithm``;
+    ``"best"`` takes the faster one for each step. ``AxisNameError``, and ``PlacementError`` if the
+    redistribution is not an all-reduce or the steps do not complete it.
     """
     _check(problem)
     groups = find_groups(problem.layout, problem.topology)

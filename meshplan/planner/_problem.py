@@ -289,16 +289,11 @@ def choose_default_steps(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def check_steps(problem: Problem, steps: Sequence[Sequence[int | str]]) -> list[tuple[int, ...]]:
-    """``steps`` by axis position, checked to finish every partial axis.
-
-    A step is a tuple of ascending positions, without axes of size 1. Its axes are reduced together,
-    or it is a single axis that is gathered.
-
-    Raises:
-        PlacementError: an axis that is not pending, is repeated or is missing, or a step that is
-            not one reduction.
-        AxisNameError: the mesh has no such axis.
+    """``steps`` as tuples of ascending axis positions, without axes of size 1, checked to finish
+    every partial axis. ``AxisNameError``, and ``PlacementError`` for an axis that is not pending,
+    is repeated or is missing, or for a step that is not one reduction.
     """
+    # Axes of a step are reduced together, or it is a single axis that is gathered.
     layout, src, dst = problem.layout, problem.src, problem.dst
     pending = _find_pending(problem)
     gathered = [i for i, s in enumerate(src) if s.kind in SHARDED and dst[i].kind == "replicate"]

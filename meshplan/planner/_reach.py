@@ -34,27 +34,20 @@ class ElementWidth:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far apart the ranks of a reduction are. All of them share these facts.
+    """How far apart the ranks of a reduction are. All of them share these facts."""
 
-    Attributes:
-        links: of the cluster.
-        sizes: of the reduced axes, outermost first.
-        flat: peers in the whole group.
-        runs: how many consecutive ranks are in one domain, and on one node, wherever they start at
-            a multiple of that.
-        inside, across: peers in a block, and among the ranks of one position in their blocks.
-        rest: peers over the axes that reduce and do not shard, in a ``scatter``.
-        scatter: whether a rank keeps a shard of the result.
-    """
-
-    links: Links
-    sizes: tuple[int, ...]
-    flat: PeerCounts
+    links: Links  # links of the cluster
+    sizes: tuple[int, ...]  # sizes of the reduced axes, outermost first
+    flat: PeerCounts  # peers in the whole group
+    # How many consecutive ranks are in one domain, and on one node, wherever they start at a
+    # multiple of that.
     runs: tuple[int, int] = (1, 1)
+    # Peers in a block, and among the ranks of one position in their blocks.
     inside: PeerCounts | None = None
     across: PeerCounts | None = None
+    # Peers over the axes that reduce and do not shard, in a ``scatter``.
     rest: PeerCounts | None = None
-    scatter: bool = False
+    scatter: bool = False  # whether a rank keeps a shard of the result
 
     @classmethod
     def unknown(cls, sizes: tuple[int, ...], links: Links) -> Reach:
@@ -75,10 +68,8 @@ class Reach:
 
 
 def split_sizes(sizes: Sequence[int], inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of the trees over blocks of ``inner`` ranks and inside of a block, outermost first.
-
-    Blocks take whole inner axes; one axis may belong to both trees, in two factors.
-    """
+    """The axes of the trees over blocks of ``inner`` ranks and in a block, outermost first."""
+    # Blocks take whole inner axes; one axis may belong to both trees, in two factors.
     block, left = inner, list(sizes)
     found: list[int] = []
     while block > 1:

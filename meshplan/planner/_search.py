@@ -55,11 +55,11 @@ class MoveSequence:
 
 
 def search(problem: Problem, axes: tuple[int, ...], best: int) -> tuple[list[MoveSequence], int]:
-    """The ``best`` candidates that reduce over ``axes`` at once, and the number of candidates.
-
-    Ordered by time, to which halving adds ``find_margin``, then memory, then number of collectives,
-    then a fixed order. The result is the same on all ranks.
+    """The ``best`` candidates that reduce over ``axes`` at once, and the number of candidates. The
+    result is the same on all ranks.
     """
+    # Ordered by time, to which halving adds find_margin, then memory, then number of collectives,
+    # then a fixed order.
     return _StateGraph(problem, axes).run(best)
 
 
@@ -193,10 +193,8 @@ def _list_strategies(
 
 
 def find_ends(problem: Problem, reduced: Sequence[int]) -> tuple[State, State]:
-    """The first and the last state of a redistribution that reduces over ``reduced`` at once.
-
-    Axes of size 1 are ``APART``: their placement does not matter.
-    """
+    """The first and the last state of a redistribution that reduces over ``reduced`` at once."""
+    # Axes of size 1 are APART: their placement does not matter.
 
     def read_entry(axis: int, spec: Spec, other: Spec) -> int:
         if problem.layout.sizes[axis] == 1 or "partial" in (spec.kind, other.kind):
@@ -250,15 +248,12 @@ def apply_reduction(state: State, goal: State, sharded: Sequence[int]) -> State:
 def follows_default_order(
     problem: Problem, steps: Sequence[tuple[int, int | None, int | None]]
 ) -> bool:
-    """Whether moves keep the axes that shard a dim in DTensor's default order of nesting.
-
-    Placements do not encode other orders of nesting, but torch's moves reveal them: an axis starts
-    or stops sharding a dim while an axis that is inside it by default shards the same dim.
-
-    Args:
-        problem: with the state before the moves.
-        steps: (axis, tensor dim sharded before or ``None``, and after or ``None``).
+    """Whether moves (axis, tensor dim sharded before or ``None``, and after or ``None``) keep the
+    axes that shard a dim in DTensor's default order of nesting. ``problem`` has the state before
+    them.
     """
+    # Placements do not encode other orders of nesting, but torch's moves reveal them: an axis
+    # starts or stops sharding a dim while an axis that is inside it by default shards the same dim.
     sizes = problem.layout.sizes
     dims = [spec.dim for spec in problem.src]
     for axis, before, after in steps:

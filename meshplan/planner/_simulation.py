@@ -174,28 +174,20 @@ def _make_problem(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One step. Sums are numbered, as the rows that they add.
-
-    Attributes:
-        inputs: numbers of the rows that each sum adds by mesh coordinate, int64 [sums, group size].
-        groups: a group that computes it, for each sum.
-        factor: of rows before an average.
-    """
+    """One step. Sums are numbered, as the rows that they add."""
 
     summary: SimulatedStep
     axes: tuple[int, ...]
     siblings: Siblings
+    # Numbers of the rows that each sum adds by mesh coordinate, int64 [sums, group size].
     inputs: Integers
-    groups: tuple[int, ...]
-    factor: float | None
+    groups: tuple[int, ...]  # a group that computes it, for each sum
+    factor: float | None  # multiplies rows before an average
 
 
 class _Stages:
-    """The steps, and the row of each rank after the last one.
-
-    Attributes:
-        leaves: number of different inputs.
-        held: number of the row that the rank at each coordinate holds, int64, shape of the mesh.
+    """The steps, the number of different inputs (``leaves``), and the row of each rank after the
+    last step: ``held`` has its number, int64 of the shape of the mesh.
     """
 
     def __init__(

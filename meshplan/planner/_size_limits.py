@@ -33,11 +33,8 @@ _NONE: SizeRange = (0, 0)
 
 @lru_cache(maxsize=MAX_LIMITS)
 def one_message_bytes(sizes: tuple[int, ...], links: Links) -> int:
-    """The largest summand in bytes for which one all-gather costs no more than other paths.
-
-    Args:
-        sizes: of the reduced axes; each rank is on a node of its own.
-        links: between them.
+    """The largest summand in bytes for which one all-gather over axes of ``sizes`` costs no more
+    than other paths, if each rank is on a node of its own.
     """
     reach = Reach.unknown(sizes, links)
     halves = math.prod(sizes) >= MIN_HALVING_RANKS
@@ -47,11 +44,9 @@ def one_message_bytes(sizes: tuple[int, ...], links: Links) -> int:
 
 
 def find_margin(strategy: ReductionStrategy) -> int:
-    """Percent of its time by which halving must be predicted to cost less than an exchange.
-
-    Links are measured to about 10 %, and the exchange has fewer rounds. Of blocks half as much: the
-    times inside them are part of both.
-    """
+    """Percent of its time by which halving must be predicted to cost less than an exchange."""
+    # Links are measured to about 10 %, and the exchange has fewer rounds. Of blocks half as much:
+    # the times inside them are part of both.
     if strategy.between != "halving":
         return 0
     return MARGIN if strategy.inner == 1 else MARGIN // 2
@@ -59,10 +54,8 @@ def find_margin(strategy: ReductionStrategy) -> int:
 
 @lru_cache(maxsize=MAX_LIMITS)
 def find_halving_sizes(reach: Reach) -> tuple[SizeRange, SizeRange]:
-    """The summands for which flat halving saves ``MARGIN`` of an exchange.
-
-    Returns:
-        For dtypes whose partials are as wide, and for those whose partials are twice as wide.
+    """The summands for which flat halving saves ``MARGIN`` of an exchange: for dtypes whose
+    partials are as wide, and for those whose partials are twice as wide.
     """
     if math.prod(reach.sizes) < MIN_HALVING_RANKS:
         return _NONE, _NONE
@@ -81,11 +74,9 @@ def _find_sizes(
     other: Callable[[PlannedReduction], Cost],
     ratio: int,
 ) -> SizeRange:
-    """The sizes for which ``one`` costs less than ``other``; ``sys.maxsize``: without end.
-
-    It does so up to some size, or from some size on. The costs are nearly linear in bytes, so the
-    line between two sizes shows where they are equal.
-    """
+    """The sizes for which ``one`` costs less than ``other``; ``sys.maxsize``: without end."""
+    # It does so up to some size, or from some size on. The costs are nearly linear in bytes, so the
+    # line between two sizes shows where they are equal.
 
     def compare(n: int) -> int:
         """By how many nanoseconds ``one`` costs more."""

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 from meshplan import _require_torch as _require_torch
+from meshplan.errors import Divergence, Elements
 from meshplan.replicas._coverage import Coverage, CoverageStep, coverage
-from meshplan.replicas._divergence import Divergence, Elements, ReplicaReport
+from meshplan.replicas._divergence import ReplicaReport
 from meshplan.replicas._monitor import StepMonitor
 from meshplan.replicas._verify import ReplicaCheck, digest, verify_replicas
 

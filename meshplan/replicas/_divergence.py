@@ -1,4 +1,4 @@
-"""Ranks whose replicas differ from the rest: groups by digest, the records of it, and messages."""
+"""Ranks whose replicas differ from the rest: groups by digest, the report, and messages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshplan.errors import Divergence, Elements
 from meshplan.layout import Layout
 
 __all__ = [
-    "Divergence",
-    "Elements",
     "ReplicaReport",
     "find_differing_groups",
     "format_divergences",
@@ -70,70 +69,6 @@ def split_by_digest(
         if any(len({of[position] for position in line}) > 1 for line in mine.tolist()):
             along.append(axis)
     return tuple(map(tuple, ordered)), tuple(along)
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """How the local tensor of one rank differs from that of the reference rank.
-
-    Attributes:
-        rank: global rank of the compared tensor.
-        count: elements that differ; 0 if the second comparison found none, because the tensor
-            changes while it is compared.
-        index: of the first of them in the local tensor; ``None`` if there is none, or if the local
-            shapes differ.
-        value, reference: of that element on ``rank`` and on the reference rank, with the bits:
-            ``0.5 (0x3f000000)``.
-        max_ulps: the largest distance in units in the last place; ``None`` for dtypes other than
-            float16, bfloat16, float32, float64 and complex of them, and where each pair has a NaN.
-        numel: elements of the local tensor.
-        shapes: local shapes of ``rank`` and of the reference rank, where they differ.
-    """
-
-    rank: int
-    count: int
-    index: tuple[int, ...] | None
-    value: str
-    reference: str
-    max_ulps: int | None
-    numel: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """One tensor that should be identical in one group of replicas, and is not.
-
-    Attributes:
-        name: of the tensor.
-        what: name, dtype, shape and placements of the tensor.
-        replicated: axes along which all ranks should hold the same.
-        axes: those of ``replicated`` along which neighbouring ranks differ.
-        reference: global rank that the others are compared with: of the largest class (of equally
-            large ones, of the class with the lowest coordinate) the one with the lowest coordinate.
-        classes: global ranks by their data; the first class is the reference's.
-        coordinates: of ``classes``, in the same places.
-        elements: for the first few divergences, one rank of each of the first classes that differ
-            from the reference's.
-    """
-
-    name: str
-    what: str
-    replicated: tuple[str, ...]
-    axes: tuple[str, ...]
-    classes: tuple[tuple[int, ...], ...]
-    coordinates: tuple[tuple[tuple[int, ...], ...], ...]
-    elements: tuple[Elements, ...] = ()
-
-    @property
-    def reference(self) -> int:
-        """As above."""
-        return self.classes[0][0]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that differ from the reference."""
-        return tuple(rank for ranks in self.classes[1:] for rank in ranks)
 
 
 def _format_divergence(layout: Layout, found: Divergence) -> list[str]:

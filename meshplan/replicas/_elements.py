@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from meshplan._bits import FLOATS, element_index, element_text, max_ulps
+from meshplan.errors import Elements
 from meshplan.kernel import byte_pieces
 from meshplan.replicas._channel import ReplicaChannel
-from meshplan.replicas._divergence import Elements
 
 __all__ = ["PIECE_BYTES", "Difference", "compare_elements"]
 

@@ -25,14 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan._bits import element_index
 from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
-from meshplan.errors import GroupStateError, PolicyError, ReplicaDivergenceError
+from meshplan.errors import Divergence, GroupStateError, PolicyError, ReplicaDivergenceError
 from meshplan.flatten import this_rank
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._axes import ReplicaAxes
 from meshplan.replicas._channel import ReplicaChannel, check_lists, hash_lines
 from meshplan.replicas._divergence import (
-    Divergence,
     ReplicaReport,
     find_differing_groups,
     format_divergences,

@@ -14,11 +14,11 @@ from meshplan.lint._rules._rule import RULES
 
 __all__ = ["ERRORS", "find_code", "find_near_codes", "format_rule_page"]
 
+_CLASSES = [
+    cls for cls in vars(errors).values() if inspect.isclass(cls) and issubclass(cls, MeshplanError)
+]
 ERRORS: Mapping[str, type[MeshplanError]] = MappingProxyType(
-    {
-        cls.code: cls
-        for cls in sorted((getattr(errors, name) for name in errors.__all__), key=lambda c: c.code)
-    }
+    {cls.code: cls for cls in sorted(_CLASSES, key=lambda cls: cls.code)}
 )
 
 # Letters that are mistaken for digits.
