@@ -70,14 +70,14 @@ class Sent(TorchDispatchMode):
     def __enter__(self) -> Sent:
         right, this = self._exchange, self
 
-        def seen(channel: Channel, group: Any, headers: Any, parts: Any, log: Any) -> Any:
+        def seen(channel: Channel, group: Any, headers: Any, parts: Any, *rest: Any) -> Any:
             this.names.append("all_to_all_single")
             lengths = [0] * group.size() if parts is None else [part.numel() for part in parts]
             dtype = torch.uint8 if parts is None else parts[0].dtype
             this.dtypes.append(dtype)
             this.elements.append(sum(lengths))
             this._count(dist.get_process_group_ranks(group), lengths, dtype.itemsize)
-            return right(channel, group, headers, parts, log)
+            return right(channel, group, headers, parts, *rest)
 
         Channel.exchange = seen  # type: ignore[method-assign]
         super().__enter__()
