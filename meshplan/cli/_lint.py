@@ -7,8 +7,6 @@ from typing import Any
 
 from meshplan.cli._options import add_mesh, add_output, add_placement, add_timeout, add_verb
 
-__all__ = ["add"]
-
 _LEVELS = ("info", "warning", "error")
 _FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
 _EPILOG = """\

@@ -17,8 +17,6 @@ from meshplan.lint._job import JobFile, Skipped
 from meshplan.lint._read_jobs import MAX_CHARACTERS, read_jobs
 from meshplan.topology._files import read_content
 
-__all__ = ["INCLUDED", "FileReader", "FilePatterns", "expand_names", "find_files"]
-
 INCLUDED = ("*.py", "*.toml", "*.yaml", "*.yml", "*.json", "*.sh", "*.bash", "*.slurm", "*.sbatch")
 """The files of a directory that are linted."""
 # Besides directories whose names begin with a dot, such as .git and .venv.

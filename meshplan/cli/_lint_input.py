@@ -45,8 +45,6 @@ from meshplan.topology import Cluster, Inputs, Reading, read_cluster
 from meshplan.topology._assignment import is_rank_order
 from meshplan.topology._files import read_content, read_file
 
-__all__ = ["LintRequest", "NamedInput", "read_request", "read_world_size"]
-
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "

@@ -27,8 +27,6 @@ from meshplan.lint._rules.cluster import NOT_JUDGED
 from meshplan.lint._select import Selection
 from meshplan.lint._settings import Settings
 
-__all__ = ["run_lint"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:

@@ -10,8 +10,6 @@ from meshplan.lint._job import Job
 from meshplan.lint._rules import list_codes_needing
 from meshplan.topology import Cluster, Reading
 
-__all__ = ["list_states"]
-
 _MOST_REASONS = 2
 
 

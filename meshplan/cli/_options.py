@@ -14,29 +14,6 @@ from meshplan.errors import MeshplanError, PolicyError, TopologyError
 if TYPE_CHECKING:
     from meshplan.topology import Cluster, Inputs, Links, Reading, Topology
 
-__all__ = [
-    "PLACEMENT_OPTIONS",
-    "Steps",
-    "add_links",
-    "add_mesh",
-    "add_output",
-    "add_placement",
-    "add_timeout",
-    "add_verb",
-    "find_cluster",
-    "format_steps",
-    "list_placement_options",
-    "quote",
-    "read_dtype",
-    "read_inputs",
-    "read_links",
-    "read_number",
-    "read_placements",
-    "read_steps",
-    "require_cluster",
-    "replace_links",
-]
-
 Steps = tuple[tuple[str, ...], ...]
 """The axes of each reduction of a sequence."""
 _DTYPES = {

@@ -31,8 +31,6 @@ from meshplan.planner import (
 )
 from meshplan.topology import Cluster, Topology
 
-__all__ = ["GroupPlacement", "JaggedReduction", "JobFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class JaggedReduction:

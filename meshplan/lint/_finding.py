@@ -8,20 +8,6 @@ from typing import Any, Literal, get_args
 
 from meshplan.lint._programs import Program
 
-__all__ = [
-    "SEVERITIES",
-    "Edit",
-    "Finding",
-    "Fix",
-    "InputKind",
-    "InputState",
-    "LintInput",
-    "LintReport",
-    "Severity",
-    "Source",
-    "join_names",
-]
-
 Severity = Literal["info", "warning", "error"]
 """How severe a finding is."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

@@ -12,8 +12,6 @@ from meshplan.lint._programs import Program
 from meshplan.lint._roles import Framework, Role, resolve_roles
 from meshplan.lint._settings import Settings
 
-__all__ = ["Job", "JobFile", "Skipped", "add_source"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -14,8 +14,6 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile
 
-__all__ = ["MAX_CHARACTERS", "READERS", "read_arguments", "read_jobs"]
-
 # Descriptions of jobs are written by hand. Python's own parser takes a second for four times that.
 MAX_CHARACTERS = 1 << 18
 # Modules of meshplan.lint._readers, in the order in which they are tried.

@@ -16,8 +16,6 @@ from meshplan.lint._readers._changes import find_callee
 from meshplan.lint._readers._numbers import INSTEAD, find_line
 from meshplan.lint._readers._tree import read_string
 
-__all__ = ["find_unread_in_python", "find_unread_in_text"]
-
 _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
 _AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
 _PART = r"[-_]?(?:shards?|replicas?|replicate|shard[-_]cp)"

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-__all__ = ["find_branches"]
-
 _COMMENT = re.compile(r"(?<![^\s;])#[^\n]*")
 _CASE = re.compile(r"^[ \t]*case[ \t]+(\S+)[ \t]+in\b(.*?)^[ \t]*esac\b", re.M | re.S)
 _BRANCH = re.compile(r"^[ \t]*\(?([^()\n]+)\)(.*?)(?:;;|\Z)", re.M | re.S)

@@ -37,11 +37,6 @@ from meshplan.lint._readers._tables import Framework, Mesh
 from meshplan.lint._roles import Role, find_role
 from meshplan.lint._spec import make_layout
 
-__all__ = [
-    "make_document_jobs",
-    "read_document",
-]
-
 # A job has a few.
 _MAX_MESHES = 64
 _ENGINES = ("vllm", "sglang", "serving")

@@ -13,18 +13,6 @@ from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._tables import Framework, Kind, Mesh
 
-__all__ = [
-    "Degrees",
-    "Document",
-    "Setting",
-    "Unknown",
-    "count_ranks",
-    "find_framework",
-    "find_line",
-    "find_meshes",
-    "match",
-]
-
 
 class Unknown(NamedTuple):
     """A value that only the running program has, and why."""

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from meshplan.lint._readers._tables import Framework, Mesh
 
-__all__ = ["AUTOMODEL", "MEGATRON", "MEGATRON_MESH", "NEMO", "NEMO_RECIPES"]
-
 # Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
 # first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
 # axis. Experts have one, no cp axis, and the remaining data-parallel ranks. In older releases an

@@ -17,8 +17,6 @@ from meshplan.lint._readers._engines import PLAIN
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._script import Option, Script, Word
 
-__all__ = ["read_command"]
-
 # Of torchrun, srun, sbatch, deepspeed and accelerate.
 _LAUNCH: Mapping[str, str] = {
     "--nnodes": "hosts",

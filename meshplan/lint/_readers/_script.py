@@ -11,8 +11,6 @@ from typing import NamedTuple
 from meshplan.lint._readers._branches import find_branches
 from meshplan.lint._readers._numbers import Number, evaluate
 
-__all__ = ["Option", "Script", "Word"]
-
 _WORD = re.compile(
     r"(?P<comment>(?<![^\s;])#(?!SBATCH\b)[^\n]*)"
     r"|(?P<word>(?:\$\(\([^()\n]*\)\)|\$\{(?:[^{}\n]|\$\{[^{}\n]*\})*\}"

@@ -21,8 +21,6 @@ from meshplan.lint._readers._numbers import Number, evaluate
 from meshplan.lint._readers._scopes import Scope
 from meshplan.lint._readers._tree import SourceTree, Store, format_dotted, read_string
 
-__all__ = ["PythonSource"]
-
 _MAX_DEPTH = 20
 # Calls inside calls that are followed, and all calls of the file's own functions.
 _MAX_CALLS_AROUND = 8

@@ -10,8 +10,6 @@ from meshplan.lint._programs import Program
 from meshplan.lint._roles import Framework as Reduction
 from meshplan.lint._roles import Role
 
-__all__ = ["Framework", "Kind", "Mesh"]
-
 Kind = Literal["document", "command", "python"]
 """The place of keys: TOML, YAML, JSON; a script or arguments; calls and assignments in Python."""
 

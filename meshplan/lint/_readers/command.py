@@ -9,8 +9,6 @@ from meshplan.lint._readers._degrees import read_document
 from meshplan.lint._readers._documents import find_framework
 from meshplan.lint._readers._options import read_command
 
-__all__ = ["read", "recognises"]
-
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
     r"parallel|actor_rollout_ref|fsdp_size|autotp|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",

@@ -16,8 +16,6 @@ from meshplan.lint._readers._documents import Document, Setting, Unknown
 from meshplan.lint._readers._numbers import Edit, Number, find_line
 from meshplan.lint._readers._toml import find_entries, load
 
-__all__ = ["read", "recognises"]
-
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
     r"[pP]arallel|dp_(?:replicate|shard)|fsdp|mics_shard_size|zero_hpz|autotp|megatron_lm_config"

@@ -18,22 +18,6 @@ from meshplan.lint._finding import (
     Source,
 )
 
-__all__ = [
-    "escape_line",
-    "escape_lines",
-    "escape_text",
-    "format_counts",
-    "format_details",
-    "format_fix",
-    "find_columns",
-    "format_checked",
-    "format_name",
-    "format_reason",
-    "format_source",
-    "has_files_without_mesh",
-    "make_relative",
-]
-
 # Control characters, but for tab and newline; line separators that only some programs know;
 # marks that turn the direction of writing; halves of surrogate pairs, which stand for the bytes
 # of a file name that is not UTF-8 and cannot be written as UTF-8; two that XML forbids.

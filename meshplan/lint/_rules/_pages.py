@@ -12,8 +12,6 @@ from meshplan._message_text import find_near
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules._rule import RULES
 
-__all__ = ["ERRORS", "find_code", "find_near_codes", "format_rule_page"]
-
 ERRORS: Mapping[str, type[MeshplanError]] = MappingProxyType(
     {
         cls.code: cls

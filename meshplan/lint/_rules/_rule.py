@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from meshplan.lint._facts import JobFacts
     from meshplan.lint._nccl_environment import NcclEnvironment
 
-__all__ = ["RULES", "Need", "Rule", "list_codes_needing", "register", "rule"]
-
 Need = Literal["nothing", "nodes", "domains"]
 """The facts of a cluster that a rule needs to check a mesh on it."""
 Subject = Literal["mesh", "cluster", "environment", "input"]

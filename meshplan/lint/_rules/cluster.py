@@ -11,8 +11,6 @@ from meshplan.lint._rules._rule import Rule, register, rule
 if TYPE_CHECKING:
     from meshplan.topology import Cluster
 
-__all__ = ["NOT_JUDGED", "UNUSED_IGNORE"]
-
 UNUSED_IGNORE = register(
     Rule(
         "input",
