@@ -262,6 +262,37 @@ class TestInputs:
             assert "(dp_replicate=8, dp_shard=5, tp=1) on 5 nodes of 8" in out
         assert lint("job.toml", "--domain-size", "8")[0] == 1
 
+    def test_ranks_of_a_file_beat_the_options(self, lint: Any) -> None:
+        Path("rl.toml").write_text(
+            "[trainer.model]\ndp_replicate = 8\n[deployment]\nnum_train_nodes = 5\n"
+        )
+        Path("job.sh").write_text("torchrun --nnodes 5 --nproc-per-node 8 x.py --dp 8 --fsdp 5\n")
+        for name in ("rl.toml", "job.sh"):
+            for words in (
+                ("--hosts", "5", "--node-size", "8"),
+                ("--hosts", "8", "--node-size", "8"),
+                ("--hosts", "8", "--domain-size", "8"),
+            ):
+                code, out, _ = lint(name, *words, "--output-format", "json")
+                differs = "8" in words[:2]
+                assert code == 1
+                assert "MP101" in findings(out)
+                assert ("MP192" in findings(out)) == differs
+                assert "on 5 nodes of 8" in out
+        code, out, _ = lint("job.sh", "--world-size", "64", "--domain-size", "8")
+        assert code == 1
+        assert "40 ranks, but the options have 64 ranks; the numbers of the file are used" in out
+        # The ranks of each host are the file's too.
+        Path("job.sh").write_text("torchrun --nnodes 4 --nproc-per-node 4 x.py --dp 8 --fsdp 2\n")
+        code, out, _ = lint("job.sh", "--node-size", "8")
+        assert code == 0
+        assert "on 4 nodes of 4" in out
+        assert "but the options have --node-size 8" in out
+        Path("meshplan.toml").write_text("hosts = 8\nnode-size = 4\n")
+        code, out, _ = lint("job.sh")
+        assert code == 0
+        assert "but the options have --hosts 8;" in out
+
     def test_permuted_ranks_are_read(self, lint: Any) -> None:
         base = ("--mesh", "dp=2,fsdp=2", "--domain-size", "4", "--flatten", "dp,fsdp")
         for ranks in ("0,2,1,3", "[[0,2],[1,3]]", "[0, 2, 1, 3]"):

@@ -42,6 +42,7 @@ MP106 error   permuted-flatten
 MP107 error   uneven-flatten
 MP190 warning unused-ignore
 MP191 warning not-judged
+MP192 warning ranks-contradict
 MP201 warning asymmetric-links
 MP202 warning partial-topology
 MP203 warning tray-only

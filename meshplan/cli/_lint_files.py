@@ -14,7 +14,7 @@ from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._finding import Source
 from meshplan.lint._ignores import Ignore, read_ignores
 from meshplan.lint._job import JobFile, Skipped
-from meshplan.lint._read_jobs import MAX_CHARACTERS, read_jobs
+from meshplan.lint._read_jobs import MAX_CHARACTERS, RankOptions, read_jobs
 from meshplan.topology._files import read_content
 
 INCLUDED = ("*.py", "*.toml", "*.yaml", "*.yml", "*.json", "*.sh", "*.bash", "*.slurm", "*.sbatch")
@@ -55,13 +55,13 @@ class FileReader:
     """Reads the jobs of files. An error in one does not prevent the others from being read.
 
     Attributes:
-        world_size: ranks of the jobs whose files do not specify it.
+        ranks: of the jobs whose files do not specify them.
         texts: of all files that were read, by name. `replace` changes one.
         comments: the ignore comments of these files.
         errors: of files that the user named, and of directories.
     """
 
-    world_size: int | None = None
+    ranks: RankOptions = field(default_factory=RankOptions)
     texts: dict[str, str] = field(default_factory=dict)
     comments: dict[str, tuple[Ignore, ...]] = field(default_factory=dict)
     errors: dict[str, MeshplanError] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class FileReader:
             if name not in self.texts:
                 self.texts[name] = read_content(name)
             text = self.texts[name]
-            found = read_jobs(name, text, world_size=self.world_size)
+            found = read_jobs(name, text, options=self.ranks)
             if name == "-":
                 hint = ", or name the format with --stdin-filename job.toml"
                 unread = (replace(one, why=one.why + hint) for one in found.skipped)

@@ -37,7 +37,7 @@ from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.layout import Layout
 from meshplan.lint._finding import InputKind, Source, join_names
 from meshplan.lint._job import Job, JobFile, Skipped
-from meshplan.lint._read_jobs import read_arguments
+from meshplan.lint._read_jobs import RankOptions, read_arguments
 from meshplan.lint._roles import AXIS_NAMES, ROLES, Role, assume_roles, resolve_roles
 from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
@@ -62,6 +62,7 @@ class NamedInput:
         file: its content.
         is_found: whether it was found in a directory that the user named.
         jobs: of the file, each with its cluster.
+        contradiction: of the numbers of ranks in the file and in the options; may be empty.
     """
 
     name: str
@@ -69,6 +70,7 @@ class NamedInput:
     file: JobFile
     is_found: bool = False
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
+    contradiction: str = ""
 
     def read_placement(self) -> Inputs | None:
         """The placement in its settings, with paths relative to the configuration."""
@@ -133,7 +135,6 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
         MeshplanError: the command is invalid, no input can be read, or no input has a mesh.
     """
     request = LintRequest(reader)
-    size = reader.world_size
     names, folders = expand_names(given.files)
     if "-" in names:
         names[names.index("-")] = _read_standard_input(given, reader)
@@ -153,7 +154,7 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
             files.append(NamedInput(name, "file", reader.try_to_read(name, named=False), True))
     inputs = [*files, *_read_meshes(given)]
     if given.arguments:
-        file = read_arguments(given.arguments, world_size=size)
+        file = read_arguments(given.arguments, options=reader.ranks)
         inputs.append(NamedInput(shlex.join(given.arguments), "arguments", file))
     if config is not None:
         if not inputs and not given.files and config.file.jobs:
@@ -218,6 +219,8 @@ def _place_jobs(
     live: Cluster | None,
 ) -> None:
     """Apply the options to the jobs of an input, and find their clusters."""
+    if one.file.jobs and live is None:
+        placement, one.contradiction = _prefer_file(one.file, placement, request.reader.ranks)
     for job in (_apply_options(job, given, roles) for job in one.file.jobs):
         if unknown := job.find_unknown_axes():
             skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
@@ -226,6 +229,39 @@ def _place_jobs(
     if live is None and placement is not None:
         for name in placement.files:
             request.read_topology(name)
+
+
+def _prefer_file(
+    file: JobFile, placement: Inputs | None, options: RankOptions
+) -> tuple[Inputs | None, str]:
+    """The placement with the numbers that the file itself has, and what contradicts them."""
+    placement = placement or Inputs()
+    hosts = placement.hosts[0] if len(placement.hosts) == 1 else None
+    others = []
+    if "hosts" in file.stated and hosts not in (None, file.hosts):
+        others.append(f"--hosts {hosts}")
+    if "ranks_per_host" in file.stated and placement.node_size not in (None, file.ranks_per_host):
+        others.append(f"--node-size {placement.node_size}")
+    size = options.world_size
+    if hosts and placement.node_size:
+        size = hosts * placement.node_size
+    if "world_size" in file.stated and not others and size not in (None, file.world_size):
+        others.append(f"{size} ranks")
+    if not others:
+        return placement if placement != Inputs() else None, ""
+    own = {
+        "hosts": file.hosts,
+        "ranks_per_host": file.ranks_per_host,
+        "world_size": file.world_size,
+    }
+    words = {"hosts": "hosts", "ranks_per_host": "ranks on each host", "world_size": "ranks"}
+    stated = [f"{own[key]} {word}" for key, word in words.items() if key in file.stated]
+    known = () if "hosts" not in file.stated or file.hosts is None else (file.hosts,)
+    per_host = file.ranks_per_host if "ranks_per_host" in file.stated else placement.node_size
+    return replace(placement, hosts=known, node_size=per_host), (
+        f"the file has {join_names(stated)}, but the options have {join_names(others)}; the "
+        "numbers of the file are used"
+    )
 
 
 def _find_cluster(
@@ -257,15 +293,19 @@ def _find_live(given: argparse.Namespace, placement: Inputs | None) -> Cluster |
     return found
 
 
-def read_world_size(given: argparse.Namespace) -> int | None:
-    """Ranks of the job, for files that do not specify it: ``--world-size``, or from the hosts."""
-    if given.world_size is not None:
-        return read_number(given.world_size, "--world-size", error=TopologyError)
+def read_ranks(given: argparse.Namespace) -> RankOptions:
+    """Ranks of the job, for files that do not specify them: ``--world-size``, or from the hosts."""
     inputs = read_inputs(given)
-    if len(inputs.hosts) == 1:
-        size = inputs.node_size or inputs.domain_size
-        return None if size is None else inputs.hosts[0] * size
-    return sum(inputs.hosts) if inputs.hosts and len(inputs.files) < 2 else None
+    hosts = inputs.hosts[0] if len(inputs.hosts) == 1 else None
+    per_host = inputs.node_size or inputs.domain_size
+    size = None
+    if given.world_size is not None:
+        size = read_number(given.world_size, "--world-size", error=TopologyError)
+    elif hosts is not None:
+        size = per_host and hosts * per_host
+    elif inputs.hosts and len(inputs.files) < 2:
+        size = sum(inputs.hosts)
+    return RankOptions(size, hosts, per_host)
 
 
 def _find_config(

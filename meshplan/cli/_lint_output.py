@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from meshplan.cli._lint_files import FileReader
-from meshplan.cli._lint_input import LintRequest, read_request, read_world_size
+from meshplan.cli._lint_input import LintRequest, read_ranks, read_request
 from meshplan.cli._lint_states import list_states
 from meshplan.cli._nccl import find_driver_version, find_nccl_version, read_variables
 from meshplan.cli._output import complain, refuse, save, say
@@ -23,7 +23,7 @@ from meshplan.lint._ignores import remove_ignored
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters._words import format_fix, format_source
 from meshplan.lint._rules import RULES
-from meshplan.lint._rules.cluster import NOT_JUDGED
+from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
 from meshplan.lint._select import Selection
 from meshplan.lint._settings import Settings
 
@@ -68,7 +68,7 @@ def run_lint(given: argparse.Namespace) -> int:
         raise PolicyError("--write changes files, and - is standard input; leave out --write")
     if given.stdin_filename is not None and "-" not in given.files:
         raise PolicyError("--stdin-filename needs the file -, which is standard input; add -")
-    reader = FileReader(read_world_size(given))
+    reader = FileReader(read_ranks(given))
     run = _lint(given, reader)
     output_format = given.output_format or run.settings.output_format or "text"
     if given.fix and not given.write and output_format not in ("text", "concise"):
@@ -170,6 +170,11 @@ def _report(
     found += [
         NOT_JUDGED.make_finding(f"not judged: {skipped.why}", skipped.source)
         for skipped in request.skipped
+    ]
+    found += [
+        CONTRADICTION.make_finding(one.contradiction, Source(one.name))
+        for one in request.inputs
+        if one.contradiction
     ]
     kept, ignored, unused = remove_ignored(found, request.reader.comments)
     wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]

@@ -90,8 +90,10 @@ class JobFile:
         jobs: in order of lines.
         skipped: meshes that depend on values of the running program.
         settings: of a configuration of the linter; else ``None``.
-        hosts: number of hosts of the job, if the file has it.
-        ranks_per_host: number of ranks on each host, if the file has it.
+        hosts: number of hosts of the job, if the file or its framework has it.
+        ranks_per_host: number of ranks on each host, likewise.
+        world_size: number of ranks of the job, likewise.
+        stated: which of these three the file itself has. They beat the options of the command.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -99,6 +101,8 @@ class JobFile:
     settings: Settings | None = None
     hosts: int | None = None
     ranks_per_host: int | None = None
+    world_size: int | None = None
+    stated: frozenset[str] = frozenset()
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

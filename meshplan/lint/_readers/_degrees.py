@@ -48,7 +48,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
 
     Args:
         document: the settings.
-        world_size: ranks of the job, if known; else the number in the document, if any.
+        world_size: ranks of the job, if the document does not specify them.
 
     Raises:
         LayoutError: sizes that the framework would refuse; the message names file and line.
@@ -56,7 +56,10 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
     framework = find_framework(document)
     if framework is None:
         return JobFile()
-    hosts, per_host, total = count_ranks(document, framework)
+    launch = count_ranks(document, framework)
+    if "world_size" in launch.stated:
+        world_size = None
+    hosts, total = launch.hosts, launch.world_size
     jobs: list[Job] = []
     skipped: list[Skipped] = []
     meshes = [*islice(find_meshes(document, framework), _MAX_MESHES + 1)]
@@ -90,9 +93,10 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             if total is None or world_size is not None:
                 raise add_source(source, error) from None
             # Numbers of hosts in files are often placeholders.
-            why = f"{error.args[0]}, or pass --world-size"
+            remedy = "correct this number" if "world_size" in launch.stated else "pass --world-size"
+            why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
-    return JobFile(tuple(jobs), tuple(skipped), hosts=hosts, ranks_per_host=per_host)
+    return JobFile(tuple(jobs), tuple(skipped), None, *launch)
 
 
 def make_document_jobs(
@@ -104,12 +108,14 @@ def make_document_jobs(
         UnknownMesh: a size is not known.
         LayoutError: sizes that the framework would refuse.
     """
-    hosts, _, total = count_ranks(document, framework)
+    launch = count_ranks(document, framework)
+    if world_size is None or "world_size" in launch.stated:
+        world_size = launch.world_size
     return tuple(
         job
         for found in find_meshes(document, framework)
         if found.settings
-        for job in _make_jobs(found, source, world_size or total, hosts)
+        for job in _make_jobs(found, source, world_size, launch.hosts)
         if job.layout.world_size > 1
     )
 

@@ -13,6 +13,9 @@ from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._tables import Framework, Kind, Mesh
 
+LAUNCH = ("hosts", "ranks per host", "world size")
+"""The keys of `Framework.launch` and `Document.launch`, in the order of `Launch`."""
+
 
 class Unknown(NamedTuple):
     """A value that only the running program has, and why."""
@@ -51,7 +54,8 @@ class Document:
         kind: of its keys.
         settings: in order of lines.
         insert: returns an edit that adds a key with a number after a setting, or ``None``.
-        launch: of the command that starts the job, by the keys of `Framework.launch`.
+        launch: of the command that starts the job, by ``LAUNCH``; ``ranks of one host`` if it
+            specifies no hosts.
         commands: lines of settings in a command itself, not in a variable that it uses.
     """
 
@@ -83,29 +87,45 @@ def find_framework(document: Document) -> Framework | None:
     return None
 
 
-def count_ranks(
-    document: Document, framework: Framework
-) -> tuple[int | None, int | None, int | None]:
-    """Hosts, ranks of each host and ranks of the job, where the document specifies them."""
+class Launch(NamedTuple):
+    """Numbers of a launch; ``stated`` has the fields that the document itself specifies."""
+
+    hosts: int | None
+    ranks_per_host: int | None
+    world_size: int | None
+    stated: frozenset[str]
+
+
+def count_ranks(document: Document, framework: Framework) -> Launch:
+    """Hosts, ranks of each host and ranks of the job, by the document or by default."""
     found = dict(framework.defaults) | dict(document.launch)
+    stated = {*document.launch}
     given: dict[str, object] = {}
+    several = Unknown("several numbers")
     for one in document.settings:
         if one.path in framework.launch and given.setdefault(one.path, one.value) != one.value:
             # Several commands of one script start different numbers.
-            given[one.path] = Unknown("several numbers")
+            given[one.path] = several
     for path, value in given.items():
         key = framework.launch[path]
         if type(value) is int and 1 <= value <= 1 << 24:
             found[key] = value
+            stated.add(key)
         elif isinstance(value, Unknown) and key not in document.launch:
             found.pop(key, None)
-    hosts, per_host = found.get("hosts"), found.get("ranks per host")
-    total = found.get("world size")
+    if several in given.values():
+        stated.clear()
+    hosts, per_host, total = map(found.get, LAUNCH)
     if total is None and hosts and per_host:
         total = hosts * per_host
+        stated |= {"world size"} if {"hosts", "ranks per host"} <= stated else set()
     if total and hosts and total % hosts == 0:
         per_host = total // hosts
-    return hosts, per_host, total
+        stated |= {"ranks per host"} if {"hosts", "world size"} <= stated else set()
+    # The launchers of torch and DeepSpeed start one host by default.
+    total = total or found.get("ranks of one host")
+    fields = zip(LAUNCH, Launch._fields, strict=False)
+    return Launch(hosts, per_host, total, frozenset(name for key, name in fields if key in stated))
 
 
 class Degrees(NamedTuple):

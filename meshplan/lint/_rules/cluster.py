@@ -30,6 +30,16 @@ NOT_JUDGED = register(
     )
 )
 
+CONTRADICTION = register(
+    Rule(
+        "input",
+        "MP192",
+        "ranks-contradict",
+        "warning",
+        "A file and the options specify different numbers of ranks; those of the file are used.",
+    )
+)
+
 
 def _report_notes(rule: Rule, cluster: Cluster) -> Iterator[Finding]:
     """The notes that carry the code of the rule."""
