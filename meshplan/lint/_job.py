@@ -94,6 +94,7 @@ class JobFile:
         ranks_per_host: number of ranks on each host, likewise.
         world_size: number of ranks of the job, likewise.
         stated: which of these three the file itself has. They beat the options of the command.
+        is_read: whether a reader found the degrees of a mesh, which may have one rank.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -103,6 +104,7 @@ class JobFile:
     ranks_per_host: int | None = None
     world_size: int | None = None
     stated: frozenset[str] = frozenset()
+    is_read: bool = False
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

@@ -71,12 +71,18 @@ def read_jobs(
             return JobFile()
     options = options or RankOptions(world_size)
     found = _read(name, text, options)
-    if found not in (None, JobFile()):
+    if found is not None and (found.is_read or found.jobs or found.skipped or found.settings):
         return found
     if found is None and name.endswith(".toml") and not is_long:
         from meshplan.lint._readers._toml import load
 
         load(name, text)
+    if is_python:
+        from meshplan.lint._readers.command import read_strings
+
+        found = read_strings(name, text, world_size=options.world_size)
+        if found.is_read or found.skipped:
+            return found
     from meshplan.lint._unread import find_unread_in_python, find_unread_in_text
 
     unread = (find_unread_in_python if is_python else find_unread_in_text)(name, text)

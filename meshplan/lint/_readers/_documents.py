@@ -17,6 +17,14 @@ LAUNCH = ("hosts", "ranks per host", "world size")
 """The keys of `Framework.launch` and `Document.launch`, in the order of `Launch`."""
 
 
+_BASE = re.compile(
+    r"(?:defaults|_base_|base_config|base_configs|extends|inherits?_from|toml_files)(?:\.|$)"
+)
+# A value of an override that may be the name of a configuration.
+_WORD = re.compile(r"(?!(?:true|false|null|none)$)[A-Za-z_][\w/-]*", re.I)
+_ROOTS = ("", "_global_")
+
+
 class Unknown(NamedTuple):
     """A value that only the running program has, and why."""
 
@@ -221,6 +229,30 @@ def _is_reference(
         and all(axis in other and other[axis].value == one.value for axis, one in group.items())
         for other in groups
     )
+
+
+def find_replaced(found: Degrees) -> Setting | None:
+    """The first setting that names another configuration, which may replace the mesh's defaults.
+
+    Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``) and
+    ``--config-name``; the base files of other programs. Names among ``Framework.bases`` have the
+    defaults of the table.
+    """
+    section = _compile(found.mesh.section)
+    for one in found.document.settings if found.document.kind != "python" else ():
+        group, at, package = one.path.partition("@")
+        if found.document.kind == "document":
+            is_base = bool(_BASE.match(one.path)) and one.value is not None
+        elif one.key.startswith("-"):
+            is_base = group in ("config_name", "config_path", "config_dir")
+        else:
+            is_word = isinstance(one.value, Unknown) or bool(_WORD.fullmatch(str(one.value)))
+            is_base = bool(at) or "/" in group or ("." not in group and is_word)
+        is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
+        name = str(one.value).removesuffix(".yaml")
+        if is_base and not is_elsewhere and name not in ("_self_", *found.framework.bases):
+            return one
+    return None
 
 
 def find_line(found: Degrees) -> int:

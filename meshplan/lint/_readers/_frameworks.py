@@ -90,6 +90,7 @@ _VERL = Framework(
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks per host"},
     defaults={"hosts": 1, "ranks per host": 8},
+    bases=frozenset({"config", "ppo_trainer", "ppo_megatron_trainer"}),
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(

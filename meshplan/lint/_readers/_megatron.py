@@ -118,18 +118,12 @@ NEMO = Framework(
             },
             section=r"(?P<part>.*\.dtensor_cfg)",
             needs=frozenset({"tp", "cp"}),
-            refused={
-                r"defaults=.*": "degrees may stand in the file that defaults names",
-                **_NEMO_REFUSED,
-            },
+            refused=_NEMO_REFUSED,
         ),
         replace(
             MEGATRON_MESH,
             section=r"(?P<part>(?!.*(?:vllm|sglang|generation)).*)",
-            refused={
-                r"defaults=.*\.ya?ml": "degrees may stand in the file that defaults names",
-                **_NEMO_REFUSED,
-            },
+            refused=_NEMO_REFUSED,
         ),
     ),
     launch={

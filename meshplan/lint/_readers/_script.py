@@ -25,8 +25,8 @@ _VALUE = re.compile(
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
-_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.S)
-_UNDOTTED = re.compile(r"^[a-z]\w*_parallel_|^fsdp_size$")
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
+_UNDOTTED = re.compile(r"[a-z]\w*")
 # Slurm's gpu:8, h100:8 and gpu:h100:8.
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,4})")
 _MAX_DEPTH = 20
@@ -167,10 +167,10 @@ class Script:
 
     def _is_override(self, word: Word, key: str) -> bool:
         """Whether ``key=value`` is an argument of a command, and no assignment of the shell."""
-        if "." in key:
+        if not key.isidentifier():
             return True
         # Any text may have TP=2; variables of the environment are in capitals.
-        if not _UNDOTTED.search(key):
+        if not _UNDOTTED.fullmatch(key):
             return False
         line = bisect.bisect_right(self._commands, (word.start, len(self.text))) - 1
         before = self.text[self._commands[line][0] : word.start].split()
