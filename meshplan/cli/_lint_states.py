@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
+from dataclasses import replace
 
 from meshplan.cli._lint_input import LintRequest, NamedInput
-from meshplan.lint._finding import InputState, LintInput
+from meshplan.lint._facts import JobFacts
+from meshplan.lint._finding import InputState, LintInput, join_names
 from meshplan.lint._job import Job
 from meshplan.lint._rules import list_codes_needing
 from meshplan.topology import Cluster, Reading
 
 _MOST_REASONS = 2
+_TRAY, _RACKS = 4, (72, 36)  # GPUs
 
 
 def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:
@@ -55,6 +59,30 @@ def _explain_incomplete(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
             f"{job.layout}: {' and '.join(rules)} need the NVLink domain of each rank, which is "
             "unknown; pass --domain-size"
         )
+    return _explain_tray(job, cluster, fatal) if cluster.topology.domains is None else ""
+
+
+def _explain_tray(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
+    """Why hosts of 4 GPUs leave a verdict open: as trays of a rack they would have findings.
+
+    GB200 and GB300 racks have 18 such trays, or 9, which NVLink joins to one node.
+    """
+    nodes = cluster.topology.node_map
+    counts = {nodes} if isinstance(nodes, int) else {*Counter(nodes).values()}
+    if counts != {_TRAY} or job.layout.highest_rank < _TRAY:
+        return ""
+    now = JobFacts(job, cluster, is_trial=True).codes
+    for gpus in _RACKS if not fatal & {*now} else ():
+        trays = gpus // _TRAY
+        racks = gpus if isinstance(nodes, int) else tuple(node // trays for node in nodes or ())
+        topology = replace(cluster.topology, node_map=racks, domain_map=racks)
+        then = JobFacts(job, replace(cluster, topology=topology), is_trial=True).codes
+        if codes := sorted(fatal & {*then}):
+            return (
+                f"{job.layout}: hosts of 4 GPUs may be trays of a rack that NVLink joins, and with "
+                f"racks of {gpus} GPUs {join_names(codes)} applies; pass --domain-size {gpus}, or "
+                "--domain-size 4 if NVLink joins the GPUs of a host only"
+            )
     return ""
 
 

@@ -24,18 +24,10 @@ from meshplan.lint._readers._documents import (
     find_framework,
     find_line,
     find_meshes,
-    find_replaced,
     match,
 )
-from meshplan.lint._readers._names import (
-    INNER,
-    is_open_degree,
-    is_size,
-    suggest_degree,
-    suggest_key,
-)
+from meshplan.lint._readers._names import check_unread
 from meshplan.lint._readers._numbers import (
-    INSTEAD,
     UNKNOWN_RANKS,
     Edit,
     UnknownMesh,
@@ -162,7 +154,7 @@ def _make_jobs(
     per_host = any(match(mesh.per_host, text) for text in found.document.texts)
     if total is None and is_plain and (mesh.needs or not mesh.keys) and not per_host:
         return
-    _check_unread(found, order, given, total)
+    check_unread(found, order, given, total)
     sizes = _fill_sizes(found, order, given, total, hosts)
     known = {*given, mesh.rest} - {""}
     sharded, sequence_parallel, program = _read_use(found)
@@ -197,44 +189,6 @@ def _make_jobs(
     left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard"))
     inner[left] = _divide(ranks, inner, left)
     yield make_job(experts, inner, known | mesh.shown)
-
-
-def _check_unread(
-    found: Degrees, order: Iterable[str], given: Mapping[str, int], total: int | None
-) -> None:
-    """Check that nothing in the file may have another size for an axis than the mesh has.
-
-    Raises:
-        UnknownMesh: a misspelt key, a degree that no mesh of the framework reads, or another
-            configuration whose sizes may be in place of the defaults.
-    """
-    keys = {key for mesh in found.framework.meshes for key in mesh.keys}
-    section = re.compile(found.mesh.section)
-    for one in found.document.settings:
-        prefix, _, key = one.path.rpartition(".")
-        is_inside = section.fullmatch(prefix) is not None
-        if key in keys or not is_open_degree(one.value):
-            continue
-        if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
-            raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
-        if is_size(key) and not INNER.search(one.path) and (is_inside or not given):
-            # A variable of the file: the degree that refers to it has its value.
-            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
-                continue
-            shown = "" if isinstance(one.value, Unknown) else f" = {one.value}"
-            raise UnknownMesh(f"{one.key}{shown} is a degree that is not read; {INSTEAD}", one.line)
-    free = [axis for axis in order if axis not in given]
-    fixed = math.prod(given.get(axis, 1) for axis in order)
-    # One axis follows from the ranks of the job.
-    if len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill)) and (
-        fixed != total
-    ):
-        replaced = find_replaced(found)
-        if replaced is not None:
-            raise UnknownMesh(
-                f"{replaced.key} names another configuration, which may set {free[0]}; {INSTEAD}",
-                replaced.line,
-            )
 
 
 def _fill_sizes(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshplan._message_text import suggest
-from meshplan.lint._readers._documents import Unknown
+from meshplan.lint._readers._documents import Degrees, Unknown, find_replaced
 from meshplan.lint._readers._frameworks import FRAMEWORKS
+from meshplan.lint._readers._numbers import INSTEAD, UnknownMesh
 
 _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
 _AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
@@ -26,7 +28,7 @@ SIZE = re.compile(
 # Short names that other texts use too. They count alone or as the last part of a dotted path.
 SHORT = re.compile(rf"(?:[\w-]+\.)*{_AXIS}")
 # Degrees of other meshes than those of the trainer, and of parts of an axis.
-INNER = re.compile(
+_INNER = re.compile(
     r"vllm|sglang|rollout|generat|infer|teacher|serv|virtual|ulysses|target|checkpoint|(?:^|[._])(?:ref|gen)[._]"
 )
 # Keys of one program often differ by a word, and a spelling mistake by a letter or two.
@@ -54,3 +56,41 @@ def suggest_degree(key: str) -> str:
     """`suggest_key` for the keys of all programs, as they are written in the table."""
     key = key.rpartition(".")[2].replace("-", "_").lower()
     return suggest_key(key, _DEGREES)
+
+
+def check_unread(
+    found: Degrees, order: Iterable[str], given: Mapping[str, int], total: int | None
+) -> None:
+    """Check that nothing in the file may have another size for an axis than the mesh has.
+
+    Raises:
+        UnknownMesh: a misspelt key, a degree that no mesh of the framework reads, or another
+            configuration whose sizes may be in place of the defaults.
+    """
+    keys = {key for mesh in found.framework.meshes for key in mesh.keys}
+    section = re.compile(found.mesh.section)
+    for one in found.document.settings:
+        prefix, _, key = one.path.rpartition(".")
+        is_inside = section.fullmatch(prefix) is not None
+        if key in keys or not is_open_degree(one.value):
+            continue
+        if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
+            raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
+        if is_size(key) and not _INNER.search(one.path) and (is_inside or not given):
+            # A variable of the file: the degree that refers to it has its value.
+            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
+                continue
+            shown = "" if isinstance(one.value, Unknown) else f" = {one.value}"
+            raise UnknownMesh(f"{one.key}{shown} is a degree that is not read; {INSTEAD}", one.line)
+    free = [axis for axis in order if axis not in given]
+    fixed = math.prod(given.get(axis, 1) for axis in order)
+    # One axis follows from the ranks of the job.
+    if len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill)) and (
+        fixed != total
+    ):
+        replaced = find_replaced(found)
+        if replaced is not None:
+            raise UnknownMesh(
+                f"{replaced.key} names another configuration, which may set {free[0]}; {INSTEAD}",
+                replaced.line,
+            )
