@@ -20,6 +20,15 @@ from meshplan.topology._files import read_content
 INCLUDED = ("*.py", "*.toml", "*.yaml", "*.yml", "*.json", "*.sh", "*.bash", "*.slurm", "*.sbatch")
 """The files of a directory that are linted."""
 # Besides directories whose names begin with a dot, such as .git and .venv.
+_TESTS = re.compile(r"(?:\w+_)?tests?(?:_\w+)?|testing|fixtures")
+_TEST = re.compile(r"(?:test_.*|.*_tests?|conftest)\.\w+")
+# A program, a configuration of a framework, a launcher, or a mesh outside of functions.
+_LAUNCH = re.compile(
+    r"__main__|ArgumentParser\b|@hydra\.main|\btyro\.cli\b|torchrun|\bsubprocess\b|\bos\.system\b"
+    r"|\w(?:Config|Strategy|Trainer|ParallelDims)\("
+    r"|^(?:[\w., ]+=\s*)?[\w.]*(?:init_device_mesh|DeviceMesh)\(",
+    re.M,
+)
 _NEVER = ("__pycache__", "build", "dist", "node_modules", "venv", "*.egg-info")
 
 
@@ -91,14 +100,28 @@ class FileReader:
             self.comments[name] = read_ignores(text, file=name)
         return self._files[name]
 
-    def try_to_read(self, name: str, *, named: bool) -> JobFile:
+    def read_for(self, name: str, ranks: int) -> JobFile:
+        """The jobs of a file that `read` has read, with this number of ranks.
+
+        Raises:
+            MeshplanError: no mesh has that many.
+        """
+        return read_jobs(name, self.texts.get(name, ""), options=RankOptions(ranks))
+
+    def try_to_read(self, name: str, *, named: bool, any_file: bool = True) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
 
         Args:
             name: of the file.
             named: whether the user named it, and did not name a directory with it.
+            any_file: whether files that start no job (`is_job`) are read too.
         """
         try:
+            if not any_file:
+                if name not in self.texts:
+                    self.texts[name] = read_content(name)
+                if not is_job(name, self.texts[name]):
+                    return JobFile()
             return self.read(name)
         except MeshplanError as error:
             if named:
@@ -117,20 +140,21 @@ def _skip(name: str, error: MeshplanError) -> Skipped:
     return Skipped(Source(name, line), text[place.end() :])
 
 
-def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files and the directories of a command line, each once, with patterns expanded.
+def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The files, the directories and the matches of patterns of a command line, each once.
 
     Raises:
         PolicyError: a pattern that matches no file, or axes that are in no ``--mesh``.
     """
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for name in names:
-        found = [name]
+        found, named = [name], files
         if re.search("[*?[]", name) and not os.path.lexists(name):
             from glob import glob
 
-            found = sorted(glob(name, recursive=True))
+            found, named = sorted(glob(name, recursive=True)), matches
             if not found:
                 raise PolicyError(f"{name[:200]}: no file matches this pattern")
         elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", name) and not os.path.lexists(name):
@@ -139,9 +163,17 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
                 "--mesh ddp=8,fsdp=5"
             )
         for one in found:
-            group = folders if one != "-" and os.path.isdir(one) else files
+            group = folders if one != "-" and os.path.isdir(one) else named
             group.setdefault(one if one == "-" else os.path.abspath(one), one)
-    return list(files.values()), list(folders.values())
+    return list(files.values()), list(folders.values()), list(matches.values())
+
+
+def is_job(name: str, text: str) -> bool:
+    """Whether a file that was not named may start a job: no test, and no library of Python."""
+    *folders, base = name.replace("\\", "/").lower().split("/")
+    if _TEST.fullmatch(base) or any(_TESTS.fullmatch(one) for one in folders):
+        return False
+    return not base.endswith((".py", ".pyi")) or bool(_LAUNCH.search(text))
 
 
 def find_files(

@@ -107,7 +107,7 @@ class JobFacts:
     @cached_property
     def fixes(self) -> tuple[Fix, ...]:
         """The changes that make replicas agree."""
-        if self.is_trial:
+        if self.is_trial or self.job.is_open:
             return ()
         from meshplan.lint._fixes import find_fixes
 

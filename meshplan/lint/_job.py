@@ -32,6 +32,8 @@ class Job:
         reread: returns all jobs of the file after ``rewrite``, this one first, or ``None``.
         program: the program that issues the reductions.
         given: the roles as given, without those of names.
+        every_size: the verdict for every number of nodes, if the job has no number of its own.
+        is_open: whether that verdict depends on the number.
     """
 
     layout: Layout
@@ -49,6 +51,8 @@ class Job:
     )
     program: Program = "unknown"
     given: tuple[Role, ...] = field(default=(), init=False, compare=False, repr=False)
+    every_size: str = ""
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         axes = self.layout.axes

@@ -61,6 +61,7 @@ class Rule:
         message: str,
         *details: str,
         fixes: tuple[Fix, ...] = (),
+        severity: Severity | None = None,
         **data: Any,
     ) -> Finding:
         """A finding about the mesh of a job."""
@@ -68,6 +69,7 @@ class Rule:
             message,
             facts.job.source,
             subject=str(facts.layout),
+            severity=severity or self.severity,
             details=details,
             fixes=fixes,
             data=data,
