@@ -293,6 +293,25 @@ class TestInputs:
         assert code == 0
         assert "but the options have --hosts 8;" in out
 
+    def test_options_of_launchers_place_ranks(self, lint: Any) -> None:
+        reports = {
+            lint("--mesh", "ddp=8,fsdp=5", hosts, "5", ranks, "8", "--output-format", "json")
+            for hosts in ("--hosts", "--nodes", "--nnodes")
+            for ranks in ("--node-size", "--gpus-per-node", "--nproc-per-node")
+        }
+        ((code, out, err),) = reports
+        assert (code, err) == (1, "")
+        assert "on 5 nodes of 8" in out
+
+    def test_configuration_above_is_used(self, lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path("src/deep").mkdir(parents=True)
+        Path("meshplan.toml").write_text('node-size = 8\nignore = ["MP101"]\n')
+        monkeypatch.chdir("src/deep")
+        assert lint("--mesh", "ddp=8,fsdp=5")[0] == 2  # no repository: whose file is it?
+        Path("../../.git").mkdir()
+        assert lint("--mesh", "ddp=8,fsdp=5")[0] == 0
+        assert lint("--mesh", "ddp=8,fsdp=5", "--isolated")[0] == 2
+
     def test_permuted_ranks_are_read(self, lint: Any) -> None:
         base = ("--mesh", "dp=2,fsdp=2", "--domain-size", "4", "--flatten", "dp,fsdp")
         for ranks in ("0,2,1,3", "[[0,2],[1,3]]", "[0, 2, 1, 3]"):

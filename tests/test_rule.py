@@ -217,7 +217,12 @@ errors of meshplan
 
     def test_invalid_arguments_are_refused(self) -> None:
         said = []
-        for codes, all_ in (([], False), (["MP101"], True), (["MP101", "MP1O2"], False)):
+        for codes, all_ in (
+            ([], False),
+            (["MP101"], True),
+            (["MP101", "MP1O2"], False),
+            (["MP110"], False),
+        ):
             with pytest.raises(PolicyError) as caught:
                 rule(codes, all_, "text")
             said.append(str(caught.value))
@@ -226,7 +231,8 @@ errors of meshplan
             """\
 MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no code; use, for example, meshplan rule MP101, or --all
-MP402: no rule or error 'MP1O2'; similar: MP102, MP902, MP802""",
+MP402: no rule or error 'MP1O2'; similar: MP102, MP101, MP103
+MP402: no rule or error 'MP110'; similar: MP101, MP111, MP112""",
         )
 
 

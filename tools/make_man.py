@@ -22,7 +22,7 @@ STATUS = (
     ("2", "the command or its input cannot be understood"),
 )
 FILES = (
-    ("meshplan.toml, pyproject.toml", "settings of meshplan lint, in the current directory"),
+    ("meshplan.toml, pyproject.toml", "settings of meshplan lint, in this directory or above"),
     ("~/.cache/meshplan", "compiled device code; MESHPLAN_CACHE names another directory"),
 )
 

@@ -36,6 +36,7 @@ from meshplan.topology._assignment import is_rank_order
 from meshplan.topology._files import read_content, read_file
 
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
+_MOST_PARENTS = 32
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
     "meshplan.toml"
@@ -224,13 +225,22 @@ def _find_config(
             )
     if configs or given.isolated:
         return configs[0] if configs else None
-    for folder in ("", *folders):
+    for folder in (*_list_parents(), *folders):
         for name in (os.path.normpath(os.path.join(folder, one)) for one in _CONFIGS):
             if os.path.isfile(name):
                 file = reader.read(name)
                 if file.settings is not None:
                     return NamedInput(name, "settings", file)
     return None
+
+
+def _list_parents() -> list[str]:
+    """The working directory and those above it, up to the root of its repository."""
+    found, here = ["."], Path.cwd()
+    while not (here / ".git").exists() and here != here.parent and len(found) < _MOST_PARENTS:
+        found.append(os.path.join(found[-1], "..").removeprefix("./"))
+        here = here.parent
+    return found if (here / ".git").exists() else found[:1]
 
 
 def _differ(one: NamedInput, other: NamedInput, *, elsewhere: bool) -> bool:

@@ -45,6 +45,11 @@ def find_near_codes(words: str) -> list[str]:
         given = given.translate(_MISREAD)
     parts = [name for name in known if len(given) > 2 and given in name]
     similar = find_near(given, known, 5, 0.7)
+    # Codes of one family have one subject; digits are swapped more often than mistaken.
+    family = [name for name in known if re.fullmatch(rf"{re.escape(given[:3])}\d\d", name)]
+    if family and re.fullmatch(r"mp\d{3}", given):
+        near = {name: abs(int(name[2:]) - int(given[2:])) for name in family}
+        similar = sorted(family, key=lambda one: (sorted(one) != sorted(given), near[one]))[:5]
     return list(dict.fromkeys(known[name] for name in parts + similar))
 
 
