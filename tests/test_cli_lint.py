@@ -589,6 +589,11 @@ def test_files_that_nobody_named_are_quiet(lint: Any) -> None:
         assert code == 1
         assert "error MP101" in out
         assert "not judged configs/sizes.yaml" in out
+    # Only directories below the named one count.
+    Path("tests/repo").mkdir()
+    Path("tests/repo/train.py").write_text(TRAIN)
+    for name in ("tests/repo", "tests/repo/*.py", str(Path("tests/repo").absolute())):
+        assert lint(name, "--node-size", "8")[0] == 1
     # A named file is strict, whatever stands beside it.
     assert lint("configs/sizes.yaml", "src", "--node-size", "8")[0] == 1
     # Without a placement nothing is judged, and the summary tells why.

@@ -108,19 +108,20 @@ class FileReader:
         """
         return read_jobs(name, self.texts.get(name, ""), options=RankOptions(ranks))
 
-    def try_to_read(self, name: str, *, named: bool, any_file: bool = True) -> JobFile:
+    def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
 
         Args:
             name: of the file.
             named: whether the user named it, and did not name a directory with it.
-            any_file: whether files that start no job (`is_job`) are read too.
+            below: the directory that the user named, whose files are read if they may start a job
+                (`is_job`); ``None`` reads any file.
         """
         try:
-            if not any_file:
+            if below is not None:
                 if name not in self.texts:
                     self.texts[name] = read_content(name)
-                if not is_job(name, self.texts[name]):
+                if not is_job(os.path.relpath(name, below or "."), self.texts[name]):
                     return JobFile()
             return self.read(name)
         except MeshplanError as error:
@@ -140,8 +141,10 @@ def _skip(name: str, error: MeshplanError) -> Skipped:
     return Skipped(Source(name, line), text[place.end() :])
 
 
-def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
     """The files, the directories and the matches of patterns of a command line, each once.
+
+    A match has the directory in front of the first wildcard.
 
     Raises:
         PolicyError: a pattern that matches no file, or axes that are in no ``--mesh``.
@@ -150,11 +153,11 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]
     folders: dict[str, str] = {}
     matches: dict[str, str] = {}
     for name in names:
-        found, named = [name], files
+        found, is_pattern = [name], False
         if re.search("[*?[]", name) and not os.path.lexists(name):
             from glob import glob
 
-            found, named = sorted(glob(name, recursive=True)), matches
+            found, is_pattern = sorted(glob(name, recursive=True)), True
             if not found:
                 raise PolicyError(f"{name[:200]}: no file matches this pattern")
         elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", name) and not os.path.lexists(name):
@@ -163,13 +166,16 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]
                 "--mesh ddp=8,fsdp=5"
             )
         for one in found:
-            group = folders if one != "-" and os.path.isdir(one) else named
+            group = folders if one != "-" and os.path.isdir(one) else files
+            if is_pattern and group is files:
+                matches.setdefault(one, os.path.dirname(re.split("[*?[]", name)[0]))
+                continue
             group.setdefault(one if one == "-" else os.path.abspath(one), one)
-    return list(files.values()), list(folders.values()), list(matches.values())
+    return list(files.values()), list(folders.values()), matches
 
 
 def is_job(name: str, text: str) -> bool:
-    """Whether a file that was not named may start a job: no test, and no library of Python."""
+    """Whether a file of a directory may start a job: no test, and no library of Python."""
     *folders, base = name.replace("\\", "/").lower().split("/")
     if _TEST.fullmatch(base) or any(_TESTS.fullmatch(one) for one in folders):
         return False

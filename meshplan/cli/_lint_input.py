@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -147,12 +146,14 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     included = FilePatterns(request.settings.include or INCLUDED, place)
     files = [one for one in files if not any(two.match(one.name) for two in excluded)]
     known = {os.path.abspath(one.name) for one in files}
-    walks = (find_files(folder, included, excluded, reader.errors) for folder in folders)
-    matches = [one for one in matches if not any(two.match(one) for two in excluded)]
-    for name in track("reading file", [*matches, *itertools.chain.from_iterable(walks)]):
+    below = {one: at for one, at in matches.items() if not any(two.match(one) for two in excluded)}
+    for folder in folders:
+        for name in find_files(folder, included, excluded, reader.errors):
+            below.setdefault(name, folder)
+    for name, folder in track("reading file", [*below.items()]):
         if os.path.abspath(name) not in known:
             known.add(os.path.abspath(name))
-            file = reader.try_to_read(name, named=False, any_file=given.strict)
+            file = reader.try_to_read(name, named=False, below=None if given.strict else folder)
             files.append(NamedInput(name, "file", file, not given.strict))
     inputs = [*files, *_read_meshes(given)]
     if given.arguments:
