@@ -38,7 +38,7 @@ _DEGREES = {key for one in FRAMEWORKS for mesh in one.meshes for key in mesh.key
 
 
 def is_size(key: str) -> bool:
-    """Whether a key is a name that programs give to the size of an axis."""
+    """Whether a key is a name that programs use for the size of an axis."""
     return bool(SIZE.fullmatch(key.lower()) or SHORT.fullmatch(key.lower()))
 
 
