@@ -158,7 +158,7 @@ def test_unknown_codes_list_near_ones() -> None:
     assert_expected_inline(
         "\n".join(said),
         """\
-MP402: no rule or error 'MP1O1'; similar: MP101, MP901, MP801
+MP402: no rule or error 'MP1O1'; similar: MP101, MP102, MP103
 MP402: no rule or error 'jagged'; similar: MP101, MP102
 MP402: no rule or error 'MP999'; meshplan rule --all lists all
 MP402: no rule or error ''; meshplan rule --all lists all
