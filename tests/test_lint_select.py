@@ -90,7 +90,7 @@ def test_unknown_selectors_are_refused() -> None:
 MP402: no rule has the selector 'MP12'; use a code (MP101), a prefix (MP1) or ALL; similar: MP192, MP102
 MP402: no rule has the selector 'MP9'; use a code (MP101), a prefix (MP1) or ALL; similar: MP192, MP191, MP190
 MP402: no rule has the selector 'JAGGED'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101, MP102
-MP402: no rule has the selector 'MP1O1'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101
+MP402: no rule has the selector 'MP1O1'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101, MP102, MP103
 MP402: no rule has the selector 'jagged-reduction'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101
 MP402: no rule has the selector 'MP212'; MP212 is an error, which cannot be ignored; use a code (MP101), a prefix (MP1) or ALL
 MP402: no rule has the selector ''; use a code (MP101), a prefix (MP1) or ALL
