@@ -262,6 +262,56 @@ class TestInputs:
             assert "(dp_replicate=8, dp_shard=5, tp=1) on 5 nodes of 8" in out
         assert lint("job.toml", "--domain-size", "8")[0] == 1
 
+    def test_ranks_of_a_file_beat_the_options(self, lint: Any) -> None:
+        Path("rl.toml").write_text(
+            "[trainer.model]\ndp_replicate = 8\n[deployment]\nnum_train_nodes = 5\n"
+        )
+        Path("job.sh").write_text("torchrun --nnodes 5 --nproc-per-node 8 x.py --dp 8 --fsdp 5\n")
+        for name in ("rl.toml", "job.sh"):
+            for words in (
+                ("--hosts", "5", "--node-size", "8"),
+                ("--hosts", "8", "--node-size", "8"),
+                ("--hosts", "8", "--domain-size", "8"),
+            ):
+                code, out, _ = lint(name, *words, "--output-format", "json")
+                differs = "8" in words[:2]
+                assert code == 1
+                assert "MP101" in findings(out)
+                assert ("MP192" in findings(out)) == differs
+                assert "on 5 nodes of 8" in out
+        code, out, _ = lint("job.sh", "--world-size", "64", "--domain-size", "8")
+        assert code == 1
+        assert "40 ranks, but the options have 64 ranks; the numbers of the file are used" in out
+        # The ranks of each host are the file's too.
+        Path("job.sh").write_text("torchrun --nnodes 4 --nproc-per-node 4 x.py --dp 8 --fsdp 2\n")
+        code, out, _ = lint("job.sh", "--node-size", "8")
+        assert code == 0
+        assert "on 4 nodes of 4" in out
+        assert "but the options have --node-size 8" in out
+        Path("meshplan.toml").write_text("hosts = 8\nnode-size = 4\n")
+        code, out, _ = lint("job.sh")
+        assert code == 0
+        assert "but the options have --hosts 8;" in out
+
+    def test_options_of_launchers_place_ranks(self, lint: Any) -> None:
+        reports = {
+            lint("--mesh", "ddp=8,fsdp=5", hosts, "5", ranks, "8", "--output-format", "json")
+            for hosts in ("--hosts", "--nodes", "--nnodes")
+            for ranks in ("--node-size", "--gpus-per-node", "--nproc-per-node")
+        }
+        ((code, out, err),) = reports
+        assert (code, err) == (1, "")
+        assert "on 5 nodes of 8" in out
+
+    def test_configuration_above_is_used(self, lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path("src/deep").mkdir(parents=True)
+        Path("meshplan.toml").write_text('node-size = 8\nignore = ["MP101"]\n')
+        monkeypatch.chdir("src/deep")
+        assert lint("--mesh", "ddp=8,fsdp=5")[0] == 2  # no repository: whose file is it?
+        Path("../../.git").mkdir()
+        assert lint("--mesh", "ddp=8,fsdp=5")[0] == 0
+        assert lint("--mesh", "ddp=8,fsdp=5", "--isolated")[0] == 2
+
     def test_permuted_ranks_are_read(self, lint: Any) -> None:
         base = ("--mesh", "dp=2,fsdp=2", "--domain-size", "4", "--flatten", "dp,fsdp")
         for ranks in ("0,2,1,3", "[[0,2],[1,3]]", "[0, 2, 1, 3]"):
@@ -415,7 +465,8 @@ class TestOutput:
             file.write_text(text if file.suffix == ".py" else TITAN)
         code, out, err = lint(*words, "--write")
         assert (code, err.count(": changed; ")) == (0, 3)
-        assert "checked 3 files, 5 meshes\nno findings" in out
+        assert out.endswith("checked 3 files, 5 meshes\n")
+        assert "error" not in out
         assert [file.read_text() for file in files] == patched
         # What is left is reported, and fails.
         code, out, err = lint(*words, "--write", *self.MESH)
@@ -457,7 +508,8 @@ def test_directories_are_searched(lint: Any) -> None:
 
     both = ["a/job.toml", "a/b/train.py"]
     assert files(".") == files("a") == files("a", "a/b", "./a") == (1, 3, both)
-    assert files("a/**/*.py") == (1, 2, ["a/b/train.py", "a/tool.py"])
+    assert files("a/**/*.py") == (1, 2, ["a/b/train.py"])
+    assert files("a/**/*.py", "--strict") == (1, 2, ["a/b/train.py", "a/tool.py"])
     assert files(".", "--exclude", "b") == (1, 2, both[:1])
     assert files(".", "--exclude", "a/*.toml", "--exclude", "t*.py") == (0, 0, [])
     assert files("a/job.toml", "--exclude", "*.toml") == (0, 0, [])
@@ -498,16 +550,56 @@ def test_one_broken_file_of_a_directory_does_not_hide_the_others(lint: Any) -> N
     Path("a/job.toml").write_text(TITAN)
     Path("a/small.toml").write_text(TITAN.replace("= 8", "= 9"))
     words = ("a", "--hosts", "5", "--node-size", "8", "--output-format", "concise")
-    code, out, err = lint(*words)
+    code, out, err = lint(*words, "--strict")
     assert "a/job.toml:4: error MP101" in out
     assert "a/broken.py: not judged: line 1: cannot be parsed as Python" in out
     assert "a/comment.toml: not judged: line 8: an ignore comment needs a reason" in out
     # The hosts do not suit this mesh, whoever named the file.
     assert "a/small.toml: not judged: line 4: 5 hosts of 8 GPUs have 40 ranks" in out
     assert (code, err.count("\n")) == (2, 1)
+    assert lint("a", "--strict")[0] == 2
+    code, out, err = lint(*words)
+    assert (code, err) == (1, "")
+    assert "a/job.toml:4: error MP101" in out
+    assert out.endswith("checked 4 files, 1 mesh; 3 files not judged (--strict lists them)\n")
     Path("a/small.toml").unlink()
-    assert lint(*words)[0] == 1
-    assert lint("a", "--output-format", "concise")[0] == 2
+    assert lint(*words, "--strict")[0] == lint(*words)[0] == 1
+
+
+def test_files_that_nobody_named_are_quiet(lint: Any) -> None:
+    texts = {
+        "src/mesh.py": TRAIN.replace("mesh =", "def make():\n    return") + "\n",
+        "src/open.py": TRAIN.replace("DP = 8", "DP = int(input())"),
+        "tests/test_mesh.py": TRAIN,
+        "src/unit_tests/helpers.py": TRAIN,
+        "configs/sizes.yaml": "tensor_parallel_size: 8\n",
+        "configs/rest.toml": TITAN.replace("degree = 5", "degree = -1"),
+    }
+    for name, text in texts.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    for names in ((".",), ("src", "configs"), ("**/*.*",)):
+        code, out, err = lint(*names, "--node-size", "8")
+        assert (code, err) == (0, "")
+        assert "configs/rest.toml:4: warning MP101" in out
+        (summary,) = (line for line in out.splitlines() if not line.startswith("configs/rest"))
+        assert summary.startswith("checked ")
+        assert summary.endswith("; 2 files not judged (--strict lists them)")
+        code, out, _ = lint(*names, "--node-size", "8", "--strict")
+        assert code == 1
+        assert "error MP101" in out
+        assert "not judged configs/sizes.yaml" in out
+    # Only directories below the named one count.
+    Path("tests/repo").mkdir()
+    Path("tests/repo/train.py").write_text(TRAIN)
+    for name in ("tests/repo", "tests/repo/*.py", str(Path("tests/repo").absolute())):
+        assert lint(name, "--node-size", "8")[0] == 1
+    # A named file is strict, whatever stands beside it.
+    assert lint("configs/sizes.yaml", "src", "--node-size", "8")[0] == 1
+    # Without a placement nothing is judged, and the summary tells why.
+    code, out, err = lint(".")
+    assert (code, err) == (0, "")
+    assert out.endswith("(--strict lists them, --node-size 8 places the ranks)\n")
 
 
 def test_standard_input_has_a_name(lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,29 @@ def test_cliques_become_domains() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("label", "values"),
+    [
+        ("network.topology.nvidia.com/accelerator", ("u-1.7", "u-1.9")),
+        ("topology.k8s.aws/ultraserver-id", ("us-1234abcd", "us-5678")),
+        ("topology.k8s.aws/capacity-block-id", None),
+        ("topology.k8s.aws/network-node-layer-1", None),
+    ],
+)
+def test_labels_of_other_programs_name_cliques(label: str, values: tuple[str, str] | None) -> None:
+    nodes = [node(f"n{i}", None, "4") for i in range(3)]
+    first, second = values or ("b-1", "b-2")
+    for one, value in zip(nodes, (first, first, second), strict=True):
+        one["metadata"]["labels"][label] = value
+    found = read(listed(*nodes))
+    whole = (tuple(range(8)), tuple(range(8, 12)))
+    assert found.nodes == (whole if values else tuple(tuple(range(i, i + 4)) for i in (0, 4, 8)))
+    # NVIDIA's own label is the one that counts.
+    for one in nodes:
+        one["metadata"]["labels"][CLIQUE] = "u-1.1"
+    assert read(listed(*nodes)).nodes == (tuple(range(12)),)
+
+
 def test_missing_gpu_counts_are_reported() -> None:
     for uncounted in (node("b", "u.1"), node("b", status={"capacity": {"nvidia.com/gpu": "4"}})):
         found = read(listed(node("a", "u.1", "4"), uncounted))

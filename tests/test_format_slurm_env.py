@@ -39,9 +39,16 @@ def test_environment_places_ranks(tasks: str, order: str, expected: tuple[int, .
 def test_missing_variables_leave_placement_unknown() -> None:
     whole = job("1(x3)", "block", SLURM_NTASKS="3")
     assert read_nodes(whole) == (0, 1, 2)
-    for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"):
+    for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"):
         assert read_nodes({key: value for key, value in whole.items() if key != name}) is None
     assert read_nodes({}) is None
+    # sbatch sets no distribution; srun's own default is block.
+    del whole["SLURM_DISTRIBUTION"]
+    assert read_nodes(whole | {"SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_NTASKS": "6"}) == (
+        *(0, 0, 1, 1, 2, 2),
+    )
+    cyclic = read_nodes(whole | {"SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_NTASKS": "6"}, "cyclic")
+    assert cyclic == (0, 1, 2, 0, 1, 2)
     older = {
         "SLURM_NODELIST" if key == "SLURM_JOB_NODELIST" else key: value
         for key, value in whole.items()

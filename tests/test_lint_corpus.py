@@ -69,5 +69,5 @@ def test_file_has_the_meshes_and_the_verdict(
 
 def test_every_framework_has_six_files() -> None:
     counts = Counter(file.name.partition("/")[0] for file in CORPUS)
-    assert set(counts) == set(FRAMEWORKS)
-    assert min(counts.values()) >= 6
+    assert set(counts) == {*FRAMEWORKS, "areal"}  # whose allocations are not read
+    assert min(counts[name] for name in FRAMEWORKS) >= 6

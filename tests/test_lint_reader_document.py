@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from expecttest import TestCase
@@ -141,10 +144,19 @@ def test_degrees_that_are_references_are_followed() -> None:
     assert job.layout == Layout.of(pp=1, dp=2, tp=4)
 
 
-def test_yaml_needs_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    (skipped,) = read_jobs("nemo.yaml", NEMO).skipped
-    assert "pip install pyyaml" in skipped.why
+def test_yaml_is_read_by_the_plain_installation() -> None:
+    # The action and the hook of pre-commit install nothing else.
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    assert any(one.startswith("pyyaml") for one in project["dependencies"])
+    # It is loaded for YAML only.
+    script = (
+        "import sys; from meshplan.lint._read_jobs import read_jobs\n"
+        "for name in ('a.toml', 'a.json', 'a.sh', 'a.py'): read_jobs(name, 'parallel = 8')\n"
+        "assert 'yaml' not in sys.modules\n"
+        "read_jobs('a.yaml', 'parallel: 8'); assert 'yaml' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import LayoutError
 from meshplan.layout import Layout
-from meshplan.lint._read_jobs import MAX_CHARACTERS, read_arguments, read_jobs
+from meshplan.lint._read_jobs import MAX_CHARACTERS, RankOptions, read_arguments, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 LINES = (
@@ -139,10 +139,18 @@ def test_hosts_and_ranks_are_read_from_the_launcher() -> None:
     assert (found.hosts, found.ranks_per_host) == (2, 4)
 
 
-def test_known_world_size_beats_the_command() -> None:
+def test_command_beats_the_world_size_of_the_user() -> None:
     line = ["--nnodes", "2", "--nproc-per-node", "8", "--fsdp", "-1"]
-    assert read_arguments(line).jobs[0].layout == Layout.of(fsdp=16)
-    assert read_arguments(line, world_size=40).jobs[0].layout == Layout.of(fsdp=40)
+    for size in (None, 16, 40):
+        assert read_arguments(line, world_size=size).jobs[0].layout == Layout.of(fsdp=16)
+    # One host is torchrun's default, which its other options may replace.
+    alone = line[2:]
+    assert read_arguments(alone).jobs[0].layout == Layout.of(fsdp=8)
+    assert read_arguments(alone, world_size=40).jobs[0].layout == Layout.of(fsdp=40)
+    # A number of hosts alone is multiplied by the user's ranks on each host, not by all of them.
+    hosts = [*line[:2], *line[4:]]
+    options = RankOptions(world_size=40, hosts=5, node_size=8)
+    assert read_arguments(hosts, options=options).jobs[0].layout == Layout.of(fsdp=16)
 
 
 def test_source_is_the_arguments() -> None:

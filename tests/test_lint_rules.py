@@ -41,6 +41,7 @@ MP106 error   permuted-flatten
 MP107 error   uneven-flatten
 MP190 warning unused-ignore
 MP191 warning not-judged
+MP192 warning ranks-contradict
 MP201 warning asymmetric-links
 MP202 warning partial-topology
 MP203 warning tray-only
@@ -155,7 +156,7 @@ def test_unknown_codes_list_near_ones() -> None:
     assert_expected_inline(
         "\n".join(said),
         """\
-MP402: no rule or error 'MP1O1'; similar: MP101, MP901, MP801
+MP402: no rule or error 'MP1O1'; similar: MP101, MP102, MP103
 MP402: no rule or error 'jagged'; similar: MP101, MP102
 MP402: no rule or error 'MP999'; meshplan rule --all lists all
 MP402: no rule or error ''; meshplan rule --all lists all

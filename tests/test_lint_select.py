@@ -49,7 +49,7 @@ select=mp2: MP201 MP202 MP203 MP204
 select=MP10: MP101 MP102 MP103 MP104 MP105 MP106 MP107
 select=MP101,MP2, MP305 : MP101 MP201 MP202 MP203 MP204 MP305
 ignore=MP1,MP3: MP201 MP202 MP203 MP204
-select=MP1 ignore=MP10: MP190 MP191
+select=MP1 ignore=MP10: MP190 MP191 MP192
 select=MP101 ignore=MP1: MP101
 select=MP1 ignore=MP1: none
 ignore=ALL: none
@@ -87,10 +87,10 @@ def test_unknown_selectors_are_refused() -> None:
     assert_expected_inline(
         "\n".join(said),
         """\
-MP402: no rule has the selector 'MP12'; use a code (MP101), a prefix (MP1) or ALL; similar: MP102
-MP402: no rule has the selector 'MP9'; use a code (MP101), a prefix (MP1) or ALL; similar: MP191, MP190
+MP402: no rule has the selector 'MP12'; use a code (MP101), a prefix (MP1) or ALL; similar: MP192, MP102
+MP402: no rule has the selector 'MP9'; use a code (MP101), a prefix (MP1) or ALL; similar: MP192, MP191, MP190
 MP402: no rule has the selector 'JAGGED'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101, MP102
-MP402: no rule has the selector 'MP1O1'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101
+MP402: no rule has the selector 'MP1O1'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101, MP102, MP103
 MP402: no rule has the selector 'jagged-reduction'; use a code (MP101), a prefix (MP1) or ALL; similar: MP101
 MP402: no rule has the selector 'MP212'; MP212 is an error, which cannot be ignored; use a code (MP101), a prefix (MP1) or ALL
 MP402: no rule has the selector ''; use a code (MP101), a prefix (MP1) or ALL

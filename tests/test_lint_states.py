@@ -66,10 +66,9 @@ FILES = {
     "model.bin": "\0\1",
 }
 STATES = {
-    "judged": ["good.py", "titan.toml", "run.sh", "meshes.toml", "accelerate.yaml"],
+    "judged": ["good.py", "titan.toml", "run.sh", "meshes.toml", "accelerate.yaml", "rest.toml"],
     "not judged": [
-        *("open.py", "registry.py", "both.py", "rest.toml", "rl.toml", "verl.sh", "jax.yaml"),
-        "model.bin",
+        *("open.py", "registry.py", "both.py", "rl.toml", "verl.sh", "jax.yaml", "model.bin"),
     ],
     "no mesh": ["plain.py", "empty.py", "tool.toml", "copy.sh", "settings.toml"],
 }

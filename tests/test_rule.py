@@ -138,6 +138,7 @@ rules of meshplan lint
   MP107  error    uneven-flatten           A dim is sharded unevenly over flattened axes; gathering it may corrupt data.
   MP190  warning  unused-ignore            An ignore comment matches no finding.
   MP191  warning  not-judged               A mesh could not be read from its file; it was not judged, which fails.
+  MP192  warning  ranks-contradict         A file and the options specify different numbers of ranks; those of the file are used.
   MP201  warning  asymmetric-links         GPUs have different numbers of links, or two ends disagree; a link may be down.
   MP202  warning  partial-topology         An input does not report which GPUs are joined; unknown does not mean separate.
   MP203  warning  tray-only                An input shows one tray of a rack that NVLink may join as a whole.
@@ -216,7 +217,12 @@ errors of meshplan
 
     def test_invalid_arguments_are_refused(self) -> None:
         said = []
-        for codes, all_ in (([], False), (["MP101"], True), (["MP101", "MP1O2"], False)):
+        for codes, all_ in (
+            ([], False),
+            (["MP101"], True),
+            (["MP101", "MP1O2"], False),
+            (["MP110"], False),
+        ):
             with pytest.raises(PolicyError) as caught:
                 rule(codes, all_, "text")
             said.append(str(caught.value))
@@ -225,7 +231,8 @@ errors of meshplan
             """\
 MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no code; use, for example, meshplan rule MP101, or --all
-MP402: no rule or error 'MP1O2'; similar: MP102, MP902, MP802""",
+MP402: no rule or error 'MP1O2'; similar: MP102, MP101, MP103
+MP402: no rule or error 'MP110'; similar: MP101, MP111, MP112""",
         )
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from meshplan.cli._options import add_verb
 from meshplan.errors import PolicyError
 
-__all__ = ["add"]
-
 _EPILOG = """\
 to enable it in every new shell:
   bash: eval "$(meshplan completion bash)" in ~/.bashrc

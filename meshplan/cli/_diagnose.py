@@ -13,8 +13,6 @@ from meshplan._message_text import elide, format_first, format_runs
 from meshplan.cli._options import add_mesh, add_output, add_verb
 from meshplan.cli._output import say
 
-__all__ = ["add"]
-
 _EPILOG = """\
 Run the job with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH and pass the logs of all ranks. With
 NCCL_DEBUG_FILE=logs/nccl.%h.%p.log as well, each process writes a log of its own to a directory.

@@ -18,8 +18,6 @@ from meshplan.errors import TorchMissingError
 from meshplan.topology._locate import locate_rank
 from meshplan.topology._location import Fabric, Gpu, RankLocation
 
-__all__ = ["Diagnosis", "add", "check_cache", "check_host", "check_links", "check_shared_folder"]
-
 _SHM = "/dev/shm"
 # What NCCL needs for the ranks of a full host; containers often get 64 MB.
 _SHM_BYTES = 1 << 30

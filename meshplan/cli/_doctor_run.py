@@ -24,8 +24,6 @@ from meshplan.kernel._compilers import Program, RuntimeLibrary, compilers
 from meshplan.kernel._device_code import prebuilt
 from meshplan.topology._locate import locate_rank
 
-__all__ = ["diagnose"]
-
 
 def diagnose() -> list[Diagnosis]:
     """All diagnoses of this machine."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from meshplan.cli._output import complain
 from meshplan.errors import LayoutError, MeshplanError, PolicyError
 
-__all__ = ["check_timeout", "require_launcher", "run_on_ranks"]
-
 
 def require_launcher(
     environ: Mapping[str, str], what: str, example: str, error: type[MeshplanError] = PolicyError

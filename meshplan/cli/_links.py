@@ -12,8 +12,6 @@ from meshplan.cli._options import add_timeout, add_verb
 from meshplan.cli._output import complain, save, say, try_to_open
 from meshplan.errors import PolicyError
 
-__all__ = ["add"]
-
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""

@@ -32,8 +32,6 @@ from meshplan.flatten import discover
 from meshplan.topology import Topology
 from meshplan.topology._links import TimedExchange, fit_links
 
-__all__ = ["MOST_GROUPS", "MOST_RANKS", "group_by_class", "measure", "time_exchanges"]
-
 MOST_RANKS, MOST_GROUPS = 8, 128
 
 # Bytes for each peer: latency decides, neither, and bandwidth. Halving also adds, which takes the

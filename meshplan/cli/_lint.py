@@ -7,8 +7,6 @@ from typing import Any
 
 from meshplan.cli._options import add_mesh, add_output, add_placement, add_timeout, add_verb
 
-__all__ = ["add"]
-
 _LEVELS = ("info", "warning", "error")
 _FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
 _EPILOG = """\
@@ -19,8 +17,8 @@ examples:
   meshplan lint --node-size 8 -- --tensor-model-parallel-size 8 --num-gpus 64
 
 exit status:
-  0  no finding at --fail-level or above; every input was judged or has no mesh
-  1  a finding at --fail-level or above, or an input that was not judged
+  0  no finding at --fail-level or above; every named input was judged or has no mesh
+  1  a finding at --fail-level or above, or a named input that was not judged
   2  the command or its input is invalid
 """
 
@@ -132,6 +130,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--allow-unjudged",
         action="store_true",
         help="list inputs that could not be judged, without failing",
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="treat the files of directories and patterns as if they were named: list and fail "
+        "those that were not judged, and read tests and libraries too",
     )
     group.add_argument(
         "--exit-zero",

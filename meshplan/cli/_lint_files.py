@@ -14,14 +14,21 @@ from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._finding import Source
 from meshplan.lint._ignores import Ignore, read_ignores
 from meshplan.lint._job import JobFile, Skipped
-from meshplan.lint._read_jobs import MAX_CHARACTERS, read_jobs
+from meshplan.lint._read_jobs import MAX_CHARACTERS, RankOptions, read_jobs
 from meshplan.topology._files import read_content
-
-__all__ = ["INCLUDED", "FileReader", "FilePatterns", "expand_names", "find_files"]
 
 INCLUDED = ("*.py", "*.toml", "*.yaml", "*.yml", "*.json", "*.sh", "*.bash", "*.slurm", "*.sbatch")
 """The files of a directory that are linted."""
 # Besides directories whose names begin with a dot, such as .git and .venv.
+_TESTS = re.compile(r"(?:\w+_)?tests?(?:_\w+)?|testing|fixtures")
+_TEST = re.compile(r"(?:test_.*|.*_tests?|conftest)\.\w+")
+# A program, a configuration of a framework, a launcher, or a mesh outside of functions.
+_LAUNCH = re.compile(
+    r"__main__|ArgumentParser\b|@hydra\.main|\btyro\.cli\b|torchrun|\bsubprocess\b|\bos\.system\b"
+    r"|\w(?:Config|Strategy|Trainer|ParallelDims)\("
+    r"|^(?:[\w., ]+=\s*)?[\w.]*(?:init_device_mesh|DeviceMesh)\(",
+    re.M,
+)
 _NEVER = ("__pycache__", "build", "dist", "node_modules", "venv", "*.egg-info")
 
 
@@ -57,13 +64,13 @@ class FileReader:
     """Reads the jobs of files. An error in one does not prevent the others from being read.
 
     Attributes:
-        world_size: ranks of the jobs whose files do not specify it.
+        ranks: of the jobs whose files do not specify them.
         texts: of all files that were read, by name. `replace` changes one.
         comments: the ignore comments of these files.
         errors: of files that the user named, and of directories.
     """
 
-    world_size: int | None = None
+    ranks: RankOptions = field(default_factory=RankOptions)
     texts: dict[str, str] = field(default_factory=dict)
     comments: dict[str, tuple[Ignore, ...]] = field(default_factory=dict)
     errors: dict[str, MeshplanError] = field(default_factory=dict)
@@ -84,7 +91,7 @@ class FileReader:
             if name not in self.texts:
                 self.texts[name] = read_content(name)
             text = self.texts[name]
-            found = read_jobs(name, text, world_size=self.world_size)
+            found = read_jobs(name, text, options=self.ranks)
             if name == "-":
                 hint = ", or name the format with --stdin-filename job.toml"
                 unread = (replace(one, why=one.why + hint) for one in found.skipped)
@@ -93,14 +100,29 @@ class FileReader:
             self.comments[name] = read_ignores(text, file=name)
         return self._files[name]
 
-    def try_to_read(self, name: str, *, named: bool) -> JobFile:
+    def read_for(self, name: str, ranks: int) -> JobFile:
+        """The jobs of a file that `read` has read, with this number of ranks.
+
+        Raises:
+            MeshplanError: no mesh has that many.
+        """
+        return read_jobs(name, self.texts.get(name, ""), options=RankOptions(ranks))
+
+    def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
 
         Args:
             name: of the file.
             named: whether the user named it, and did not name a directory with it.
+            below: the directory that the user named, whose files are read if they may start a job
+                (`is_job`); ``None`` reads any file.
         """
         try:
+            if below is not None:
+                if name not in self.texts:
+                    self.texts[name] = read_content(name)
+                if not is_job(os.path.relpath(name, below or "."), self.texts[name]):
+                    return JobFile()
             return self.read(name)
         except MeshplanError as error:
             if named:
@@ -119,20 +141,23 @@ def _skip(name: str, error: MeshplanError) -> Skipped:
     return Skipped(Source(name, line), text[place.end() :])
 
 
-def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files and the directories of a command line, each once, with patterns expanded.
+def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
+    """The files, the directories and the matches of patterns of a command line, each once.
+
+    A match has the directory in front of the first wildcard.
 
     Raises:
         PolicyError: a pattern that matches no file, or axes that are in no ``--mesh``.
     """
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for name in names:
-        found = [name]
+        found, is_pattern = [name], False
         if re.search("[*?[]", name) and not os.path.lexists(name):
             from glob import glob
 
-            found = sorted(glob(name, recursive=True))
+            found, is_pattern = sorted(glob(name, recursive=True)), True
             if not found:
                 raise PolicyError(f"{name[:200]}: no file matches this pattern")
         elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", name) and not os.path.lexists(name):
@@ -142,8 +167,19 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
             )
         for one in found:
             group = folders if one != "-" and os.path.isdir(one) else files
+            if is_pattern and group is files:
+                matches.setdefault(one, os.path.dirname(re.split("[*?[]", name)[0]))
+                continue
             group.setdefault(one if one == "-" else os.path.abspath(one), one)
-    return list(files.values()), list(folders.values())
+    return list(files.values()), list(folders.values()), matches
+
+
+def is_job(name: str, text: str) -> bool:
+    """Whether a file of a directory may start a job: no test, and no library of Python."""
+    *folders, base = name.replace("\\", "/").lower().split("/")
+    if _TEST.fullmatch(base) or any(_TESTS.fullmatch(one) for one in folders):
+        return False
+    return not base.endswith((".py", ".pyi")) or bool(_LAUNCH.search(text))
 
 
 def find_files(

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from meshplan._message_text import suggest
-from meshplan._needs_torch import import_with_torch
-from meshplan.cli._launch import check_timeout
 from meshplan.cli._lint_files import (
     INCLUDED,
     FilePatterns,
@@ -25,29 +19,23 @@ from meshplan.cli._lint_files import (
 )
 from meshplan.cli._options import (
     PLACEMENT_OPTIONS,
-    find_cluster,
-    list_placement_options,
     read_hosts,
     read_inputs,
     read_number,
-    require_cluster,
 )
 from meshplan.cli._output import track
-from meshplan.errors import MeshplanError, PolicyError, TopologyError
-from meshplan.layout import Layout
-from meshplan.lint._finding import InputKind, Source, join_names
+from meshplan.errors import PolicyError, TopologyError
+from meshplan.lint._finding import InputKind, Source
 from meshplan.lint._job import Job, JobFile, Skipped
-from meshplan.lint._read_jobs import read_arguments
-from meshplan.lint._roles import AXIS_NAMES, ROLES, Role, assume_roles, resolve_roles
+from meshplan.lint._read_jobs import RankOptions, read_arguments
 from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
-from meshplan.topology import Cluster, Inputs, Reading, read_cluster
+from meshplan.topology import Cluster, Inputs, Reading
 from meshplan.topology._assignment import is_rank_order
 from meshplan.topology._files import read_content, read_file
 
-__all__ = ["LintRequest", "NamedInput", "read_request", "read_world_size"]
-
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
+_MOST_PARENTS = 32
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
     "meshplan.toml"
@@ -62,8 +50,9 @@ class NamedInput:
         name: as the user named it.
         kind: of the input.
         file: its content.
-        is_found: whether it was found in a directory that the user named.
+        is_found: whether it was found by a directory or a pattern, without ``--strict``.
         jobs: of the file, each with its cluster.
+        contradiction: of the numbers of ranks in the file and in the options; may be empty.
     """
 
     name: str
@@ -71,6 +60,7 @@ class NamedInput:
     file: JobFile
     is_found: bool = False
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
+    contradiction: str = ""
 
     def read_placement(self) -> Inputs | None:
         """The placement in its settings, with paths relative to the configuration."""
@@ -97,6 +87,8 @@ class LintRequest:
         unused: a configuration whose settings apply and whose meshes are not checked.
         settings: of a configuration; the options override them.
         reader: of the files.
+        config: the configuration, if any.
+        is_unplaced: whether neither options nor the configuration place the ranks.
     """
 
     reader: FileReader
@@ -104,6 +96,13 @@ class LintRequest:
     topologies: dict[str, Reading] = field(default_factory=dict)
     unused: NamedInput | None = None
     settings: Settings = field(default_factory=Settings)
+    config: NamedInput | None = None
+    is_unplaced: bool = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all inputs are files that the user did not name."""
+        return bool(self.inputs) and all(one.is_found for one in self.inputs)
 
     @property
     def jobs(self) -> list[tuple[Job, Cluster]]:
@@ -112,8 +111,8 @@ class LintRequest:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """All meshes that could not be read."""
-        return [skipped for one in self.inputs for skipped in one.file.skipped]
+        """All meshes of named inputs that could not be read."""
+        return [two for one in self.inputs if not one.is_found for two in one.file.skipped]
 
     def read_topology(self, name: str) -> Reading:
         """The reading of a cluster description, cached: standard input can be read once only."""
@@ -135,8 +134,7 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
         MeshplanError: the command is invalid, no input can be read, or no input has a mesh.
     """
     request = LintRequest(reader)
-    size = reader.world_size
-    names, folders = expand_names(given.files)
+    names, folders, matches = expand_names(given.files)
     if "-" in names:
         names[names.index("-")] = _read_standard_input(given, reader)
     files = [NamedInput(name, "file", reader.try_to_read(name, named=True)) for name in names]
@@ -148,14 +146,18 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     included = FilePatterns(request.settings.include or INCLUDED, place)
     files = [one for one in files if not any(two.match(one.name) for two in excluded)]
     known = {os.path.abspath(one.name) for one in files}
-    walks = (find_files(folder, included, excluded, reader.errors) for folder in folders)
-    for name in track("reading file", [*itertools.chain.from_iterable(walks)]):
+    below = {one: at for one, at in matches.items() if not any(two.match(one) for two in excluded)}
+    for folder in folders:
+        for name in find_files(folder, included, excluded, reader.errors):
+            below.setdefault(name, folder)
+    for name, folder in track("reading file", [*below.items()]):
         if os.path.abspath(name) not in known:
             known.add(os.path.abspath(name))
-            files.append(NamedInput(name, "file", reader.try_to_read(name, named=False), True))
+            file = reader.try_to_read(name, named=False, below=None if given.strict else folder)
+            files.append(NamedInput(name, "file", file, not given.strict))
     inputs = [*files, *_read_meshes(given)]
     if given.arguments:
-        file = read_arguments(given.arguments, world_size=size)
+        file = read_arguments(given.arguments, options=reader.ranks)
         inputs.append(NamedInput(shlex.join(given.arguments), "arguments", file))
     if config is not None:
         if not inputs and not given.files and config.file.jobs:
@@ -167,7 +169,7 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     if not inputs and not given.files:
         raise PolicyError(_NOTHING)
     request.inputs = inputs
-    _place(request, given, config)
+    request.config = config
     return request
 
 
@@ -181,93 +183,19 @@ def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
     return name
 
 
-def _place(request: LintRequest, given: argparse.Namespace, config: NamedInput | None) -> None:
-    """Find the cluster of each job: by options, by ``--config``, or by its own file."""
-    options = read_inputs(given) if list_placement_options(given) else None
-    placement = config.read_placement() if options is None and config is not None else options
-    live = _find_live(given, placement)
-    each_its_own = options is None and config is not None and given.config is None
-    for one in request.inputs:
-        own = (one is not config and each_its_own and one.read_placement()) or placement
-        roles = request.settings.roles
-        if one.is_found and one.file.settings is not None:
-            own = (options is None and one.read_placement()) or placement
-            roles = {**roles, **one.file.settings.roles}
-        try:
-            _place_jobs(request, given, one, own, roles, live)
-        except MeshplanError as error:
-            request.reader.errors[one.name] = error
-            skipped = Skipped(_find_source(one), str(error.args[0]))
-            one.jobs.clear()
-            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
-    errors = list(request.reader.errors.values())
-    unread = sum(one.name in request.reader.errors or bool(one.jobs) for one in request.inputs)
-    if errors and not request.jobs and (unread == 1 or len({*map(str, errors)}) == 1):
-        raise errors[0]
-
-
-def _find_source(one: NamedInput) -> Source:
-    """The place of the first mesh of an input."""
-    return next((job.source for job in one.file.jobs), Source(one.name))
-
-
-def _place_jobs(
-    request: LintRequest,
-    given: argparse.Namespace,
-    one: NamedInput,
-    placement: Inputs | None,
-    roles: Mapping[str, Role],
-    live: Cluster | None,
-) -> None:
-    """Apply the options to the jobs of an input, and find their clusters."""
-    for job in (_apply_options(job, given, roles) for job in one.file.jobs):
-        if unknown := job.find_unknown_axes():
-            skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
-            one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
-        one.jobs.append((job, live or _find_cluster(job, one.file, placement, request)))
-    if live is None and placement is not None:
-        for name in placement.files:
-            request.read_topology(name)
-
-
-def _find_cluster(
-    job: Job, file: JobFile, placement: Inputs | None, request: LintRequest
-) -> Cluster:
-    """The cluster by options, by the launch command in the job's file, or by environment."""
-    ranks = job.layout.highest_rank + 1
-    if placement is None and (file.hosts is not None or file.ranks_per_host is not None):
-        hosts = () if file.hosts is None else (file.hosts,)
-        inputs = Inputs(hosts=hosts, node_size=file.ranks_per_host)
-        return require_cluster(read_cluster(inputs, ranks, {}))
-    return require_cluster(find_cluster(placement or Inputs(), ranks, request.read_topology))
-
-
-def _find_live(given: argparse.Namespace, placement: Inputs | None) -> Cluster | None:
-    if not given.live:
-        if given.timeout is not None:
-            raise PolicyError("--timeout needs --live; add it, or leave out --timeout")
-        return None
-    if placement is not None:
-        raise PolicyError(
-            "--live reads the placement from the ranks; leave out the placement options, and "
-            "those of the configuration with --isolated"
-        )
-    ranks = import_with_torch("meshplan.cli._ranks", "meshplan lint --live")
-    timeout = 300.0 if given.timeout is None else given.timeout
-    check_timeout(timeout)
-    found: Cluster = ranks.find_live_cluster(os.environ, timeout)
-    return found
-
-
-def read_world_size(given: argparse.Namespace) -> int | None:
-    """Ranks of the job, for files that do not specify it: ``--world-size``, or from the hosts."""
-    if given.world_size is not None:
-        return read_number(given.world_size, "--world-size", error=TopologyError)
+def read_ranks(given: argparse.Namespace) -> RankOptions:
+    """Ranks of the job, for files that do not specify them: ``--world-size``, or from the hosts."""
     inputs = read_inputs(given)
-    if len(inputs.hosts) == 1:
-        size = inputs.node_size or inputs.domain_size
-        return None if size is None else inputs.hosts[0] * size
-    return sum(inputs.hosts) if inputs.hosts and len(inputs.files) < 2 else None
+    hosts = inputs.hosts[0] if len(inputs.hosts) == 1 else None
+    per_host = inputs.node_size or inputs.domain_size
+    size = None
+    if given.world_size is not None:
+        size = read_number(given.world_size, "--world-size", error=TopologyError)
+    elif hosts is not None:
+        size = per_host and hosts * per_host
+    elif inputs.hosts and len(inputs.files) < 2:
+        size = sum(inputs.hosts)
+    return RankOptions(size, hosts, per_host)
 
 
 def _find_config(
@@ -298,13 +226,22 @@ def _find_config(
             )
     if configs or given.isolated:
         return configs[0] if configs else None
-    for folder in ("", *folders):
+    for folder in (*_list_parents(), *folders):
         for name in (os.path.normpath(os.path.join(folder, one)) for one in _CONFIGS):
             if os.path.isfile(name):
                 file = reader.read(name)
                 if file.settings is not None:
                     return NamedInput(name, "settings", file)
     return None
+
+
+def _list_parents() -> list[str]:
+    """The working directory and those above it, up to the root of its repository."""
+    found, here = ["."], Path.cwd()
+    while not (here / ".git").exists() and here != here.parent and len(found) < _MOST_PARENTS:
+        found.append(os.path.join(found[-1], "..").removeprefix("./"))
+        here = here.parent
+    return found if (here / ".git").exists() else found[:1]
 
 
 def _differ(one: NamedInput, other: NamedInput, *, elsewhere: bool) -> bool:
@@ -336,65 +273,3 @@ def _read_meshes(given: argparse.Namespace) -> list[NamedInput]:
         NamedInput(name, "mesh", JobFile((Job(parse_mesh(text, ranks), Source(option=name)),)))
         for text, name in ((text, f"--mesh {text}") for text in given.mesh)
     ]
-
-
-def _explain_roles(job: Job, axes: Sequence[str], roles: Iterable[str]) -> str:
-    """The axes without a role, with the line for the configuration."""
-    # A guess to start from: two axes without a role are often replicas, then shards.
-    guesses = ["replicate"] * (len(axes) - 1) + ["shard"]
-    line = ", ".join(f'{axis} = "{role}"' for axis, role in zip(axes, guesses, strict=True))
-    # A spelling mistake in the mesh, or in the roles of the configuration.
-    known = [*roles, *(name for names in AXIS_NAMES.values() for name in names)]
-    hints = dict.fromkeys(suggest(axis, known, 0.75) for axis in axes)
-    return (
-        f"the use of {join_names(axes)} in {job.layout} is not visible and the "
-        f"name{'s are' if len(axes) > 1 else ' is'} unknown{''.join(hints)}; add to meshplan.toml: "
-        f"roles = {{ {line} }} (each {', '.join(ROLES[:-1])} or {ROLES[-1]})"
-    )
-
-
-def _apply_options(job: Job, given: argparse.Namespace, roles: Mapping[str, Role]) -> Job:
-    """The job with the options and the roles that apply to all jobs."""
-    layout = job.layout
-    changes: dict[str, Any] = {}
-    if any(axis in roles for axis in layout.axes):
-        pairs = zip(layout.axes, job.given, strict=True)
-        changes["roles"] = tuple(roles.get(axis, role) for axis, role in pairs)
-    if given.framework:
-        stated = changes.get("roles", job.given)
-        changes["roles"] = assume_roles(
-            resolve_roles(layout.axes, stated, given.framework), given.framework
-        )
-        changes["framework"] = given.framework
-        if job.program == "unknown":
-            changes["program"] = "torch"
-    if given.reduce_order:
-        changes["reduce_order"] = _read_axes(layout, given.reduce_order)
-    if given.flatten:
-        changes["flattened"] = job.flattened + tuple(_read_axes(layout, a) for a in given.flatten)
-    if given.dim:
-        lengths = (n for text in given.dim for n in text.split(","))
-        changes["dims"] = job.dims + tuple(
-            read_number(n, "--dim", least=0, error=TopologyError) for n in lengths
-        )
-    if given.sequence_parallel:
-        changes["sequence_parallel"] = True
-    if changes and job.reread is not None:
-        changes["reread"] = partial(_reread, job, given, roles)
-    return replace(job, **{"roles": job.given, **changes})
-
-
-def _reread(
-    job: Job, given: argparse.Namespace, roles: Mapping[str, Role], layout: Layout
-) -> tuple[Job, ...] | None:
-    """The jobs of a file with another mesh in it, with the options applied."""
-    assert job.reread is not None
-    found = job.reread(layout)
-    return None if found is None else tuple(_apply_options(one, given, roles) for one in found)
-
-
-def _read_axes(layout: Layout, text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        layout.axis_index(name)
-    return names

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from meshplan.cli._lint_files import FileReader
-from meshplan.cli._lint_input import LintRequest, read_request, read_world_size
+from meshplan.cli._lint_input import LintRequest, read_ranks, read_request
+from meshplan.cli._lint_placement import place_jobs
 from meshplan.cli._lint_states import list_states
 from meshplan.cli._nccl import find_driver_version, find_nccl_version, read_variables
 from meshplan.cli._output import complain, refuse, save, say
@@ -23,11 +24,9 @@ from meshplan.lint._ignores import remove_ignored
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters._words import format_fix, format_source
 from meshplan.lint._rules import RULES
-from meshplan.lint._rules.cluster import NOT_JUDGED
+from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
 from meshplan.lint._select import Selection
 from meshplan.lint._settings import Settings
-
-__all__ = ["run_lint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class _Run:
         settings: of the configuration.
         level: index of the lowest severity that fails.
         errors: why inputs that the user named cannot be read or placed.
+        is_quiet: whether all inputs are files that the user did not name.
     """
 
     report: LintReport
@@ -47,6 +47,7 @@ class _Run:
     settings: Settings
     level: int
     errors: tuple[MeshplanError, ...]
+    is_quiet: bool
 
     def find_status(self, *, exit_zero: bool) -> int:
         """The exit status."""
@@ -70,9 +71,10 @@ def run_lint(given: argparse.Namespace) -> int:
         raise PolicyError("--write changes files, and - is standard input; leave out --write")
     if given.stdin_filename is not None and "-" not in given.files:
         raise PolicyError("--stdin-filename needs the file -, which is standard input; add -")
-    reader = FileReader(read_world_size(given))
+    reader = FileReader(read_ranks(given))
     run = _lint(given, reader)
-    output_format = given.output_format or run.settings.output_format or "text"
+    short = "concise" if run.is_quiet else "text"
+    output_format = given.output_format or run.settings.output_format or short
     if given.fix and not given.write and output_format not in ("text", "concise"):
         raise PolicyError(
             f"--fix prints a diff, so --output-format {output_format} cannot apply; leave out one "
@@ -100,6 +102,7 @@ def run_lint(given: argparse.Namespace) -> int:
 def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
     reader.errors.clear()
     request = read_request(given, reader)
+    place_jobs(request, given)
     settings = request.settings
     # Options override the settings: --select replaces them, the others add to them.
     kept = Settings() if given.select else settings
@@ -113,7 +116,8 @@ def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
     inputs = list_states(request, {code for code in fatal if selection.wants(code)})
     facts = [JobFacts(job, cluster) for job, cluster in request.jobs]
     report = _report(given, request, facts, selection, inputs)
-    return _Run(report, facts, settings, level, tuple(reader.errors.values()))
+    errors = tuple(reader.errors.values())
+    return _Run(report, facts, settings, level, errors, request.is_quiet)
 
 
 def _fix(
@@ -173,10 +177,20 @@ def _report(
         NOT_JUDGED.make_finding(f"not judged: {skipped.why}", skipped.source)
         for skipped in request.skipped
     ]
+    found += [
+        CONTRADICTION.make_finding(one.contradiction, Source(one.name))
+        for one in request.inputs
+        if one.contradiction
+    ]
     kept, ignored, unused = remove_ignored(found, request.reader.comments)
-    wanted = [finding for finding in (*kept, *unused) if selection.wants(finding.code)]
+    wanted = [
+        finding
+        for finding in (*kept, *unused)
+        if selection.wants(finding.code) and not (finding.severity == "info" and request.is_quiet)
+    ]
     about = [
         f"{one.job.source}: {one.layout} on {one.topology}"
+        + (f"; {one.job.every_size}" if one.job.every_size else "")
         for one in facts
         if one.topology.known and not one.job.find_unknown_axes()
     ]
@@ -189,7 +203,18 @@ def _report(
         files=sum(one.kind == "file" for one in request.inputs),
         meshes=len(facts),
         texts=request.reader.texts,
+        is_quiet=request.is_quiet,
+        unlisted=_describe_unlisted(request),
     )
+
+
+def _describe_unlisted(request: LintRequest) -> str:
+    """The number of files that were not named and not judged."""
+    count = sum(one.is_found and bool(one.file.skipped) for one in request.inputs)
+    remedy = "--strict lists them"
+    if request.is_unplaced:
+        remedy += ", --node-size 8 places the ranks"
+    return f"{count} file{'s' * (count > 1)} not judged ({remedy})" if count else ""
 
 
 def _draw(given: argparse.Namespace, run: _Run) -> None:

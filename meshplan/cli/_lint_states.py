@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
+from dataclasses import replace
 
 from meshplan.cli._lint_input import LintRequest, NamedInput
-from meshplan.lint._finding import InputState, LintInput
+from meshplan.lint._facts import JobFacts
+from meshplan.lint._finding import InputState, LintInput, join_names
 from meshplan.lint._job import Job
 from meshplan.lint._rules import list_codes_needing
 from meshplan.topology import Cluster, Reading
 
-__all__ = ["list_states"]
-
 _MOST_REASONS = 2
+_TRAY, _RACK = 4, 72  # GPUs
 
 
 def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:
     """The state of all inputs, those that describe jobs first.
 
-    Files without a mesh that were found in directories are left out.
+    Files that were not named are listed only if they were judged.
 
     Args:
         request: the inputs.
         fatal: codes of the selected rules whose findings fail the command.
     """
     judged = [(one, _judge_jobs(one, fatal)) for one in request.inputs]
-    found = [state for one, state in judged if state.state != "no mesh" or not one.is_found]
+    found = [state for one, state in judged if state.state == "judged" or not one.is_found]
     if request.unused is not None:
         found.append(_judge_settings(request.unused))
     # Slurm's blocks have no GPUs; they place ranks together with the node list of a job.
@@ -49,6 +51,8 @@ def _judge_jobs(one: NamedInput, fatal: Set[str]) -> LintInput:
 
 def _explain_incomplete(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
     """Why the verdict on a mesh is incomplete; empty if it is not."""
+    if job.is_open:
+        return f"{job.layout}: {job.every_size}; pass --hosts"
     if not cluster.topology.known:
         return f"{job.layout}: the node of each rank is unknown"
     rules = [code for code in list_codes_needing("domains") if code in fatal]
@@ -57,7 +61,30 @@ def _explain_incomplete(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
             f"{job.layout}: {' and '.join(rules)} need the NVLink domain of each rank, which is "
             "unknown; pass --domain-size"
         )
-    return ""
+    return _explain_tray(job, cluster, fatal) if cluster.topology.domains is None else ""
+
+
+def _explain_tray(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
+    """Why hosts of 4 GPUs leave a verdict open: as trays of a rack they would have findings.
+
+    GB200 and GB300 racks have 18 such trays, which NVLink joins to one node.
+    """
+    nodes = cluster.topology.node_map
+    counts = {nodes} if isinstance(nodes, int) else {*Counter(nodes).values()}
+    if counts != {_TRAY} or job.layout.highest_rank < _TRAY:
+        return ""
+    now = JobFacts(job, cluster, is_trial=True).codes
+    trays = _RACK // _TRAY
+    racks = _RACK if isinstance(nodes, int) else tuple(node // trays for node in nodes or ())
+    topology = replace(cluster.topology, node_map=racks, domain_map=racks)
+    then = JobFacts(job, replace(cluster, topology=topology), is_trial=True).codes
+    if fatal & {*now} or not fatal & {*then}:
+        return ""
+    return (
+        f"{job.layout}: hosts of {_TRAY} GPUs may be trays of a rack that NVLink joins, and with "
+        f"racks of {_RACK} GPUs {join_names(sorted(fatal & {*then}))} applies; pass --domain-size "
+        f"{_RACK}, or --domain-size {_TRAY} if NVLink joins the GPUs of a host only"
+    )
 
 
 def _judge_settings(one: NamedInput) -> LintInput:

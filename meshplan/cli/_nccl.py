@@ -8,8 +8,6 @@ from pathlib import Path
 
 from meshplan.errors import PolicyError
 
-__all__ = ["find_driver_version", "find_nccl_version", "read_variables"]
-
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,6}))?(?:[-+.].{0,40})?", re.ASCII)

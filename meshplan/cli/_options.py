@@ -14,29 +14,6 @@ from meshplan.errors import MeshplanError, PolicyError, TopologyError
 if TYPE_CHECKING:
     from meshplan.topology import Cluster, Inputs, Links, Reading, Topology
 
-__all__ = [
-    "PLACEMENT_OPTIONS",
-    "Steps",
-    "add_links",
-    "add_mesh",
-    "add_output",
-    "add_placement",
-    "add_timeout",
-    "add_verb",
-    "find_cluster",
-    "format_steps",
-    "list_placement_options",
-    "quote",
-    "read_dtype",
-    "read_inputs",
-    "read_links",
-    "read_number",
-    "read_placements",
-    "read_steps",
-    "require_cluster",
-    "replace_links",
-]
-
 Steps = tuple[tuple[str, ...], ...]
 """The axes of each reduction of a sequence."""
 _DTYPES = {
@@ -76,6 +53,8 @@ PLACEMENT_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """The options that place ranks on hosts, with their arguments for argparse."""
+# Of torchrun, srun and others.
+_ALIASES = {"hosts": ("--nodes", "--nnodes"), "node_size": ("--gpus-per-node", "--nproc-per-node")}
 
 
 def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
@@ -115,7 +94,7 @@ def add_placement(parser: argparse.ArgumentParser) -> Any:
     """Add the group of the options that `read_inputs` reads, and return it."""
     group = parser.add_argument_group("placement of ranks")
     for name, options in PLACEMENT_OPTIONS.items():
-        group.add_argument(_format_flag(name), **options)
+        group.add_argument(_format_flag(name), *_ALIASES.get(name, ()), **options)
     return group
 
 

@@ -13,17 +13,6 @@ from typing import TextIO, TypeVar
 from meshplan.errors import PolicyError
 from meshplan.lint._reporters._words import escape_line
 
-__all__ = [
-    "complain",
-    "fit_line",
-    "format_table",
-    "refuse",
-    "save",
-    "say",
-    "track",
-    "try_to_open",
-]
-
 
 def say(text: str, *, fits: bool = False) -> None:
     """Write lines to standard output and flush; ``PolicyError`` if it is closed or cannot be

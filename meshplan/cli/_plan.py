@@ -28,8 +28,6 @@ from meshplan.errors import PolicyError
 if TYPE_CHECKING:
     from meshplan.planner import Plan, Problem
 
-__all__ = ["add", "list_plain_steps", "show_plan"]
-
 _NEEDED = {"mesh": "--mesh ddp=8,fsdp=5", "src": "--from P,P", "dst": "--to R,R"}
 # Comparing the orders of larger groups takes many seconds.
 _MAX_GROUP = 1 << 16

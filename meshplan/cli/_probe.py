@@ -20,8 +20,6 @@ from meshplan.cli._options import add_mesh, add_output, add_timeout, add_verb, r
 from meshplan.cli._output import format_table, say
 from meshplan.errors import PolicyError
 
-__all__ = ["ProbeRow", "RoundingRow", "add", "probe"]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Small, medium, and large enough for the protocols and algorithms of large messages. Odd lengths
 # make the last chunk of each rank shorter than the others.

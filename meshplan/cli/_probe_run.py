@@ -27,9 +27,6 @@ from meshplan.layout import Layout
 from meshplan.lint._spec import parse_mesh
 from meshplan.testing import bits, nccl_model, order_sensitive, replica_fingerprints
 
-__all__ = ["run_probe"]
-
-
 # NCCL reads the variable when it makes a communicator.
 _NCCL_ALGORITHMS = ("default", "Ring", "Tree", "NVLS", "NVLSTree")
 

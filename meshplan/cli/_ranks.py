@@ -19,8 +19,6 @@ from meshplan.flatten import discover
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.topology import Cluster
 
-__all__ = ["open_default_group", "find_live_cluster"]
-
 _DONE = "meshplan/lint/done"
 
 

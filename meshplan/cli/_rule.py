@@ -11,8 +11,6 @@ from meshplan.cli._options import add_output, add_verb
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
 
-__all__ = ["add", "explain_rules"]
-
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""

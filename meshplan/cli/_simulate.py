@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from meshplan.planner._siblings import Algorithm
     from meshplan.topology import Topology
 
-__all__ = ["REFERENCE", "add", "simulate_or_predict"]
-
 # Sizes of (ddp, fsdp), and consecutive ranks of a node. The first five are jagged.
 REFERENCE = (
     ((8, 5), 8),

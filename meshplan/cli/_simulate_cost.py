@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from meshplan.planner import Prediction
     from meshplan.topology import Links, Topology
 
-__all__ = ["CLUSTERS", "NODE", "NUMELS", "predict_costs"]
-
 # Without --mesh: GPUs of the clusters, GPUs of a node that NVLink joins, and elements.
 CLUSTERS = (8, 64, 512, 4096, 32_768, 100_000)
 NODE = 8

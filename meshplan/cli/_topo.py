@@ -12,8 +12,6 @@ from meshplan.lint._reporters._words import escape_line
 from meshplan.topology import Reading
 from meshplan.topology._files import read_file
 
-__all__ = ["add", "show_readings"]
-
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""

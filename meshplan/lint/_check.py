@@ -11,8 +11,6 @@ from meshplan.lint._job import Job
 from meshplan.lint._nccl_environment import NcclEnvironment, NcclVersion
 from meshplan.lint._rules import RULES
 
-__all__ = ["NO_AGREEMENT", "check_environment", "check_facts", "sort_findings"]
-
 # Reported once, with the first finding.
 NO_AGREEMENT = (
     "no NCCL variable makes groups with different node placements agree: each fixes the "

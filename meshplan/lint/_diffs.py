@@ -9,8 +9,6 @@ from pathlib import Path, PurePath
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Edit
 
-__all__ = ["make_diff", "write_edit"]
-
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -31,8 +31,6 @@ from meshplan.planner import (
 )
 from meshplan.topology import Cluster, Topology
 
-__all__ = ["GroupPlacement", "JaggedReduction", "JobFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class JaggedReduction:
@@ -109,7 +107,7 @@ class JobFacts:
     @cached_property
     def fixes(self) -> tuple[Fix, ...]:
         """The changes that make replicas agree."""
-        if self.is_trial:
+        if self.is_trial or self.job.is_open:
             return ()
         from meshplan.lint._fixes import find_fixes
 

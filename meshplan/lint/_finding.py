@@ -8,20 +8,6 @@ from typing import Any, Literal, get_args
 
 from meshplan.lint._programs import Program
 
-__all__ = [
-    "SEVERITIES",
-    "Edit",
-    "Finding",
-    "Fix",
-    "InputKind",
-    "InputState",
-    "LintInput",
-    "LintReport",
-    "Severity",
-    "Source",
-    "join_names",
-]
-
 Severity = Literal["info", "warning", "error"]
 """How severe a finding is."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -157,11 +143,13 @@ class LintReport:
         judged: one line for each mesh with its rank placement.
         ignored: number of findings that comments suppressed.
         inputs: inputs with their states, in the order of the command; without files that were found
-            in a directory and have no mesh.
+            by a directory or a pattern and were not judged.
         allow_unjudged: whether inputs that were not judged pass.
         files: number of files that were read as jobs.
         meshes: number of meshes.
         texts: of the files, by name.
+        is_quiet: whether no file was named: the report always has its summary line.
+        unlisted: a remark on files that are not among the inputs and were not judged; may be empty.
     """
 
     findings: tuple[Finding, ...]
@@ -172,6 +160,8 @@ class LintReport:
     files: int = 0
     meshes: int = 0
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)
+    is_quiet: bool = False
+    unlisted: str = ""
 
     def list_inputs(self, state: InputState) -> tuple[LintInput, ...]:
         """The inputs that ended in a state.

@@ -31,8 +31,6 @@ from meshplan.lint._spec import format_axes
 from meshplan.lint._uniform import is_uniform
 from meshplan.topology import Cluster, Topology
 
-__all__ = ["find_fixes", "make_mesh_fix", "move_job"]
-
 _MOST_ORDERS = 24  # of reductions
 _MOST_SIZES = 2
 

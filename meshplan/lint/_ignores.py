@@ -16,8 +16,6 @@ from meshplan.lint._programs import PROGRAMS, is_reached, uses_torch_groups
 from meshplan.lint._rules import RULES
 from meshplan.lint._rules.cluster import UNUSED_IGNORE
 
-__all__ = ["Ignore", "read_ignores", "remove_ignored"]
-
 _START = r"#[ \t]*meshplan[ \t]*:[ \t]*"
 # A reason goes to the end of the line, or to the next such comment.
 _COMMENT = re.compile(

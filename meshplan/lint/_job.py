@@ -12,8 +12,6 @@ from meshplan.lint._programs import Program
 from meshplan.lint._roles import Framework, Role, resolve_roles
 from meshplan.lint._settings import Settings
 
-__all__ = ["Job", "JobFile", "Skipped", "add_source"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -34,6 +32,8 @@ class Job:
         reread: returns all jobs of the file after ``rewrite``, this one first, or ``None``.
         program: the program that issues the reductions.
         given: the roles as given, without those of names.
+        every_size: the verdict for every number of nodes, if the job has no number of its own.
+        is_open: whether that verdict depends on the number.
     """
 
     layout: Layout
@@ -51,6 +51,8 @@ class Job:
     )
     program: Program = "unknown"
     given: tuple[Role, ...] = field(default=(), init=False, compare=False, repr=False)
+    every_size: str = ""
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         axes = self.layout.axes
@@ -92,8 +94,11 @@ class JobFile:
         jobs: in order of lines.
         skipped: meshes that depend on values of the running program.
         settings: of a configuration of the linter; else ``None``.
-        hosts: number of hosts of the job, if the file has it.
-        ranks_per_host: number of ranks on each host, if the file has it.
+        hosts: number of hosts of the job, if the file or its framework has it.
+        ranks_per_host: number of ranks on each host, likewise.
+        world_size: number of ranks of the job, likewise.
+        stated: which of these three the file itself has. They beat the options of the command.
+        is_read: whether a reader found the degrees of a mesh, which may have one rank.
     """
 
     jobs: tuple[Job, ...] = ()
@@ -101,6 +106,9 @@ class JobFile:
     settings: Settings | None = None
     hosts: int | None = None
     ranks_per_host: int | None = None
+    world_size: int | None = None
+    stated: frozenset[str] = frozenset()
+    is_read: bool = False
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

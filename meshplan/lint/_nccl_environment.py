@@ -16,8 +16,6 @@ from meshplan.topology._nccl_algo import ALGORITHMS, PROTOCOLS, NcclChoice, pars
 if TYPE_CHECKING:
     from meshplan.lint._job import Job
 
-__all__ = ["LISTS", "NcclEnvironment", "NcclVersion", "find_near_variable"]
-
 NcclVersion = tuple[int, int, int]
 LISTS: tuple[Literal["NCCL_ALGO", "NCCL_PROTO"], ...] = ("NCCL_ALGO", "NCCL_PROTO")
 # A number as strtoll parses it with base 0: the rest of the text is ignored.

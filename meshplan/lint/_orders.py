@@ -17,14 +17,6 @@ from meshplan.lint._job import Job
 from meshplan.lint._roles import Role
 from meshplan.topology import Topology
 
-__all__ = [
-    "list_axis_orders",
-    "count_domains",
-    "list_other_sizes",
-    "permute_ranks",
-    "weigh_domains",
-]
-
 # Limit of ranks over all tried meshes; least and largest number of meshes.
 _RANKS = 4_000_000
 _FEWEST, _MOST = 6, 150

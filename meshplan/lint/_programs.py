@@ -14,18 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "INTEGRATIONS",
-    "PROGRAMS",
-    "Integration",
-    "Program",
-    "find_integration",
-    "is_reached",
-    "uses_torch_groups",
-    "find_program_of_modules",
-    "find_program_of_text",
-]
-
 Program = Literal[
     "unknown",
     "torch",

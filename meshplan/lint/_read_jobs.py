@@ -6,15 +6,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from meshplan._message_text import shorten
 from meshplan.errors import LayoutError, MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile
-
-__all__ = ["MAX_CHARACTERS", "READERS", "read_arguments", "read_jobs"]
 
 # Descriptions of jobs are written by hand. Python's own parser takes a second for four times that.
 MAX_CHARACTERS = 1 << 18
@@ -28,13 +26,33 @@ class _Reader(Protocol):
     def read(self, name: str, text: str, *, world_size: int | None) -> JobFile: ...
 
 
-def read_jobs(name: str, text: str, *, world_size: int | None = None) -> JobFile:
+class RankOptions(NamedTuple):
+    """Numbers of a launch that the user specifies, for files that do not have them."""
+
+    world_size: int | None = None
+    hosts: int | None = None
+    node_size: int | None = None
+
+    def count_ranks(self, file: JobFile) -> int | None:
+        """The ranks of the job of a file, whose own numbers beat these."""
+        if "world_size" in file.stated:
+            return self.world_size  # the reader does not use it
+        hosts = file.hosts if "hosts" in file.stated else self.hosts
+        per_host = file.ranks_per_host if "ranks_per_host" in file.stated else self.node_size
+        mixed = file.stated & {"hosts", "ranks_per_host"} and hosts and per_host
+        return hosts * per_host if mixed and hosts and per_host else self.world_size
+
+
+def read_jobs(
+    name: str, text: str, *, world_size: int | None = None, options: RankOptions | None = None
+) -> JobFile:
     """Read the jobs that a file describes.
 
     Args:
         name: of the file, as the user named it; its suffix identifies Python and TOML.
         text: its content.
-        world_size: ranks of the job, if known; else the number in the file, if any.
+        world_size: ranks of the job, if the file does not specify them.
+        options: these and the other numbers of the launch; ``world_size`` is not used then.
 
     Raises:
         LayoutError: a job of more than ``MAX_CHARACTERS``, or an invalid mesh.
@@ -51,20 +69,29 @@ def read_jobs(name: str, text: str, *, world_size: int | None = None) -> JobFile
 
         if not python.makes_meshes(text):
             return JobFile()
-    found = _read(name, text, world_size)
-    if found not in (None, JobFile()):
+    options = options or RankOptions(world_size)
+    found = _read(name, text, options)
+    if found is not None and (found.is_read or found.jobs or found.skipped or found.settings):
         return found
     if found is None and name.endswith(".toml") and not is_long:
         from meshplan.lint._readers._toml import load
 
         load(name, text)
+    if is_python:
+        from meshplan.lint._readers.command import read_strings
+
+        found = read_strings(name, text, world_size=options.world_size)
+        if found.is_read or found.skipped:
+            return found
     from meshplan.lint._unread import find_unread_in_python, find_unread_in_text
 
     unread = (find_unread_in_python if is_python else find_unread_in_text)(name, text)
     return replace(found or JobFile(), skipped=() if unread is None else (unread,))
 
 
-def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> JobFile:
+def read_arguments(
+    words: Sequence[str], *, world_size: int | None = None, options: RankOptions | None = None
+) -> JobFile:
     """Read the jobs in the arguments of a training or serving program, as `read_jobs`.
 
     ``rewrite`` of its jobs returns the arguments as one line for a shell.
@@ -72,13 +99,14 @@ def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> Jo
     Args:
         words: the arguments, one string each.
         world_size: as for `read_jobs`.
+        options: likewise.
 
     Raises:
         LayoutError: no option in them sets the size of an axis, or the sizes are invalid.
     """
     text = shlex.join(words)
     shown = shorten(text, 80)
-    found = _read("arguments", text, world_size)
+    found = _read("arguments", text, options or RankOptions(world_size))
     if found is None or not (found.jobs or found.skipped):
         raise LayoutError(
             f"no axis size in the arguments '{' '.join(shown.split())}'; use, for example, "
@@ -87,7 +115,7 @@ def read_arguments(words: Sequence[str], *, world_size: int | None = None) -> Jo
     return found.with_source(Source(option=shown))
 
 
-def _read(name: str, text: str, world_size: int | None) -> JobFile | None:
+def _read(name: str, text: str, options: RankOptions) -> JobFile | None:
     for module in READERS:
         reader = cast(_Reader, import_module(f"meshplan.lint._readers.{module}"))
         if reader.recognises(name, text):
@@ -96,7 +124,11 @@ def _read(name: str, text: str, world_size: int | None) -> JobFile | None:
                     f"{name}: longer than {MAX_CHARACTERS >> 10} thousand characters; "
                     "pass the file that describes the job, or the mesh with --mesh"
                 )
+            world_size = options.world_size
             found = reader.read(name, text, world_size=world_size)
+            if options.count_ranks(found) != world_size:
+                world_size = options.count_ranks(found)
+                found = reader.read(name, text, world_size=world_size)
             jobs = (
                 _check_rewrite(job, i, reader, name, world_size) for i, job in enumerate(found.jobs)
             )

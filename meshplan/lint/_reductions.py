@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from meshplan.lint._job import Job
 from meshplan.planner import Problem
 
-__all__ = ["Reductions", "find_gradient_axes", "list_reductions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reductions:

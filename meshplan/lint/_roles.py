@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-__all__ = ["AXIS_NAMES", "ROLES", "Framework", "Role", "assume_roles", "find_role", "resolve_roles"]
-
 Role = Literal["replicate", "shard", "model", "experts", "apart", "unknown"]
 """The use of an axis.
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, find_near_codes
 
-__all__ = ["Selection"]
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:

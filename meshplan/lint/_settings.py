@@ -12,8 +12,6 @@ from meshplan.errors import PolicyError
 from meshplan.lint._finding import SEVERITIES, Severity
 from meshplan.lint._roles import ROLES, Role
 
-__all__ = ["Settings", "check_keys", "read_roles", "read_settings", "read_strings"]
-
 _SELECTOR = re.compile(r"MP\d{0,3}|ALL")
 
 

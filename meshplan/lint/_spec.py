@@ -10,17 +10,6 @@ from meshplan._message_text import shorten
 from meshplan.errors import LayoutError
 from meshplan.layout import Layout
 
-__all__ = [
-    "MAX_AXES",
-    "MAX_RANKS",
-    "make_layout",
-    "flatten_ranks",
-    "format_axes",
-    "find_nested_shape",
-    "parse_mesh",
-    "format_mesh",
-]
-
 MAX_RANKS = 1 << 22
 # torch has tensors of at most 64 dims, and real meshes have a handful of axes.
 MAX_AXES = 32

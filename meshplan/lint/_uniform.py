@@ -12,8 +12,6 @@ from meshplan.lint._reductions import Reductions, list_reductions
 from meshplan.planner import Problem, are_uniform
 from meshplan.topology import Topology
 
-__all__ = ["is_uniform", "find_islands"]
-
 _SMALL = 1 << 14  # ranks
 
 

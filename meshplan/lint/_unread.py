@@ -13,27 +13,10 @@ from meshplan._message_text import shorten
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Skipped
 from meshplan.lint._readers._changes import find_callee
+from meshplan.lint._readers._names import SHORT, SIZE, is_size, suggest_degree
 from meshplan.lint._readers._numbers import INSTEAD, find_line
 from meshplan.lint._readers._tree import read_string
 
-__all__ = ["find_unread_in_python", "find_unread_in_text"]
-
-_UNIT = r"[-_]?(?:size|degree|world[-_]size)"
-_AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
-_PART = r"[-_]?(?:shards?|replicas?|replicate|shard[-_]cp)"
-_PARALLEL = (
-    r"(?:tensor|pipeline|data|context|sequence|expert|model)(?:[-_]model|[-_]tensor)?"
-    r"[-_]?parallel(?:ism)?"
-)
-# The names that programs give to the sizes of axes, such as tensor_model_parallel_size,
-# rollout.tp_size, dp_replicate, ici_mesh_shape or zero_hpz_partition_size.
-_SIZE = re.compile(
-    rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
-    rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
-    r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size)"
-)
-# Short names that other texts use too. They count alone or as the last part of a dotted path.
-_SHORT = re.compile(rf"(?:[\w-]+\.)*{_AXIS}")
 _NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d"
 # Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
 _PAIR = re.compile(
@@ -45,6 +28,11 @@ _PAIR = re.compile(
 _VALUE = r"[\"']?\s*+(?::[^=\n]{0,80})?[=:]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
 # Hydra's and OmegaConf's ${trainer.parallelism.tensor_parallel_degree}.
 _REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
+# AReaL's sglang:d4p1t2+fsdp:d8t2, with a degree above 1.
+_ALLOCATION = re.compile(
+    r"\ballocation_mode\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*[\"']?"
+    r"[\w.:+|()-]*[a-z](?:[2-9]|\d\d)[\w.:+|()-]*"
+)
 _COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _JOB = re.compile(r"parallel|mesh_shape|world_size|num_gpus|num_nodes|n_gpus|nnodes|num_processes")
@@ -69,14 +57,26 @@ def find_unread_in_text(name: str, text: str) -> Skipped | None:
     for pair in pairs:
         key, value = pair["key"] or pair["option"], pair["value"] or pair["given"]
         reference = _REFERENCE.match(bare, pair.end() - len(value))
-        if reference and _is_size(reference[1]) and reference[1] in keys:
+        if reference and is_size(reference[1]) and reference[1] in keys:
             continue  # the key that it names is among the pairs
-        if value not in ("0", "1") and _is_size(key) and not (is_vocabulary and len(key) < 5):
+        where = Source(name, find_line(text, pair.start()))
+        if value in ("0", "1"):
+            continue
+        if near := suggest_degree(key):
+            return Skipped(where, f"{shorten(key)} is not a key of any program{near}")
+        if is_size(key) and not (is_vocabulary and len(key) < 5):
             shown = f"{key} = {value}" if pair["key"] else f"--{key} {value}"
-            return _skip_degree(Source(name, find_line(text, pair.start())), shown)
+            return _skip_degree(where, shown)
+    if skipped := _find_allocation(name, bare):
+        return skipped
     if hybrid := _HYBRID.search(bare):
         return _skip_hybrid(Source(name, find_line(text, hybrid.start())))
     return None
+
+
+def _find_allocation(name: str, text: str) -> Skipped | None:
+    found = _ALLOCATION.search(text)
+    return found and _skip_degree(Source(name, find_line(text, found.start())), found[0])
 
 
 def find_unread_in_python(name: str, text: str) -> Skipped | None:
@@ -85,21 +85,28 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
     Comments and strings do not count, and neither do names that only pass a size on.
     """
     words = set(_WORD.findall(text))
+    if "allocation_mode" in words and (skipped := _find_allocation(name, text)):
+        return skipped
     if not any(word.lower().strip("_") in _WANTED for word in words):
         # Parsing takes ten times as long as finding a number after one of these words.
-        sizes = "|".join(word for word in words if _is_size(word))
+        sizes = "|".join(word for word in words if is_size(word))
         if not sizes or not re.search(rf"\b(?:{sizes})\b{_VALUE}", text):
             return None
     try:
         tree = ast.parse(text.removeprefix("\ufeff"))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return find_unread_in_text(name, text)
-    for node in ast.walk(tree):
+    # A test has sizes of its own.
+    pending: list[ast.AST] = [tree]
+    for node in pending:
+        if str(getattr(node, "name", "")).startswith("test_"):
+            continue
+        pending += ast.iter_child_nodes(node)
         found = _find_named_values(node)
         # One short name alone may mean anything, such as the true positives of a metric.
-        short = sum(bool(_SHORT.fullmatch(key.lower())) for key, _ in found) > 1
+        short = sum(bool(SHORT.fullmatch(key.lower())) for key, _ in found) > 1
         for key, value in found:
-            known = _SIZE.fullmatch(key.lower()) or (short and _SHORT.fullmatch(key.lower()))
+            known = SIZE.fullmatch(key.lower()) or (short and SHORT.fullmatch(key.lower()))
             if known and _is_degree(value):
                 return _skip_degree(Source(name, value.lineno), f"{key} = {ast.unparse(value)}")
         if isinstance(node, ast.Attribute) and _HYBRID.fullmatch(node.attr):
@@ -111,10 +118,6 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
 
 
 _WANTED = frozenset({*_MAKERS, "hybrid_shard", "hybrid_shard_zero2"})
-
-
-def _is_size(key: str) -> bool:
-    return bool(_SIZE.fullmatch(key.lower()) or _SHORT.fullmatch(key.lower()))
 
 
 def _skip_degree(where: Source, shown: str) -> Skipped:

@@ -236,12 +236,13 @@ def plan_hosts(
     if len(inputs.hosts) > 1:
         return _plan_list(inputs, world_size)
     if not inputs.hosts and inputs.node_size is None:
-        slurm = read_nodes(environ)
+        slurm = read_nodes(environ, inputs.rank_order)
         if slurm is not None:
             names = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ["SLURM_NODELIST"])
             given = number_gpus(slurm, tuple(names))
             remedy = "unset SLURM_TASKS_PER_NODE"
-            return _plan_given(given, world_size, "Slurm's variables", "", remedy)
+            order = "" if environ.get("SLURM_DISTRIBUTION") else f", {inputs.rank_order} order"
+            return _plan_given(given, world_size, f"Slurm's variables{order}", "", remedy)
         if not kinds and inputs.domain_size is None:
             return _plan_launcher(inputs, world_size, environ)
     return _plan_numbers(inputs, world_size, kinds[0] if kinds else None)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from meshplan.lint._readers._scopes import Scope
 
-__all__ = ["Arguments", "Located", "find_field", "find_keyword", "match_parameters"]
-
 Located: TypeAlias = "tuple[ast.expr, Scope]"
 """An expression, and the scope of its names."""
 

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-__all__ = ["find_branches"]
-
 _COMMENT = re.compile(r"(?<![^\s;])#[^\n]*")
 _CASE = re.compile(r"^[ \t]*+(?:case[ \t]++(\S++)[ \t]++in|esac)\b", re.M)
 _BRANCH = re.compile(r"^[ \t]*+\(?+([^()\n]++)\)(.*?)(?:;;|\Z)", re.M | re.S)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from meshplan.lint._readers._scopes import Scope
 
-__all__ = ["can_change", "find_callee", "find_changed"]
-
 # A use reads a value, passes its items on, or may change it (``None``).
 # Of calls through which an argument is followed.
 _MAX_PASSES = 8

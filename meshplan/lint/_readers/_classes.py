@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from meshplan.lint._readers._scopes import Scope
     from meshplan.lint._readers._source import PythonSource
 
-__all__ = ["CLASSES", "WRAPPERS", "read_degrees"]
-
 CLASSES = frozenset[str]().union(*(one.classes for one in FRAMEWORKS))
 """Names of the classes and functions that take degrees."""
 WRAPPERS = frozenset({"Config", "Partial"})

@@ -15,8 +15,6 @@ from meshplan.lint._readers._scopes import Scope
 from meshplan.lint._readers._source import PythonSource
 from meshplan.lint._readers._tree import format_dotted
 
-__all__ = ["has_exact_backend", "installs_exact"]
-
 _INSTALLS = frozenset({"install", "installed", "uninstall"})
 _GROUPS = frozenset(
     {"init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"}

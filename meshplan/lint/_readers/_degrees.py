@@ -26,6 +26,7 @@ from meshplan.lint._readers._documents import (
     find_meshes,
     match,
 )
+from meshplan.lint._readers._names import check_unread
 from meshplan.lint._readers._numbers import (
     UNKNOWN_RANKS,
     Edit,
@@ -36,11 +37,6 @@ from meshplan.lint._readers._numbers import (
 from meshplan.lint._readers._tables import Framework, Mesh
 from meshplan.lint._roles import Role, find_role
 from meshplan.lint._spec import make_layout
-
-__all__ = [
-    "make_document_jobs",
-    "read_document",
-]
 
 # A job has a few.
 _MAX_MESHES = 64
@@ -53,7 +49,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
 
     Args:
         document: the settings.
-        world_size: ranks of the job, if known; else the number in the document, if any.
+        world_size: ranks of the job, if the document does not specify them.
 
     Raises:
         LayoutError: sizes that the framework would refuse; the message names file and line.
@@ -61,9 +57,13 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
     framework = find_framework(document)
     if framework is None:
         return JobFile()
-    hosts, per_host, total = count_ranks(document, framework)
+    launch = count_ranks(document, framework)
+    if "world_size" in launch.stated:
+        world_size = None
+    hosts, total = launch.hosts, launch.world_size
     jobs: list[Job] = []
     skipped: list[Skipped] = []
+    is_read = False
     meshes = [*islice(find_meshes(document, framework), _MAX_MESHES + 1)]
     if len(meshes) > _MAX_MESHES:
         why = f"more than {_MAX_MESHES} meshes in one file; give them one by one"
@@ -75,6 +75,7 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             # verl's critic has the mesh of its actor, for example.
             known = {(job.layout, job.roles) for job in jobs}
             made = [*_make_jobs(found, source, world_size or total, hosts)]
+            is_read |= bool(made)
             # An engine starts its own workers, on as many GPUs of an allocation as it needs.
             counts = made and world_size is None and framework.program not in _ENGINES
             if counts and total not in (None, made[0].layout.world_size):
@@ -95,9 +96,10 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
             if total is None or world_size is not None:
                 raise add_source(source, error) from None
             # Numbers of hosts in files are often placeholders.
-            why = f"{error.args[0]}, or pass --world-size"
+            remedy = "correct this number" if "world_size" in launch.stated else "pass --world-size"
+            why = f"{error.args[0]}, or {remedy}"
             skipped.append(Skipped(source, why))
-    return JobFile(tuple(jobs), tuple(skipped), hosts=hosts, ranks_per_host=per_host)
+    return JobFile(tuple(jobs), tuple(skipped), None, *launch, is_read=is_read)
 
 
 def make_document_jobs(
@@ -109,12 +111,14 @@ def make_document_jobs(
         UnknownMesh: a size is not known.
         LayoutError: sizes that the framework would refuse.
     """
-    hosts, _, total = count_ranks(document, framework)
+    launch = count_ranks(document, framework)
+    if world_size is None or "world_size" in launch.stated:
+        world_size = launch.world_size
     return tuple(
         job
         for found in find_meshes(document, framework)
         if found.settings
-        for job in _make_jobs(found, source, world_size or total, hosts)
+        for job in _make_jobs(found, source, world_size, launch.hosts)
         if job.layout.world_size > 1
     )
 
@@ -150,6 +154,7 @@ def _make_jobs(
     per_host = any(match(mesh.per_host, text) for text in found.document.texts)
     if total is None and is_plain and (mesh.needs or not mesh.keys) and not per_host:
         return
+    check_unread(found, order, given, total)
     sizes = _fill_sizes(found, order, given, total, hosts)
     known = {*given, mesh.rest} - {""}
     sharded, sequence_parallel, program = _read_use(found)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from meshplan.lint._readers._source import PythonSource
     from meshplan.lint._readers._tables import Framework
 
-__all__ = ["DERIVED", "read_derived"]
-
 DERIVED = (
     r"\.(?:(?:tensor|pipeline|expert)_model_parallel_size|(?:tensor|pipeline|context|expert"
     r"|data)_parallel(?:_shard|_replicate)?_degree)[ \t]*=[^=]|\breplace\([^)]*_parallel_"

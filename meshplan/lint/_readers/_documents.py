@@ -13,17 +13,16 @@ from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._tables import Framework, Kind, Mesh
 
-__all__ = [
-    "Degrees",
-    "Document",
-    "Setting",
-    "Unknown",
-    "count_ranks",
-    "find_framework",
-    "find_line",
-    "find_meshes",
-    "match",
-]
+LAUNCH = ("hosts", "ranks per host", "world size")
+"""The keys of `Framework.launch` and `Document.launch`, in the order of `Launch`."""
+
+
+_BASE = re.compile(
+    r"(?:defaults|_base_|base_config|base_configs|extends|inherits?_from|toml_files)(?:\.|$)"
+)
+# A value of an override that may be the name of a configuration.
+_WORD = re.compile(r"(?!(?:true|false|null|none)$)[A-Za-z_][\w/-]*", re.I)
+_ROOTS = ("", "_global_")
 
 
 class Unknown(NamedTuple):
@@ -63,7 +62,8 @@ class Document:
         kind: of its keys.
         settings: in order of lines.
         insert: returns an edit that adds a key with a number after a setting, or ``None``.
-        launch: of the command that starts the job, by the keys of `Framework.launch`.
+        launch: of the command that starts the job, by ``LAUNCH``; ``ranks of one host`` if it
+            specifies no hosts.
         commands: lines of settings in a command itself, not in a variable that it uses.
     """
 
@@ -95,29 +95,45 @@ def find_framework(document: Document) -> Framework | None:
     return None
 
 
-def count_ranks(
-    document: Document, framework: Framework
-) -> tuple[int | None, int | None, int | None]:
-    """Hosts, ranks of each host and ranks of the job, where the document specifies them."""
+class Launch(NamedTuple):
+    """Numbers of a launch; ``stated`` has the fields that the document itself specifies."""
+
+    hosts: int | None
+    ranks_per_host: int | None
+    world_size: int | None
+    stated: frozenset[str]
+
+
+def count_ranks(document: Document, framework: Framework) -> Launch:
+    """Hosts, ranks of each host and ranks of the job, by the document or by default."""
     found = dict(framework.defaults) | dict(document.launch)
+    stated = {*document.launch}
     given: dict[str, object] = {}
+    several = Unknown("several numbers")
     for one in document.settings:
         if one.path in framework.launch and given.setdefault(one.path, one.value) != one.value:
             # Several commands of one script start different numbers.
-            given[one.path] = Unknown("several numbers")
+            given[one.path] = several
     for path, value in given.items():
         key = framework.launch[path]
         if type(value) is int and 1 <= value <= 1 << 24:
             found[key] = value
+            stated.add(key)
         elif isinstance(value, Unknown) and key not in document.launch:
             found.pop(key, None)
-    hosts, per_host = found.get("hosts"), found.get("ranks per host")
-    total = found.get("world size")
+    if several in given.values():
+        stated.clear()
+    hosts, per_host, total = map(found.get, LAUNCH)
     if total is None and hosts and per_host:
         total = hosts * per_host
+        stated |= {"world size"} if {"hosts", "ranks per host"} <= stated else set()
     if total and hosts and total % hosts == 0:
         per_host = total // hosts
-    return hosts, per_host, total
+        stated |= {"ranks per host"} if {"hosts", "world size"} <= stated else set()
+    # The launchers of torch and DeepSpeed start one host by default.
+    total = total or found.get("ranks of one host")
+    fields = zip(LAUNCH, Launch._fields, strict=False)
+    return Launch(hosts, per_host, total, frozenset(name for key, name in fields if key in stated))
 
 
 class Degrees(NamedTuple):
@@ -213,6 +229,30 @@ def _is_reference(
         and all(axis in other and other[axis].value == one.value for axis, one in group.items())
         for other in groups
     )
+
+
+def find_replaced(found: Degrees) -> Setting | None:
+    """The first setting that names another configuration, which may replace the mesh's defaults.
+
+    Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``) and
+    ``--config-name``; the base files of other programs. Names among ``Framework.bases`` have the
+    defaults of the table.
+    """
+    section = _compile(found.mesh.section)
+    for one in found.document.settings if found.document.kind != "python" else ():
+        group, at, package = one.path.partition("@")
+        if found.document.kind == "document":
+            is_base = bool(_BASE.match(one.path)) and one.value is not None
+        elif one.key.startswith("-"):
+            is_base = group in ("config_name", "config_path", "config_dir")
+        else:
+            is_word = isinstance(one.value, Unknown) or bool(_WORD.fullmatch(str(one.value)))
+            is_base = bool(at) or "/" in group or ("." not in group and is_word)
+        is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
+        name = str(one.value).removesuffix(".yaml")
+        if is_base and not is_elsewhere and name not in ("_self_", *found.framework.bases):
+            return one
+    return None
 
 
 def find_line(found: Degrees) -> int:

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from meshplan.lint._readers._tables import Framework, Mesh
 
-__all__ = ["PLAIN", "SERVING", "SGLANG", "VLLM"]
-
 # vLLM, vllm/distributed/parallel_state.py, initialize_model_parallel: (dp, pp, pcp, tp). Data
 # parallel ranks serve different requests and reduce nothing. SGLang, python/sglang/srt/
 # distributed/parallel_state.py, initialize_model_parallel: (pp, tp) on world_size = pp * tp ranks,

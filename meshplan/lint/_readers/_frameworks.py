@@ -12,8 +12,6 @@ from meshplan.lint._readers._engines import PLAIN, SERVING, SGLANG, VLLM
 from meshplan.lint._readers._megatron import AUTOMODEL, MEGATRON, MEGATRON_MESH, NEMO, NEMO_RECIPES
 from meshplan.lint._readers._tables import Framework, Mesh
 
-__all__ = ["FRAMEWORKS"]
-
 # torchtitan, torchtitan/distributed/parallel_dims.py, ParallelDims.build_mesh: the dense mesh is
 # (pp, dp_replicate, dp_shard, cp, tp), the sparse one (pp, dp_replicate, efsdp, ep) of 2026 and
 # (pp, dp_replicate, efsdp, ep, etp) of 2025, with efsdp * ep * etp = dp_shard * cp * tp. Parameters
@@ -92,6 +90,7 @@ _VERL = Framework(
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks per host"},
     defaults={"hosts": 1, "ranks per host": 8},
+    bases=frozenset({"config", "ppo_trainer", "ppo_megatron_trainer"}),
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from meshplan.lint._readers._tables import Framework, Mesh
 
-__all__ = ["AUTOMODEL", "MEGATRON", "MEGATRON_MESH", "NEMO", "NEMO_RECIPES"]
-
 # Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
 # first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
 # axis. Experts have one, no cp axis, and the remaining data-parallel ranks. In older releases an
@@ -120,18 +118,12 @@ NEMO = Framework(
             },
             section=r"(?P<part>.*\.dtensor_cfg)",
             needs=frozenset({"tp", "cp"}),
-            refused={
-                r"defaults=.*": "degrees may stand in the file that defaults names",
-                **_NEMO_REFUSED,
-            },
+            refused=_NEMO_REFUSED,
         ),
         replace(
             MEGATRON_MESH,
             section=r"(?P<part>(?!.*(?:vllm|sglang|generation)).*)",
-            refused={
-                r"defaults=.*\.ya?ml": "degrees may stand in the file that defaults names",
-                **_NEMO_REFUSED,
-            },
+            refused=_NEMO_REFUSED,
         ),
     ),
     launch={

@@ -18,8 +18,6 @@ from meshplan.lint._readers._source import PythonSource
 from meshplan.lint._readers._tree import read_string
 from meshplan.lint._spec import MAX_AXES, find_nested_shape, make_layout
 
-__all__ = ["MeshCall", "MeshReader"]
-
 # Ranks of a mesh that are written out one by one.
 _MAX_LISTED = 4096
 _MAX_NESTED = 1 << 14

@@ -18,8 +18,6 @@ from meshplan.lint._readers._scopes import Binding, Scope, exclude_each_other
 from meshplan.lint._readers._source import PythonSource
 from meshplan.lint._readers._tree import read_string
 
-__all__ = ["MAKERS", "Axis", "Items", "Mesh", "MeshValues", "Record", "Root", "Value"]
-
 MAKERS = frozenset({"init_device_mesh", "DeviceMesh"})
 _MAX_DEPTH = 60
 _MAX_VALUES = 16

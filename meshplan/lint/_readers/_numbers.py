@@ -9,18 +9,6 @@ from typing import NamedTuple
 
 from meshplan.layout import Layout
 
-__all__ = [
-    "INSTEAD",
-    "UNKNOWN_RANKS",
-    "Edit",
-    "Number",
-    "UnknownMesh",
-    "apply_edits",
-    "evaluate",
-    "find_line",
-    "order_sizes",
-]
-
 INSTEAD = "give the mesh with --mesh"
 """The end of messages about meshes that are not constants."""
 UNKNOWN_RANKS = (

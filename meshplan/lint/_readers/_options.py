@@ -13,12 +13,10 @@ from itertools import islice
 from pathlib import Path
 
 from meshplan._message_text import shorten
-from meshplan.lint._readers._documents import Document, Setting, Unknown, match
+from meshplan.lint._readers._documents import LAUNCH, Document, Setting, Unknown, match
 from meshplan.lint._readers._engines import PLAIN
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._script import Option, Script, Word
-
-__all__ = ["read_command"]
 
 # Of torchrun, srun, sbatch, deepspeed and accelerate.
 _LAUNCH: Mapping[str, str] = {
@@ -199,9 +197,8 @@ def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:
         per_host = found.get("GPUs")
     if per_host is None and found.get("tasks per host", 1) > 1:
         per_host = found["tasks per host"]
-    total = found.get("world size")
+    total, alone = found.get("world size"), None
     if total is None and hosts is None:
-        # torchrun starts one host by default.
-        total = found.get("GPUs") or (None if "hosts" in given else found.get("ranks per host"))
-    counts = {"hosts": hosts, "ranks per host": per_host, "world size": total}
+        alone = found.get("GPUs") or (None if "hosts" in given else found.get("ranks per host"))
+    counts = dict(zip((*LAUNCH, "ranks of one host"), (hosts, per_host, total, alone), strict=True))
     return {key: count for key, count in counts.items() if count is not None}

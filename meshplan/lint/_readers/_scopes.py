@@ -13,16 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from meshplan.lint._readers._changes import can_change
 
-__all__ = [
-    "Binding",
-    "Branches",
-    "Definition",
-    "Scope",
-    "exclude_each_other",
-    "find_arms",
-    "find_bindings",
-]
-
 _MAX_DEPTH = 20
 _NAMED = (
     ast.FunctionDef,

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from meshplan.lint._readers._branches import find_branches
 from meshplan.lint._readers._numbers import Number, evaluate
 
-__all__ = ["Option", "Script", "Word"]
-
 _WORD = re.compile(
     r"(?P<comment>(?<![^\s;])#(?!SBATCH\b)[^\n]*)"
     r"|(?P<word>(?:\$\(\([^()\n]*+\)\)|\$\{(?:\$\{[^{}\n]*+\}|[^{}\n])*+\}"
@@ -28,8 +26,8 @@ _VALUE = re.compile(
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
-_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.S)
-_UNDOTTED = re.compile(r"^[a-z]\w*_parallel_|^fsdp_size$")
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
+_UNDOTTED = re.compile(r"[a-z]\w*")
 # Slurm's gpu:8, h100:8 and gpu:h100:8.
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,4})")
 _MAX_DEPTH = 20
@@ -180,10 +178,10 @@ class Script:
 
     def _is_override(self, word: Word, key: str, read: dict[int, tuple[int, bool]]) -> bool:
         """Whether ``key=value`` is an argument of a command, and no assignment of the shell."""
-        if "." in key:
+        if not key.isidentifier():
             return True
         # Any text may have TP=2; variables of the environment are in capitals.
-        if not _UNDOTTED.search(key):
+        if not _UNDOTTED.fullmatch(key):
             return False
         command = self._find_command(word.start)
         start, is_argument = read.get(command, (self._commands[command][0], False))

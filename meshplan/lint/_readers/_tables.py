@@ -10,8 +10,6 @@ from meshplan.lint._programs import Program
 from meshplan.lint._roles import Framework as Reduction
 from meshplan.lint._roles import Role
 
-__all__ = ["Framework", "Kind", "Mesh"]
-
 Kind = Literal["document", "command", "python"]
 """The place of keys: TOML, YAML, JSON; a script or arguments; calls and assignments in Python."""
 
@@ -89,6 +87,8 @@ class Framework:
         defaults: of ``launch``.
         kinds: where its keys stand.
         classes: Python's classes and functions that take the keys as arguments.
+        bases: names of configurations that have the defaults of ``meshes``. Any other one that a
+            file builds on may have replaced them.
     """
 
     program: Program
@@ -100,3 +100,4 @@ class Framework:
     defaults: Mapping[str, int] = field(default_factory=dict)
     kinds: frozenset[Kind] = frozenset({"document", "command"})
     classes: frozenset[str] = frozenset()
+    bases: frozenset[str] = frozenset()

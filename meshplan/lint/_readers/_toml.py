@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from meshplan.errors import PolicyError
 
-__all__ = ["Entry", "Path", "find_entries", "load"]
-
 Path = tuple[str | int, ...]
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*+)++")

@@ -16,8 +16,6 @@ from meshplan.lint._readers._scopes import (
     find_bindings,
 )
 
-__all__ = ["SourceTree", "Store", "format_dotted", "read_slice", "read_string"]
-
 _RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 
 

@@ -19,8 +19,6 @@ from meshplan.lint._readers._scopes import Scope
 from meshplan.lint._readers._source import PythonSource
 from meshplan.lint._roles import Role, find_role
 
-__all__ = ["Uses", "find_uses"]
-
 _Kind = Literal["fsdp2", "fsdp1", "ddp", "dtensor", "model", "pipeline", "context"]
 
 

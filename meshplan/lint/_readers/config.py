@@ -27,8 +27,6 @@ from meshplan.lint._settings import (
 )
 from meshplan.lint._spec import find_nested_shape, format_mesh, make_layout, parse_mesh
 
-__all__ = ["read", "recognises"]
-
 _MESH_KEYS = (
     "axes",
     "ranks",

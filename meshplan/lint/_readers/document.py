@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from meshplan.lint._finding import Source
-from meshplan.lint._job import JobFile, Skipped
+from meshplan.lint._job import JobFile
 from meshplan.lint._readers import command
 from meshplan.lint._readers._degrees import read_document
 from meshplan.lint._readers._documents import Document, Setting, Unknown
 from meshplan.lint._readers._numbers import Edit, Number, find_line
 from meshplan.lint._readers._toml import find_entries, load
-
-__all__ = ["read", "recognises"]
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
@@ -54,11 +51,7 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     elif name.endswith(".json"):
         settings = [*_read_json(text)]
     else:
-        try:
-            settings = [*_read_yaml(text)]
-        except ImportError:
-            why = "YAML is read by PyYAML; install it with pip install pyyaml"
-            return JobFile(skipped=(Skipped(Source(name), why),))
+        settings = [*_read_yaml(text)]
     insert = partial(_insert, text, name.rpartition(".")[2])
     found = read_document(Document(name, text, "document", _resolve(settings), insert), world_size)
     keys = {key for one in settings for key in one.path.split(".")}
@@ -158,7 +151,7 @@ def _read_json(text: str) -> Iterator[Setting]:
 
 
 def _read_yaml(text: str) -> Iterator[Setting]:
-    import yaml
+    import yaml  # here, because few files need it
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:

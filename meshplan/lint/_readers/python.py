@@ -26,8 +26,6 @@ from meshplan.lint._readers._tree import format_dotted, read_slice
 from meshplan.lint._readers._uses import Uses, find_uses
 from meshplan.lint._roles import Framework, assume_roles, resolve_roles
 
-__all__ = ["makes_meshes", "read", "recognises"]
-
 # A file of a training job makes a few.
 _MAX_MESHES = 256
 # Calls of torch after which DTensor reduces.

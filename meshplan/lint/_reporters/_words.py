@@ -18,22 +18,6 @@ from meshplan.lint._finding import (
     Source,
 )
 
-__all__ = [
-    "escape_line",
-    "escape_lines",
-    "escape_text",
-    "format_counts",
-    "format_details",
-    "format_fix",
-    "find_columns",
-    "format_checked",
-    "format_name",
-    "format_reason",
-    "format_source",
-    "has_files_without_mesh",
-    "make_relative",
-]
-
 # Control characters, but for tab and newline; line separators that only some programs know;
 # marks that turn the direction of writing; halves of surrogate pairs, which stand for the bytes
 # of a file name that is not UTF-8 and cannot be written as UTF-8; two that XML forbids.
@@ -112,6 +96,7 @@ def format_checked(report: LintReport) -> str:
     names = [format_name(one) for one in report.list_inputs("no mesh") if one.kind == "file"]
     text = f"checked {report.files} file{'s' * (report.files != 1)}, "
     text += f"{report.meshes} mesh{'es' * (report.meshes != 1)}"
+    text += f"; {report.unlisted}" if report.unlisted else ""
     return f"{text}; no mesh in {format_first(names, 3)}" if names else text
 
 
@@ -126,9 +111,9 @@ def find_columns(source: Source, texts: Mapping[str, str]) -> tuple[int, int] | 
 
 
 def has_files_without_mesh(report: LintReport) -> bool:
-    """Whether a file that was read has no mesh."""
+    """Whether a file that was read has no mesh, or no file was named."""
     states = [one.state for one in report.inputs if one.kind == "file"]
-    return report.files > len(states) or "no mesh" in states
+    return report.is_quiet or report.files > len(states) or "no mesh" in states
 
 
 def make_relative(file: str) -> str:

@@ -19,8 +19,6 @@ from meshplan.lint._reporters._words import (
     make_relative,
 )
 
-__all__ = ["render_github", "render_junit"]
-
 _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 
 

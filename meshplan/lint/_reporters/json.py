@@ -28,8 +28,6 @@ from meshplan.lint._reporters._words import (
 )
 from meshplan.lint._rules import RULES, format_rule_page
 
-__all__ = ["render_json", "render_sarif"]
-
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )

@@ -21,8 +21,6 @@ from meshplan.lint._reporters._words import (
     has_files_without_mesh,
 )
 
-__all__ = ["render_concise", "render_text", "wants_color"]
-
 # A line is made of pieces: a text, and a style of rich's, which may be empty.
 _Line = list[tuple[str, str]]
 _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}

@@ -12,8 +12,6 @@ from meshplan._message_text import find_near
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._rules._rule import RULES
 
-__all__ = ["ERRORS", "find_code", "find_near_codes", "format_rule_page"]
-
 _CLASSES = [
     cls for cls in vars(errors).values() if inspect.isclass(cls) and issubclass(cls, MeshplanError)
 ]
@@ -39,6 +37,9 @@ def find_code(words: str) -> str:
     raise PolicyError(f"no rule or error {words[:40]!a}; {hint}")
 
 
+_NEAR = 20  # between the numbers of two codes
+
+
 def find_near_codes(words: str) -> list[str]:
     """Codes similar to an unknown one, the most similar first."""
     known = _list_names()
@@ -47,6 +48,13 @@ def find_near_codes(words: str) -> list[str]:
         given = given.translate(_MISREAD)
     parts = [name for name in known if len(given) > 2 and given in name]
     similar = find_near(given, known, 5, 0.7)
+    if re.fullmatch(r"mp\d{3}", given):
+        # Codes of one family have one subject; digits are swapped more often than mistaken.
+        family = [name for name in known if re.fullmatch(rf"{given[:3]}\d\d", name)]
+        near = {name: abs(int(name[2:]) - int(given[2:])) for name in family}
+        family = [name for name in family if near[name] < _NEAR or sorted(name) == sorted(given)]
+        family.sort(key=lambda name: (sorted(name) != sorted(given), near[name]))
+        similar = family[:5] or similar
     return list(dict.fromkeys(known[name] for name in parts + similar))
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from meshplan.lint._facts import JobFacts
     from meshplan.lint._nccl_environment import NcclEnvironment
 
-__all__ = ["RULES", "Need", "Rule", "list_codes_needing", "register", "rule"]
-
 Need = Literal["nothing", "nodes", "domains"]
 """The facts of a cluster that a rule needs to check a mesh on it."""
 Subject = Literal["mesh", "cluster", "environment", "input"]
@@ -63,6 +61,7 @@ class Rule:
         message: str,
         *details: str,
         fixes: tuple[Fix, ...] = (),
+        severity: Severity | None = None,
         **data: Any,
     ) -> Finding:
         """A finding about the mesh of a job."""
@@ -70,6 +69,7 @@ class Rule:
             message,
             facts.job.source,
             subject=str(facts.layout),
+            severity=severity or self.severity,
             details=details,
             fixes=fixes,
             data=data,

@@ -11,8 +11,6 @@ from meshplan.lint._rules._rule import Rule, register, rule
 if TYPE_CHECKING:
     from meshplan.topology import Cluster
 
-__all__ = ["NOT_JUDGED", "UNUSED_IGNORE"]
-
 UNUSED_IGNORE = register(
     Rule(
         "input",
@@ -29,6 +27,16 @@ NOT_JUDGED = register(
         "not-judged",
         "warning",
         "A mesh could not be read from its file; it was not judged, which fails.",
+    )
+)
+
+CONTRADICTION = register(
+    Rule(
+        "input",
+        "MP192",
+        "ranks-contradict",
+        "warning",
+        "A file and the options specify different numbers of ranks; those of the file are used.",
     )
 )
 

@@ -37,6 +37,7 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
     placement = facts.find_placement(hazard.axes, islands=jagged.islands)
     details = [
         f"in {jagged.reductions.what}",
+        *([facts.job.every_size] if facts.job.every_size else []),
         _describe_signatures(placement.signatures, unit),
     ]
     simulated: dict[str, float] = {}
@@ -74,6 +75,7 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
         f"but their results must be identical across {join_names(hazard.along)}",
         *details,
         fixes=facts.fixes,
+        severity="warning" if facts.job.is_open else rule.severity,
         axes=list(hazard.labels),
         along=list(hazard.along),
         groups=hazard.groups,

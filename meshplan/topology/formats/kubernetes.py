@@ -2,7 +2,9 @@
 
 Source: labels of NVIDIA's GPU feature discovery. ``nvidia.com/gpu.clique`` is
 ``<ClusterUUID>.<CliqueID>``, on nodes with multi-node NVLink only; ``nvidia.com/gpu.count`` is the
-number of GPUs of a node. No label has the GPUs that NVLink joins inside a host.
+number of GPUs of a node. Topograph writes the same value to its accelerator label, and AWS has the
+id of an UltraServer; its capacity blocks are no domains. No label has the GPUs that NVLink joins
+inside a host.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ from meshplan.topology._reading import Note, Reading
 __all__ = ["MAX_GPUS", "read", "recognises"]
 
 _CLIQUE = "nvidia.com/gpu.clique"
+# The first that a node has names the GPUs that NVLink joins with its own.
+_CLIQUES = (
+    _CLIQUE,
+    "network.topology.nvidia.com/accelerator",
+    "topology.k8s.aws/ultraserver-id",
+)
 _COUNT = "nvidia.com/gpu.count"
 _LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
 _SHOWN = 64  # cliques in the notes before "... N more"
@@ -107,10 +115,13 @@ def _parse_host(item: Any, index: int) -> tuple[str, str, int]:
     if not isinstance(name, str) or not name or not isinstance(labels, dict):
         raise TopologyInputError(f"item {index} has no name, or invalid labels")
     name = " ".join(name.split())
-    clique, count = labels.get(_CLIQUE, ""), labels.get(_COUNT)
-    if not isinstance(clique, str) or (clique and not re.fullmatch(r"[\w-]+\.[\w-]+", clique)):
+    label = next((one for one in _CLIQUES if labels.get(one)), _CLIQUE)
+    clique, count = labels.get(label, ""), labels.get(_COUNT)
+    form = r"[\w-]+\.[\w-]+" if label == _CLIQUE else r"[\w.-]+"
+    if not isinstance(clique, str) or (clique and not re.fullmatch(form, clique)):
+        expected = "<ClusterUUID>.<CliqueID>" if label == _CLIQUE else "a name"
         raise TopologyInputError(
-            f"{_CLIQUE} of {name[:63]} is {str(clique)[:60]!r}; expected <ClusterUUID>.<CliqueID>"
+            f"{label} of {name[:63]} is {str(clique)[:60]!r}; expected {expected}"
         )
     if count is None:
         status = item.get("status")

@@ -19,23 +19,25 @@ _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _MOST_NODES, _MOST_RANKS = 1_000_000, 2_000_000
 
 
-def read_nodes(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+def read_nodes(environ: Mapping[str, str], default: str = "block") -> tuple[int, ...] | None:
     """Node of each rank, by position in the list of nodes; ``None`` if unknown.
 
-    It is unknown if a variable is missing, or with a distribution other than block, cyclic and
-    ``plane=N``. The parts of a distribution after the first ``:`` or ``,`` are about sockets and
-    cores and change no node, except for ``Pack``.
+    It is unknown if the list of nodes or their tasks are missing, or with a distribution other than
+    block, cyclic and ``plane=N``. The parts of a distribution after the first ``:`` or ``,`` are
+    about sockets and cores and change no node, except for ``Pack``.
 
     Args:
         environ: variables of the process.
+        default: the distribution without ``SLURM_DISTRIBUTION``, which sbatch does not set; srun's
+            own default is block.
 
     Raises:
         TopologyInputError: malformed or contradicting values.
     """
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     tasks = environ.get("SLURM_TASKS_PER_NODE")
-    order = environ.get("SLURM_DISTRIBUTION")
-    if not hosts or not tasks or not order:
+    order = environ.get("SLURM_DISTRIBUTION") or default
+    if not hosts or not tasks:
         return None
     if order.lower() == "plane" and "SLURM_DIST_PLANESIZE" in environ:
         order = f"plane={environ['SLURM_DIST_PLANESIZE']}"
