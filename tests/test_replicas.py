@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshplan
 from meshplan.errors import GroupAgreementError, ReplicaDivergenceError, SignatureMismatchError
-from meshplan.replicas import ReplicaCheck, ReplicaReport, _elements, _verify, verify_replicas
+from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, _elements, verify_replicas
 from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
 from tests.processes import arrive, run_ranks, wait_for
@@ -207,7 +207,7 @@ MP703: rank 2 passed other tensors to the comparison of replicas than the other 
         def ranks(rank: int) -> list[str]:
             # Several pieces, and several gathers of digests.
             _elements.PIECE_BYTES = 1024
-            _verify._GATHERED_BYTES = 100
+            _comparison._GATHERED_BYTES = 100
             mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("x", "y"))
             base = {
                 "bfloat16": weights(3000).bfloat16().view(30, 100),
@@ -399,7 +399,7 @@ def test_equal_replicas_cost_one_all_gather_of_128_bytes() -> None:
 
 def many_sets(rank: int) -> list[object]:
     """More sets of axes than one message holds."""
-    _verify._SETS = 2
+    _comparison.ROWS = 2
     mesh = init_device_mesh("cpu", (2, 2, 2))
     whole = torch.ones(4)
     kinds = [(a, b, c) for a in (R, S) for b in (R, S) for c in (R, S)]
