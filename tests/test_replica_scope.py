@@ -148,8 +148,52 @@ def test_tensors_are_compared_on_their_own_meshes() -> None:
     assert [one[1:] for one in found] == [[(), *lines]] * 4
 
 
+def advise(backend: str) -> list[str]:
+    """The advice for parameters of FSDP2, of DTensors without it, and plain ones, on rank 0."""
+
+    def run(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
+        torch.manual_seed(rank)
+        never = fully_shard(nn.Linear(16, 16), mesh=mesh)
+        texts = [error(lambda: verify_replicas(never, mesh))]
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(16, 16), mesh=mesh)
+        placed = DTensor.from_local(weights(), mesh, (R, R), run_check=False)
+        plain = weights()
+        for source, local in (
+            ({"model": [model]}, model.weight.to_local()),
+            (placed, placed.to_local()),
+            (plain, plain),
+        ):
+            # Two pairs of replicas: no single rank differs from the rest.
+            if rank > 1:
+                flip(local)
+            texts.append(error(partial(verify_replicas, source, mesh)))
+        return [text.split("\n")[-1] for text in texts]
+
+    found = run_ranks(run, 4, backend=backend)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
 class TestErrors(TestCase):
     maxDiff = None
+
+    def test_advice_names_what_reduces_the_tensors(self) -> None:
+        self.assertExpectedInline(
+            "\n".join(advise("gloo")),
+            """\
+203 of 272 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint, and use the backend, init_process_group('meshplan'), for reductions of FSDP2; if ranks along rep hold other parameters, such as experts, name these axes in distinct=
+replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of FSDP2; go back to an earlier checkpoint, or broadcast the weights from one rank
+replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or broadcast the weights from one rank
+replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of DDP; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+        )
+        self.assertExpectedInline(
+            "\n".join(advise("meshplan")[:2]),
+            """\
+203 of 272 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint; if ranks along rep hold other parameters, such as experts, name these axes in distinct=
+replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+        )
 
     def test_ranks_without_tensors_on_a_mesh_are_named(self) -> None:
         def run(rank: int) -> list[str]:

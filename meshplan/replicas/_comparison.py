@@ -42,6 +42,15 @@ _COMPARED_CLASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """The caller's ``step`` and ``details``, and whether FSDP2 reduces gradients of the source."""
+
+    step: int | None
+    details: int
+    fsdp: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSet:
     """The tensors that are replicated along the same axes, and their digests."""
 
@@ -88,9 +97,7 @@ def compare_sets(
     layout: Layout,
     sets: Sequence[ReplicaSet],
     lines: Sequence[str],
-    *,
-    step: int | None,
-    details: int,
+    options: CheckOptions,
     notes: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Compare the tensors of ``sets``; returns the ``notes`` of all ranks, [ranks, notes, 2].
@@ -118,7 +125,7 @@ def compare_sets(
         positions = group_positions(layout, one.axes)
         if find_differing_groups(gathered[:, number : number + 1], positions):
             # All ranks have read the same digests, so all gather those of the same tensors.
-            wanted = max(_LISTED, details) - len(found)
+            wanted = max(_LISTED, options.details) - len(found)
             differing, candidates = _find_candidates(channel, layout, one, positions, wanted)
             found += candidates
             names |= set(differing)
@@ -126,7 +133,7 @@ def compare_sets(
     if not found:
         return every_note
     divergences = tuple(
-        _describe(channel, layout, one, compare=number < details)
+        _describe(channel, layout, one, compare=number < options.details)
         for number, one in enumerate(found)
     )
     text = format_divergences(
@@ -135,9 +142,24 @@ def compare_sets(
         tensors=len(names),
         compared=sum(len(one.tensors) for one in sets),
         groups=groups,
-        step=step,
+        step=options.step,
+        order=_describe_order(channel, options, [one.tensor for one in found]),
     )
-    raise ReplicaDivergenceError(text, divergences=divergences, tensors=len(names), step=step)
+    raise ReplicaDivergenceError(
+        text, divergences=divergences, tensors=len(names), step=options.step
+    )
+
+
+def _describe_order(
+    channel: ReplicaChannel, options: CheckOptions, tensors: Sequence[NamedTensor]
+) -> str:
+    """How to reduce these tensors in one order, by what reduces them."""
+    if channel.backend == "meshplan":
+        return ""
+    backend = "the backend, init_process_group('meshplan'),"
+    if options.fsdp or all(tensor.mesh is None for tensor in tensors):
+        return f"use {backend} for reductions of {'FSDP2' if options.fsdp else 'DDP'}"
+    return f"use meshplan.install() for reductions of DTensor, {backend} for FSDP2 and DDP"
 
 
 def _find_candidates(

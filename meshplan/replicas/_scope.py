@@ -29,7 +29,7 @@ from meshplan.flatten._distinct_axes import DistinctGroup
 from meshplan.layout import Layout
 from meshplan.replicas._axes import ReplicaAxes
 from meshplan.replicas._channel import ReplicaChannel, hash_lines
-from meshplan.replicas._comparison import ReplicaSet, compare_sets, group_by_axes
+from meshplan.replicas._comparison import CheckOptions, ReplicaSet, compare_sets, group_by_axes
 from meshplan.replicas._tensors import NamedTensor
 
 # Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.
@@ -51,11 +51,11 @@ class MeshTensors:
         axes = ReplicaAxes(self.mesh, self.layout, this_rank())
         self.sets, self.lines = group_by_axes(self.tensors, axes, header)
 
-    def compare(self, step: int | None, details: int) -> None:
+    def compare(self, options: CheckOptions) -> None:
         """Compare the sets, which ``group`` has made, with the other ranks of the layout."""
         if self.layout.world_size > 1:
             channel = ReplicaChannel(self.mesh, self.layout)
-            compare_sets(channel, self.layout, self.sets, self.lines, step=step, details=details)
+            compare_sets(channel, self.layout, self.sets, self.lines, options)
 
 
 def compare_scope(
@@ -63,9 +63,7 @@ def compare_scope(
     others: list[MeshTensors],
     distinct: Sequence[DistinctGroup],
     header: str,
-    *,
-    step: int | None,
-    details: int,
+    options: CheckOptions,
 ) -> None:
     """Compare the tensors of ``scope`` and those on ``others``; all ranks of the scope call it."""
     # Ranks that wait for each other on several meshes take them in the same order.
@@ -96,9 +94,8 @@ def compare_scope(
         scope.layout,
         first.sets,
         first.lines,
-        step=step,
-        details=details,
-        notes=notes + [(0, 0)] * (_NOTES - len(notes)),
+        options,
+        notes + [(0, 0)] * (_NOTES - len(notes)),
     )
     if not bool(gathered[:, 1:].any()):
         return
@@ -112,14 +109,14 @@ def compare_scope(
         part.layout = _restrict(part.layout, peers)
         absent = [rank for rank in part.layout.ranks if note not in words[rank][1:]]
         try:
-            _compare_part(part, absent, header if distinct else None, step, details)
+            _compare_part(part, absent, header if distinct else None, options)
         except (PlacementError, ReplicaDivergenceError, SignatureMismatchError) as error:
             failure = failure or error
-    _share_failure(channel, ranks, failure, step)
+    _share_failure(channel, ranks, failure, options.step)
 
 
 def _compare_part(
-    part: MeshTensors, absent: list[int], header: str | None, step: int | None, details: int
+    part: MeshTensors, absent: list[int], header: str | None, options: CheckOptions
 ) -> None:
     if absent:
         raise SignatureMismatchError(
@@ -136,7 +133,7 @@ def _compare_part(
             # The other ranks of the mesh wait for this one: they get the text as its list.
             misplaced, part.lines = error, [str(error)]
     try:
-        part.compare(step, details)
+        part.compare(options)
     finally:
         if misplaced is not None:
             raise misplaced

@@ -15,10 +15,10 @@ from meshplan.errors import GroupStateError, PolicyError
 from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
-from meshplan.replicas._comparison import axis_labels
+from meshplan.replicas._comparison import CheckOptions, axis_labels
 from meshplan.replicas._divergence import ReplicaReport
 from meshplan.replicas._scope import MeshTensors, compare_scope
-from meshplan.replicas._tensors import NamedTensor, TensorSource, named_tensors
+from meshplan.replicas._tensors import NamedTensor, TensorSource, holds_fsdp, named_tensors
 
 __all__ = ["ReplicaCheck", "digest", "verify_replicas"]
 
@@ -96,12 +96,13 @@ def verify_replicas(
     own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
     declared = read_distinct(distinct, [scope_mesh, *own_meshes])
     scope, *others = parts.values()
+    options = CheckOptions(step, details, holds_fsdp(source))
     header = f"digest {DIGEST_VERSION}, step {step}"
     if mesh is not None and not declared:
         scope.group(header)
-        scope.compare(step, details)
+        scope.compare(options)
     else:
-        compare_scope(scope, others, declared, header, step=step, details=details)
+        compare_scope(scope, others, declared, header, options)
     sets = [(part.layout, one) for part in parts.values() for one in part.sets]
     by_axes: dict[tuple[str, ...], int] = {}
     for layout, one in sets:
