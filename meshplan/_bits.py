@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = [
     "FLOATS",
     "bytes_of",
+    "differ_by_binade",
     "element_index",
     "element_text",
     "flatten",
@@ -31,12 +32,22 @@ def max_ulps(found: Tensor, expected: Tensor) -> int:
     Returns:
         Exact for 64 bits too. 0 between -0.0 and 0.0, and for empty tensors.
     """
-    if found.numel() == 0:
-        return 0
+    return int(_distance(found, expected).max()) - _LOWEST if found.numel() else 0
+
+
+def differ_by_binade(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where normal floats of ``dtype`` differ in sign or by more than a factor of 2: bool [n].
+
+    ``found`` and ``expected`` as for ``max_ulps``.
+    """
+    return _distance(found, expected) > int(1 / torch.finfo(dtype).eps) + _LOWEST
+
+
+def _distance(found: Tensor, expected: Tensor) -> Tensor:
+    """Units in the last place from one float to the other, minus 2^63: they are up to 2^64."""
     a, b = _count_from_zero(found), _count_from_zero(expected)
-    # Up to 2^64: the difference wraps, and is compared as an unsigned integer.
-    apart = torch.where(a > b, a - b, b - a) ^ _LOWEST
-    return int(apart.max()) - _LOWEST
+    # The difference wraps, and is an unsigned integer.
+    return torch.where(a > b, a - b, b - a) ^ _LOWEST
 
 
 def _count_from_zero(pattern: Tensor) -> Tensor:

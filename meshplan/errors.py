@@ -303,6 +303,8 @@ class Elements:
             float16, bfloat16, float32, float64 and complex of them, and where each pair has a NaN.
         numel: elements of the local tensor.
         shapes: local shapes of ``rank`` and of the reference rank, where they differ.
+        unrelated: elements that differ in sign or by more than a factor of 2; 0 where ``max_ulps``
+            is ``None``.
     """
 
     rank: int
@@ -313,6 +315,7 @@ class Elements:
     max_ulps: int | None
     numel: int
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    unrelated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

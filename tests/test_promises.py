@@ -96,6 +96,9 @@ PROMISES = {
         "Every rank raises the same text": "test_replicas::one_flipped_bit_of_one_rank_out_of_eight_is_found",
         "the result is an error that names the difference (MP703), not a hang": "test_replicas::ranks_with_other_tensors_are_named absent_rank_is_named_and_the_check_recovers",
         "128 bytes of each rank are sent": "test_replicas::equal_replicas_cost_one_all_gather_of_128_bytes",
+        "the replicas never held the same weights": "test_replica_divergence::evidence_chooses_the_advice",
+        "nothing is compared along an axis that the mesh of a DTensor does not have": "test_replica_scope::dense_layers_and_experts_are_checked_by_one_call",
+        "All ranks raise an error if one slice of a mesh differs": "test_replica_scope::process_groups_declare_experts_and_stages",
         "its shards are left alone": "test_replicas::dtensors_on_a_permuted_mesh_are_compared_along_their_replicas hybrid_fsdp_shards_are_compared_along_replicas",
     },
     "docs/howto/choose-settings.md": {

@@ -117,8 +117,8 @@ MP401: w: float32[12, 2] (Partial(sum), Replicate()) is a partial sum along dp, 
 MP401: w: float32[24, 2] (Partial(max), Shard(dim=0)) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out
 MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is replicated along some axes of its mesh (dp=3, tp=2) and sharded along others, and flat runs along both; compare on a mesh that has them as axes of their own
 MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is replicated along some axes of its mesh (dp=3, tp=2) and sharded along others, and x runs along both; compare on a mesh that has them as axes of their own
-MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is placed on mesh (x=2, y=2; ranks 4, 5, 1, 0), whose axes are not axes of the mesh (dp=3, tp=2); compare it on its own mesh, or on one that both are slices of
-MP401: w: float32[24, 2] (Shard(dim=0),) is placed on mesh (tp=2; ranks 4..5), whose axes are not axes of the mesh (z=2; ranks 4, 7); compare it on its own mesh, or on one that both are slices of
+MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is placed on mesh (x=2, y=2; ranks 4, 5, 1, 0), whose axes are not axes of the mesh (dp=3, tp=2); leave mesh out to compare each tensor on its own mesh, or pass one that both are slices of
+MP401: w: float32[24, 2] (Shard(dim=0),) is placed on mesh (tp=2; ranks 4..5), whose axes are not axes of the mesh (z=2; ranks 4, 7); leave mesh out to compare each tensor on its own mesh, or pass one that both are slices of
 MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is replicated along some axes of its mesh (axis0=2, axis1=2; ranks 4, 3, 2, 5) and sharded along others, and tp runs along both; compare on a mesh that has them as axes of their own
-MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is placed on mesh (axis0=3, axis1=2; ranks 4, 0, 1, 2, 3, 5), whose axes are not axes of the mesh (axis0=2, axis1=2; ranks 4, 1, 3, 2); compare it on its own mesh, or on one that both are slices of""",
+MP401: w: float32[24, 2] (Replicate(), Shard(dim=0)) is placed on mesh (axis0=3, axis1=2; ranks 4, 0, 1, 2, 3, 5), whose axes are not axes of the mesh (axis0=2, axis1=2; ranks 4, 1, 3, 2); leave mesh out to compare each tensor on its own mesh, or pass one that both are slices of""",
     )

@@ -48,7 +48,9 @@ class TestTexts(TestCase):
             ((divergence(*((r,) for r in range(8))),), 1, 0),
         ):
             texts.append(
-                format_divergences(MESH, found, tensors=1, compared=7, groups=groups, step=step)
+                format_divergences(
+                    MESH, found, tensors=1, compared=7, groups=groups, step=step, order="sort them"
+                )
             )
         error = ReplicaDivergenceError(texts[0], divergences=(), tensors=1, step=300)
         self.assertExpectedInline(
@@ -58,19 +60,19 @@ MP705: replicas differ at step 300 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3) and 3 more: the reference
     rank 5 (ddp=1, fsdp=1): 2 of 12 elements differ, first at index (1, 3): 1.0000001192092896 (0x3f800001), on rank 0 1.0 (0x3f800000), at most 1 ulps apart
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights
+only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
 replicas differ in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, though replicated along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3): the reference
     rank 4 (ddp=1, fsdp=0), rank 5 (ddp=1, fsdp=1), rank 6 (ddp=1, fsdp=2), rank 7 (ddp=1, fsdp=3)
   and 8 more groups of replicas
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank
 replicas differ in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1): the reference
     rank 6 (ddp=1, fsdp=2): its local shape is [3, 4], that of rank 0 [4, 3]
     rank 7 (ddp=1, fsdp=3): a second comparison found no difference: the tensor changes while it is compared; wait for the code that writes to it
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights
+go back to an earlier checkpoint, or broadcast the weights from one rank
 replicas differ at step 0 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0): the reference
@@ -79,7 +81,7 @@ replicas differ at step 0 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
     rank 3 (ddp=0, fsdp=3)
     rank 4 (ddp=1, fsdp=0)
     and 3 more different replicas
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights""",
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank""",
         )
 
     def test_reference_and_differing_ranks(self) -> None:
@@ -102,6 +104,48 @@ go back to an earlier checkpoint; if one rank differs, test its hardware; if man
             """\
 step 100: 3 tensors, 40 bytes, agree on all ranks (2 along ddp; 1 along ddp, fsdp); 1 have one replica each, in 0.012 s
 0 tensors, 0 bytes, agree on all ranks, in 0.500 s""",
+        )
+
+    def test_evidence_chooses_the_advice(self) -> None:
+        def advice(*found: Divergence, order: str = "use the backend") -> str:
+            text = format_divergences(
+                MESH, found, tensors=1, compared=1, groups=1, step=None, order=order
+            )
+            return text.split("\n")[-1]
+
+        def elements(rank: int, count: int, unrelated: int) -> Elements:
+            return Elements(rank, count, (0,), "1.0", "2.0", 9, 100, unrelated=unrelated)
+
+        pair = ((0, 1, 2, 3), (4, 5, 6, 7))
+        one = ((0, 1, 2, 3, 4, 6, 7), (5,))
+        other = divergence((0, 1, 2, 3, 4, 5, 7), (6,), elements=(elements(6, 1, 1),))
+        texts = [
+            advice(divergence(*pair, axes=("ddp",), elements=(elements(4, 100, 75),))),
+            advice(divergence(*one, elements=(elements(5, 95, 60),)), order=""),
+            advice(divergence(*one, elements=(elements(5, 1, 1),))),
+            advice(divergence(*one)),
+            # Many elements by little, and a few of those near zero by much.
+            advice(divergence(*pair, elements=(elements(4, 100, 3),))),
+            advice(divergence(*pair, elements=(elements(4, 2, 0),)), order=""),
+            advice(divergence(*one, elements=(elements(5, 1, 1),)), other),
+            # Of two replicas, either may be wrong.
+            advice(divergence((0,), (4,), elements=(elements(4, 1, 1),))),
+            advice(divergence(*pair)),
+            advice(divergence(*pair, elements=(Elements(4, 0, None, "", "", None, 12),))),
+        ]
+        self.assertExpectedInline(
+            "\n".join(texts),
+            """\
+75 of 100 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint, and use the backend; if ranks along ddp hold other parameters, such as experts, name these axes in distinct=
+60 of 100 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint; if ranks along ddp, fsdp hold other parameters, such as experts, name these axes in distinct=
+only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
+only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
+replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or broadcast the weights from one rank
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank
+go back to an earlier checkpoint, or broadcast the weights from one rank""",
         )
 
 

@@ -46,6 +46,7 @@ def test_pieces_add_up_to_the_whole(cases: list[tuple[float, float, bool]], size
         if not (theirs[i].isnan() or mine[i].isnan())
     ]
     assert found.max_ulps == max(apart, default=None)
+    assert found.unrelated == sum(ulps > 1 << 52 for ulps in apart)
     if where:
         patterns = [f"(0x{bits % (1 << 64):016x})" for bits in pairs[where[0]]]
         assert found.reference.split()[1] == patterns[0]
@@ -66,6 +67,12 @@ def test_distance_of_neighbours_zeros_and_nans(dtype: torch.dtype) -> None:
     far = compare(
         torch.full((1,), float("inf")).to(dtype), torch.full((1,), -float("inf")).to(dtype)
     )
+    assert far.unrelated == 1
+    # A factor of 2 and less of the same sign is no such difference.
+    pairs = (1.0, 2.0), (1.0, 2.5), (1.0, -1.0), (-3.0, -1.0)
+    for a, b in pairs:
+        one = compare(torch.tensor([a]).to(dtype), torch.tensor([b]).to(dtype))
+        assert one.unrelated == (b != 2.0)
     assert far.max_ulps == 2 * int(torch.tensor(float("inf")).to(dtype).view(integer))
 
 
@@ -79,7 +86,8 @@ def test_integers_have_no_distance_and_complex_numbers_do() -> None:
     other[1] = 3.5 + 4.5j
     other[2] = 5 - 6j
     found = compare(z, other)
-    assert (found.count, found.index) == (2, (1,))
+    # An element counts once: of the first only bits differ, of the second the sign.
+    assert (found.count, found.index, found.unrelated) == (2, (1,), 1)
     assert found.reference == "(3+4j) (0x40100000000000004008000000000000)"
     assert found.value.startswith("(3.5+4.5j) ")
     assert compare(z, z.clone()) == Difference()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshplan
 from meshplan.errors import GroupAgreementError, ReplicaDivergenceError, SignatureMismatchError
-from meshplan.replicas import ReplicaCheck, ReplicaReport, _elements, _verify, verify_replicas
+from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, _elements, verify_replicas
 from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
 from tests.processes import arrive, run_ranks, wait_for
@@ -90,12 +90,12 @@ MP705: replicas differ at step 300 in 1 of 9 tensors, on mesh (ddp=2, fsdp=4)
   layers.1: float32[300000]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3) and 3 more: the reference
     rank 6 (ddp=1, fsdp=2): 1 of 300000 elements differ, first at index (123456,): 22645604.0 (0x4bacc5b2), on rank 0 22645620.0 (0x4bacc5ba), at most 8 ulps apart
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights
+only rank 6 differs: test its hardware and memory, and go back to an earlier checkpoint
 MP705: replicas differ in 1 of 9 tensors, on mesh (ddp=2, fsdp=4)
   layers.1: float32[300000]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3) and 3 more: the reference
     rank 6 (ddp=1, fsdp=2)
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights""",
+only rank 6 differs: test its hardware and memory, and go back to an earlier checkpoint""",
         )
 
 
@@ -207,7 +207,7 @@ MP703: rank 2 passed other tensors to the comparison of replicas than the other 
         def ranks(rank: int) -> list[str]:
             # Several pieces, and several gathers of digests.
             _elements.PIECE_BYTES = 1024
-            _verify._GATHERED_BYTES = 100
+            _comparison._GATHERED_BYTES = 100
             mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("x", "y"))
             base = {
                 "bfloat16": weights(3000).bfloat16().view(30, 100),
@@ -281,7 +281,7 @@ MP705: replicas differ in 10 of 10 tensors, on mesh (x=3, y=1)
   zero: float32[700]: differs along x
     rank 0 (x=0, y=0), rank 1 (x=1, y=0): the reference
     rank 2 (x=2, y=0): 700 of 700 elements differ, first at index (0,): -0.0 (0x80000000), on rank 0 0.0 (0x00000000), at most 0 ulps apart
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights
+replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or broadcast the weights from one rank
 MP705: replicas differ in 20 of 20 tensors, on mesh (x=3, y=1)
   0: float32[1]: differs along x
     rank 0 (x=0, y=0): the reference
@@ -316,7 +316,7 @@ MP705: replicas differ in 20 of 20 tensors, on mesh (x=3, y=1)
     rank 1 (x=1, y=0)
     rank 2 (x=2, y=0)
   and 12 more groups of replicas
-go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, reduce in one order (meshplan.install()) and start from one set of weights""",
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank""",
         )
 
     @pytest.mark.full
@@ -399,7 +399,7 @@ def test_equal_replicas_cost_one_all_gather_of_128_bytes() -> None:
 
 def many_sets(rank: int) -> list[object]:
     """More sets of axes than one message holds."""
-    _verify._SETS = 2
+    _comparison.ROWS = 2
     mesh = init_device_mesh("cpu", (2, 2, 2))
     whole = torch.ones(4)
     kinds = [(a, b, c) for a in (R, S) for b in (R, S) for c in (R, S)]

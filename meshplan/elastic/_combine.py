@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -15,22 +17,23 @@ from meshplan.elastic._micro_batches import list_numbers, working_ranks
 from meshplan.errors import ContractError, ContractTypeError, ElasticError
 from meshplan.kernel import combine_leaves, finish_partials
 
-__all__ = ["TreeSum", "combine"]
+__all__ = ["TreeSum", "combine", "exact_sum"]
 
 
 class TreeSum:
     """The sums of equal subtrees of the contract's tree, which come in order, of several tensors.
 
     At most ``log2(n) + 1`` of n subtrees are kept, the new one included: a subtree waits until a
-    neighbour of its size is there, like the digits of a binary counter.
+    neighbour of its size is there, like the digits of a binary counter. ``None`` is a tensor of
+    zeros.
     """
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._kept: list[list[Tensor]] = []
+        self._kept: list[list[Tensor | None]] = []
         self.parts = 0
 
-    def add(self, parts: list[Tensor], *, copy: bool) -> None:
+    def add(self, parts: Sequence[Tensor | None], *, copy: bool) -> None:
         """Add the next subtree.
 
         Args:
@@ -38,14 +41,15 @@ class TreeSum:
                 ``copy``.
             copy: another object may write to ``parts`` later.
         """
+        present = [part for part in parts if part is not None]
         # The threads that compute on the largest part on a CPU include those of the others.
-        refuse_flushed_subnormals(max(parts, key=lambda part: part.is_cpu * part.numel()))
+        refuse_flushed_subnormals(max(present, key=lambda part: part.is_cpu * part.numel()))
         self.parts += 1
         for _ in range((self.parts & -self.parts).bit_length() - 1):
             parts, copy = self._node(self._kept.pop(), parts), False
-        self._kept.append([part.clone() for part in parts] if copy else parts)
+        self._kept.append([part.clone() if copy and part is not None else part for part in parts])
 
-    def take(self) -> list[Tensor]:
+    def take(self) -> list[Tensor | None]:
         """The sums of all subtrees, neither divided nor rounded; none are left then."""
         total = self._kept.pop()
         # The tree of n leaves splits after the largest power of two, so the last ones come first.
@@ -54,14 +58,29 @@ class TreeSum:
         self.parts = 0
         return total
 
-    def _node(self, left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    def _node(
+        self, left: Sequence[Tensor | None], right: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        pairs = list(zip(left, right, strict=True))
         if self._contract.rounding == "node":
-            return [
-                combine_leaves(list(pair), "sum", (2,), self._contract)
-                for pair in zip(left, right, strict=True)
-            ]
-        foreach_add_(left, right)
-        return left
+            return [self._rounded_node(one, other) for one, other in pairs]
+        both = [(one, other) for one, other in pairs if one is not None and other is not None]
+        if both:
+            foreach_add_([one for one, _ in both], [other for _, other in both])
+        # Zeros are added as well: -0.0 + 0.0 is 0.0. The right subtree may not be written to.
+        return [
+            (None if other is None else other + 0.0)
+            if one is None
+            else (one.add_(0.0) if other is None else one)
+            for one, other in pairs
+        ]
+
+    def _rounded_node(self, left: Tensor | None, right: Tensor | None) -> Tensor | None:
+        present = left if left is not None else right
+        if present is None:
+            return None
+        pair = [torch.zeros_like(present) if one is None else one for one in (left, right)]
+        return combine_leaves(pair, "sum", (2,), self._contract)
 
 
 def combine(
@@ -138,7 +157,8 @@ def combine(
         )
     if op == "avg":
         divisor = micro_batches if divisor is None else divisor
-    return finish_partials(tree.take(), op, (1,), contract, dtype, divisor)
+    total = [part for part in tree.take() if part is not None]
+    return finish_partials(total, op, (1,), contract, dtype, divisor)
 
 
 def check_contract(contract: Contract) -> None:
@@ -151,3 +171,15 @@ def check_contract(contract: Contract) -> None:
         raise ContractError(
             f"sums under {contract.id} cannot be made of rounds; use Contract(order='tree')"
         )
+
+
+def exact_sum(numbers: Sequence[float]) -> float:
+    """The sum of numbers, rounded once; infinite if it exceeds float64."""
+    others = [one for one in numbers if not math.isfinite(one)]
+    if others:
+        return sum(others)
+    total = sum(map(Fraction, numbers), Fraction())
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf

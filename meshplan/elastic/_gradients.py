@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshplan.definition import partial_dtype
-from meshplan.elastic._combine import TreeSum, check_contract
+from meshplan.elastic._combine import TreeSum, check_contract, exact_sum
 from meshplan.elastic._hooks import (
     check_batch_norms,
     find_batch_norms,
     reset_shards,
     sum_buckets,
     sum_shards,
+    watch_gradients,
 )
-from meshplan.elastic._meshes import check_order, check_shards
+from meshplan.elastic._meshes import check_options, check_order, check_parameter
 from meshplan.elastic._micro_batches import MicroBatches, mix, seed_micro_batch, working_ranks
 from meshplan.errors import ElasticError
 from meshplan.integrations._groups import check_group
@@ -94,9 +93,10 @@ class GradientAccumulator:
             )
         self._contract = groups[0].options.contract
         self._groups = groups
-        self._check_groups()
+        check_contract(self._contract)
+        check_options(groups)
         self._checked = {name for name, one in self._parameters.items() if one.requires_grad}
-        self._check_parameters(self._checked)
+        self._check(self._checked)
         rank, self._ranks = 0, 1
         for group in groups:
             rank, self._ranks = rank * group.size() + group.rank(), self._ranks * group.size()
@@ -107,8 +107,16 @@ class GradientAccumulator:
         self._unreduced = self._failed = False
         self._round = 0
         self._sums = TreeSum(self._contract)
-        # The gradients of the first round. FSDP2's have the memory into which all are added.
+        # The first gradient of each parameter. FSDP2's have the memory into which all are added.
         self._gradients: dict[str, Tensor] = {}
+        # Parameters that this rank's micro-batches of the step use, and how many gradients this
+        # rank gave them in the round. Of those that are not watched, all with one are used.
+        self._used: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._watched: set[str] = set()
+        # Names of the FSDP modules that the round calls, and the different lists of the step.
+        self._calls: list[str] = []
+        self._sequences: set[str] = set()
         self._reduced: set[str] = set()
         self._repeated: set[str] = set()
         for name in self._checked:
@@ -117,6 +125,8 @@ class GradientAccumulator:
             self._buckets = sum_buckets(model)
         else:
             sum_shards(model, self._ranks)
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+            watch_gradients(model, names, self._counts, self._watched, self._calls)
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -126,12 +136,14 @@ class GradientAccumulator:
 
         Raises:
             ElasticError: all rounds are done, the last one raised an exception, a parameter has a
-                gradient already, a batch norm trains, or the gradients were not reduced, were
-                reduced several times, or are of other parameters than in the first round.
+                gradient already, a batch norm trains, or the gradients were not reduced or were
+                reduced several times.
         """
         self._check_start()
         step, at = self.micro_batches.step, self.micro_batches.index(self._round)
         self._reduced, self._repeated = set(), set()
+        self._counts.clear()
+        self._calls.clear()
         if self._buckets:
             self._buckets.reduced.clear()
         self._failed = True
@@ -143,9 +155,14 @@ class GradientAccumulator:
         with torch.no_grad():
             # DDP's gradients may be views of buckets, which the next round writes to.
             copy = self._buckets is not None
-            self._sums.add([_local_of(one).contiguous() for one in found.values()], copy=copy)
-        if not self._round:
-            self._gradients = found
+            parts = [
+                _local_of(found[name]).contiguous() if name in found else None
+                for name in self._parameters
+            ]
+            self._sums.add(parts, copy=copy)
+        self._gradients = found | self._gradients
+        self._used |= self._counts.keys() | (found.keys() - self._watched)
+        self._sequences.add(" ".join(self._calls))
         self._round += 1
         for name in found:
             self._parameters[name].grad = None
@@ -182,25 +199,24 @@ class GradientAccumulator:
             )
         if self._buckets:
             self._buckets.check({name: self._parameters[name] for name in found}, self._round)
-        if self._repeated:
+        # FSDP2 reduces zeros too, which change no sum.
+        repeated = self._repeated - {name for name in self._watched if self._counts[name] < 2}
+        if repeated:
             raise ElasticError(
-                f"parameter {min(self._repeated)!r} got several gradients in round {self._round}, "
+                f"parameter {min(repeated)!r} got several gradients in round {self._round}, "
                 "whose sum depends on the number of ranks; call backward once in it, and shard a "
                 "module that forward calls several times with its parent"
             )
-        if self._round and found.keys() != self._gradients.keys():
-            name = min(found.keys() ^ self._gradients.keys())
-            raise ElasticError(
-                f"parameter {name!r} has a gradient in some rounds and none in round "
-                f"{0 if name in found else self._round}; use all parameters in each micro-batch"
-            )
-        self._check_parameters(found.keys() - self._checked)
+        self._check(found.keys() - self._checked)
         for name in found.keys() - self._checked:
             self._count(name)
         self._checked |= found.keys()
 
     def finish(self, divisor: int | None = None) -> None:
         """Set ``parameter.grad`` to the mean over all micro-batches, and count a finished step.
+
+        A micro-batch that does not use a parameter counts as a gradient of zeros. A parameter that
+        none of the step uses has no gradient, so that an optimizer leaves it as it is.
 
         Args:
             divisor: divide the sums by it instead of M, such as by the number of tokens of the
@@ -222,10 +238,12 @@ class GradientAccumulator:
             raise ElasticError(f"divisor={divisor!r}; pass an integer from 1 to 2**63 - 1")
         divisor = divisor or self.micro_batches.count
         self._check_step(divisor)
+        used = self._used_by_any_rank()
         with torch.no_grad():
-            for (name, first), total in zip(
-                self._gradients.items(), self._sums.take(), strict=True
-            ):
+            for name, total in zip(self._parameters, self._sums.take(), strict=True):
+                if name not in used or total is None:
+                    continue
+                first = self._gradients[name]
                 reduce_into(total, [total], "avg", (1,), self._contract, divisor=divisor)
                 gradient = _local_of(first)
                 if gradient.data_ptr() != total.data_ptr():
@@ -258,6 +276,8 @@ class GradientAccumulator:
 
     def _forget(self) -> None:
         self._round, self._gradients, self._failed = 0, {}, False
+        self._used.clear()
+        self._sequences.clear()
         self._sums = TreeSum(self._contract)
 
     def sum_scalars(self, values: Sequence[Tensor | float]) -> float:
@@ -281,7 +301,7 @@ class GradientAccumulator:
                 f"got {len(values)} values for {self.micro_batches.rounds} rounds; pass one for "
                 "each round of this rank"
             )
-        return _exact_sum(self._gather([float(value) for value in values], torch.float64))
+        return exact_sum(self._gather([float(value) for value in values], torch.float64))
 
     def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """The numbers of all ranks, in mesh order."""
@@ -294,6 +314,10 @@ class GradientAccumulator:
             dist.all_gather(every, mine, group=group)
             numbers = torch.cat(every).tolist()
         return numbers
+
+    def _check(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            check_parameter(name, self._parameters[name], self._mesh, self._contract)
 
     def _count(self, name: str) -> None:
         """Notice a second gradient of a parameter in one round."""
@@ -324,10 +348,17 @@ class GradientAccumulator:
         FSDP2 reduces the gradients that each rank has, in one flat tensor: those of other
         parameters would be added.
         """
-        names = list(self._gradients)
-        found = self._differing_rank([divisor, self.micro_batches.step, mix(*names) >> 1])
-        if not found:
+        parts = divisor, self.micro_batches.step, len(self._sequences)
+        hashes = (mix(*sorted(names)) >> 1 for names in (self._sequences, self._gradients))
+        found = self._differing_rank([*parts, *hashes])
+        if not found and len(self._sequences) == 1:
             return
+        if not found or found[1][2:4] != found[2][2:4]:
+            # One rank alone would reduce them, and several ranks those of each other.
+            raise ElasticError(
+                "micro-batches of the step call different FSDP modules; call the same ones in the "
+                "same order in each, or shard a module that some do not call with its parent"
+            )
         rank, other, first = found
         if other[:2] != first[:2]:
             raise ElasticError(
@@ -345,6 +376,15 @@ class GradientAccumulator:
             f"{with_gradient} and none on rank {without}; use all parameters in each micro-batch"
         )
 
+    def _used_by_any_rank(self) -> set[str]:
+        """The parameters that some micro-batch of the step uses."""
+        # All ranks have the same gradients, and so leave here together.
+        if self._ranks == 1 or not self._watched:
+            return self._used
+        flags = self._gather([int(name in self._used) for name in self._parameters], torch.int64)
+        names = list(self._parameters)
+        return {names[at % len(names)] for at, flag in enumerate(flags) if flag}
+
     def _differing_rank(self, mine: list[int]) -> tuple[int, list[int], list[int]] | None:
         """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
         every = self._gather(mine, torch.int64)
@@ -354,45 +394,6 @@ class GradientAccumulator:
                 return rank, other, every[: len(mine)]
         return None
 
-    def _check_groups(self) -> None:
-        check_contract(self._contract)
-        for group in self._groups:
-            options = group.options
-            if options.contract != self._contract or options.policy == "fast":
-                raise ElasticError(
-                    f"a group reduces under {options.contract.id} with policy="
-                    f"{options.policy!r}, another under {self._contract.id}; pass the same "
-                    "BackendOptions of policy='deterministic' to all groups"
-                )
-
-    def _check_parameters(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            parameter = self._parameters[name]
-            if self._mesh is not None:
-                check_shards(name, parameter, self._mesh)
-            if parameter.dtype not in (torch.float32, torch.float64):
-                raise ElasticError(
-                    f"parameter {name!r} is {parameter.dtype}, to which each round would be "
-                    "rounded; keep parameters in float32, and compute in 16 bits by "
-                    "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
-                )
-            if partial_dtype("sum", parameter.dtype, self._contract) is not parameter.dtype:
-                raise ElasticError(
-                    f"parameter {name!r} is {parameter.dtype}, to which each round would be "
-                    f"rounded under {self._contract.id}; use accumulate='wide'"
-                )
-
 
 def _local_of(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _exact_sum(numbers: Sequence[float]) -> float:
-    others = [one for one in numbers if not math.isfinite(one)]
-    if others:
-        return sum(others)
-    total = sum(map(Fraction, numbers), Fraction())
-    try:
-        return float(total)
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf

@@ -2,7 +2,8 @@
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshplan._torch import BatchNorm
 from meshplan.errors import ElasticError
@@ -24,6 +26,7 @@ __all__ = [
     "reset_shards",
     "sum_buckets",
     "sum_shards",
+    "watch_gradients",
 ]
 
 
@@ -72,6 +75,59 @@ def sum_shards(model: nn.Module, ranks: int) -> None:
             module.set_gradient_divide_factor = _refuse_factor  # type: ignore[method-assign]
             module.set_force_sum_reduction_for_comms(True)
             set_reduce_scatter(name, module, _SumScatter())
+            # Ranks whose micro-batches use other parameters would reduce other gradients. Older
+            # versions of torch cannot reduce zeros in their place.
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def watch_gradients(
+    model: nn.Module,
+    names: Mapping[int, str],
+    counts: Counter[str],
+    watched: set[str],
+    calls: list[str],
+) -> None:
+    """Count the gradients that this rank computes for parameters of FSDP modules.
+
+    FSDP2 reduces zeros for the others, and once more for each call of a module but the last one in
+    the backward. A parameter is ``watched`` from the first forward of its module on. ``names`` are
+    by ``id``. The names of called modules are appended to ``calls``.
+    """
+    hooks: Any = WeakIdKeyDictionary()
+
+    def watch(module: nn.Module, _: object) -> None:
+        called, parameters = places[module]
+        calls.append(called)
+        for owner, attribute, name in parameters:
+            # FSDP2's own hook, which ran before, has put the whole parameter here.
+            parameter = getattr(owner, attribute)
+            if parameter.requires_grad and parameter not in hooks:
+                hooks[parameter] = parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: counts.update((name,))
+                )
+                watched.add(name)
+
+    hook = torch.compiler.disable(watch)  # type: ignore[no-untyped-call]
+    places: dict[nn.Module, tuple[str, list[tuple[nn.Module, str, str]]]] = {}
+    module: nn.Module
+    for called, module in model.named_modules():
+        if issubclass(type(module), FSDPModule):
+            parameters = [
+                (owner, attribute, names[id(parameter)])
+                for owner in _own_modules(module)
+                for attribute, parameter in owner.named_parameters(recurse=False)
+            ]
+            places[module] = called, parameters
+            module.register_forward_pre_hook(hook)
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those inside it, without FSDP modules."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
 
 
 def _refuse_factor(factor: float) -> None:

@@ -1,15 +1,38 @@
-"""Meshes over which FSDP2 adds the shards of a parameter in the order of micro-batches."""
+"""Groups and meshes over which FSDP2 adds shards in the order of micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshplan.backend._group import MeshplanProcessGroup
+from meshplan.contract import Contract
+from meshplan.definition import partial_dtype
 from meshplan.errors import ElasticError
 
-__all__ = ["check_order", "check_shards"]
+__all__ = ["check_options", "check_order", "check_parameter"]
+
+
+def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
+    """Refuse groups that do not reduce under the contract of the first one.
+
+    Raises:
+        ElasticError: such a group.
+    """
+    contract = groups[0].options.contract
+    for group in groups:
+        options = group.options
+        if options.contract != contract or options.policy == "fast":
+            raise ElasticError(
+                f"a group reduces under {options.contract.id} with policy={options.policy!r}, "
+                f"another under {contract.id}; pass the same BackendOptions of "
+                "policy='deterministic' to all groups"
+            )
 
 
 def check_order(mesh: DeviceMesh) -> None:
@@ -30,7 +53,30 @@ def check_order(mesh: DeviceMesh) -> None:
             )
 
 
-def check_shards(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+def check_parameter(
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, contract: Contract
+) -> None:
+    """Refuse a parameter to whose dtype rounds are rounded, or as ``_check_shards``.
+
+    Raises:
+        ElasticError: such a parameter.
+    """
+    if mesh is not None:
+        _check_shards(name, parameter, mesh)
+    if parameter.dtype not in (torch.float32, torch.float64):
+        raise ElasticError(
+            f"parameter {name!r} is {parameter.dtype}, to which each round would be "
+            "rounded; keep parameters in float32, and compute in 16 bits by "
+            "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
+        )
+    if partial_dtype("sum", parameter.dtype, contract) is not parameter.dtype:
+        raise ElasticError(
+            f"parameter {name!r} is {parameter.dtype}, to which each round would be "
+            f"rounded under {contract.id}; use accumulate='wide'"
+        )
+
+
+def _check_shards(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     """Refuse a parameter that is not replicated and sharded over ``mesh``.
 
     Raises:

@@ -116,5 +116,6 @@ class ReplicaAxes:
     def _foreign(self, tensor: NamedTensor, own: Layout) -> PlacementError:
         return PlacementError(
             f"{tensor} is placed on mesh {own}, whose axes are not axes of the mesh "
-            f"{self.layout}; compare it on its own mesh, or on one that both are slices of"
+            f"{self.layout}; leave mesh out to compare each tensor on its own mesh, or pass one "
+            "that both are slices of"
         )

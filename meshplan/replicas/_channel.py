@@ -60,7 +60,8 @@ class ReplicaChannel:
                 differing=error.differing,
             ) from error
         # It sends nothing, so every comparison would succeed.
-        if getattr(c10d, WORLD).pg_map[group.pg][0] == "fake":
+        self.backend: str = getattr(c10d, WORLD).pg_map[group.pg][0]
+        if self.backend == "fake":
             raise GroupStateError(
                 "the mesh is on the 'fake' backend, which sends nothing, so there are no replicas "
                 "to compare; initialise the process group with a real backend"

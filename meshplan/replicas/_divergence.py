@@ -149,6 +149,7 @@ def format_divergences(
     compared: int,
     groups: int,
     step: int | None,
+    order: str,
 ) -> str:
     """The text of the error.
 
@@ -158,6 +159,7 @@ def format_divergences(
         tensors, compared: how many differ, and out of how many.
         groups: how many divergences there are in all.
         step: if given.
+        order: how to reduce these tensors in one order; empty if they are on the backend already.
     """
     at = "" if step is None else f" at step {step}"
     lines = [f"replicas differ{at} in {tensors} of {compared} tensors, on mesh {layout}"]
@@ -165,8 +167,40 @@ def format_divergences(
         lines += _format_divergence(layout, divergence)
     if groups > len(divergences):
         lines.append(f"  and {groups - len(divergences)} more groups of replicas")
-    lines.append(
-        "go back to an earlier checkpoint; if one rank differs, test its hardware; if many do, "
-        "reduce in one order (meshplan.install()) and start from one set of weights"
+    return "\n".join([*lines, _advise(divergences, order)])
+
+
+def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
+    """What the evidence in the divergences suggests."""
+    elements = [one for divergence in divergences for one in divergence.elements]
+    compared = [one for one in elements if one.count]
+    numel, count, unrelated = (
+        sum(getattr(one, name) for one in compared) for name in ("numel", "count", "unrelated")
     )
-    return "\n".join(lines)
+    # Additions in other orders change most elements by little, and few of them by a factor of 2:
+    # those near zero. Of independent weights three quarters differ by as much.
+    if count * 10 >= numel * 9 > 0 and unrelated * 4 >= numel:
+        axes = list(dict.fromkeys(axis for one in divergences for axis in one.axes))
+        return (
+            f"{unrelated} of {numel} elements differ in sign or by more than a factor of 2, so "
+            "these replicas never held the same weights: initialise them with one seed, broadcast "
+            f"them from one rank, or load one checkpoint{order and f', and {order}'}; if ranks "
+            f"along {', '.join(axes)} hold other parameters, such as experts, name these axes in "
+            "distinct="
+        )
+    # Two replicas do not show which of them is wrong.
+    single = all(len(one.classes) == 2 and len(one.ranks) == 1 for one in divergences)
+    odd = {rank for one in divergences for rank in one.ranks}
+    if single and len(odd) == 1 and all(len(one.classes[0]) > 1 for one in divergences):
+        return (
+            f"only rank {odd.pop()} differs: test its hardware and memory, and go back to an "
+            "earlier checkpoint"
+        )
+    if count:
+        order = order or "meshplan.coverage() lists the reductions that are not in one order"
+        return (
+            f"replicas that drift apart are reduced in different orders: {order}; go back to an "
+            "earlier checkpoint, or broadcast the weights from one rank"
+        )
+    reason = "" if elements else "pass details=4 to compare elements, which shows the reason; "
+    return f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank"

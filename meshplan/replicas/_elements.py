@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from meshplan._bits import FLOATS, element_index, element_text, max_ulps
+from meshplan._bits import FLOATS, differ_by_binade, element_index, element_text, max_ulps
 from meshplan.errors import Elements
 from meshplan.kernel import byte_pieces
 from meshplan.replicas._channel import ReplicaChannel
@@ -28,6 +28,7 @@ class Difference:
     value: str = ""
     reference: str = ""
     max_ulps: int | None = None
+    unrelated: int = 0
 
     def add_piece(self, theirs: Tensor, mine: Tensor, start: int, like: Tensor) -> None:
         """Count a further piece of both tensors.
@@ -49,9 +50,19 @@ class Difference:
             self.value = element_text(mine[one], like.dtype)
             self.reference = element_text(theirs[one], like.dtype)
         self.count += count
-        apart = _ulps(theirs, mine, like.dtype)
-        if apart is not None:
-            self.max_ulps = max(apart, self.max_ulps or 0)
+        self._add_distances(theirs, mine, like.dtype)
+
+    def _add_distances(self, theirs: Tensor, mine: Tensor, dtype: torch.dtype) -> None:
+        real = dtype.to_real() if dtype.is_complex else dtype
+        if real not in FLOATS:
+            return
+        a, b = (one.clone().view(_INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))
+        numbers = (a != b) & ~a.view(real).isnan() & ~b.view(real).isnan()
+        if not bool(numbers.any()):
+            return
+        self.max_ulps = max(max_ulps(a[numbers], b[numbers]), self.max_ulps or 0)
+        far = numbers & differ_by_binade(a, b, real)
+        self.unrelated += int(far.view(-1, dtype.itemsize // real.itemsize).any(1).sum())
 
 
 def compare_elements(
@@ -84,13 +95,3 @@ def compare_elements(
     fields = channel.broadcast(asdict(found), other)
     fields["index"] = None if fields["index"] is None else tuple(fields["index"])
     return Elements(rank=rank, numel=numel, **fields)
-
-
-def _ulps(theirs: Tensor, mine: Tensor, dtype: torch.dtype) -> int | None:
-    """The largest distance of numbers that differ; ``None`` without any."""
-    real = dtype.to_real() if dtype.is_complex else dtype
-    if real not in FLOATS:
-        return None
-    a, b = (one.clone().view(_INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))
-    numbers = (a != b) & ~a.view(real).isnan() & ~b.view(real).isnan()
-    return max_ulps(a[numbers], b[numbers]) if bool(numbers.any()) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,18 @@ def named_tensors(source: TensorSource, *, grads: bool = False) -> list[NamedTen
     """
     found = [one for name, value in _collect("", source, grads) for one in _unwrap(name, value)]
     return sorted(found, key=lambda one: [_key(part) for part in re.split(r"(\d+)", one.name)])
+
+
+def holds_fsdp(source: Any) -> bool:
+    """Whether FSDP2 reduces gradients of a module in ``source``."""
+    if isinstance(source, nn.Module):
+        # Of a module that torch has not imported there are no instances.
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in source.modules())
+    if isinstance(source, Mapping):
+        source = source.values()
+    plain = isinstance(source, Tensor | torch.optim.Optimizer | str)
+    return isinstance(source, Iterable) and not plain and any(map(holds_fsdp, source))
 
 
 def _key(part: str) -> tuple[int, str]:

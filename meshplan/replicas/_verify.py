@@ -1,71 +1,26 @@
-"""The comparison of replicas over a mesh, once or every so many steps.
-
-When all agree there is one all-gather of 128 bytes of each rank:
-
-* 128 bits of the list of tensors: step, mesh, and name, dtype, shape, placements of each, and
-* for up to seven sets of axes along which tensors are replicated, the digest of the digests of
-  those tensors. More sets than seven, which takes a mesh of four axes, need a second all-gather.
-
-All ranks see the same words and take the same next step. If lists differ, one rank's list is
-broadcast. If digests differ, those of the tensors of that set are gathered, in pieces; then pairs
-of ranks compare the elements of the first few tensors, in pieces.
-"""
+"""Whether replicas hold the same bits: once, or every so many steps of a training loop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan._bits import element_index
 from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
-from meshplan.errors import Divergence, GroupStateError, PolicyError, ReplicaDivergenceError
-from meshplan.flatten import this_rank
+from meshplan.errors import GroupStateError, PolicyError
+from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
-from meshplan.replicas._axes import ReplicaAxes
-from meshplan.replicas._channel import ReplicaChannel, check_lists, hash_lines
-from meshplan.replicas._divergence import (
-    ReplicaReport,
-    find_differing_groups,
-    format_divergences,
-    group_positions,
-    split_by_digest,
-)
-from meshplan.replicas._elements import compare_elements
-from meshplan.replicas._tensors import NamedTensor, TensorSource, named_tensors
+from meshplan.replicas._comparison import CheckOptions, axis_labels
+from meshplan.replicas._divergence import ReplicaReport
+from meshplan.replicas._scope import MeshTensors, compare_scope
+from meshplan.replicas._tensors import NamedTensor, TensorSource, holds_fsdp, named_tensors
 
 __all__ = ["ReplicaCheck", "digest", "verify_replicas"]
-
-_SETS = 7
-_GATHERED_BYTES = 16 << 20
-_LISTED = 8
-_COMPARED_CLASSES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplicaSet:
-    """The tensors that are replicated along the same axes, and their digests."""
-
-    axes: tuple[int, ...]
-    tensors: list[NamedTensor]
-    digests: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _DivergentGroup:
-    """A divergence whose elements have not been compared; ``classes`` are positions."""
-
-    tensor: NamedTensor
-    replicated: tuple[int, ...]
-    classes: tuple[tuple[int, ...], ...]
-    axes: tuple[int, ...]
 
 
 def digest(tensor: Tensor) -> str:
@@ -87,22 +42,27 @@ def verify_replicas(
     source: TensorSource,
     mesh: DeviceMesh | None = None,
     *,
+    distinct: Iterable[DistinctAxis] = (),
     grads: bool = False,
     step: int | None = None,
     details: int = 4,
 ) -> ReplicaReport | None:
-    """Compare replicas of ``mesh`` by bits. All ranks of the mesh call it.
+    """Compare replicas by bits. All ranks of the mesh call it, or of the job without a mesh.
 
-    A plain tensor has a replica on every rank of the mesh. A DTensor has replicas along the axes
-    where it is ``Replicate``, and along those that its own mesh does not have; shards of one
-    tensor are not compared with each other. -0.0 and 0.0 differ, and so do NaNs with other bits.
-
-    When all agree this reads each tensor once, and sends 128 bytes.
+    Without a mesh, each DTensor is compared over its own mesh, along the axes where it is
+    ``Replicate``, and a plain tensor over all ranks. Over a mesh that you pass, a plain tensor has
+    a replica on every rank, and a DTensor also along the axes that its own mesh does not have.
+    Shards of one tensor are not compared with each other. -0.0 and 0.0 differ, and so do NaNs with
+    other bits. Each tensor is read once. If all agree on one mesh, 128 bytes are sent; several
+    meshes and ``distinct`` take 128 bytes for each mesh and two messages more.
 
     Args:
         source: a module (its parameters and buffers), an optimizer (its state), a tensor, or a
             mapping or an iterable of these, nested at will. Equal on all ranks but for the values.
-        mesh: any mesh or slice of one, named or not; all ranks of the default group if ``None``.
+        mesh: any mesh or slice of one, named or not.
+        distinct: axes along which ranks hold other parameters, such as experts or pipeline stages:
+            names of axes of the meshes, (mesh, axis) pairs or process groups. Only ranks with the
+            same coordinates along all of these are compared. Equal on all ranks.
         grads: gradients of parameters too.
         step: for the message; ranks that pass different steps are an error.
         details: of how many divergences to compare the elements.
@@ -111,11 +71,12 @@ def verify_replicas(
         A report; ``None`` on a rank outside the mesh, where nothing is done.
 
     Raises:
-        ReplicaDivergenceError: on all ranks of the mesh with one text.
-        SignatureMismatchError: on all ranks of the mesh: some passed other tensors or another
-            step.
-        ReplicaInputError, PlacementError, PolicyError: before anything is sent: a tensor that
-            cannot be compared, such as a partial sum, or a negative ``details``.
+        ReplicaDivergenceError: on all ranks, with one text; with several meshes or ``distinct``,
+            each slice of a mesh has its own text, and ranks of other slices get the first one.
+        SignatureMismatchError: on all ranks: some passed other tensors or another step.
+        ReplicaInputError, PlacementError, PolicyError, AxisNameError: before anything is sent: a
+            tensor that cannot be compared, such as a partial sum, a negative ``details``, or an
+            unknown axis.
         GroupAgreementError, GroupCreationError, GroupStateError: at the first use of a mesh.
     """
     refuse_in_graph("meshplan.verify_replicas")
@@ -123,23 +84,38 @@ def verify_replicas(
     if details < 0:
         raise PolicyError(f"details={details} is negative; pass 0 or more")
     tensors = named_tensors(source, grads=grads)
-    if mesh is None:
-        mesh = _default_mesh(tensors)
-    if mesh.get_coordinate() is None:
+    scope_mesh = _default_mesh(tensors) if mesh is None else mesh
+    if scope_mesh.get_coordinate() is None:
         return None
-    layout = Layout.from_mesh(mesh)
-    sets, lines, unreplicated = _group_by_axes(
-        tensors, ReplicaAxes(mesh, layout, this_rank()), step
-    )
-    if layout.world_size > 1:
-        _compare(ReplicaChannel(mesh, layout), layout, sets, lines, step, details)
-    compared = [tensor for one in sets for tensor in one.tensors]
+    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
+    for tensor in tensors:
+        own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
+        # On ranks outside of its mesh a DTensor has no data.
+        if own.get_coordinate() is not None:
+            parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own))).tensors.append(tensor)
+    own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
+    declared = read_distinct(distinct, [scope_mesh, *own_meshes])
+    scope, *others = parts.values()
+    options = CheckOptions(step, details, holds_fsdp(source))
+    header = f"digest {DIGEST_VERSION}, step {step}"
+    if mesh is not None and not declared:
+        scope.group(header)
+        scope.compare(options)
+    else:
+        compare_scope(scope, others, declared, header, options)
+    sets = [(part.layout, one) for part in parts.values() for one in part.sets]
+    by_axes: dict[tuple[str, ...], int] = {}
+    for layout, one in sets:
+        labels = axis_labels(layout, one.axes)
+        by_axes[labels] = by_axes.get(labels, 0) + len(one.tensors)
+    compared = [tensor for _, one in sets for tensor in one.tensors]
+    names = {tensor.name for tensor in compared}
     return ReplicaReport(
         tensors=len(compared),
         elements=sum(tensor.local.numel() for tensor in compared),
         nbytes=sum(tensor.local.numel() * tensor.local.element_size() for tensor in compared),
-        by_axes=tuple((_labels(layout, one.axes), len(one.tensors)) for one in sets),
-        unreplicated=unreplicated,
+        by_axes=tuple(by_axes.items()),
+        unreplicated=tuple(tensor.name for tensor in tensors if tensor.name not in names),
         step=step,
         seconds=time.perf_counter() - started,
     )
@@ -160,123 +136,6 @@ def _default_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("rank",))
 
 
-def _labels(layout: Layout, axes: Sequence[int]) -> tuple[str, ...]:
-    return tuple(layout.axes[axis] for axis in axes)
-
-
-def _group_by_axes(
-    tensors: Sequence[NamedTensor], axes: ReplicaAxes, step: int | None
-) -> tuple[list[_ReplicaSet], list[str], tuple[str, ...]]:
-    """The tensors by axes; a list that must be the same on all ranks; the names of the rest."""
-    by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
-    lines = [f"digest {DIGEST_VERSION}, step {step}, mesh {axes.layout}"]
-    unreplicated = []
-    for tensor in tensors:
-        along = axes.find(tensor)
-        labels = ", ".join(_labels(axes.layout, along)) or "no axis"
-        lines.append(f"{tensor}, replicas along {labels}")
-        if along:
-            by_axes.setdefault(along, []).append(tensor)
-        else:
-            unreplicated.append(tensor.name)
-    sets = [
-        _ReplicaSet(along, by_axes[along], digest_table([one.local for one in by_axes[along]]))
-        for along in sorted(by_axes)
-    ]
-    return sets, lines, tuple(unreplicated)
-
-
-def _compare(
-    channel: ReplicaChannel,
-    layout: Layout,
-    sets: Sequence[_ReplicaSet],
-    lines: Sequence[str],
-    step: int | None,
-    details: int,
-) -> None:
-    # One message of a fixed shape, whatever the tensors are: ranks with other lists must still be
-    # able to exchange it. Sets beyond the seventh are sent only once the lists agree.
-    totals = digest_table([one.digests for one in sets])
-    first = torch.zeros((1 + _SETS, 2), dtype=torch.int64, device="cpu")
-    first[0] = torch.tensor(hash_lines(lines), dtype=torch.int64, device="cpu")
-    first[1 : 1 + len(sets)] = totals[:_SETS]
-    gathered = channel.gather(first)
-    check_lists(channel, layout, gathered[:, 0], lines)
-    gathered = gathered[:, 1:]
-    if len(sets) > _SETS:
-        gathered = torch.cat([gathered, channel.gather(totals[_SETS:])], 1)
-    found: list[_DivergentGroup] = []
-    names: set[str] = set()
-    groups = 0
-    for number, one in enumerate(sets):
-        positions = group_positions(layout, one.axes)
-        if find_differing_groups(gathered[:, number : number + 1], positions):
-            # All ranks have read the same digests, so all gather those of the same tensors.
-            wanted = max(_LISTED, details) - len(found)
-            differing, candidates = _find_candidates(channel, layout, one, positions, wanted)
-            found += candidates
-            names |= set(differing)
-            groups += len(differing)
-    if not found:
-        return
-    divergences = tuple(
-        _describe(channel, layout, one, compare=number < details)
-        for number, one in enumerate(found)
-    )
-    text = format_divergences(
-        layout,
-        divergences,
-        tensors=len(names),
-        compared=sum(len(one.tensors) for one in sets),
-        groups=groups,
-        step=step,
-    )
-    raise ReplicaDivergenceError(text, divergences=divergences, tensors=len(names), step=step)
-
-
-def _find_candidates(
-    channel: ReplicaChannel, layout: Layout, one: _ReplicaSet, groups: Tensor, wanted: int
-) -> tuple[list[str], list[_DivergentGroup]]:
-    """The name of a tensor for each group in which it differs; and the first ``wanted``."""
-    # A digest has 16 bytes.
-    rows = max(1, _GATHERED_BYTES // (16 * channel.size))
-    found: list[_DivergentGroup] = []
-    names: list[str] = []
-    for start in range(0, len(one.tensors), rows):
-        gathered = channel.gather(one.digests[start : start + rows])
-        for row, group in find_differing_groups(gathered, groups):
-            tensor = one.tensors[start + row]
-            names.append(tensor.name)
-            if len(found) < wanted:
-                members = sorted(groups[group].tolist())
-                parts = split_by_digest(layout, members, gathered[:, row], one.axes)
-                found.append(_DivergentGroup(tensor, one.axes, *parts))
-    return names, found
-
-
-def _describe(
-    channel: ReplicaChannel, layout: Layout, found: _DivergentGroup, compare: bool
-) -> Divergence:
-    parts = found.classes
-    others = parts[1 : 1 + _COMPARED_CLASSES] if compare else ()
-    return Divergence(
-        name=found.tensor.name,
-        what=str(found.tensor),
-        replicated=_labels(layout, found.replicated),
-        axes=_labels(layout, found.axes),
-        classes=tuple(tuple(layout.ranks[place] for place in part) for part in parts),
-        coordinates=tuple(
-            tuple(element_index(place, layout.sizes) for place in part) for part in parts
-        ),
-        elements=tuple(
-            compare_elements(
-                channel, found.tensor.local, parts[0][0], part[0], layout.ranks[part[0]]
-            )
-            for part in others
-        ),
-    )
-
-
 class ReplicaCheck:
     """Calls ``verify_replicas`` at every ``every``-th step.
 
@@ -285,8 +144,8 @@ class ReplicaCheck:
     ``optimizer.register_step_post_hook(check.hook)``.
 
     Args:
-        source, mesh, grads, details: as for ``verify_replicas``; ``source`` is read again each
-            time, so that a module may change.
+        source, mesh, distinct, grads, details: as for ``verify_replicas``; ``source`` is read again
+            each time, so that a module may change.
         every: steps from one comparison to the next.
 
     Attributes:
@@ -303,6 +162,7 @@ class ReplicaCheck:
         mesh: DeviceMesh | None = None,
         *,
         every: int = 100,
+        distinct: Iterable[DistinctAxis] = (),
         grads: bool = False,
         details: int = 4,
     ) -> None:
@@ -311,6 +171,7 @@ class ReplicaCheck:
         self.source = source
         self.mesh = mesh
         self.every = every
+        self.distinct = [distinct] if isinstance(distinct, str) else list(distinct)
         self.grads = grads
         self.details = details
         self.step = 0
@@ -333,7 +194,12 @@ class ReplicaCheck:
         if self.step % self.every:
             return None
         self.last = verify_replicas(
-            self.source, self.mesh, grads=self.grads, step=self.step, details=self.details
+            self.source,
+            self.mesh,
+            distinct=self.distinct,
+            grads=self.grads,
+            step=self.step,
+            details=self.details,
         )
         return self.last
 

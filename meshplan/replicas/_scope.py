@@ -1,0 +1,178 @@
+"""One call over tensors on several meshes, or of ranks that hold other parameters.
+
+The ranks of the call are its scope: all ranks of the mesh that the caller passed, or of the job.
+They start with one message and end with another, so that all of them raise an error where one
+slice of a mesh differs. Between these each mesh is compared by its own ranks, in one order on all
+ranks. The start message carries a hash of this rank's coordinates along the declared axes: ranks
+with the same coordinates hold the same parameters. It carries a hash of each mesh too, so that no
+rank waits on a mesh for a rank without tensors there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan._message_text import format_first
+from meshplan.errors import (
+    MeshplanError,
+    PlacementError,
+    PolicyError,
+    ReplicaDivergenceError,
+    SignatureMismatchError,
+)
+from meshplan.flatten import this_rank
+from meshplan.flatten._distinct_axes import DistinctGroup
+from meshplan.layout import Layout
+from meshplan.replicas._axes import ReplicaAxes
+from meshplan.replicas._channel import ReplicaChannel, hash_lines
+from meshplan.replicas._comparison import CheckOptions, ReplicaSet, compare_sets, group_by_axes
+from meshplan.replicas._tensors import NamedTensor
+
+# Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.
+_NOTES = 6
+
+
+@dataclass(slots=True)
+class MeshTensors:
+    """Tensors that are compared over one mesh; ``layout`` shrinks to the ranks that compare."""
+
+    mesh: DeviceMesh
+    layout: Layout
+    tensors: list[NamedTensor] = field(default_factory=list)
+    sets: list[ReplicaSet] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def group(self, header: str) -> None:
+        """Find the axes of replicas, and digest the tensors that have some."""
+        axes = ReplicaAxes(self.mesh, self.layout, this_rank())
+        self.sets, self.lines = group_by_axes(self.tensors, axes, header)
+
+    def compare(self, options: CheckOptions) -> None:
+        """Compare the sets, which ``group`` has made, with the other ranks of the layout."""
+        if self.layout.world_size > 1:
+            channel = ReplicaChannel(self.mesh, self.layout)
+            compare_sets(channel, self.layout, self.sets, self.lines, options)
+
+
+def compare_scope(
+    scope: MeshTensors,
+    others: list[MeshTensors],
+    distinct: Sequence[DistinctGroup],
+    header: str,
+    options: CheckOptions,
+) -> None:
+    """Compare the tensors of ``scope`` and those on ``others``; all ranks of the scope call it."""
+    # Ranks that wait for each other on several meshes take them in the same order.
+    others.sort(key=lambda part: (tuple(part.layout.ranks), part.layout.sizes, part.layout.axes))
+    first = scope
+    if distinct:
+        # Lists may differ between ranks that hold other parameters, so that the scope as a whole
+        # compares none.
+        header += f", distinct along {', '.join(group.label for group in distinct)}"
+        first = MeshTensors(scope.mesh, scope.layout, lines=[f"{header}, mesh {scope.layout}"])
+        others += [scope] if scope.tensors else []
+    else:
+        for part in (scope, *others):
+            part.group(header)
+    if len(others) >= _NOTES:
+        raise PolicyError(
+            f"the tensors are on {len(others)} meshes, and one call compares at most "
+            f"{_NOTES - 1}; compare the tensors of some meshes in another call"
+        )
+    ranks = tuple(scope.layout.ranks)
+    if len(ranks) == 1:
+        return
+    notes = [hash_lines([str(group.coordinate) for group in distinct])]
+    notes += [_hash_layout(part.layout) for part in others]
+    channel = ReplicaChannel(scope.mesh, scope.layout)
+    gathered = compare_sets(
+        channel,
+        scope.layout,
+        first.sets,
+        first.lines,
+        options,
+        notes + [(0, 0)] * (_NOTES - len(notes)),
+    )
+    if not bool(gathered[:, 1:].any()):
+        return
+    words = {
+        rank: [tuple(row) for row in rows]
+        for rank, rows in zip(ranks, gathered.tolist(), strict=True)
+    }
+    peers = {rank for rank, rows in words.items() if rows[0] == notes[0]}
+    failure: MeshplanError | None = None
+    for part, note in zip(others, notes[1:], strict=True):
+        part.layout = _restrict(part.layout, peers)
+        absent = [rank for rank in part.layout.ranks if note not in words[rank][1:]]
+        try:
+            _compare_part(part, absent, header if distinct else None, options)
+        except (PlacementError, ReplicaDivergenceError, SignatureMismatchError) as error:
+            failure = failure or error
+    _share_failure(channel, ranks, failure, options.step)
+
+
+def _compare_part(
+    part: MeshTensors, absent: list[int], header: str | None, options: CheckOptions
+) -> None:
+    if absent:
+        raise SignatureMismatchError(
+            f"rank{'s' if len(absent) > 1 else ''} {format_first(absent)} passed no tensors on "
+            f"mesh {part.layout} to the comparison of replicas, and other ranks did; pass the same "
+            "tensors on all ranks that share a mesh",
+            rank=absent[0],
+        )
+    misplaced: PlacementError | None = None
+    if header is not None:
+        try:
+            part.group(header)
+        except PlacementError as error:
+            # The other ranks of the mesh wait for this one: they get the text as its list.
+            misplaced, part.lines = error, [str(error)]
+    try:
+        part.compare(options)
+    finally:
+        if misplaced is not None:
+            raise misplaced
+
+
+def _restrict(layout: Layout, ranks: set[int]) -> Layout:
+    """The layout of those of ``ranks`` that are in it, with its axes if they fill some of them."""
+    members = tuple(rank for rank in layout.ranks if rank in ranks)
+    if len(members) == layout.world_size:
+        return layout
+    rank = this_rank()
+    kept = [i for i in range(len(layout.sizes)) if ranks.issuperset(layout.group_of(rank, i) or ())]
+    if kept and layout.group_of(rank, kept) == members:
+        names = tuple(layout.axes[i] for i in kept)
+        return Layout(tuple(layout.sizes[i] for i in kept), names, members)
+    return Layout((len(members),), ("rank",), members)
+
+
+def _share_failure(
+    channel: ReplicaChannel,
+    ranks: tuple[int, ...],
+    failure: MeshplanError | None,
+    step: int | None,
+) -> None:
+    """Raise this rank's failure, or else the first one of another rank."""
+    flags = torch.tensor([failure is not None], dtype=torch.int64, device="cpu")
+    failed = channel.gather(flags).flatten().nonzero().flatten().tolist()
+    if not failed:
+        return
+    differing = failure.tensors if isinstance(failure, ReplicaDivergenceError) else 0
+    text = str(failure.args[0]) if failure is not None else ""
+    differing, text = channel.broadcast([differing, text], failed[0])
+    if failure is not None:
+        raise failure
+    if differing:
+        raise ReplicaDivergenceError(text, tensors=differing, step=step)
+    rank = ranks[failed[0]]
+    raise SignatureMismatchError(f"on rank {rank}: {text}", rank=rank)
+
+
+def _hash_layout(layout: Layout) -> tuple[int, int]:
+    return hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))])
