@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
@@ -29,7 +28,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full, longest
 from tests.processes import run_ranks
-from tests.traffic import Sent, counts
+from tests.traffic import Issued, Sent, counts
 
 pytestmark = pytest.mark.processes
 
@@ -206,7 +205,7 @@ def test_report_matches_the_collectives_issued() -> None:
         found = []
         for path in ("exchange", "reference", "native"):
             clear_report()
-            with CommDebugMode() as calls:
+            with Issued() as calls:
                 run(torch.ones(7), step(path))
             counted = counts(calls)
             (entry,) = report().entries

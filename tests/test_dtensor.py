@@ -27,7 +27,6 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -59,6 +58,7 @@ from meshplan.topology import Topology
 from tests.devices import FLOATS, INTEGERS
 from tests.marks import full
 from tests.processes import run_ranks, warm_compiler
+from tests.traffic import Issued
 from tests.traffic import counts as sent_counts
 
 pytestmark = pytest.mark.processes
@@ -71,7 +71,7 @@ LEFT = {"all_reduce": 1}
 
 
 def counts(function: Any) -> tuple[Any, dict[str, int]]:
-    with CommDebugMode() as calls:
+    with Issued() as calls:
         result = function()
     return result, sent_counts(calls)
 

@@ -187,6 +187,7 @@ PROMISES = {
         "all ranks of the reduction raise the same `AuditError`": "test_audit::one_wrong_bit_is_an_error_on_every_rank many_wrong_elements_are_counted",
         "call of each planned reduction with the reference": "test_audit::every_nth_call_of_each_reduction_is_audited",
         "every run of a reduction is a span": "test_spans::every_run_is_a_span",
+        "see each reduction of meshplan as one collective, whatever its path": "test_announce::redistribution_counts_as_in_torch each_function_counts_as_one_collective each_call_of_the_backend_counts_as_one_collective",
     },
     "docs/tutorial.md": {
         "wherever the ranks are placed": "test_dtensor::jagged_mesh_replicas_have_equal_bits test_pages_run::blocks_print_the_shown_output",

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _redistribute as rd
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +29,7 @@ from meshplan.dtensor import _seam
 from meshplan.dtensor._tracking import THREAD
 from meshplan.errors import GroupAgreementError
 from tests.processes import run_ranks
+from tests.traffic import Issued
 
 pytestmark = pytest.mark.processes
 
@@ -317,10 +317,11 @@ def test_torch_switch_disables_its_own_merges_only() -> None:
     """Planned reductions stay under the contract, also those that are found."""
 
     def collectives() -> list[int]:
-        with CommDebugMode() as seen:
+        with Issued() as seen:
             d.redistribute(mesh, (R, R, R))
-        counts = {str(op): count for op, count in seen.get_comm_counts().items()}
-        return [sum(n for op, n in counts.items() if kind in op) for kind in ("gather", "to_all")]
+        return [
+            sum(n for op, n in seen.counts.items() if kind in op) for kind in ("gather", "to_all")
+        ]
 
     with fake(8), meshplan.installed(path="exchange"):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))

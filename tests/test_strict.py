@@ -21,12 +21,12 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.debug import CommDebugMode
 
 import meshplan
 from meshplan.dtensor import _routes
 from meshplan.errors import FallbackRefusedError, PolicyError
 from tests.processes import run_ranks
+from tests.traffic import Issued
 
 pytestmark = pytest.mark.processes
 
@@ -53,11 +53,11 @@ def refused(function: Callable[[], object], **options: Any) -> str:
     assert meshplan.report().fallbacks
     with (
         meshplan.installed(strict=True, **options),
-        CommDebugMode() as sent,
+        Issued() as sent,
         pytest.raises(FallbackRefusedError) as caught,
     ):
         function()
-    assert sent.get_total_counts() == 0
+    assert sent.total == 0
     return str(caught.value)
 
 
@@ -182,9 +182,9 @@ def test_unpinned_reduce_scatters_are_refused() -> None:
             d = DTensor.from_local(torch.ones(4), mesh, (P, R), run_check=False)
             with meshplan.installed(policy="fast"):
                 for _ in range(2):
-                    with CommDebugMode() as sent, pytest.raises(PolicyError, match="NCCL_ALGO"):
+                    with Issued() as sent, pytest.raises(PolicyError, match="NCCL_ALGO"):
                         scattered()
-                    assert sent.get_total_counts() == 0
+                    assert sent.total == 0
                 d.redistribute(mesh, (R, R))
             # The contract does not use it.
             with meshplan.installed():

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.debug._comm_mode import c10d_collective_ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.execute._gloo_channel import Channel
 from meshplan.execute._provenance import CollectiveLog
 
+_COUNTED = CommDebugMode().comm_registry | c10d_collective_ops
 
-def counts(calls: CommDebugMode) -> dict[str, int]:
+
+class Issued(TorchDispatchMode):
+    """Counts the collectives issued, of which torch's own ``CommDebugMode`` sees reductions as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        kind = getattr(func, "_overloadpacket", None)
+        if kind in _COUNTED:
+            self.counts[str(kind).rpartition(".")[2]] += 1
+        return result
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+
+def counts(calls: Issued) -> dict[str, int]:
     """How often each collective was issued, under the names of the report."""
     names = {
         "allgather_": "all_gather_into_tensor",
         "alltoall_base_": "all_to_all_single",
         "broadcast_": "broadcast",
     }
-    found = ((str(key).split(".")[-1], n) for key, n in calls.get_comm_counts().items())
-    return {names.get(name, name): n for name, n in found}
+    return {names.get(name, name): n for name, n in calls.counts.items()}
 
 
 def count_sent(function: Callable[[], Any]) -> tuple[Any, list[int]]:

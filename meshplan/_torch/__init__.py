@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET_SENTINEL
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
+    from torch.utils._python_dispatch import _pop_mode as pop_mode
+    from torch.utils._python_dispatch import _push_mode as push_mode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     # Constructors and values that are not typed further.
@@ -87,6 +90,8 @@ if TYPE_CHECKING:
     frame_translator: Callable[[], Any]
     frames_compiled: Callable[[], Any]
     post_backward_state: Callable[[], Any]
+    comm_debug_mode: Callable[[], type[TorchDispatchMode] | None]
+    debug_mode: Callable[[], type[TorchDispatchMode] | None]
 
     # Attributes and methods of objects.
     root_mesh_of: Callable[[DeviceMesh], DeviceMesh]

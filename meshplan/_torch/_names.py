@@ -58,6 +58,7 @@ _COLLECTIVES = {
             "all_gather_into_tensor_out",
             "all_reduce",
             "all_to_all_single",
+            "reduce_scatter_tensor",
             "wait_tensor",
         ),
     ),
@@ -86,6 +87,7 @@ _MESHES = {
 
 _LOCAL = "torch.distributed._local_tensor"
 _MODES = "torch.utils._python_dispatch"
+_COUNTED = "shows a reduction to torch's counters of collectives"
 _TENSORS = {
     "FakeTensor": Entry("torch._subclasses.fake_tensor", "FakeTensor", "tensors without data"),
     "LocalTensor": Entry(_LOCAL, "LocalTensor", "simulated ranks"),
@@ -109,6 +111,17 @@ _TENSORS = {
     "dispatch_modes": Entry(
         "torch._C", "_len_torch_dispatch_stack", "leaves operators where torch's modes watch them"
     ),
+    "mode_stack": Entry(_MODES, "_get_current_dispatch_mode_stack", _COUNTED),
+    "pop_mode": Entry(_MODES, "_pop_mode", _COUNTED),
+    "push_mode": Entry(_MODES, "_push_mode", _COUNTED),
+    "comm_debug_mode": Entry(
+        "torch.distributed.tensor.debug._comm_mode",
+        "CommDebugMode",
+        _COUNTED,
+        "loaded",
+        source=r"^class CommDebugMode\b",
+    ),
+    "debug_mode": Entry("torch.utils._debug_mode", "DebugMode", _COUNTED, "loaded"),
     "profiler_enabled": Entry(
         "torch._C._autograd", "_profiler_enabled", "names spans in torch's profiler"
     ),

@@ -19,7 +19,7 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan._calls import GroupCalls, Ticket, keep_calls
-from meshplan._torch import REDUCE_SCATTER_SINGLE, DistributedBackendOptions
+from meshplan._torch import REDUCE_SCATTER_SINGLE, DistributedBackendOptions, dispatch_modes
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup
@@ -41,6 +41,7 @@ from meshplan.backend._work import in_caller_mode, mark_written, start_reduction
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import check_destination
 from meshplan.errors import BackendError, ContractError
+from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
 from meshplan.flatten._threads import is_forked, refuse_forked
@@ -393,6 +394,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return self._begin(run, tensors, opts, writes)
 
     def _begin(self, run: _Run, written: _Tensors, opts: Any, writes: bool = True) -> Work:
+        if dispatch_modes() and is_counted():
+            again = partial(self._begin, run, written, opts, writes)
+            first, op = written[0], opts.reduceOp.op.name.lower()
+            collective, shape = "all_reduce", tuple(first.shape)
+            if isinstance(opts, dist.ReduceScatterOptions):
+                collective, shape = "reduce_scatter", (self.size(), *shape)
+            return run_as_one(again, collective, op, shape, first.dtype, lambda: self)
         refuse_forked()
         if writes:
             mark_written(written)

@@ -105,7 +105,7 @@ def deterministic_all_reduce(
     if debug:
         compare_calls(found, tensor, f"deterministic_all_reduce by {options}")
     run = partial(all_reduce_into, result, tensor, options, found)
-    return start(run, [tensor], options, found, async_op)
+    return start("all_reduce", run, [tensor], options, found, async_op)
 
 
 def all_reduce_into(

@@ -107,7 +107,7 @@ def deterministic_all_reduce_coalesced(
             compare_calls(found, tensor, f"deterministic_all_reduce by {options}")
 
     run = partial(all_reduce_list, tensors, outs, options, found)
-    return start(run, tensors, options, found, async_op)
+    return start("all_reduce", run, tensors, options, found, async_op)
 
 
 def all_reduce_list(
@@ -183,7 +183,7 @@ def deterministic_reduce_scatter_coalesced(
             compare_calls(found, tensor, call)
 
     run = partial(scatter_list, tensors, shards, outs, options, found)
-    return start(run, tensors, options, found, async_op)
+    return start("reduce_scatter", run, tensors, options, found, async_op)
 
 
 def scatter_list(
@@ -303,7 +303,7 @@ def deterministic_all_gather_coalesced(
 
         return _collect(_buckets(tensors, None, shapes), gather, outs)
 
-    return start(run, tensors, None, found, async_op)
+    return start("all_gather", run, tensors, None, found, async_op)
 
 
 def _read_outs(tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor] | None:

@@ -27,10 +27,12 @@ from meshplan._calls import Ticket, calls_of
 from meshplan._dtypes import name_of
 from meshplan._observing import within
 from meshplan._spans import span
+from meshplan._torch import dispatch_modes
 from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
 from meshplan.errors import AxisNameError, GroupStateError, MeshplanError
+from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import step_header
 from meshplan.execute._provenance import Event, Purpose, record
@@ -130,6 +132,7 @@ def _lane_name(device_type: str, apart: bool) -> str:
 
 
 def start(
+    collective: str,
     run: Callable[[bool, Ticket], _Result],
     tensors: Sequence[Tensor],
     options: ReductionOptions | None,
@@ -139,6 +142,7 @@ def start(
     """Run a collective now, or return a ``Work`` of it.
 
     Args:
+        collective: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
         run: takes whether to use the second group of the same ranks, and the ticket of the call.
         tensors: of the call, at least one.
         options: of a reduction; ``None`` for an all-gather.
@@ -146,6 +150,10 @@ def start(
         async_op: run it concurrently with the caller.
     """
     first = tensors[0]
+    if dispatch_modes() and is_counted():
+        again = partial(start, collective, run, tensors, options, group, async_op)
+        op, shape = "" if options is None else options.op, tuple(first.shape)
+        return run_as_one(again, collective, op, shape, first.dtype, lambda: group)
     ticket = calls_of(group).take(_lane_name(first.device.type, async_op))
     with ticket:
         if not async_op:

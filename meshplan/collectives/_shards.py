@@ -115,7 +115,7 @@ def deterministic_reduce_scatter(
         shard = scatter_tensor(tensor, options, found, shards, ticket, apart)
         return shard if out is None else out.copy_(shard)
 
-    return start(run, [tensor], options, found, async_op)
+    return start("reduce_scatter", run, [tensor], options, found, async_op)
 
 
 @never_compiled
@@ -176,7 +176,7 @@ def deterministic_all_gather(
         whole = gather_tensor(tensor, used, shards, ticket)
         return whole if out is None else out.copy_(whole)
 
-    return start(run, [tensor], None, found, async_op)
+    return start("all_gather", run, [tensor], None, found, async_op)
 
 
 def _copied(tensor: Tensor, out: Tensor | None, async_op: bool) -> Tensor | Work:

@@ -28,6 +28,7 @@ from meshplan._calls import NO_TICKET, GroupCalls, Ticket, calls_of
 from meshplan._torch import (
     AsyncCollectiveTensor,
     LocalTensor,
+    dispatch_modes,
     local_tensor_mode,
     maybe_wrap_tensor,
     tensors_of_ranks,
@@ -37,6 +38,7 @@ from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._tracking import note_reduction
 from meshplan.execute import Purpose, StepGroups, is_traced, run_reduction
+from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import (
     Block,
     Group,
@@ -203,6 +205,10 @@ class PlannedPartial(PartialHooks):
 
     @never_compiled
     def reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+        if dispatch_modes() and is_counted():
+            kind, op, shape = self._step.kind, self._step.op or "", tuple(tensor.shape)
+            again = partial(self.reduce_value, tensor, mesh, mesh_dim)
+            return run_as_one(again, kind, op, shape, tensor.dtype, self._any_group)
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         found = self._last
@@ -272,6 +278,12 @@ class PlannedPartial(PartialHooks):
     def asked(self) -> str:
         """The requested redistribution, as text."""
         return self._asked
+
+    def _any_group(self) -> ProcessGroup:
+        """A group of the last reduction."""
+        pg = None if self._last is None else self._last.handles[0].process_group()
+        assert pg is not None
+        return pg
 
     def _live_groups(self, found: _MeshGroups) -> StepGroups | None:
         """The process groups of the step, if all of them still exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshplan.execute._announce import run_as_one as run_as_one
 from meshplan.execute._choose import PathChoice as PathChoice
 from meshplan.execute._groups import StepGroups as StepGroups
 from meshplan.execute._provenance import COUNTERS as COUNTERS
@@ -50,6 +51,7 @@ __all__ = [
     "record",
     "register",
     "report",
+    "run_as_one",
     "run_reduction",
     "select_path",
     "sharing_of",
