@@ -6,7 +6,8 @@
 
 The trainer is FSDP2 with four tensor-parallel ranks and reads whole sequences. The generator
 decodes one token at a time on the same ranks, and sums over them by a communicator of its own or
-of vLLM. With --plain, gloo reduces on both sides.
+of vLLM. With --plain, gloo reduces on both sides. Exit code 1 if log-probabilities differ without
+--plain, or none differs with it.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ def main() -> None:
             module.all_reduce = all_reduce
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
 
+    wrong = 0
     for step in range(options.steps):
         load_weights(generator, trainer, mesh.get_local_rank("tp"))
         tokens, before = generate(generator, seed=100 * step + mesh.get_local_rank("dp"))
@@ -190,12 +192,17 @@ def main() -> None:
         optimizer.zero_grad()
         counts = torch.stack([differ, reward.sum().long()])
         dist.all_reduce(counts, group=mesh.get_group("dp"))
+        wrong += int(counts[0])
         if dist.get_rank() == 0:
             total = LENGTH * mesh.size(0)
             print(
                 f"step {step}: {counts[0]} of {total} log-probabilities differ, reward {counts[1]}"
             )
     dist.destroy_process_group()
+    if bool(wrong) != options.plain:
+        raise SystemExit(
+            f"{wrong} log-probabilities differ {'with' if options.plain else 'without'} --plain"
+        )
 
 
 if __name__ == "__main__":
