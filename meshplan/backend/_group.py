@@ -36,7 +36,7 @@ from meshplan.backend._reductions import (
     reduce_inside,
 )
 from meshplan.backend._steady import SteadyTable
-from meshplan.backend._streams import Coalescing, DeviceLane
+from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import in_caller_mode, mark_written, start_reduction, writable
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import check_destination
@@ -130,7 +130,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._has_agreed = False
         self._followed = self.inner_timeout
         self._steady = SteadyTable(options, self._lane)
-        self._coalescing: Coalescing | None = None
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
             create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
@@ -260,15 +259,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 f"reduce {device.type} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
             )
         return self._device_lane
-
-    def start_block(self, device: torch.device) -> None:
-        """Begin a block of calls that the inner backend launches together."""
-        self._coalescing = Coalescing(self.inner, device)
-
-    def end_block(self, device: torch.device) -> Work | None:
-        """End the block; the work of its calls, and of the reductions in it."""
-        block, self._coalescing = self._coalescing, None
-        return None if block is None else block.end()
 
     def _derive(
         self,
@@ -409,9 +399,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
         if not first.is_cpu:
             lane = self._lane_on(first.device)
-            start = partial(lane.start, partial(self._thread.call, guarded), written, is_async)
-            return start() if self._coalescing is None else self._coalescing.interrupt(start)
-        return start_reduction(guarded, written, self._thread, is_async)
+            start: Callable[[], Work] = partial(
+                lane.start, partial(self._thread.call, guarded), written, is_async
+            )
+        else:
+            start = partial(start_reduction, guarded, written, self._thread, is_async)
+        return start() if self._coalescing is None else self._coalescing.interrupt(start)
 
     def _reduce_inside(
         self, method: str, operation: Operation, tensors: Sequence[Tensor], *given: Any
