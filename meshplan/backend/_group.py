@@ -24,7 +24,7 @@ from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup
 from meshplan.backend._operations import Operation, read_operation
-from meshplan.backend._options import NAME, BackendOptions
+from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
     ALL_REDUCE,
     SCATTER,
@@ -82,6 +82,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     Raises:
         BackendError: torch does not know the inner backend.
+        BackendTypeError: options of another type, or of another backend.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         origin: MeshplanProcessGroup | None = None,
         across_jobs: bool = False,
     ) -> None:
-        given = options
+        of_inner = None
         if not isinstance(options, BackendOptions):
-            options = defaults or _default_options()
+            options, of_inner = defaults or _default_options(), options
+        backend = options.inner or _inner.default_inner()
+        check_inner_options(of_inner, backend)
         self.options: BackendOptions = options
         create = partial(
             _inner.create_inner_group,
@@ -106,13 +109,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             size=made.group_size,
             across_jobs=across_jobs,
         )
-        backend = options.inner or _inner.default_inner()
-        inner = create(
-            "data",
-            backend=backend,
-            timeout=made.timeout,
-            options=None if given is options else given,
-        )
+        inner = create("data", backend=backend, timeout=made.timeout, options=of_inner)
         super().__init__(inner, made.timeout, backend, across_jobs)
         inside = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
         timeout = options.timeout or made.timeout
