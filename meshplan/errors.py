@@ -24,6 +24,7 @@ __all__ = [
     "PlanNotRunError",
     "PolicyError",
     "ShardOrderError",
+    "BackendTypeError",
     "ContractError",
     "ContractTypeError",
     "ContractStateError",
@@ -106,6 +107,12 @@ class ShardOrderError(MeshplanError, ValueError):
     """Shards would be gathered in the order of sorted ranks, but are ordered by mesh coordinate."""
 
     code = "MP403"
+
+
+class BackendTypeError(MeshplanError, TypeError):
+    """The ``pg_options`` of a group of the backend ``meshplan`` are of another type or backend."""
+
+    code = "MP404"
 
 
 class ContractError(MeshplanError, ValueError):

@@ -30,6 +30,7 @@ def table() -> set[str]:
 
 def python() -> Iterator[Path]:
     yield from sorted((ROOT / "meshplan").rglob("*.py"))
+    yield ROOT / "meshplan_autoload.py"
     yield ROOT / "setup.py"
 
 

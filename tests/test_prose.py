@@ -54,7 +54,7 @@ PAGES = sorted(
 )
 PROGRAMS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("meshplan/**/*.py", "examples/*.py")
+    for pattern in ("meshplan/**/*.py", "meshplan_autoload.py", "examples/*.py")
     for path in ROOT.glob(pattern)
 )
 

@@ -157,6 +157,7 @@ errors of meshplan
   MP401           PlacementError           Placements that do not fit the mesh, or that cannot be reduced together.
   MP402           PolicyError              A policy, path or option that does not exist.
   MP403           ShardOrderError          Shards would be gathered in the order of sorted ranks, but are ordered by mesh coordinate.
+  MP404           BackendTypeError         The `pg_options` of a group of the backend `meshplan` are of another type or backend.
   MP411           ContractError            A malformed contract, or malformed leaves for it.
   MP412           ContractTypeError        The contract does not define this operation on this dtype.
   MP413           ContractStateError       The floating-point mode of the process breaks the contract's bits.

@@ -138,7 +138,7 @@ def main() -> int:
 
 def wheel_files(tracked: Iterable[str], compiled: Iterable[str]) -> set[str]:
     """What a wheel holds; what is in its own folders as ``dist-info/`` and ``data/``."""
-    code = {path for path in tracked if path.startswith("meshplan/")}
+    code = {path for path in tracked if path.startswith(("meshplan/", "meshplan_autoload.py"))}
     sources = {f"meshplan/{path}" for path in tracked if path.startswith("csrc/")}
     return code | sources | set(compiled) | {f"dist-info/{name}" for name in DIST_INFO}
 

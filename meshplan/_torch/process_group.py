@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "REDUCTIONS",
     "REFUSED",
     "PythonProcessGroup",
+    "ReceivingWork",
     "WrappingProcessGroup",
     "end_coalescing",
     "factor_of",
@@ -147,11 +149,22 @@ def end_coalescing(group: Any, device: torch.device) -> dist.Work | None:
     return work
 
 
+class ReceivingWork(dist.Work):
+    """A work in the place of others; the first of them knows which rank has sent to it."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def _source_rank(self) -> int:
+        return int(self._works[0]._source_rank())
+
+
 def forward(method: str) -> Any:
     """A method that calls the one of that name of ``self.inner``."""
 
     def run(group: Any, *arguments: Any, **options: Any) -> Any:
-        return getattr(group.inner, method)(*arguments, **options)
+        return group.pass_on(method, *arguments, **options)
 
     # Reports list collectives by these names.
     run.__name__ = method
@@ -183,6 +196,11 @@ class _Python(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         # Only the constructor without a store makes an object whose overrides C++ can see.
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self.inner: Any = None
+
+    def pass_on(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of ``inner``."""
+        return getattr(self.inner, method)(*arguments, **options)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -201,7 +219,7 @@ class PythonProcessGroup(_Python):
 
     def __init__(self, rank: int, size: int, store: Any, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self.inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         # What the class does not override goes to the gloo backend, in C++ as well.
         kind = dist.ProcessGroup.BackendType.CUSTOM
         register_backend(self, torch.device("cpu"), kind, self.inner)
@@ -225,7 +243,7 @@ class WrappingProcessGroup(_Python):
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
-        self.inner: Any = inner
+        self.inner = inner
         self.issued = 0
         self.lent = False
         self._name = self._desc = ""
@@ -269,17 +287,17 @@ class WrappingProcessGroup(_Python):
 
     def start_block(self, device: torch.device) -> None:
         """Begin a block of calls that are launched together."""
-        start_coalescing(self.inner, device)
+        raise NotImplementedError
 
-    def end_block(self, device: torch.device) -> dist.Work | None:
-        """End the block; the work of its calls."""
-        return end_coalescing(self.inner, device)
+    def end_block(self) -> dist.Work | None:
+        """End the block; the work of its calls, if there were any."""
+        raise NotImplementedError
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.start_block(device)
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self.end_block(device)
+    def _end_coalescing(self, _: torch.device) -> Any:
+        return self.end_block()
 
     def _groups(self) -> list[Any]:
         """The groups that it consists of."""

@@ -24,18 +24,18 @@ from meshplan._torch import (
     default_pg_timeout,
     default_store,
 )
-from meshplan._torch.process_group import WrappingProcessGroup
+from meshplan.backend._passing import PassingProcessGroup
 from meshplan.errors import BackendError
 from meshplan.flatten._create import this_rank
 
 __all__ = ["DerivingProcessGroup", "describe_group", "gather_members"]
 
 
-class DerivingProcessGroup(WrappingProcessGroup):
+class DerivingProcessGroup(PassingProcessGroup):
     """A group that others can be derived from; its subclass creates them.
 
     Args:
-        inner: as for ``WrappingProcessGroup``.
+        inner: as for ``PassingProcessGroup``.
         timeout: of the group.
         backend: the inner one, as ``init_process_group`` accepts it.
         across_jobs: the ranks belong to several jobs.

@@ -24,7 +24,7 @@ from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup
 from meshplan.backend._operations import Operation, read_operation
-from meshplan.backend._options import NAME, BackendOptions
+from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
     ALL_REDUCE,
     SCATTER,
@@ -36,7 +36,7 @@ from meshplan.backend._reductions import (
     reduce_inside,
 )
 from meshplan.backend._steady import SteadyTable
-from meshplan.backend._streams import Coalescing, DeviceLane
+from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import in_caller_mode, mark_written, start_reduction, writable
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import check_destination
@@ -82,6 +82,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     Raises:
         BackendError: torch does not know the inner backend.
+        BackendTypeError: options of another type, or of another backend.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         origin: MeshplanProcessGroup | None = None,
         across_jobs: bool = False,
     ) -> None:
-        given = options
+        of_inner = None
         if not isinstance(options, BackendOptions):
-            options = defaults or _default_options()
+            options, of_inner = defaults or _default_options(), options
+        backend = options.inner or _inner.default_inner()
+        check_inner_options(of_inner, backend)
         self.options: BackendOptions = options
         create = partial(
             _inner.create_inner_group,
@@ -106,13 +109,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             size=made.group_size,
             across_jobs=across_jobs,
         )
-        backend = options.inner or _inner.default_inner()
-        inner = create(
-            "data",
-            backend=backend,
-            timeout=made.timeout,
-            options=None if given is options else given,
-        )
+        inner = create("data", backend=backend, timeout=made.timeout, options=of_inner)
         super().__init__(inner, made.timeout, backend, across_jobs)
         inside = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
         timeout = options.timeout or made.timeout
@@ -130,7 +127,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._has_agreed = False
         self._followed = self.inner_timeout
         self._steady = SteadyTable(options, self._lane)
-        self._coalescing: Coalescing | None = None
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
             create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
@@ -260,15 +256,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 f"reduce {device.type} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
             )
         return self._device_lane
-
-    def start_block(self, device: torch.device) -> None:
-        """Begin a block of calls that the inner backend launches together."""
-        self._coalescing = Coalescing(self.inner, device)
-
-    def end_block(self, device: torch.device) -> Work | None:
-        """End the block; the work of its calls, and of the reductions in it."""
-        block, self._coalescing = self._coalescing, None
-        return None if block is None else block.end()
 
     def _derive(
         self,
@@ -416,9 +403,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
         if not first.is_cpu:
             lane = self._lane_on(first.device)
-            start = partial(lane.start, partial(self._thread.call, guarded), written, is_async)
-            return start() if self._coalescing is None else self._coalescing.interrupt(start)
-        return start_reduction(guarded, written, self._thread, is_async)
+            start: Callable[[], Work] = partial(
+                lane.start, partial(self._thread.call, guarded), written, is_async
+            )
+        else:
+            start = partial(start_reduction, guarded, written, self._thread, is_async)
+        return start() if self._coalescing is None else self._coalescing.interrupt(start)
 
     def _reduce_inside(
         self, method: str, operation: Operation, tensors: Sequence[Tensor], *given: Any

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
+from meshplan._message_text import shorten
 from meshplan._torch import BackendOptionsBase, default_pg_timeout
+from meshplan._variables import check_variables
 from meshplan.collectives._options import check_contract, check_requested_path
 from meshplan.contract import Contract
-from meshplan.errors import BackendError, PolicyError
+from meshplan.errors import BackendError, BackendTypeError, PolicyError
 from meshplan.planner import check_audit
 
-__all__ = ["NAME", "BackendOptions"]
+__all__ = ["NAME", "BackendOptions", "check_inner_options"]
 
 NAME = "meshplan"
 """The name of the backend, for ``init_process_group`` and ``new_group``."""
@@ -39,7 +42,8 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
         timeout: of reductions; ``None``: that of the group.
 
     Raises:
-        ContractError, PolicyError: an invalid contract, path, policy or audit.
+        ContractError, PolicyError: an invalid contract, path, policy or audit; or ``strict``, and a
+            variable ``MESHPLAN_*`` that does not exist. Without ``strict`` it is a warning.
         BackendError: an invalid ``inner`` or ``timeout``.
     """
 
@@ -84,6 +88,7 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
             )
         self.strict = _switch(os.environ.get("MESHPLAN_STRICT")) if strict is None else strict
         self.timeout = timeout
+        check_variables(self.strict)
 
     def replace(
         self, *, timeout: timedelta | None = None, inner: str | None = None
@@ -108,6 +113,20 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
             f"BackendOptions(contract={self.contract.id!r}, path={self.path!r}, "
             f"policy={self.policy!r}, inner={self.inner!r}, audit={self.audit}, "
             f"strict={self.strict}, timeout={self.timeout})"
+        )
+
+
+def check_inner_options(options: Any, inner: str) -> None:
+    """Refuse ``pg_options`` that are neither ``None`` nor of a backend in ``inner``.
+
+    Raises:
+        BackendTypeError: they would have no effect.
+    """
+    names = [part.rpartition(":")[2] for part in inner.split(",")]
+    if options is not None and getattr(options, "backend", None) not in names:
+        raise BackendTypeError(
+            f"pg_options={shorten(repr(options))} has no effect on this group; pass "
+            f"meshplan.BackendOptions(...), options of the inner backend {inner!r}, or None"
         )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -245,8 +246,24 @@ def reduce_inside(
     """
     _record_inner(operation, tensors, method, options, group)
     extent: Extent = "fallback" if operation.fallback else "native"
-    work: Work = within(extent, partial(getattr(group.inner, method), *given))
+    first, opts, pass_on = tensors[0], given[-1], group.pass_on
+    dtype = first.dtype
+    integral = not (dtype.is_floating_point or dtype.is_complex)
+    if integral and operation.name in _BITWISE and first.is_cpu and first.layout is torch.strided:
+        pass_on = group.pass_bytes_on
+    former = opts.reduceOp
+    if dtype is torch.bool and operation.name in _OF_BOOLEANS:
+        # Gloo adds the bytes: the sum of two would be neither 0 nor 1.
+        opts.reduceOp = _OF_BOOLEANS[operation.name]
+    try:
+        work: Work = within(extent, partial(pass_on, method, *given))
+    finally:
+        opts.reduceOp = former
     return work
+
+
+_BITWISE = ("band", "bor", "bxor")
+_OF_BOOLEANS = {"sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
 
 
 def _record_inner(

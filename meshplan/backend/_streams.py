@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from meshplan._calls import GroupCalls
 from meshplan._torch.process_group import end_coalescing, start_coalescing
+from meshplan.backend._work import PassedWork
 from meshplan.collectives._lanes import StreamWork
 from meshplan.collectives._streams import SideStream, StreamCall
 from meshplan.errors import BackendError, SignatureMismatchError
@@ -124,24 +125,8 @@ class DeviceLane:
         return work
 
 
-class _JointWork(dist.Work):
-    """Several works, as the one of a block of coalesced calls."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait() if not timeout else work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 class Coalescing:
-    """A block of calls that NCCL launches at its end.
+    """A block of calls that NCCL launches at its end, and that run at once on CPUs.
 
     A reduction is several calls, each of which needs the result of the one before. It ends the
     block, and begins it again.
@@ -149,30 +134,52 @@ class Coalescing:
     Args:
         inner: the group whose calls are coalesced.
         device: of the tensors.
+
+    Raises:
+        RuntimeError: from torch, if the inner backend cannot coalesce calls.
     """
 
     def __init__(self, inner: Any, device: torch.device) -> None:
         self._inner, self._device = inner, device
+        self._launches = device.type != "cpu"
         self._works: list[dist.Work] = []
-        start_coalescing(inner, device)
+        self._has_failed = False
+        self._open()
+
+    def add(self, work: dist.Work) -> None:
+        """End the block after a call of the inner group."""
+        if not self._has_failed:
+            # Launched together, the calls have one work of the inner group.
+            late = PassedWork([], work.finish) if isinstance(work, PassedWork) else None
+            self._works += [work] if not self._launches else [] if late is None else [late]
 
     def interrupt(self, start: Callable[[], dist.Work]) -> dist.Work:
         """``start()``, with nothing coalesced."""
         self._close()
         try:
             work = start()
-            self._works.append(work)
+            self.add(work) if not self._launches else self._works.append(work)
             return work
+        except BaseException:
+            # Torch does not end a block on CPUs after an error: nothing is kept for its end.
+            self._has_failed = not self._launches
+            raise
         finally:
-            start_coalescing(self._inner, self._device)
+            self._open()
 
     def end(self) -> dist.Work | None:
         """The work of all calls; ``None`` if there were none."""
         self._close()
-        return _JointWork(self._works) if len(self._works) > 1 else next(iter(self._works), None)
+        # What is written back comes after the works of the inner group.
+        works = sorted(self._works, key=lambda work: isinstance(work, PassedWork))
+        return PassedWork(works) if len(works) > 1 else next(iter(works), None)
+
+    def _open(self) -> None:
+        if self._launches:
+            start_coalescing(self._inner, self._device)
 
     def _close(self) -> None:
-        work = end_coalescing(self._inner, self._device)
+        work = end_coalescing(self._inner, self._device) if self._launches else None
         if work is not None:
             self._works.append(work)
 

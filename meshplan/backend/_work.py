@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,10 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from meshplan._calls import Ticket
+from meshplan._torch.process_group import ReceivingWork
 from meshplan.collectives._lanes import OrderedThread, Work
 
 __all__ = [
     "FinishedWork",
+    "PassedWork",
     "ReductionWork",
     "in_caller_mode",
     "mark_written",
@@ -105,6 +108,58 @@ class FinishedWork(dist.Work):
         found: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         found.set_result(list(self._tensors))
         return found
+
+
+class PassedWork(ReceivingWork):
+    """Calls of the inner group, as one work.
+
+    Args:
+        works: of the calls.
+        finish: runs once after them, on the thread that waits first; it may be called again.
+        written: what the calls write, for the future.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        finish: Callable[[], None] | None = None,
+        written: Any = None,
+    ) -> None:
+        super().__init__(works)
+        self.finish, self._written = finish, written
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all calls, each no longer than ``timeout``."""
+        for work in self._works:
+            work.wait() if not timeout else work.wait(timeout)
+        if self.finish is not None:
+            self.finish()
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all calls have ended. The results are then in the caller's tensors."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        with suppress(Exception):
+            # Raised again by wait.
+            self.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of what the calls write."""
+        found = torch.futures.collect_all([work.get_future() for work in self._works])
+
+        def finish(future: torch.futures.Future[Any]) -> Any:
+            values = [one.value() for one in future.value()]
+            if self.finish is not None:
+                self.finish()
+            return values if self._written is None else self._written
+
+        return found.then(finish)
 
 
 def start_reduction(

@@ -36,6 +36,7 @@ from meshplan._torch import (
 )
 from meshplan._torch.effects import effect_differences
 from meshplan._uncompiled import never_compiled, refuse_in_graph
+from meshplan._variables import check_variables
 from meshplan.contract import Contract
 from meshplan.dtensor import _tracking
 from meshplan.dtensor._config import Config, PolicyChoice
@@ -194,6 +195,7 @@ def install(
         InstallError: called where torch compiles.
     """
     refuse_in_graph("meshplan.install")
+    check_variables(strict)
     config = Config(
         policy=Config.policy_of(policy),
         contract=Contract() if contract is None else contract,

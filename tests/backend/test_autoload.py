@@ -53,23 +53,41 @@ def run(metadata: Path, script: str, **environment: str) -> str:
 )
 def test_the_name_is_enough(metadata: Path, backend: str) -> None:
     script = f"""
-    early = [name for name in sys.modules if name.startswith("meshplan.")]
+    early = [name for name in sys.modules if name.startswith("meshplan")]
     start({backend!r})
     x = torch.ones(2)
     dist.all_reduce(x)
     print(early, type(dist.group.WORLD).__name__, x.tolist())
     """
-    expected = "['meshplan._autoload'] MeshplanProcessGroup [1.0, 1.0]"
+    expected = "['meshplan_autoload'] MeshplanProcessGroup [1.0, 1.0]"
     assert run(metadata, script) == expected
 
 
 @pytest.mark.parametrize("variable", ["MESHPLAN_BACKEND_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
 def test_a_variable_turns_it_off(metadata: Path, variable: str) -> None:
     script = """
-    print([name for name in sys.modules if name.startswith("meshplan.")][1:])
+    print([name for name in sys.modules if name.startswith("meshplan.")])
     print(dist.is_backend_available("meshplan"))
     """
     assert run(metadata, script, **{variable: "0"}) == "[]\nFalse"
+
+
+def test_a_broken_installation_breaks_its_own_name_alone(metadata: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "meshplan"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('a broken meshplan')\n")
+    script = """
+    start("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        start("meshplan")
+    except RuntimeError as error:
+        print(error)
+    print(dist.is_backend_available("gloo"), "meshplan_autoload" in sys.modules)
+    """
+    path = f"{broken.parent}:{metadata}:{ROOT}"
+    assert run(metadata, script, PYTHONPATH=path) == "a broken meshplan\nTrue True"
 
 
 def test_other_groups_are_as_without_it(metadata: Path) -> None:
@@ -92,7 +110,7 @@ def test_it_takes_less_than_two_milliseconds(metadata: Path) -> None:
         for name in [name for name in sys.modules if name.startswith("meshplan")]:
             del sys.modules[name]
         begun = time.process_time()
-        from meshplan._autoload import autoload
+        from meshplan_autoload import autoload
         autoload()
         times.append(time.process_time() - begun)
     print(min(times) < 0.002, min(times))

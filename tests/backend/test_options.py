@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshplan
 import meshplan.backend
-from meshplan import BackendOptions, Contract
+from meshplan import BackendOptions, Contract, _variables
+from meshplan._torch import BackendOptionsBase
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.testing import nccl_model
 from tests.backend.native_calls import count_native_reductions
@@ -135,6 +138,62 @@ def test_variables_stand_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "nccl_model",
     )
     assert not explicit.strict
+
+
+class TestForeignSettings(TestCase):
+    """Nothing that a caller passes or sets is dropped without a word."""
+
+    def test_pg_options_of_another_type_are_refused(self) -> None:
+        gloo, other = dist.ProcessGroupGloo._Options(), BackendOptionsBase("other")
+        found = []
+        for options in ({"contract": "v1/rank/wide/once", "strict": True}, "strict", other):
+            try:
+                with pytest.raises(TypeError) as raised:
+                    dist.init_process_group(
+                        "meshplan", rank=0, world_size=1, store=dist.HashStore(), pg_options=options
+                    )
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            found.append(re.sub("object at 0x[0-9a-f]+", "object at ADDRESS", str(raised.value)))
+        for options in (None, gloo):
+            dist.init_process_group(
+                "meshplan", rank=0, world_size=1, store=dist.HashStore(), pg_options=options
+            )
+            dist.destroy_process_group()
+        self.assertExpectedInline(
+            "\n".join(found),
+            """\
+MP404: pg_options={'contract': 'v1/rank/wide/once', 'strict': True} has no effect on this group; pass meshplan.BackendOptions(...), options of the inner backend 'gloo', or None
+MP404: pg_options='strict' has no effect on this group; pass meshplan.BackendOptions(...), options of the inner backend 'gloo', or None
+MP404: pg_options=<torch._C._distributed_c10d.Backend.Options object at ADDRESS... has no effect on this group; pass meshplan.BackendOptions(...), options of the inner backend 'gloo', or None""",
+        )
+
+    def test_unknown_variables_are_reported(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MESHPLAN_CONTARCT", "v1/rank/wide/once")
+            patch.setenv("MESHPLAN_TEST_OF_A_USER", "1")
+            with pytest.warns(UserWarning, match="CONTARCT") as warned:
+                BackendOptions()
+            with pytest.warns(UserWarning, match="CONTARCT"):
+                meshplan.install()
+            meshplan.uninstall()
+            (found,) = [str(one.message) for one in warned]
+            with pytest.raises(meshplan.MeshplanError) as raised:
+                BackendOptions(strict=True)
+            with pytest.raises(meshplan.MeshplanError):
+                meshplan.install(strict=True)
+        self.assertExpectedInline(
+            f"{found}\n{raised.value}",
+            """\
+[meshplan] no variable MESHPLAN_CONTARCT (did you mean 'MESHPLAN_CONTRACT'?); unset it, or correct its name
+MP402: no variable MESHPLAN_CONTARCT (did you mean 'MESHPLAN_CONTRACT'?); unset it, or correct its name""",
+        )
+
+    def test_every_variable_of_the_page_exists(self) -> None:
+        page = (Path(__file__).parents[2] / "docs/environment.md").read_text(encoding="utf-8")
+        names = set(re.findall(r"^\| `(MESHPLAN_[A-Z0-9_]+)`", page, re.MULTILINE))
+        assert {one for one in names if "_TEST_" not in one} == _variables._NAMES
 
 
 @pytest.mark.processes

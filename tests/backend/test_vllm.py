@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshplan._autoload import select_vllm_platform
+from meshplan_autoload import select_vllm_platform
 
 ROOT = Path(__file__).parents[2]
 # vLLM and the trainers need different versions of Transformers: `make test-clients` makes it.

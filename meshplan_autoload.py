@@ -1,7 +1,8 @@
 """The entry point that torch calls while it is imported: it makes the backend known by its name.
 
-Torch imports this module in every process of an environment where meshplan is installed. So it
-imports nothing of torch's or of meshplan's, and the backend is loaded when a group asks for it.
+Torch imports this module in every process of an environment where meshplan is installed, and fails
+with it. So it is outside the package, whose import may fail, and imports nothing of torch's or of
+meshplan's. The backend is loaded when a group asks for it.
 Registered earlier, it would change other groups: torch 2.13 sets no default backend for
 ``"cpu:gloo,cuda:gloo"`` if any backend is registered.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 _NAME = "meshplan"
 
@@ -32,12 +34,11 @@ def autoload() -> None:
     """
     if os.environ.get("MESHPLAN_BACKEND_AUTOLOAD") == "0":
         return
-    # Absent in a torch without distributed.
-    distributed = sys.modules.get("torch.distributed")
-    backend = getattr(distributed, "Backend", None)
-    names = getattr(backend, "backend_list", None)
-    if backend is not None and type(names) is list:
-        backend.backend_list = _BackendNames(names)
+    # In a torch without distributed, or of a later form, only the name stays unknown.
+    with suppress(Exception):
+        backend = sys.modules["torch.distributed"].Backend
+        if type(backend.backend_list) is list:
+            backend.backend_list = _BackendNames(backend.backend_list)
 
 
 def select_vllm_platform() -> str | None:
