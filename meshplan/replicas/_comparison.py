@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from meshplan._bits import element_index
-from meshplan.errors import ReplicaDivergenceError
+from meshplan.errors import Divergence, ReplicaDivergenceError
 from meshplan.kernel import digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._axes import ReplicaAxes
 from meshplan.replicas._channel import ReplicaChannel, check_lists, hash_lines
 from meshplan.replicas._divergence import (
-    Divergence,
     find_differing_groups,
     format_divergences,
     group_positions,
