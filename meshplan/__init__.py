@@ -9,8 +9,11 @@ Two lines put every redistribution that starts from ``Partial`` under the contra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshplan._lazy_imports import make_lazy
+
+# Imported at first use: most of them need torch, and the command line often does not.
 if TYPE_CHECKING:
     from meshplan import backend as backend
     from meshplan import cli as cli
@@ -72,81 +75,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported at first use: most of them need torch, and the command line often does not.
-_WHERE = {
-    "BackendOptions": "backend",
-    "Config": "dtensor",
-    "Contract": "contract",
-    "DETERMINISTIC_NCCL_ENV": "collectives",
-    "Layout": "layout",
-    "MeshplanError": "errors",
-    "ReplicaCheck": "replicas",
-    "check": "kernel",
-    "clear_report": "execute",
-    "clip_grad_norm_": "collectives",
-    "configure_deterministic_nccl_env": "collectives",
-    "coverage": "replicas",
-    "deterministic_all_gather": "collectives",
-    "deterministic_all_gather_coalesced": "collectives",
-    "deterministic_all_reduce": "collectives",
-    "deterministic_all_reduce_coalesced": "collectives",
-    "deterministic_reduce_scatter": "collectives",
-    "deterministic_reduce_scatter_coalesced": "collectives",
-    "exact_norm": "collectives",
-    "install": "dtensor",
-    "installed": "dtensor",
-    "policy": "dtensor",
-    "nccl_profile": "collectives",
-    "prepare": "dtensor",
-    "reduce_leaves": "definition",
-    "report": "execute",
-    "shutdown": "dtensor",
-    "uninstall": "dtensor",
-    "verify_replicas": "replicas",
-}
-
-# Imported at first use, so that ``meshplan.integrations.fsdp`` works after ``import meshplan``.
-_MODULES = (
-    "backend",
-    "cli",
-    "collectives",
-    "contract",
-    "definition",
-    "dtensor",
-    "elastic",
-    "errors",
-    "execute",
-    "flatten",
-    "integrations",
-    "kernel",
-    "layout",
-    "lint",
-    "orders",
-    "planner",
-    "record",
-    "replicas",
-    "testing",
-    "topology",
-)
-
-__all__ = [*_WHERE]
-
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES and name not in _WHERE:
-            raise AttributeError(f"module 'meshplan' has no attribute {name!r}")
-        # Imported here: a plain import of the package loads no other module.
-        from meshplan._needs_torch import import_with_torch
-
-        module = import_with_torch(f"meshplan.{_WHERE.get(name, name)}", f"meshplan.{name}")
-        if name in _MODULES:
-            return module
-        value = getattr(module, name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE, *_MODULES})
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

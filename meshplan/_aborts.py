@@ -10,8 +10,6 @@ import threading
 
 from meshplan.errors import GroupStateError
 
-__all__ = ["THIS_THREAD", "Abort", "check_aborted"]
-
 
 class Abort:
     """Whether a process group was aborted.

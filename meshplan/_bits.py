@@ -7,17 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FLOATS",
-    "bytes_of",
-    "differ_by_binade",
-    "element_index",
-    "element_text",
-    "flatten",
-    "max_ulps",
-    "tensor_of",
-]
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes with a distance in units in the last place."""
 _LOWEST = -(1 << 63)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["chunk_sizes", "nested_chunk_sizes"]
-
 
 def chunk_sizes(size: int, chunks: int) -> list[int]:
     """Lengths of the ``chunks`` parts of a dim of ``size`` that ``torch.chunk`` would make, with

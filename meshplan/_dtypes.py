@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_complex", "is_floating_point", "itemsize", "name_of"]
-
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 _BYTES = {
     1: ("bool", "int8", "uint8", *(f"float8_{form}" for form in _FLOAT8), "float4_e2m1fn_x2"),

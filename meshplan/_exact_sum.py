@@ -21,8 +21,6 @@ from torch import Tensor
 from meshplan._dtypes import name_of
 from meshplan.orders import EXACT_WORDS
 
-__all__ = ["combine_exactly", "finish_exactly", "round_digits", "sum_exactly"]
-
 _BASE = 32
 _DIGIT = (1 << _BASE) - 1
 # Columns at a time: 36 MiB of digits in float64, 6 MiB in float32.

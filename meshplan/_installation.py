@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["Installation", "installation"]
-
 _CLONE = "in a clone of the repository: "
 _AGAIN = "pip install --force-reinstall --no-deps "
 

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["list_names", "make_lazy"]
 
+def make_lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the source of its file.
 
-def list_names(modules: Mapping[str, str]) -> list[str]:
-    """The names in a table of modules, whose values are names with blanks between them."""
-    return [name for names in modules.values() for name in names.split()]
-
-
-def make_lazy(
-    package: str, modules: Mapping[str, str], submodules: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package. A name is kept after its first use.
-
-    Args:
-        package: its full name.
-        modules: the names that each of its modules defines, with blanks between them.
-        submodules: modules that are attributes themselves, by the name of the attribute.
+    The imports ``from module import name as name`` are the table of its names. Type checkers read
+    them there. Those below ``if TYPE_CHECKING`` run at the first use of the name, which is then
+    kept. ``__all__`` lacks submodules: these have names of their own.
     """
-    where = {name: module for module, names in modules.items() for name in names.split()}
-    as_modules = submodules or {}
+    # Typed as a loader without this method.
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+    where = {
+        alias.asname: (node.module or package, alias.name)
+        for node in ast.walk(ast.parse(loader.get_source(package)))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname is not None and not alias.asname.startswith("_")
+    }
 
     def get_attribute(name: str) -> Any:
-        if name in as_modules:
-            value: Any = import_module(f"{package}.{as_modules[name]}")
-        elif name in where:
-            value = getattr(import_module(f"{package}.{where[name]}"), name)
-        else:
+        if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        # Imported here: a plain import of the package loads no other module.
+        from meshplan._needs_torch import import_with_torch
+
+        module, original = where[name]
+        if module == package:
+            value: Any = import_with_torch(f"{package}.{original}", f"{package}.{name}")
+        else:
+            value = getattr(import_with_torch(module, f"{package}.{name}"), original)
         setattr(sys.modules[package], name, value)
         return value
 
     def list_attributes() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *where, *as_modules})
+        return sorted({*vars(sys.modules[package]), *where})
 
-    return get_attribute, list_attributes
+    names = [name for name, (module, _) in where.items() if module != package]
+    return get_attribute, list_attributes, names

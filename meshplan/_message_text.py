@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["elide", "find_near", "format_first", "format_runs", "shorten", "suggest"]
-
 
 def shorten(text: str, most: int = 60) -> str:
     """The text, or its beginning and an ellipsis, in at most ``most`` characters."""

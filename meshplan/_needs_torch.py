@@ -7,8 +7,6 @@ from types import ModuleType
 
 from meshplan.errors import TorchMissingError
 
-__all__ = ["INSTALL_TORCH", "import_with_torch", "torch_missing"]
-
 INSTALL_TORCH = "pip install 'torch>=2.11', or choose the extra [torch]"
 
 

@@ -11,17 +11,6 @@ from functools import partial
 from types import FrameType
 from typing import Literal, Protocol, TypeVar
 
-__all__ = [
-    "OBSERVING",
-    "Extent",
-    "Origin",
-    "carry_origin",
-    "count_contract",
-    "current_extent",
-    "find_origin",
-    "within",
-]
-
 _Result = TypeVar("_Result")
 
 Extent = Literal["", "counted", "native", "fallback"]

@@ -10,8 +10,6 @@ import torch
 from meshplan._torch import FrameAction, FrameExecStrategy, is_absent, set_code_exec_strategy
 from meshplan.errors import InstallError
 
-__all__ = ["never_compiled", "refuse_in_graph"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -8,8 +8,6 @@ import warnings
 from meshplan._message_text import suggest
 from meshplan.errors import PolicyError
 
-__all__ = ["check_variables"]
-
 _NAMES = {
     "MESHPLAN_AUDIT",
     "MESHPLAN_BACKEND_AUTOLOAD",

@@ -37,19 +37,6 @@ from meshplan.orders import ORDERS, Order, PartialResult, order_named
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CONTRACT_VERSION",
-    "FLOATS",
-    "INTEGERS",
-    "OPS",
-    "Accumulate",
-    "Contract",
-    "Op",
-    "Rounding",
-    "check_dtype",
-    "is_exact",
-]
-
 Accumulate = Literal["wide", "float64"]
 """The accumulators of the contract."""
 Rounding = Literal["once", "node"]

@@ -21,15 +21,6 @@ from meshplan.contract import Contract, Op, check_dtype
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 from meshplan.orders import EXACT_WORDS
 
-__all__ = [
-    "accumulator",
-    "combine_leaves",
-    "finish_partials",
-    "partial_dtype",
-    "partial_shape",
-    "reduce_leaves",
-]
-
 # Integer dtype with the same bits, and the canonical quiet NaN in it.
 NAN_BITS = {
     torch.float32: (torch.int32, 0x7FC00000),

@@ -14,42 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = [
-    "MeshplanError",
-    "LayoutError",
-    "AxisNameError",
-    "TopologyError",
-    "TopologyInputError",
-    "PlacementError",
-    "PlanNotRunError",
-    "PolicyError",
-    "ShardOrderError",
-    "BackendTypeError",
-    "ContractError",
-    "ContractTypeError",
-    "ContractStateError",
-    "GroupError",
-    "GroupAgreementError",
-    "GroupCreationError",
-    "GroupStateError",
-    "CollectiveError",
-    "BackendError",
-    "InstallError",
-    "UnsupportedTorchError",
-    "TorchMissingError",
-    "FallbackRefusedError",
-    "PeerTimeoutError",
-    "SignatureMismatchError",
-    "AuditError",
-    "ChecksumError",
-    "ReplicaInputError",
-    "ReplicaDivergenceError",
-    "ShardError",
-    "TokenCoverageError",
-    "IntegrationError",
-    "ElasticError",
-]
-
 
 class MeshplanError(Exception):
     """Base of all errors of meshplan. ``str(error)`` starts with the code."""

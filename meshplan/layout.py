@@ -22,8 +22,6 @@ from meshplan.errors import AxisNameError, LayoutError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Integers", "Layout", "signature"]
-
 Integers: TypeAlias = npt.NDArray[np.int64]
 """An int64 array."""
 

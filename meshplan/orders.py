@@ -15,16 +15,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from meshplan._dtypes import itemsize
 from meshplan.errors import ContractError
 
-__all__ = [
-    "EXACT_WORDS",
-    "ORDERS",
-    "Order",
-    "PartialResult",
-    "order_named",
-    "order_of_code",
-    "register",
-]
-
 _T = TypeVar("_T")
 
 

@@ -31,20 +31,6 @@ from dataclasses import dataclass
 from meshplan.contract import Accumulate, Contract, Rounding
 from meshplan.orders import order_of_code
 
-__all__ = [
-    "VERSION",
-    "CALL_WORD",
-    "WORDS",
-    "WORD_FIELDS",
-    "Record",
-    "UnreadableRecordError",
-    "differences",
-    "pack_words",
-    "ranks_text",
-    "read_words",
-    "unpack_words",
-]
-
 VERSION = 4
 """Counts up with a change of a table or a field below, of the contract's version, of the protocol
 of a vote, or of what lies in memory that ranks share."""

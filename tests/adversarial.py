@@ -15,8 +15,6 @@ from typing import Any
 
 import meshplan
 
-__all__ = ["fill", "list_patterns", "list_texts", "stop_after"]
-
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
 _EXAMPLES: dict[str, str] = {}
 _CHARACTERS = "a1 \t\n_-.x\"'[(:=/,;<>{}$#|&`\\A0"

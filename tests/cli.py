@@ -8,8 +8,6 @@ from unittest import mock
 
 from meshplan.cli import main
 
-__all__ = ["meshplan"]
-
 
 def meshplan(*words: str, given: str = "") -> tuple[int, str, str]:
     """The status, standard output and standard error of ``meshplan WORDS``, with that input."""

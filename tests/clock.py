@@ -35,8 +35,6 @@ from meshplan.planner import Step
 from meshplan.topology import Topology
 from tests.replay import Operation, Program, Replay, Send
 
-__all__ = ["ClockTime", "clock"]
-
 
 class ClockTime(NamedTuple):
     """What the clock shows.

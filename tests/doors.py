@@ -33,17 +33,6 @@ from meshplan.contract import Contract, Op
 from meshplan.testing import bits, reference_reduce
 from meshplan.topology import Topology
 
-__all__ = [
-    "DOORS",
-    "LONG",
-    "Door",
-    "Member",
-    "Result",
-    "attempt",
-    "call_values",
-    "expected_words",
-]
-
 DOORS = ("seam", "functions", "backend")
 # Seconds that no wait of a passing test takes.
 LONG = 200.0

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from meshplan.testing import order_sensitive
 
-__all__ = ["Dot", "batch_of", "dot_loss", "mlp", "mlp_batch", "squared_error"]
-
 
 class Dot(nn.Module):
     """The gradient of ``weight`` by a sample is the sample; ``extra`` is used by some of them."""

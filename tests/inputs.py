@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["at_byte"]
-
 
 def at_byte(values: Tensor, offset: int) -> Tensor:
     """The same values on a CPU, at an address that is ``offset`` beyond a multiple of 16."""

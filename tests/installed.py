@@ -15,8 +15,6 @@ from fcntl import LOCK_EX, flock
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Installed", "install"]
-
 ROOT = Path(__file__).parents[1]
 _SOURCES = ("csrc", "man", "meshplan", "tools")
 _FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")

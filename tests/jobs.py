@@ -12,8 +12,6 @@ from meshplan.lint._job import Job
 from meshplan.lint._rules import RULES
 from meshplan.topology import Cluster, Topology
 
-__all__ = ["format_findings", "job", "layout", "run_rules"]
-
 
 def layout(mesh: str) -> Layout:
     """From ``ddp=8,fsdp=5``."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CASES", "VERBS", "full", "longest"]
-
 # Of each property. `make test-full` draws 2,000 of those that are marked `soak`.
 CASES = int(os.environ.get("MESHPLAN_TEST_CASES", "60"))
 # Markers. `make test` runs the tests without one of them, and no test has two.

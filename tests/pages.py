@@ -8,18 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ROOT",
-    "Block",
-    "Snippet",
-    "blocks",
-    "commands",
-    "is_shown",
-    "prints",
-    "snippets",
-    "remove_blocks",
-]
-
 ROOT = Path(__file__).parents[1]
 # Also one that is a part of an item of a list.
 _FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```$", re.M | re.S)

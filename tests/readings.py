@@ -7,8 +7,6 @@ from importlib import import_module
 
 from meshplan.errors import TopologyInputError
 
-__all__ = ["read_or_refused"]
-
 
 def read_or_refused(name: str, text: str) -> None:
     """The format reads the text, into groups that are disjoint and sorted, or refuses it in one line."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from meshplan.topology import Link, Topology
 
-__all__ = ["Operation", "Program", "Replay", "Send"]
-
 
 class Send(NamedTuple):
     """A message: the global rank of the receiver, and bytes."""

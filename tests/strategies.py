@@ -15,8 +15,6 @@ from meshplan.layout import Layout
 from meshplan.planner import Problem
 from meshplan.topology import Link, Links, Topology
 
-__all__ = ["Redistribution", "redistributions"]
-
 FAST_NODES = Links(node=Link(1e-7, 1e12), group=0.0)
 CONTRACTS = tuple(
     Contract(*words)  # type: ignore[arg-type]

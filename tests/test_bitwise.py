@@ -173,7 +173,7 @@ def test_ranks_are_shown_as_ranges() -> None:
 def test_parallel_references_are_imported_on_first_use() -> None:
     code = (
         "import sys, meshplan.testing as testing\n"
-        "lazy = [f'meshplan.testing.{name}' for name in ('tp', 'dp', '_nccl_model')]\n"
+        "lazy = [f'meshplan.testing.{name}' for name in ('tp', 'dp', 'nccl_model')]\n"
         "assert not any(name in sys.modules for name in lazy)\n"
         "assert [testing.tp, testing.dp, testing.nccl_model] == [sys.modules[n] for n in lazy]\n"
     )

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from meshplan.errors import LayoutError
-from meshplan.planner import _nccl_order as order
-from meshplan.testing import _nccl_model as model
+from meshplan.planner import nccl_order as order
+from meshplan.testing import nccl_model as model
 
 NODES = (0, 0, 0, 1, 1)
 WORLD = len(NODES)

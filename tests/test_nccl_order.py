@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from meshplan.errors import LayoutError
 from meshplan.layout import signature
-from meshplan.planner import _nccl_order as order
-from meshplan.planner._nccl_order import Tree
+from meshplan.planner import nccl_order as order
+from meshplan.planner.nccl_order import Tree
 
 
 def leaves(tree: Tree) -> list[int]:

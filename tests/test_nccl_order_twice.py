@@ -13,8 +13,8 @@ from random import Random
 
 import pytest
 
-from meshplan.planner import _nccl_order as order
-from meshplan.planner._nccl_order import Tree
+from meshplan.planner import nccl_order as order
+from meshplan.planner.nccl_order import Tree
 
 NONE = -1
 

@@ -76,6 +76,17 @@ def test_the_page_lists_the_names_of_a_module(module: str) -> None:
     assert sorted(listed()[module]) == sorted(importlib.import_module(module).__all__)
 
 
+def test_private_modules_promise_no_names() -> None:
+    """A written ``__all__`` has the names of docs/api.md; that of a package follows its imports."""
+    written = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "meshplan").rglob("*.py")
+        if re.search(r"^__all__\b", path.read_text("utf-8"), re.M)
+    ]
+    assert written
+    assert {*written} <= {*_WHOLE}
+
+
 def test_each_name_has_an_example() -> None:
     found = []
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):

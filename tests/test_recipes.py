@@ -75,8 +75,6 @@ import re
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
 
-__all__ = ["read", "recognises"]
-
 
 def recognises(text: str) -> bool:
     """Whether the text begins as such a list does."""

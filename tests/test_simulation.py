@@ -36,7 +36,7 @@ from meshplan.planner._arithmetic import (
 from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
 from meshplan.planner._simulation import SimulatedStep
 from meshplan.testing import bits
-from meshplan.testing._nccl_model import _Algebra
+from meshplan.testing.nccl_model import _Algebra
 from meshplan.topology import Topology
 
 FSDP_FIRST, DDP_FIRST = (("fsdp",), ("ddp",)), (("ddp",), ("fsdp",))

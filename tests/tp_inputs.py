@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "SIZES", "boundary_tokens", "logits_of", "random_ranges", "split"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 

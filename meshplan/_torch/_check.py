@@ -13,8 +13,6 @@ from typing import Any
 from meshplan._torch._entry import Entry, is_absent, tested_range
 from meshplan.errors import UnsupportedTorchError
 
-__all__ = ["find_moved", "refuse_moved"]
-
 
 def find_moved(names: Mapping[str, Entry]) -> Iterator[str]:
     """What of these names has moved: each with what meshplan uses it for, and what was found.

@@ -13,15 +13,6 @@ from typing import Any, Literal
 
 from meshplan.errors import UnsupportedTorchError
 
-__all__ = [
-    "TESTED_TORCH",
-    "Entry",
-    "Gives",
-    "is_absent",
-    "series",
-    "tested_range",
-]
-
 TESTED_TORCH = ((2, 11), (2, 15))
 """The first and the last series of torch that meshplan is tested with."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from meshplan._torch._entry import Entry
 
-__all__ = ["NAMES"]
-
 _C10D = "torch.distributed.distributed_c10d"
 _BINDINGS = "torch._C._distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"

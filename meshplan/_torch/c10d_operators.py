@@ -24,8 +24,6 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from meshplan.errors import BackendError
 
-__all__ = ["Watch", "answer_reductions", "reducing_operators", "watch_reductions"]
-
 Watch = Callable[[dist.ProcessGroup, str, Any, Sequence[Any], Callable[[], Any]], Any]
 """Sees a reduction over a group that does not answer itself, on the thread that issues it.
 

@@ -19,8 +19,6 @@ from meshplan._torch import (
     TO_REPLICATE_TENSOR,
 )
 
-__all__ = ["PartialHooks", "ShardHooks"]
-
 _HOOKS = {
     "reduce_value": REDUCE_VALUE,
     "reduce_shard_value": REDUCE_SHARD_VALUE,

@@ -22,20 +22,6 @@ from meshplan._torch import (
 from meshplan._torch.c10d_operators import answer_reductions
 from meshplan.errors import BackendError
 
-__all__ = [
-    "FORWARDED",
-    "OWN",
-    "REDUCTIONS",
-    "REFUSED",
-    "PythonProcessGroup",
-    "ReceivingWork",
-    "WrappingProcessGroup",
-    "end_coalescing",
-    "factor_of",
-    "forward",
-    "start_coalescing",
-]
-
 # By what a subclass defines: what C++ calls instead, in torch 2.11 and 2.12 or in all.
 _ALSO = {
     "all_gather_single": (ALL_GATHER_SINGLE,),

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from meshplan._torch.c10d_operators import Watch, watch_reductions
 from meshplan._torch.process_group import REDUCTIONS, WrappingProcessGroup
 
-__all__ = ["unwatch_groups", "watch_groups"]
-
 _wrapped: list[tuple[type, str, Any, Any]] = []
 
 

@@ -11,6 +11,4 @@ from meshplan.backend._register import create_group as create_group
 from meshplan.backend._register import create_group_across_jobs as create_group_across_jobs
 from meshplan.backend._register import register as register
 
-__all__ = ["NAME", "BackendOptions", "create_group", "create_group_across_jobs", "register"]
-
 register()

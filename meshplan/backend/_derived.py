@@ -28,8 +28,6 @@ from meshplan.backend._passing import PassingProcessGroup
 from meshplan.errors import BackendError
 from meshplan.flatten._create import this_rank
 
-__all__ = ["DerivingProcessGroup", "describe_group", "gather_members"]
-
 
 class DerivingProcessGroup(PassingProcessGroup):
     """A group that others can be derived from; its subclass creates them.

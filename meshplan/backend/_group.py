@@ -46,8 +46,6 @@ from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
 from meshplan.flatten._threads import is_forked, refuse_forked
 
-__all__ = ["MeshplanProcessGroup"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors = list[Tensor]

@@ -21,8 +21,6 @@ from meshplan.errors import BackendError
 from meshplan.flatten import keep_store
 from meshplan.flatten._create import rest_at_end
 
-__all__ = ["check_device", "create_inner_group", "default_inner", "destroy_inner_group"]
-
 
 def default_inner() -> str:
     """The backends that torch takes for CPUs and, where there are some, for GPUs."""

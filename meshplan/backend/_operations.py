@@ -14,8 +14,6 @@ from meshplan._torch.process_group import factor_of
 from meshplan.contract import FLOATS, INTEGERS, OPS, Contract, Op, check_dtype
 from meshplan.errors import ContractTypeError
 
-__all__ = ["Operation", "read_operation"]
-
 
 @dataclass(frozen=True)
 class Operation:

@@ -14,8 +14,6 @@ from meshplan.contract import Contract
 from meshplan.errors import BackendError, BackendTypeError, PolicyError
 from meshplan.planner import check_audit
 
-__all__ = ["NAME", "BackendOptions", "check_inner_options"]
-
 NAME = "meshplan"
 """The name of the backend, for ``init_process_group`` and ``new_group``."""
 

@@ -29,17 +29,6 @@ from meshplan.definition import partial_dtype
 from meshplan.kernel import finish_partials
 from meshplan.orders import PartialResult
 
-__all__ = [
-    "PartialSum",
-    "continues",
-    "has_partial_sums",
-    "keep_partial_sum",
-    "keeps",
-    "reduce_partial_sums",
-    "scatter_partial_sum",
-    "take_partial_sum",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSum:

@@ -25,8 +25,6 @@ from meshplan.backend._work import PassedWork, writable
 from meshplan.collectives._options import check_destination
 from meshplan.errors import BackendError
 
-__all__ = ["PassingProcessGroup"]
-
 # Torch refuses strided tensors in these calls, and does so here.
 _REFUSE_STRIDES = ("send", "recv", "recv_anysource", "alltoall_base", "all_to_all_single")
 

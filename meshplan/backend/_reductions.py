@@ -31,20 +31,6 @@ from meshplan.execute import Event, SteadyReduction, record
 from meshplan.flatten import registry
 from meshplan.record import Record
 
-__all__ = [
-    "ALL_REDUCE",
-    "SCATTER",
-    "Form",
-    "agree_on_policy",
-    "check_blocks",
-    "check_equal_blocks",
-    "options_of",
-    "rounded",
-    "reduce_all",
-    "reduce_blocks",
-    "reduce_inside",
-]
-
 
 def options_of(operation: Operation, options: BackendOptions) -> ReductionOptions:
     """How the collectives are to run an operation that the contract defines."""

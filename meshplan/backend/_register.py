@@ -13,8 +13,6 @@ from meshplan.backend._derived import describe_group
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.backend._options import NAME, BackendOptions
 
-__all__ = ["create_group", "create_group_across_jobs", "register"]
-
 
 def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
     """A group of the backend, for torch's ``Backend.register_backend``.

@@ -23,8 +23,6 @@ from meshplan.backend._reductions import Form
 from meshplan.backend._work import in_caller_mode, writable
 from meshplan.execute import SteadyReduction
 
-__all__ = ["MAX_STEADY", "SteadyTable", "is_steady"]
-
 MAX_STEADY = 256
 """Reductions that a group keeps; where there are more, all are found again."""
 

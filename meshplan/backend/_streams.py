@@ -22,8 +22,6 @@ from meshplan.collectives._streams import SideStream, StreamCall
 from meshplan.errors import BackendError, SignatureMismatchError
 from meshplan.flatten._create import hidden_device
 
-__all__ = ["Coalescing", "DeviceLane", "StreamReductionWork"]
-
 
 class StreamReductionWork(StreamWork):
     """A reduction on a side stream, for torch's C++ and Python code.

@@ -18,16 +18,6 @@ from meshplan._calls import Ticket
 from meshplan._torch.process_group import ReceivingWork
 from meshplan.collectives._lanes import OrderedThread, Work
 
-__all__ = [
-    "FinishedWork",
-    "PassedWork",
-    "ReductionWork",
-    "in_caller_mode",
-    "mark_written",
-    "start_reduction",
-    "writable",
-]
-
 
 class ReductionWork(Work):
     """A reduction under way; ``wait`` raises what it has failed with.

@@ -15,8 +15,6 @@ from meshplan._message_text import suggest
 from meshplan.cli._output import refuse, say
 from meshplan.errors import MeshplanError
 
-__all__ = ["main", "make_parser"]
-
 _VERBS = (
     "diagnose",
     "doctor",

@@ -31,22 +31,3 @@ from meshplan.collectives._shards import (
 
 # Registers the operators.
 from meshplan.collectives import functional as functional  # isort: skip
-
-__all__ = [
-    "DETERMINISTIC_NCCL_ENV",
-    "NCCL_PROFILES",
-    "NcclProfile",
-    "NcclSetting",
-    "Work",
-    "clip_grad_norm_",
-    "configure_deterministic_nccl_env",
-    "deterministic_all_gather",
-    "deterministic_all_gather_coalesced",
-    "deterministic_all_reduce",
-    "deterministic_all_reduce_coalesced",
-    "deterministic_reduce_scatter",
-    "deterministic_reduce_scatter_coalesced",
-    "exact_norm",
-    "functional",
-    "nccl_profile",
-]

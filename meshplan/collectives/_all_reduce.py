@@ -29,8 +29,6 @@ from meshplan.collectives._reduction import (
 )
 from meshplan.contract import Contract
 
-__all__ = ["all_reduce_into", "check_all_reduce", "deterministic_all_reduce"]
-
 
 @counts_refused
 def deterministic_all_reduce(

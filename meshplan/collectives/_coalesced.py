@@ -52,15 +52,6 @@ from meshplan.execute._header import list_header
 from meshplan.execute._provenance import Purpose
 from meshplan.execute._run import compare_headers
 
-__all__ = [
-    "all_reduce_list",
-    "check_distinct",
-    "scatter_list",
-    "deterministic_all_gather_coalesced",
-    "deterministic_all_reduce_coalesced",
-    "deterministic_reduce_scatter_coalesced",
-]
-
 _BUCKET_BYTES = 32 << 20
 
 

@@ -15,8 +15,6 @@ from meshplan._torch import flattened_meshes_of, root_mesh_of
 from meshplan.collectives._reduction import GroupLike, read_group
 from meshplan.errors import AxisNameError, GroupStateError
 
-__all__ = ["DistinctAxes", "ranks_along"]
-
 DistinctAxes = Sequence[str | GroupLike]
 """Axes along which ranks hold other parameters: names, ``(mesh, axis)``, or process groups. Along
 all other axes ranks hold replicas. It does not apply to a DTensor whose own mesh has the axis."""

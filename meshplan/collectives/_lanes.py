@@ -31,8 +31,6 @@ from meshplan.collectives._streams import StreamCall, side_stream_of
 from meshplan.errors import GroupStateError
 from meshplan.execute._deferred import raise_pending
 
-__all__ = ["Lane", "OrderedThread", "StreamWork", "Work", "finished", "in_lane"]
-
 _Result = TypeVar("_Result")
 _Job = tuple["_CallFuture", Callable[[], Any]]
 

@@ -22,15 +22,6 @@ import torch.distributed as dist
 
 from meshplan.errors import PolicyError
 
-__all__ = [
-    "DETERMINISTIC_NCCL_ENV",
-    "NCCL_PROFILES",
-    "NcclProfile",
-    "NcclSetting",
-    "configure_deterministic_nccl_env",
-    "nccl_profile",
-]
-
 _LOG = logging.getLogger("meshplan")
 
 _RING = "all collectives go round a ring; the place of an element in the message decides its order"

@@ -22,8 +22,6 @@ from meshplan.collectives._totals import sum_over_ranks
 from meshplan.errors import ContractError, ContractTypeError, MeshplanError
 from meshplan.kernel import carry, sum_squares, value_of_squares
 
-__all__ = ["clip_grad_norm_", "exact_norm"]
-
 
 def exact_norm(
     tensors: Tensor | Iterable[Tensor],

@@ -25,8 +25,6 @@ from meshplan.errors import ContractStateError
 from meshplan.execute._groups import resolve_group
 from meshplan.kernel import OPERATORS
 
-__all__ = ["LINEAR"]
-
 LINEAR = ("sum", "avg")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 

@@ -24,19 +24,6 @@ from meshplan.execute._switches import ONE_SHOT_VARIABLE, one_shot_switch
 from meshplan.execute.paths import _path as registry
 from meshplan.execute.paths import check_path, select_path
 
-__all__ = [
-    "AnyOp",
-    "ReductionOptions",
-    "check_contract",
-    "check_destination",
-    "check_no_gradient",
-    "check_requested_path",
-    "check_summand",
-    "check_tensor",
-    "read_op",
-    "read_options",
-]
-
 AnyOp = Op | dist.ReduceOp | dist.ReduceOp.RedOpType
 """An operation: its name, or a value of ``torch.distributed.ReduceOp``."""
 

@@ -45,19 +45,6 @@ from meshplan.flatten import Group, GroupHandle, registry
 from meshplan.planner import Step
 from meshplan.record import Record
 
-__all__ = [
-    "GroupLike",
-    "compare_calls",
-    "counts_refused",
-    "describe_group",
-    "find_group",
-    "find_steady_reduction",
-    "read_group",
-    "reduce_tensor",
-    "second_group",
-    "start",
-]
-
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | int]
 """The ranks of a collective: a process group, a mesh of one axis, or a mesh and one of its axes."""
 

@@ -42,18 +42,6 @@ from meshplan.execute._header import gather_header
 from meshplan.execute._provenance import Event, Purpose, record
 from meshplan.execute._run import compare_headers
 
-__all__ = [
-    "Shards",
-    "deterministic_all_gather",
-    "deterministic_reduce_scatter",
-    "gather_tensor",
-    "gathered_shape",
-    "read_gather",
-    "read_scatter",
-    "scatter_tensor",
-    "shard_shape",
-]
-
 Shards = tuple[int, tuple[int, ...]]
 """The dimension that is split, and the length of each rank's shard along it."""
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SideStream", "StreamCall", "side_stream_of"]
-
 # Calls of one stream whose memory is held; far more than a host is ahead of its device.
 MAX_HELD = 512
 _POLL_SECONDS = 0.0005

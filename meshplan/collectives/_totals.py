@@ -36,8 +36,6 @@ from meshplan.kernel import ROW_WORDS, carry, divide_row
 from meshplan.layout import Layout
 from meshplan.record import Record
 
-__all__ = ["SHARED_ERRORS", "sum_over_ranks"]
-
 SHARED_ERRORS = (AxisNameError, ContractError, ContractTypeError)
 """Errors of a list on one rank that all ranks of the total raise."""
 

@@ -13,16 +13,3 @@ from meshplan.dtensor._prepare import prepare as prepare
 from meshplan.dtensor._prepare import shutdown as shutdown
 from meshplan.dtensor._seam import current_config as current_config
 from meshplan.dtensor._uncovered import UncoveredReductionWarning as UncoveredReductionWarning
-
-__all__ = [
-    "Config",
-    "UncoveredReductionWarning",
-    "current_config",
-    "discovered_cluster",
-    "install",
-    "installed",
-    "policy",
-    "prepare",
-    "shutdown",
-    "uninstall",
-]

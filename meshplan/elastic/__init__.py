@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshplan import _require_torch as _require_torch
-from meshplan._lazy_imports import list_names, make_lazy
+from meshplan._lazy_imports import make_lazy
 
 if TYPE_CHECKING:
     from meshplan.elastic._combine import combine as combine
@@ -19,12 +19,5 @@ if TYPE_CHECKING:
     from meshplan.elastic._micro_batches import MicroBatchSampler as MicroBatchSampler
     from meshplan.elastic._micro_batches import seed_micro_batch as seed_micro_batch
 
-_MODULES = {
-    "_combine": "combine",
-    "_gradients": "GradientAccumulator",
-    "_micro_batches": "MicroBatches MicroBatchSampler seed_micro_batch",
-}
-__all__ = list_names(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    __getattr__, __dir__ = make_lazy(__name__, _MODULES)
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

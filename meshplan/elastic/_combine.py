@@ -17,8 +17,6 @@ from meshplan.elastic._micro_batches import list_numbers, working_ranks
 from meshplan.errors import ContractError, ContractTypeError, ElasticError
 from meshplan.kernel import combine_leaves, finish_partials
 
-__all__ = ["TreeSum", "combine", "exact_sum"]
-
 
 class TreeSum:
     """The sums of equal subtrees of the contract's tree, which come in order, of several tensors.

@@ -30,8 +30,6 @@ from meshplan.errors import ElasticError
 from meshplan.integrations._groups import check_group
 from meshplan.kernel import reduce_into
 
-__all__ = ["GradientAccumulator"]
-
 
 class GradientAccumulator:
     """Adds the gradients of a step's micro-batches with the same bits on any number of ranks.

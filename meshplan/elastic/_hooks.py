@@ -19,16 +19,6 @@ from meshplan.errors import ElasticError
 from meshplan.integrations.ddp import reduce_bucket
 from meshplan.integrations.fsdp import ReduceScatter, set_reduce_scatter
 
-__all__ = [
-    "Buckets",
-    "check_batch_norms",
-    "find_batch_norms",
-    "reset_shards",
-    "sum_buckets",
-    "sum_shards",
-    "watch_gradients",
-]
-
 
 @dataclass
 class Buckets:

@@ -15,8 +15,6 @@ from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
 from meshplan.errors import ElasticError
 
-__all__ = ["check_options", "check_order", "check_parameter"]
-
 
 def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
     """Refuse groups that do not reduce under the contract of the first one.

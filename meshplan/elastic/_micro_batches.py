@@ -15,15 +15,6 @@ from torch.utils.data import Sampler
 
 from meshplan.errors import ElasticError
 
-__all__ = [
-    "MicroBatchSampler",
-    "MicroBatches",
-    "list_numbers",
-    "mix",
-    "seed_micro_batch",
-    "working_ranks",
-]
-
 
 def working_ranks(count: int) -> list[int]:
     """The numbers of ranks among which ``count`` micro-batches can be divided, ascending.

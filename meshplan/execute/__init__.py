@@ -28,32 +28,3 @@ from meshplan.execute.paths import register as register
 from meshplan.execute.paths import select_path as select_path
 from meshplan.execute.paths import sharing_of as sharing_of
 from meshplan.execute.paths import unregister as unregister
-
-__all__ = [
-    "COUNTERS",
-    "Event",
-    "MAX_RECORDS",
-    "ONE_SHOT_VARIABLE",
-    "PATHS",
-    "Path",
-    "PathChoice",
-    "Purpose",
-    "Outcome",
-    "Report",
-    "SCHEMA_VERSION",
-    "SteadyReduction",
-    "StepGroups",
-    "Wire",
-    "check_path",
-    "clear_report",
-    "is_traced",
-    "one_shot_switch",
-    "record",
-    "register",
-    "report",
-    "run_as_one",
-    "run_reduction",
-    "select_path",
-    "sharing_of",
-    "unregister",
-]

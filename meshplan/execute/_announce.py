@@ -26,8 +26,6 @@ from meshplan._torch import (
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._wire import is_compiled
 
-__all__ = ["is_counted", "run_as_one"]
-
 _Result = TypeVar("_Result")
 
 

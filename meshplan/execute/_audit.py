@@ -22,8 +22,6 @@ from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire
 from meshplan.planner import Step
 
-__all__ = ["AuditDifference", "audit", "audit_error"]
-
 # Of the pieces of all ranks together, while they are folded.
 PIECE_BYTES = 64 << 20
 

@@ -24,8 +24,6 @@ from meshplan.execute._wire import Wire
 from meshplan.kernel import integers
 from meshplan.planner import Step
 
-__all__ = ["CheckedMessages", "find_checksum"]
-
 _GOLDEN = -7046029254386353131
 # What a rank compares with the others, in this order.
 _FIELDS = (

@@ -35,8 +35,6 @@ from meshplan.execute.paths._two_shot import PATH as TWO_SHOT
 from meshplan.planner import Reach, Step, find_halving_sizes, one_message_bytes
 from meshplan.topology._links import CPU_LINKS
 
-__all__ = ["BY_SIZE", "PathChoice", "ChosenPath", "PathRequest", "choose"]
-
 PathChoice = str
 """The name of a path: one of ``PATHS``."""
 

@@ -43,8 +43,6 @@ from meshplan.execute._wire import Message, Wire
 from meshplan.kernel import register_check
 from meshplan.record import CALL_WORD
 
-__all__ = ["DeferredWire", "is_deferred", "raise_pending"]
-
 # Reductions whose headers the host has not read; far more than a host is ahead of its device.
 _MOST = 1024
 # More rows take longer than two small reductions.

@@ -13,8 +13,6 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
 from meshplan.flatten import RollCall, find_missing, format_failure, is_across_jobs
 
-__all__ = ["raise_failure"]
-
 
 def raise_failure(
     error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose

@@ -38,8 +38,6 @@ from meshplan.execute._wire import (
     wait_for_group,
 )
 
-__all__ = ["GlooWire"]
-
 # In larger groups headers are compared in rounds.
 _MOST_AT_ONCE = 32
 

@@ -32,8 +32,6 @@ from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import wait_for_group
 from meshplan.record import CALL_WORD
 
-__all__ = ["Channel", "channel_of", "inline_bytes"]
-
 # Of data, for each rank that sends.
 _MOST_BYTES = 128 << 10
 _ALL_BYTES = 1 << 20

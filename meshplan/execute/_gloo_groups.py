@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 from meshplan._torch import backend_of
 from meshplan.execute._groups import StepGroups
 
-__all__ = ["break_connections", "is_gloo"]
-
 # Of messages that no rank sends.
 _TAG = 0x6D706D
 _known: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()

@@ -18,8 +18,6 @@ from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import Message, start_messages
 from meshplan.planner import HalvingRound, halving_schedule
 
-__all__ = ["ROUND_BYTES", "HeaderRounds"]
-
 ROUND_BYTES = 32 << 10
 """Bytes of data that a message with a header has room for."""
 

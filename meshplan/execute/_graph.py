@@ -24,8 +24,6 @@ from meshplan.execute.paths._exchange import PATH as EXCHANGE
 from meshplan.kernel import OPERATORS
 from meshplan.planner import Step
 
-__all__ = ["define_operators", "trace_reduction"]
-
 _Run = Callable[[Tensor, Step, StepGroups, str, bool, str], Outcome]
 
 

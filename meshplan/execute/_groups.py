@@ -14,8 +14,6 @@ from meshplan.errors import GroupStateError
 from meshplan.flatten import rank_in
 from meshplan.kernel import Communicator
 
-__all__ = ["StepGroups", "resolve_group"]
-
 
 # Not frozen: one is made in every call, and a frozen dataclass takes three times as long to make.
 @dataclass(slots=True, eq=False)

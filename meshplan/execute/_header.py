@@ -26,21 +26,6 @@ from meshplan.record import (
     read_words,
 )
 
-__all__ = [
-    "HEADER_BYTES",
-    "HEADER_WORDS",
-    "RANK_WORD",
-    "Header",
-    "RankHeader",
-    "extremes_error",
-    "gather_header",
-    "list_header",
-    "mismatch_error",
-    "ranked_digest",
-    "step_header",
-    "tensor_header",
-]
-
 HEADER_BYTES = 192
 """Bytes of one header, of its call and of the rank that it is of; a multiple of 64."""
 HEADER_WORDS = HEADER_BYTES // 8

@@ -18,8 +18,6 @@ from meshplan.execute._wire import is_captured
 from meshplan.execute.paths import get_path
 from meshplan.planner import Step
 
-__all__ = ["PreparedReduction"]
-
 
 class PreparedReduction:
     """The decisions about a reduction of tensors of one dtype, shape and device.

@@ -17,18 +17,6 @@ from typing import Any, Literal, overload
 from meshplan._observing import OBSERVING, count_contract
 from meshplan.execute._report import Report
 
-__all__ = [
-    "COUNTERS",
-    "MAX_RECORDS",
-    "Event",
-    "CollectiveLog",
-    "Kind",
-    "Purpose",
-    "clear_report",
-    "record",
-    "report",
-]
-
 MAX_RECORDS = 1024
 """Kinds of events that a process keeps for its report; older ones are dropped and counted."""
 _LOG = logging.getLogger("meshplan")

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SCHEMA_VERSION", "Report", "format_bytes"]
-
 SCHEMA_VERSION = 1
 """Of ``Report.to_json()``, where it is ``version``."""
 

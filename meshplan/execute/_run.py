@@ -38,8 +38,6 @@ from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths import _path as registry
 from meshplan.planner import Step
 
-__all__ = ["compare_headers", "prepare_reduction", "run_reduction"]
-
 _Result = TypeVar("_Result")
 
 

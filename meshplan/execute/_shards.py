@@ -20,8 +20,6 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._wire import Wire
 from meshplan.planner import Step
 
-__all__ = ["gather_shard", "split_parts", "select_shard"]
-
 
 def select_shard(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
     """The view of ``tensor`` that the rank at ``group_rank`` is to hold."""

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from meshplan.execute._wire import Message
 
-__all__ = ["Stages", "run_stages"]
-
 _Result = TypeVar("_Result")
 
 

@@ -21,8 +21,6 @@ from meshplan.execute.paths._shared_memory import SharedMemoryPath
 from meshplan.flatten import GroupHandle
 from meshplan.planner import Step
 
-__all__ = ["SteadyReduction", "find_steady"]
-
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
 
 

@@ -6,8 +6,6 @@ import os
 
 from meshplan.errors import PolicyError
 
-__all__ = ["ONE_SHOT_VARIABLE", "one_shot_switch"]
-
 ONE_SHOT_VARIABLE = "MESHPLAN_USE_1STAGE_ALLREDUCE"
 """The environment variable that forces one-shot (``1``) or forbids it (``0``)."""
 

@@ -25,20 +25,6 @@ from meshplan.flatten import default_timeout
 from meshplan.kernel import reduce_leaves
 from meshplan.planner import Step
 
-__all__ = [
-    "WAIT_SLICE",
-    "wait_for_group",
-    "Message",
-    "Wire",
-    "to_wire_dtype",
-    "split_equally",
-    "fold",
-    "start_messages",
-    "is_captured",
-    "is_compiled",
-    "is_traced",
-]
-
 # Other subclasses stand for what a tracer or a simulation sees; one is a collective under way.
 _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 

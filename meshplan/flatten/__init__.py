@@ -22,29 +22,9 @@ from meshplan.flatten._missing import find_missing as find_missing
 from meshplan.flatten._missing import format_failure as format_failure
 from meshplan.flatten._threads import is_worker_thread as is_worker_thread
 
+# The topology needs numpy, which a machine with a GPU may lack.
 if TYPE_CHECKING:
     from meshplan.flatten._discover import discover as discover
 
-__all__ = [
-    "MAX_GROUPS",
-    "Block",
-    "Group",
-    "Sharing",
-    "GroupRegistry",
-    "GroupHandle",
-    "RollCall",
-    "is_across_jobs",
-    "is_worker_thread",
-    "keep_store",
-    "rank_in",
-    "default_timeout",
-    "discover",
-    "find_missing",
-    "registry",
-    "format_failure",
-    "this_rank",
-]
-
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    # The topology needs numpy, which a machine with a GPU may lack.
-    __getattr__, __dir__ = make_lazy(__name__, {"_discover": "discover"})
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

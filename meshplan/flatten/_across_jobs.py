@@ -13,8 +13,6 @@ from torch.distributed import ProcessGroup
 from meshplan._torch import Store, default_group, default_store
 from meshplan.errors import GroupStateError
 
-__all__ = ["is_across_jobs", "keep_store", "rank_in", "refuse_second_group", "store_of"]
-
 # An entry goes with its group, which is destroyed by whoever created it.
 _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 

@@ -17,6 +17,4 @@ if TYPE_CHECKING:
     from meshplan.integrations import torchft as torchft
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    __getattr__, __dir__ = make_lazy(
-        __name__, {}, {name: name for name in ("ddp", "fsdp", "torchft")}
-    )
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

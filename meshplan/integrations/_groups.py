@@ -10,8 +10,6 @@ from meshplan.backend import NAME
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.errors import IntegrationError
 
-__all__ = ["check_group"]
-
 
 def check_group(group: Any, owner: str) -> MeshplanProcessGroup:
     """``group``, if it is one of the backend.

@@ -10,8 +10,6 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from meshplan import _require_torch as _require_torch
 from meshplan.collectives import deterministic_all_reduce, deterministic_reduce_scatter
 
-__all__ = ["Communicator"]
-
 _base = super(type(current_platform), current_platform).get_device_communicator_cls()
 
 

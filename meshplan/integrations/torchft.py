@@ -13,8 +13,6 @@ from meshplan.backend import BackendOptions, create_group_across_jobs
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.errors import BackendError
 
-__all__ = ["ProcessGroupMeshplan"]
-
 
 class ProcessGroupMeshplan(ProcessGroupWrapper):  # type: ignore[misc] # has no type hints
     """A process group for ``torchft.Manager`` that reduces over all replica groups of a quorum.

@@ -11,8 +11,6 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from meshplan import _require_torch as _require_torch
 from meshplan.errors import BackendError
 
-__all__ = ["Platform"]
-
 _found = [name for name in (find() for find in builtin_platform_plugins.values()) if name]
 if len(_found) != 1:
     raise BackendError(f"vLLM finds {len(_found)} platforms here: {_found}; it needs one")

@@ -33,8 +33,6 @@ from meshplan._exact_sum import round_digits
 from meshplan.kernel._library import DTYPES, available, library
 from meshplan.kernel._memory import large_pages
 
-__all__ = ["MAX_RANKS", "find_codes", "from_integers", "to_integers", "words_of"]
-
 MAX_RANKS = 1 << 20
 """Summands at most: a summand then has 42 bits for each word."""
 _MOST_COUNTED = 1 << 10

@@ -11,8 +11,6 @@ from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
 
-__all__ = ["TimedPaths", "timed_paths"]
-
 
 class TimedPaths(NamedTuple):
     """The fastest paths on a GPU, for groups of some ranks on one host."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshplan._lazy_imports import list_names, make_lazy
+from meshplan._lazy_imports import make_lazy
 
+# Imported at first use: the linter needs hazards, and neither the search nor the costs.
 if TYPE_CHECKING:
-    from meshplan.planner import _nccl_order as nccl_order
+    from meshplan.planner import nccl_order as nccl_order
     from meshplan.planner._arithmetic import predict_divergence as predict_divergence
     from meshplan.planner._cost import Cost as Cost
     from meshplan.planner._group_facts import intra_node_blocks as intra_node_blocks
@@ -58,28 +59,5 @@ if TYPE_CHECKING:
     from meshplan.planner._size_limits import find_halving_sizes as find_halving_sizes
     from meshplan.planner._size_limits import one_message_bytes as one_message_bytes
 
-# Imported at first use: the linter needs hazards, and neither the search nor the costs.
-_MODULES = {
-    "_arithmetic": "predict_divergence",
-    "_cost": "Cost",
-    "_group_facts": "intra_node_blocks",
-    "_halving": "Halving HalvingMessage HalvingRound halving_schedule merge_axes share_owners",
-    "_hazard": "Hazard",
-    "_hazards": "are_uniform hazards",
-    "_path_costs": "CONTRACT_PATHS ContractPath PlannedReduction exchange_cost "
-    "halving_cost integer_cost reference_cost register_cost",
-    "_pipeline": "count_chunks cut_chunks weigh_chunks",
-    "_plan": "NOMINAL_ELEMENTS Plan Step format_bytes format_time",
-    "_planner": "find_uncovered_reductions plan refuse_unpinned_scatter",
-    "_prediction": "Prediction predict_backend predict_plan",
-    "_problem": "POLICIES Policy Problem Spec check_audit check_policy",
-    "_reach": "Reach",
-    "_search": "follows_default_order",
-    "_siblings": "Algorithm Siblings cache_siblings",
-    "_simulation": "Simulation simulate",
-    "_size_limits": "find_halving_sizes one_message_bytes",
-}
-__all__ = [*list_names(_MODULES), "nccl_order"]
-
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    __getattr__, __dir__ = make_lazy(__name__, _MODULES, {"nccl_order": "_nccl_order"})
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

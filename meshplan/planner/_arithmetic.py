@@ -16,7 +16,7 @@ import numpy.typing as npt
 from meshplan._dtypes import name_of
 from meshplan.errors import PlacementError, PolicyError
 from meshplan.layout import Integers, Layout
-from meshplan.planner import _nccl_order as order
+from meshplan.planner import nccl_order as order
 from meshplan.planner._problem import check_reach
 from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
 from meshplan.topology import Topology

@@ -33,18 +33,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "Halving",
-    "HalvingMessage",
-    "HalvingRound",
-    "HalvingTraffic",
-    "find_representatives",
-    "halving_schedule",
-    "merge_axes",
-    "share_owners",
-    "split_axes",
-]
-
 Summand = Literal["", "leaf", "partial"]
 """None, the summand of one rank, or the sum of several."""
 

@@ -8,8 +8,6 @@ from typing import Literal
 from meshplan._message_text import elide, format_first
 from meshplan.planner._siblings import Algorithm
 
-__all__ = ["Example", "Hazard", "Verdict"]
-
 Verdict = Literal["none", "may differ", "unknown topology"]
 
 _MAX_SIGNATURES, _MAX_RANKS = 6, 6  # of a printed hazard

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshplan.layout import Integers
-from meshplan.planner import _nccl_order as order
+from meshplan.planner import nccl_order as order
 from meshplan.planner._hazard import Example, Hazard
 from meshplan.planner._problem import (
     SHARDED,

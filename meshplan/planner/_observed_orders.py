@@ -7,11 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from meshplan.layout import Layout
-from meshplan.planner import _nccl_order as order
+from meshplan.planner import nccl_order as order
 from meshplan.planner._siblings import Algorithm
 from meshplan.topology._communicators import Communicator
-
-__all__ = ["ObservedSiblings", "compare_siblings"]
 
 
 @dataclass(frozen=True, slots=True)

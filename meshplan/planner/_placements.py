@@ -8,8 +8,6 @@ from meshplan._torch import MaskPartial, NormPartial
 from meshplan.contract import OPS
 from meshplan.planner._problem import Spec
 
-__all__ = ["read_spec"]
-
 _BITWISE = ("band", "bor", "bxor")
 _ONE = "at most one summand of an element is not zero"
 

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from meshplan.layout import Integers, Layout
-from meshplan.planner import _nccl_order as order
+from meshplan.planner import nccl_order as order
 from meshplan.topology import Topology
 
 Algorithm: TypeAlias = Literal["ring", "tree"]

@@ -20,7 +20,7 @@ import numpy as np
 from meshplan._dtypes import itemsize, name_of
 from meshplan.errors import PlacementError, PolicyError, TopologyError
 from meshplan.layout import Integers, Layout
-from meshplan.planner import _nccl_order as order
+from meshplan.planner import nccl_order as order
 from meshplan.planner._arithmetic import (
     SIMULATED,
     Adder,

@@ -10,8 +10,6 @@ from meshplan.errors import PlacementError
 from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor
 
-__all__ = ["ReplicaAxes"]
-
 _Coordinates = dict[int, tuple[int, ...] | None]
 
 

@@ -15,8 +15,6 @@ import torch
 
 from meshplan._observing import OBSERVING
 
-__all__ = ["CallSite", "find_call_site"]
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MESHPLAN = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep

@@ -27,8 +27,6 @@ from meshplan.kernel import DIGEST_VERSION
 from meshplan.layout import Layout
 from meshplan.record import Record
 
-__all__ = ["ReplicaChannel", "check_lists", "hash_lines"]
-
 # Of one rank's list; the rest is not sent.
 _CHARACTERS = 16 << 20
 _SHOWN_LINES = 5

@@ -27,8 +27,6 @@ from meshplan.errors import FallbackRefusedError, InstallError, PolicyError
 from meshplan.execute._report import format_bytes
 from meshplan.replicas._call_sites import find_call_site
 
-__all__ = ["MAX_ROWS", "Coverage", "CoverageStep", "coverage"]
-
 MAX_ROWS = 1024
 """Rows of a step; further ones are dropped from its table, and counted in its totals."""
 

@@ -11,14 +11,6 @@ from torch import Tensor
 from meshplan.errors import Divergence, Elements
 from meshplan.layout import Layout
 
-__all__ = [
-    "ReplicaReport",
-    "find_differing_groups",
-    "format_divergences",
-    "group_positions",
-    "split_by_digest",
-]
-
 _SHOWN_RANKS = 4
 
 

@@ -12,8 +12,6 @@ from meshplan.errors import Elements
 from meshplan.kernel import byte_pieces
 from meshplan.replicas._channel import ReplicaChannel
 
-__all__ = ["PIECE_BYTES", "Difference", "compare_elements"]
-
 # The size of a message. A few times as much is allocated.
 PIECE_BYTES = 16 << 20
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}

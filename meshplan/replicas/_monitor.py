@@ -12,8 +12,6 @@ from meshplan.errors import PolicyError, ReplicaDivergenceError
 from meshplan.replicas._coverage import KINDS, CoverageStep
 from meshplan.replicas._divergence import ReplicaReport
 
-__all__ = ["StepMonitor"]
-
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _REDUCTIONS = {
     "count": ("meshplan_reductions_total", "Reductions of this process by kind of order."),

@@ -23,8 +23,6 @@ from meshplan._torch import (
 )
 from meshplan.errors import ReplicaInputError
 
-__all__ = ["NamedTensor", "TensorSource", "named_tensors"]
-
 TensorSource = (
     nn.Module | torch.optim.Optimizer | Tensor | Mapping[str, Any] | Iterable[Tensor | nn.Module]
 )

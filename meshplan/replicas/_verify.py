@@ -20,8 +20,6 @@ from meshplan.replicas._divergence import ReplicaReport
 from meshplan.replicas._scope import MeshTensors, compare_scope
 from meshplan.replicas._tensors import NamedTensor, TensorSource, holds_fsdp, named_tensors
 
-__all__ = ["ReplicaCheck", "digest", "verify_replicas"]
-
 
 def digest(tensor: Tensor) -> str:
     """The digest of a tensor as 32 hexadecimal digits: of dtype, shape and bits of all elements.

@@ -15,36 +15,20 @@ from typing import TYPE_CHECKING
 
 from meshplan import _require_torch as _require_torch
 from meshplan._lazy_imports import make_lazy
-from meshplan.testing._bitwise import (
-    assert_bitwise_equal,
-    assert_replicas_equal,
-    bits,
-    first_difference,
-    replica_fingerprints,
-)
-from meshplan.testing._inputs import order_sensitive
-from meshplan.testing._reference import reference_reduce, reference_reduce_tensors
+from meshplan.testing._bitwise import assert_bitwise_equal as assert_bitwise_equal
+from meshplan.testing._bitwise import assert_replicas_equal as assert_replicas_equal
+from meshplan.testing._bitwise import bits as bits
+from meshplan.testing._bitwise import first_difference as first_difference
+from meshplan.testing._bitwise import replica_fingerprints as replica_fingerprints
+from meshplan.testing._inputs import order_sensitive as order_sensitive
+from meshplan.testing._reference import reference_reduce as reference_reduce
+from meshplan.testing._reference import reference_reduce_tensors as reference_reduce_tensors
 
+# Modules that need numpy, which a machine with a GPU may lack.
 if TYPE_CHECKING:
-    from meshplan.testing import _nccl_model as nccl_model
-    from meshplan.testing import dp, tp
-
-__all__ = [
-    "reference_reduce",
-    "reference_reduce_tensors",
-    "order_sensitive",
-    "bits",
-    "first_difference",
-    "assert_bitwise_equal",
-    "replica_fingerprints",
-    "assert_replicas_equal",
-    "nccl_model",
-    "tp",
-    "dp",
-]
+    from meshplan.testing import dp as dp
+    from meshplan.testing import nccl_model as nccl_model
+    from meshplan.testing import tp as tp
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    # Modules that need numpy, which a machine with a GPU may lack.
-    __getattr__, __dir__ = make_lazy(
-        __name__, {}, {"nccl_model": "_nccl_model", "tp": "tp", "dp": "dp"}
-    )
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

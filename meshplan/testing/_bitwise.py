@@ -17,15 +17,6 @@ from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
 from meshplan.testing._ranks import RankGroup
 
-__all__ = [
-    "assert_bitwise_equal",
-    "assert_replicas_equal",
-    "bits",
-    "digest",
-    "first_difference",
-    "replica_fingerprints",
-]
-
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

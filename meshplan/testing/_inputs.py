@@ -16,8 +16,6 @@ from torch import Tensor
 from meshplan.contract import check_dtype
 from meshplan.errors import ContractError
 
-__all__ = ["order_sensitive"]
-
 # Named at each factory, so that torch.set_default_device does not move the draw elsewhere.
 _CPU = torch.device("cpu")
 # Per dtype: the least exponent of small values, then two for the big ones. The first big

@@ -21,8 +21,6 @@ from meshplan.errors import GroupStateError, MeshplanError, SignatureMismatchErr
 from meshplan.flatten._create import rest_at_end
 from meshplan.testing._segments import LeafRange, cover_range
 
-__all__ = ["RankGroup"]
-
 _T = TypeVar("_T")
 
 

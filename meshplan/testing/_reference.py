@@ -24,8 +24,6 @@ from torch import Tensor
 from meshplan.contract import Contract, Op, check_dtype
 from meshplan.errors import ContractError, ContractTypeError
 
-__all__ = ["reference_reduce", "reference_reduce_tensors"]
-
 _Number = Fraction | float
 """Finite numbers other than zero are Fractions; zeros, infinities and NaNs are floats."""
 

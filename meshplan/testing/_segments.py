@@ -18,8 +18,6 @@ from torch import Tensor
 
 from meshplan.errors import ContractError
 
-__all__ = ["LeafRange", "cover_range", "join_blocks", "sum_blocks"]
-
 LeafRange = tuple[int, int]
 """Positions ``(start, stop)`` of leaves, with ``stop`` excluded."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshplan._lazy_imports import list_names, make_lazy
+from meshplan._lazy_imports import make_lazy
 from meshplan.topology._reading import Note as Note
 from meshplan.topology._reading import Reading as Reading
 
+# Imported at first use: listing the rules of the linter needs no numpy.
 if TYPE_CHECKING:
     from meshplan.topology import formats as formats
     from meshplan.topology._assignment import Inputs as Inputs
@@ -17,16 +18,5 @@ if TYPE_CHECKING:
     from meshplan.topology._model import Topology as Topology
     from meshplan.topology._read_cluster import read_cluster as read_cluster
 
-# Imported at first use: listing the rules of the linter needs no numpy.
-_MODULES = {
-    "_assignment": "Inputs",
-    "_cluster": "Cluster",
-    "_links": "Link Links",
-    "_model": "Topology",
-    "_read_cluster": "read_cluster",
-}
-
-__all__ = ["Note", "Reading", *list_names(_MODULES)]
-
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    __getattr__, __dir__ = make_lazy(__name__, _MODULES, {"formats": "formats"})
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

@@ -13,18 +13,6 @@ from meshplan.topology._reading import Groups, Reading
 from meshplan.topology.formats.slurm import expand_hosts
 from meshplan.topology.formats.slurm_env import assign_nodes, read_nodes
 
-__all__ = [
-    "Assignment",
-    "HostKind",
-    "HostPlan",
-    "Inputs",
-    "assign_in_order",
-    "is_rank_order",
-    "number_gpus",
-    "plan_hosts",
-    "read_rank_file",
-]
-
 _ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
 _SLOTS = re.compile(r"(?:slots=|:)(\d{1,6})", re.ASCII)
 _MOST_RANKS = 1 << 24

@@ -18,8 +18,6 @@ from meshplan.topology._model import Topology
 from meshplan.topology._reading import Note
 from meshplan.topology.formats.slurm import expand_hosts
 
-__all__ = ["explain_unused", "join_blocks"]
-
 _TRAY = 4  # GPUs
 _SHOWN = 4
 

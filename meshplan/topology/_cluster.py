@@ -12,8 +12,6 @@ from meshplan.errors import TopologyInputError
 from meshplan.topology._model import Topology
 from meshplan.topology._reading import Note
 
-__all__ = ["Cluster", "SourcedNote", "pack_cluster", "unpack_cluster"]
-
 
 @dataclass(frozen=True, slots=True)
 class SourcedNote:

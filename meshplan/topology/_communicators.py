@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from meshplan.errors import TopologyInputError
 from meshplan.topology.formats._nccl_lines import MARK, Member, list_communicators
 
-__all__ = ["Communicator", "find_global_ranks", "read_communicators"]
-
 _RING = re.compile(r"Channel (\d{1,4})/\d{1,4} :((?: +\d{1,9})+)\s*(\.\.\.)?", re.ASCII)
 _RING_HOP = re.compile(r"Ring (\d{1,4}) : (\d{1,9}) -> (\d{1,9}) -> (\d{1,9})", re.ASCII)
 # Children -> rank -> parent.

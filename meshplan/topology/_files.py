@@ -11,8 +11,6 @@ from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
 from meshplan.topology.formats import FORMATS
 
-__all__ = ["MAX_BYTES", "read_content", "read_file", "read_text", "show_file"]
-
 MAX_BYTES = 64 << 20
 
 

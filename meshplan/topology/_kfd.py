@@ -14,8 +14,6 @@ from pathlib import Path
 from meshplan.topology._location import Gpu, select_devices
 from meshplan.topology._reading import find_components
 
-__all__ = ["KFD_ROOT", "find_amd_gpu"]
-
 KFD_ROOT = Path("/sys/class/kfd/kfd/topology")
 
 _NUMBER = re.compile(r"\d{1,20}", re.ASCII)

@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from meshplan.errors import TopologyError
 
-__all__ = ["CPU_LINKS", "Link", "Links", "TimedExchange", "fit_links", "predict_seconds"]
-
 # Nearest first.
 _CLASSES = ("domain", "node", "network")
 _MEASURED = "measured"

@@ -12,8 +12,6 @@ from meshplan.topology._kfd import find_amd_gpu
 from meshplan.topology._location import Gpu, RankLocation
 from meshplan.topology._nvml import find_nvidia_gpu
 
-__all__ = ["locate_rank"]
-
 # A driver with a broken GPU may take minutes to answer, or never answer.
 _DRIVER_SECONDS = 10.0
 _NO_GPU = "this host shows no GPU"

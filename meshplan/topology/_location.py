@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from meshplan.errors import TopologyInputError
 
-__all__ = ["Fabric", "Gpu", "RankLocation", "Vendor", "select_devices"]
-
 Vendor = Literal["nvidia", "amd"]
 
 _COMPLETED = 3

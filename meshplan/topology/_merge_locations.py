@@ -19,8 +19,6 @@ from meshplan.topology._location import Gpu, RankLocation
 from meshplan.topology._model import Topology
 from meshplan.topology._reading import Note, find_components
 
-__all__ = ["LIVE", "merge_locations"]
-
 LIVE = "live"
 # Names that a note lists; a job may have thousands of ranks.
 _SHOWN = 8

@@ -18,8 +18,6 @@ from meshplan.errors import TopologyError
 from meshplan.layout import Integers
 from meshplan.topology._links import Links
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True)
 class Topology:

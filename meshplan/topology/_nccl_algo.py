@@ -13,16 +13,6 @@ from dataclasses import dataclass
 from meshplan._message_text import find_near
 from meshplan.errors import PolicyError
 
-__all__ = [
-    "ALGORITHMS",
-    "COLLECTIVES",
-    "PROTOCOLS",
-    "REDUCE_SCATTER",
-    "NcclChoice",
-    "list_allowed_algorithms",
-    "parse_choice",
-]
-
 COLLECTIVES = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")

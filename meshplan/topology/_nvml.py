@@ -15,8 +15,6 @@ from typing import Any
 
 from meshplan.topology._location import Fabric, Gpu, select_devices
 
-__all__ = ["find_nvidia_gpu"]
-
 _NOT_INSTALLED = "nvidia-ml-py is not installed: pip install 'nvidia-ml-py>=13'"
 # Remote types of links in nvml.h.
 _GPU, _CPU, _SWITCH, _UNKNOWN = 0, 1, 2, 255

@@ -18,8 +18,6 @@ from meshplan.topology._files import read_file, show_file
 from meshplan.topology._model import Topology
 from meshplan.topology._reading import Groups, Note, Reading
 
-__all__ = ["read_cluster"]
-
 # More GPUs than any host has: a domain of more than these is one of several hosts.
 _LARGEST_HOST = 16
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Groups", "Note", "Reading", "find_components"]
-
 # GPU or rank indices as in the input, each group ascending, groups by their first index.
 Groups = tuple[tuple[int, ...], ...]
 

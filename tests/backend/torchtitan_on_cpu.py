@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-__all__ = ["SEQUENCE", "VOCABULARY", "configure", "prepare"]
-
 SEQUENCE = 32
 VOCABULARY = 2048
 

@@ -42,8 +42,6 @@ from meshplan.testing import nccl_model
 from tests.backend.training import resume
 from tests.processes import run_ranks
 
-__all__ = ["JOBS", "Held", "Job"]
-
 STEPS, CLIP, VOCABULARY, WIDTH = 6, 0.1, 96, 12
 
 Held = tuple[str, str, bytes]

@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["STEPS", "WORLD", "build", "read_shards", "resume", "summand", "train"]
-
 WORLD = 4
 STEPS = 6
 

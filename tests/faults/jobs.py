@@ -26,21 +26,6 @@ from meshplan.errors import MeshplanError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import forked_ranks
 
-__all__ = [
-    "NEVER",
-    "Outcome",
-    "attempt",
-    "die",
-    "end",
-    "count_resources",
-    "join",
-    "join_over_tcp",
-    "partial_over",
-    "right_bits",
-    "run_job",
-    "stop_for",
-]
-
 # Seconds: a job that waited so long would not end in time. It is the bound of what must not wait.
 NEVER = 3600.0
 

@@ -12,8 +12,6 @@ import torch
 from tests.doors import Result, expected_words
 from tests.faults.random_faults import Case, Entry, Observation
 
-__all__ = ["KINDS", "Verdict", "expected", "explains", "judge"]
-
 KINDS = {
     "wrong": "a call returned something else than the reduction of that call",
     "hung": "a rank did not end",

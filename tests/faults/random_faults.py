@@ -33,18 +33,6 @@ from tests import processes
 from tests.doors import DOORS, Door, Member, Result, attempt, call_values
 from tests.faults.jobs import die
 
-__all__ = [
-    "FAULTS",
-    "Case",
-    "Entry",
-    "Observation",
-    "Step",
-    "draw",
-    "play_all",
-    "play_case",
-    "script",
-]
-
 # Seconds: the limit of waits for a rank that does not come; of waits that end soon when all is well,
 # which shared memory keeps; and of a case, which hangs beyond it.
 SHORT, MEDIUM, HANGS = 3.0, 30.0, 200.0

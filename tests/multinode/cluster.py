@@ -23,8 +23,6 @@ from typing import IO
 
 from tests.multinode.namespaces import Namespaces, hosts_file, why_no_namespaces, wire
 
-__all__ = ["KINDS", "Cluster", "Host", "cluster", "kind_here", "why_not"]
-
 KINDS = ("namespaces", "loopback")
 _DATAGRAMS = """
 import socket, sys

@@ -17,8 +17,6 @@ from typing import Any
 
 from tests.multinode.cluster import Cluster
 
-__all__ = ["Job", "job", "launch", "processes_of"]
-
 ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.05
 _TAIL = 3000

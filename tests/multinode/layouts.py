@@ -11,8 +11,6 @@ from typing import Any
 from tests.multinode.cluster import cluster
 from tests.multinode.launch import launch
 
-__all__ = ["AXES", "Mesh", "check", "run"]
-
 AXES = ("ddp", "fsdp", "tp")
 
 

@@ -17,8 +17,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Namespaces", "why_no_namespaces"]
-
 _SECONDS = 20.0
 # Bytes of a full packet, and the smallest bucket that lets one through.
 _PACKET, _BUCKET = 1500, 1600

@@ -14,9 +14,6 @@ from meshplan.execute.paths._path import select_path as select_path
 from meshplan.execute.paths._path import sharing_of as sharing_of
 from meshplan.execute.paths._path import unregister as unregister
 
-# Their public names are those of ``meshplan.execute``.
-__all__: list[str] = []
-
 # The order is that of texts for users.
 for _module in (
     "one_shot",

@@ -19,8 +19,6 @@ from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import large_pages, reduce_into
 from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost
 
-__all__ = ["PATH"]
-
 
 class ExchangePath(Path):
     """See the module."""

@@ -45,15 +45,6 @@ from meshplan.planner import (
     share_owners,
 )
 
-__all__ = [
-    "PATH",
-    "HalvedReduction",
-    "Rounds",
-    "hand_out",
-    "run_rounds",
-    "why_not_simulated",
-]
-
 _Result = TypeVar("_Result")
 Rounds = Generator[Sequence[Message], None, _Result]
 """The rounds of one reduction: each is yielded, and exchanged before the next one."""

@@ -41,8 +41,6 @@ from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import combine_leaves, finish_partials, large_pages
 from meshplan.planner import Step, count_chunks, cut_chunks, share_owners, weigh_chunks
 
-__all__ = ["PATH"]
-
 
 class HierarchicalPath(Path):
     """See the module. Plans ask for it, as an ``exchange`` in blocks; users name no blocks."""

@@ -38,8 +38,6 @@ from meshplan.kernel import (
 )
 from meshplan.planner import Cost, PlannedReduction, Step, integer_cost
 
-__all__ = ["MOST_REPAIRED", "PATH", "IntegerPath"]
-
 MOST_REPAIRED = 0.25
 """Above this fraction of ambiguous elements all elements are exchanged, without a list of them."""
 

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from meshplan.execute.paths._integer import IntegerPath
 
-__all__ = ["PATH"]
-
 PATH = IntegerPath(verify=True)

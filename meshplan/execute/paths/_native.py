@@ -11,8 +11,6 @@ from meshplan.execute._wire import Wire
 from meshplan.execute.paths._path import Outcome, Path
 from meshplan.planner import Step
 
-__all__ = ["PATH"]
-
 
 class NativePath(Path):
     """See the module. An average is a sum and a division.

@@ -18,18 +18,6 @@ from meshplan.execute._wire import Wire
 from meshplan.flatten import Sharing
 from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost, register_cost
 
-__all__ = [
-    "PATHS",
-    "Path",
-    "Outcome",
-    "check_path",
-    "get_path",
-    "register",
-    "select_path",
-    "sharing_of",
-    "unregister",
-]
-
 
 class Outcome(NamedTuple):
     """The result of a path.

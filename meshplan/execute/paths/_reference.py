@@ -15,8 +15,6 @@ from meshplan.execute._wire import Wire, fold
 from meshplan.execute.paths._path import Outcome, Path
 from meshplan.planner import Cost, PlannedReduction, Step, reference_cost
 
-__all__ = ["PATH"]
-
 
 class ReferencePath(Path):
     """See the module."""

@@ -20,8 +20,6 @@ from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import Arithmetic, CallKey, Communicator
 from meshplan.planner import Step
 
-__all__ = ["FASTER_MODE", "SharedMemoryPath"]
-
 
 class SharedMemoryPath(Path):
     """Through shared memory in one of the kernel's modes.

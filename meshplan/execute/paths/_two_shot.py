@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from meshplan.execute.paths._shared_memory import SharedMemoryPath
 
-__all__ = ["PATH"]
-
 PATH = SharedMemoryPath("two_shot")

@@ -11,9 +11,7 @@ from importlib import import_module
 from meshplan._message_text import suggest
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import LintReport
-from meshplan.lint._reporters.text import wants_color
-
-__all__ = ["FORMATS", "render", "wants_color"]
+from meshplan.lint._reporters.text import wants_color as wants_color
 
 # By format, the module with its `render_FORMAT`. Only the requested one is loaded.
 _MODULES = {

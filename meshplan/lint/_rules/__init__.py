@@ -6,22 +6,16 @@ numbering (`meshplan.errors`), and `meshplan rule` explains them too.
 
 from __future__ import annotations
 
-from meshplan.lint._rules import cluster, environment, jagged, mesh
-from meshplan.lint._rules._pages import ERRORS, find_code, find_near_codes, format_rule_page
-from meshplan.lint._rules._rule import RULES, Rule, list_codes_needing, register, rule
-
-__all__ = [
-    "ERRORS",
-    "RULES",
-    "Rule",
-    "cluster",
-    "find_code",
-    "list_codes_needing",
-    "environment",
-    "jagged",
-    "mesh",
-    "find_near_codes",
-    "register",
-    "rule",
-    "format_rule_page",
-]
+from meshplan.lint._rules import cluster as cluster
+from meshplan.lint._rules import environment as environment
+from meshplan.lint._rules import jagged as jagged
+from meshplan.lint._rules import mesh as mesh
+from meshplan.lint._rules._pages import ERRORS as ERRORS
+from meshplan.lint._rules._pages import find_code as find_code
+from meshplan.lint._rules._pages import find_near_codes as find_near_codes
+from meshplan.lint._rules._pages import format_rule_page as format_rule_page
+from meshplan.lint._rules._rule import RULES as RULES
+from meshplan.lint._rules._rule import Rule as Rule
+from meshplan.lint._rules._rule import list_codes_needing as list_codes_needing
+from meshplan.lint._rules._rule import register as register
+from meshplan.lint._rules._rule import rule as rule

@@ -10,26 +10,13 @@
 
 from __future__ import annotations
 
-from meshplan.testing.dp._batch import split_batch
-from meshplan.testing.dp._compare import (
-    GradientSummary,
-    ParameterDifference,
-    compare_gradients,
-    gradient_summary,
-)
-from meshplan.testing.dp._controls import deterministic_controls
-from meshplan.testing.dp._leaves import LossFn, sample_gradients
-from meshplan.testing.dp._reduce import distributed_dp_gradients, dp_gradients
-
-__all__ = [
-    "GradientSummary",
-    "LossFn",
-    "ParameterDifference",
-    "compare_gradients",
-    "deterministic_controls",
-    "distributed_dp_gradients",
-    "dp_gradients",
-    "gradient_summary",
-    "sample_gradients",
-    "split_batch",
-]
+from meshplan.testing.dp._batch import split_batch as split_batch
+from meshplan.testing.dp._compare import GradientSummary as GradientSummary
+from meshplan.testing.dp._compare import ParameterDifference as ParameterDifference
+from meshplan.testing.dp._compare import compare_gradients as compare_gradients
+from meshplan.testing.dp._compare import gradient_summary as gradient_summary
+from meshplan.testing.dp._controls import deterministic_controls as deterministic_controls
+from meshplan.testing.dp._leaves import LossFn as LossFn
+from meshplan.testing.dp._leaves import sample_gradients as sample_gradients
+from meshplan.testing.dp._reduce import distributed_dp_gradients as distributed_dp_gradients
+from meshplan.testing.dp._reduce import dp_gradients as dp_gradients

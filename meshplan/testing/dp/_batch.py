@@ -10,15 +10,6 @@ from torch import Tensor
 from meshplan._torch import tree_leaves, tree_map_only
 from meshplan.errors import ContractError
 
-__all__ = [
-    "batch_size",
-    "copy_range",
-    "count_leaves",
-    "samples_per_rank",
-    "split_batch",
-    "tensors_of",
-]
-
 
 def split_batch(
     batch: Any, world: int, *, uneven: bool = False, samples_per_leaf: int = 1

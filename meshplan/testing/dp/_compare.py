@@ -14,8 +14,6 @@ from meshplan._bits import FLOATS, max_ulps
 from meshplan.errors import ContractError
 from meshplan.testing._bitwise import bits, first_difference
 
-__all__ = ["GradientSummary", "ParameterDifference", "compare_gradients", "gradient_summary"]
-
 _SHOWN = 8
 
 

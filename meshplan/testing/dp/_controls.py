@@ -20,8 +20,6 @@ from meshplan._torch import (
 )
 from meshplan.errors import ContractError
 
-__all__ = ["deterministic_controls"]
-
 # (backend, operation) of torch's newer interface to reduced float32 precision.
 _GENERIC = ("generic", "all")
 _BACKENDS = (("cuda", "all"), ("mkldnn", "all"))

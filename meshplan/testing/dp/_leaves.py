@@ -23,8 +23,6 @@ from meshplan.contract import check_dtype
 from meshplan.errors import ContractError, ContractTypeError
 from meshplan.testing.dp._batch import batch_size, copy_range, count_leaves, tensors_of
 
-__all__ = ["LossFn", "SampleLeaves", "sample_gradients"]
-
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` of one leaf: a tensor of one element."""
 

@@ -25,8 +25,6 @@ from meshplan.testing._segments import LeafRange, cover_range, join_blocks
 from meshplan.testing.dp._batch import batch_size, count_leaves, samples_per_rank
 from meshplan.testing.dp._leaves import LossFn, SampleLeaves
 
-__all__ = ["Reduction", "distributed_dp_gradients", "dp_gradients", "reduce_range"]
-
 # Elements of one exchange, over all blocks of all ranks.
 _CHUNK = 1 << 24
 

@@ -12,18 +12,6 @@ from torch.distributed.tensor import DTensor
 from meshplan.definition import NAN_BITS, refuse_flushed_subnormals
 from meshplan.errors import ShardError
 
-__all__ = [
-    "check_dtypes",
-    "check_eps",
-    "check_logits",
-    "check_pair",
-    "check_same_shape",
-    "check_shards",
-    "check_temperature",
-    "read_ids",
-    "read_mask",
-]
-
 
 def check_shards(shards: Sequence[Tensor], name: str) -> None:
     """Refuse anything but a list of real tensors of one dtype on one device.

@@ -14,8 +14,6 @@ from meshplan.testing.tp._checks import check_pair, check_same_shape, read_ids, 
 from meshplan.testing.tp._masked import sharded_masked_sum
 from meshplan.testing.tp._vocab import read_ranges
 
-__all__ = ["summarize_kernel_drift", "summarize_tp_logprob_drift"]
-
 _LEAST_REFERENCE = 1e-12
 
 

@@ -40,12 +40,6 @@ from meshplan.testing.tp._checks import (
 from meshplan.testing.tp._math import exp, log, without_nan_payload
 from meshplan.testing.tp._vocab import check_coverage, start_indices
 
-__all__ = [
-    "selected_logprobs_distributed_tp_reference",
-    "selected_logprobs_reference",
-    "selected_logprobs_tp_reference",
-]
-
 
 def selected_logprobs_reference(
     logits: Tensor,

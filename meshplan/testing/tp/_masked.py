@@ -28,18 +28,6 @@ from meshplan.testing.tp._checks import (
 )
 from meshplan.testing.tp._math import without_nan_payload
 
-__all__ = [
-    "active_token_count",
-    "distributed_active_token_count",
-    "distributed_masked_mean",
-    "distributed_masked_sum",
-    "masked_mean",
-    "masked_sum",
-    "sharded_active_token_count",
-    "sharded_masked_mean",
-    "sharded_masked_sum",
-]
-
 
 def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """The sum of the active elements of one tensor: ``sharded_masked_sum`` of one shard.

@@ -19,8 +19,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["exp", "expm1", "k3", "log", "without_nan_payload"]
-
 # ln 2 in two parts; the first has 21 trailing zeros, so that its product with an exponent is exact.
 _LN2_HIGH = 6.93147180369123816490e-01
 _LN2_LOW = 1.90821492927058770002e-10

@@ -11,8 +11,6 @@ from torch import Tensor
 from meshplan.testing.tp._checks import check_pair, read_mask
 from meshplan.testing.tp._math import exp, expm1, k3
 
-__all__ = ["compute_policy_ratio", "compute_reference_kl"]
-
 _Function = Callable[[Tensor], Tensor]
 
 

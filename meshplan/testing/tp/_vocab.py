@@ -11,15 +11,6 @@ from torch import Tensor
 from meshplan.errors import ShardError, TokenCoverageError
 from meshplan.testing.tp._checks import read_ids, read_mask
 
-__all__ = [
-    "vocab_shard_ranges",
-    "shard_logits_by_vocab",
-    "owner_ranks_for_token_ids",
-    "check_coverage",
-    "read_ranges",
-    "start_indices",
-]
-
 
 def vocab_shard_ranges(vocab_size: int, tp_size: int) -> list[tuple[int, int]]:
     """Consecutive ranges ``(start, stop)`` of a vocabulary, one per rank.

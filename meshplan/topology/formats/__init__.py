@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshplan.topology.formats import slurm as slurm
     from meshplan.topology.formats import slurm_env as slurm_env
 
-# In the order in which they are tried.
+# In the order in which they are tried. slurm_env reads variables, not a text.
 FORMATS = (
     "nccl_topology",
     "kubernetes",
@@ -30,8 +30,6 @@ FORMATS = (
     "slurm",
     "nccl_log",
 )
-# slurm_env reads variables of the environment, not a text.
-_MODULES = (*FORMATS, "slurm_env")
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
-    __getattr__, __dir__ = make_lazy(__name__, {}, {name: name for name in _MODULES})
+    __getattr__, __dir__, __all__ = make_lazy(__name__)

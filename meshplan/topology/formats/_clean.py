@@ -9,8 +9,6 @@ import re
 
 from meshplan.errors import TopologyInputError
 
-__all__ = ["HEAD", "clean_lines", "format_some"]
-
 # Characters of a text that are enough to recognise it.
 HEAD = 2**18
 # Far above any output of a host about its links. They keep the time bounded.

@@ -14,8 +14,6 @@ from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, find_components
 from meshplan.topology.formats._clean import HEAD, clean_lines, format_some
 
-__all__ = ["CellWords", "GpuTable", "Pair", "Row", "format_gpus", "join_groups"]
-
 Pair = tuple[int, int]
 
 # More GPUs and cells than any host has; they keep the time bounded.

@@ -14,17 +14,6 @@ from dataclasses import dataclass, field
 
 from meshplan.errors import TopologyInputError
 
-__all__ = [
-    "MARK",
-    "CommunicatorKey",
-    "Member",
-    "group_members",
-    "index_by_rank",
-    "is_whole",
-    "list_communicators",
-    "scan",
-]
-
 MARK = "NCCL INFO "
 _PREFIX, _LONGEST = 500, 100_000  # characters that are searched before the mark, and of a line
 _MOST_MEMBERS = 40_000  # ranks of all communicators together, which take a second or two

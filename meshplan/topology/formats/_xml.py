@@ -14,8 +14,6 @@ from xml.parsers import expat
 from meshplan._message_text import format_runs
 from meshplan.errors import TopologyInputError
 
-__all__ = ["Element", "find_root_tag", "format_spans", "parse", "parse_number", "parse_numbers"]
-
 MAX_DEPTH = 200
 # Read in about a second; the largest machines print some ten thousand.
 MAX_ELEMENTS = 200_000

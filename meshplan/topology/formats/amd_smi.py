@@ -13,8 +13,6 @@ from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Note, Reading
 from meshplan.topology.formats.rocm_smi import ASK, read_table
 
-__all__ = ["read", "recognises"]
-
 _TABLE = re.compile(
     r"^[ \t]{0,8}(ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW|CACHE COHERENCY|ATOMICS"
     r"|DMA|BI-DIRECTIONAL|P2P) TABLE:[ \t\r]*$",

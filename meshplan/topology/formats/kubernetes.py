@@ -16,8 +16,6 @@ from typing import Any
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Note, Reading
 
-__all__ = ["MAX_GPUS", "read", "recognises"]
-
 _CLIQUE = "nvidia.com/gpu.clique"
 # The first that a node has names the GPUs that NVLink joins with its own.
 _CLIQUES = (

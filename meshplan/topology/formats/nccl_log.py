@@ -21,8 +21,6 @@ from meshplan.topology.formats._nccl_lines import (
     scan,
 )
 
-__all__ = ["read", "recognises"]
-
 _MOST_FINDINGS = 64
 _SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
 

@@ -26,8 +26,6 @@ from meshplan.topology.formats._xml import (
     parse_numbers,
 )
 
-__all__ = ["KIND", "read", "recognises"]
-
 Pairs = dict[tuple[int, int], tuple[int, int]]
 
 KIND = "NCCL topology XML"

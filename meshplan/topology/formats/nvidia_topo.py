@@ -22,8 +22,6 @@ from meshplan.topology.formats._gpu_table import (
     join_groups,
 )
 
-__all__ = ["recognises", "read"]
-
 _KIND = "nvidia-smi topo -m"
 # A number that is glued to a list of CPUs cannot be separated from it. SOC and PSB: old drivers.
 _WORDS = CellWords(r"NV\d{1,3}(?![\d,-])|(?:X|PIX|PXB|PHB|NODE|SYS|SOC|PSB)(?![a-z_])")

@@ -13,8 +13,6 @@ from itertools import combinations
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, Reading, find_components
 
-__all__ = ["ASK", "read", "read_table", "recognises"]
-
 ASK = "run {} on the host and pass its output"
 
 _MOST_GPUS = 1024  # of one host

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Note, Reading
 
-__all__ = ["MAX_HOSTS", "expand_hosts", "read", "recognises"]
-
 MAX_HOSTS = 1_000_000
 """Hosts that one list may have."""
 

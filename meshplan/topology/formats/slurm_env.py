@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from meshplan.errors import TopologyInputError
 from meshplan.topology.formats.slurm import expand_hosts
 
-__all__ = ["assign_nodes", "read_nodes"]
-
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _MOST_NODES, _MOST_RANKS = 1_000_000, 2_000_000

@@ -19,21 +19,6 @@ from torch.distributed.tensor import DTensor, Partial
 import meshplan
 from meshplan.testing import order_sensitive
 
-__all__ = [
-    "FOLDER",
-    "RANK",
-    "RANKS_PER_HOST",
-    "cyclic",
-    "distinct",
-    "failure",
-    "leaves",
-    "run",
-    "say",
-    "start",
-    "summand",
-    "wait_for_message",
-]
-
 FOLDER = Path(os.environ["MESHPLAN_TEST_FOLDER"])
 RANK = int(os.environ["RANK"])
 RANKS_PER_HOST = tuple(map(int, os.environ["MESHPLAN_TEST_RANKS"].split(",")))

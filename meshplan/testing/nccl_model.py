@@ -32,16 +32,7 @@ from torch.distributed import ReduceOp, Work
 from meshplan._torch import ALL_GATHER_SINGLE, DistributedBackendOptions, gather_bytes
 from meshplan._torch.process_group import PythonProcessGroup, factor_of, forward
 from meshplan.errors import LayoutError
-from meshplan.planner import _nccl_order as order
-
-__all__ = [
-    "ABOUT",
-    "NcclModelConfig",
-    "NcclModelProcessGroup",
-    "configure",
-    "current_config",
-    "register",
-]
+from meshplan.planner import nccl_order as order
 
 _NAME = "nccl_model"
 ABOUT = "model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL"
