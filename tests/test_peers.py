@@ -373,7 +373,7 @@ class TestFaults(TestCase):
                 with pytest.raises(SignatureMismatchError) as caught:
                     reduced(tensor, 3, "two_shot", **more)
                 messages.append(str(caught.value))
-                with pytest.raises(GroupStateError, match="reconnects"):
+                with pytest.raises(GroupStateError, match="reconnect"):
                     reduced(tensor, 3, "two_shot", **more)
                 connected(3)
             return messages

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshplan._torch import AsyncCollectiveTensor, foreach_mul_
-from meshplan.collectives._distinct import DistinctAxes
 from meshplan.collectives._options import check_tensor
 from meshplan.collectives._reduction import GroupLike
 from meshplan.collectives._totals import sum_over_ranks
 from meshplan.errors import ContractError, ContractTypeError, MeshplanError
+from meshplan.flatten._distinct_axes import DistinctAxis
 from meshplan.kernel import carry, sum_squares, value_of_squares
 
 
@@ -29,7 +29,7 @@ def exact_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     group: GroupLike | None = None,
-    distinct: DistinctAxes | None = None,
+    distinct: Iterable[DistinctAxis] | None = None,
 ) -> Tensor:
     """The 2-norm of all elements of ``tensors``: the exact sum of squares, rounded once.
 
@@ -63,7 +63,8 @@ def exact_norm(
             a tensor on fewer ranks without a declaration; or other shapes on ranks that hold
             replicas by declaration. All ranks of the norm raise it.
         ContractTypeError: not dense tensors of floating-point or complex numbers, on any rank.
-        AxisNameError: ``distinct`` has a name that no mesh has, or several meshes.
+        AxisNameError, PolicyError: ``distinct`` has a name that no mesh has, or several meshes for
+            other ranks; or what is no axis.
         GroupStateError: ``group`` or an element of ``distinct`` is not a group.
         RuntimeError: ``error_if_nonfinite``, and the norm is infinite or NaN.
         GroupError, CollectiveError, SignatureMismatchError: as ``deterministic_all_reduce``.
@@ -82,7 +83,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     group: GroupLike | None = None,
-    distinct: DistinctAxes | None = None,
+    distinct: Iterable[DistinctAxis] | None = None,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` by ``exact_norm``: the same bits for any sharding.
 
@@ -147,7 +148,7 @@ def _norm(
     tensors: Mapping[int, Tensor],
     idle: Sequence[Tensor],
     group: GroupLike | None,
-    distinct: DistinctAxes | None,
+    distinct: Iterable[DistinctAxis] | None,
 ) -> float:
     """The norm of ``tensors``, by their places in the list; of ``idle`` ones the meshes count."""
     tensors = _each_once(tensors)

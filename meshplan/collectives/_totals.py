@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from meshplan._torch import device_types_of
 from meshplan.collectives._all_reduce import deterministic_all_reduce
-from meshplan.collectives._distinct import DistinctAxes, ranks_along
 from meshplan.collectives._options import AnyOp
 from meshplan.collectives._reduction import GroupLike, read_group
 from meshplan.errors import (
@@ -30,13 +29,15 @@ from meshplan.errors import (
     ContractError,
     ContractTypeError,
     MeshplanError,
+    PolicyError,
 )
 from meshplan.flatten import registry, this_rank
+from meshplan.flatten._distinct_axes import DistinctAxis, ranks_along
 from meshplan.kernel import ROW_WORDS, carry, divide_row
 from meshplan.layout import Layout
 from meshplan.record import Record
 
-SHARED_ERRORS = (AxisNameError, ContractError, ContractTypeError)
+SHARED_ERRORS = (AxisNameError, ContractError, ContractTypeError, PolicyError)
 """Errors of a list on one rank that all ranks of the total raise."""
 
 # Of the digest of a list of tensors. Each bit is counted by a word of the message.
@@ -50,7 +51,7 @@ def sum_over_ranks(
     tensors: Mapping[int, Tensor],
     idle: Sequence[Tensor],
     group: GroupLike | None,
-    distinct: DistinctAxes | None,
+    distinct: Iterable[DistinctAxis] | None,
     make_row: Callable[[Mapping[int, int]], Tensor],
     error: MeshplanError | None,
 ) -> list[int]:
@@ -176,7 +177,7 @@ def _find_weights(
     sums: Sequence[_Sum],
     meshes: Mapping[DeviceMesh, frozenset[int]],
     within: ProcessGroup | None,
-    distinct: DistinctAxes | None,
+    distinct: Iterable[DistinctAxis] | None,
 ) -> dict[int, int]:
     """By place, the number of ranks of the total divided by how many of them hold an element."""
     if not sums:

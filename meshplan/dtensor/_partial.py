@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -156,8 +157,7 @@ class _MeshGroups:
     """The groups of a planned reduction over one mesh, for one kind of thread.
 
     Attributes:
-        mesh: that was last found to have these groups; slices of a mesh are new objects.
-        beside: whether for threads that are ordered apart from the main thread.
+        mesh, thread: of the last call; slices of a mesh are new objects.
         calls, lane: what counts its calls.
         handles: of the groups, which do not keep process groups alive; empty until the first call.
         purpose: for the report.
@@ -166,7 +166,7 @@ class _MeshGroups:
     """
 
     mesh: weakref.ref[DeviceMesh]
-    beside: bool
+    thread: int
     calls: GroupCalls
     lane: str
     handles: tuple[GroupHandle, ...] = ()
@@ -212,8 +212,7 @@ class PlannedPartial(PartialHooks):
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         found = self._last
-        # A call of ``is_worker_thread`` costs as much as the rest: first what is usual.
-        if found is None or found.mesh() is not mesh or found.beside != is_worker_thread():
+        if found is None or found.mesh() is not mesh or found.thread != get_ident():
             found = self._groups_of(mesh)
         traced = is_traced(tensor)
         if traced:
@@ -232,11 +231,11 @@ class PlannedPartial(PartialHooks):
         beside = is_worker_thread()
         found = self._known.get((calls, beside))
         if found is None:
-            found = _MeshGroups(weakref.ref(mesh), beside, calls, _lane(mesh, beside))
+            found = _MeshGroups(weakref.ref(mesh), get_ident(), calls, _lane(mesh, beside))
             if len(self._known) >= MAX_MESHES:
                 self._known.clear()
             self._known[calls, beside] = found
-        found.mesh = weakref.ref(mesh)
+        found.mesh, found.thread = weakref.ref(mesh), get_ident()
         object.__setattr__(self, "_last", found)
         return found
 

@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._message_text import suggest
-from meshplan._torch import root_mesh_of
+from meshplan._torch import flattened_meshes_of, root_mesh_of
 from meshplan.errors import AxisNameError, PolicyError
 from meshplan.layout import Layout
 
-DistinctAxis: TypeAlias = str | tuple[DeviceMesh, str | int] | ProcessGroup
-"""The name of an axis, a mesh and one of its axes, or a process group."""
+DistinctAxis: TypeAlias = str | DeviceMesh | tuple[DeviceMesh, str | int] | ProcessGroup
+"""The name of an axis, a mesh of one axis, a mesh and one of its axes, or a process group."""
 
 
 class DistinctGroup(NamedTuple):
@@ -29,7 +29,7 @@ class DistinctGroup(NamedTuple):
 def read_distinct(
     distinct: Iterable[DistinctAxis], meshes: Iterable[DeviceMesh]
 ) -> tuple[DistinctGroup, ...]:
-    """The groups that ``distinct=`` declares; names are those of axes of ``meshes`` or their roots.
+    """The groups that ``distinct=`` declares: axes of ``meshes``, their roots or flattened meshes.
 
     Raises:
         AxisNameError: no mesh has an axis of this name or position.
@@ -37,8 +37,21 @@ def read_distinct(
     """
     direct = list(dict.fromkeys(meshes))
     roots = list(dict.fromkeys(root_mesh_of(mesh) for mesh in direct))
+    roots += [flat for root in roots for flat in flattened_meshes_of(root).values()]
     declared = [distinct] if isinstance(distinct, str) else list(distinct)
     return tuple(_read(item, direct, roots) for item in declared)
+
+
+def ranks_along(
+    distinct: Iterable[DistinctAxis], meshes: Iterable[DeviceMesh]
+) -> list[frozenset[int]]:
+    """The ranks that differ from this one only along an axis that ``distinct=`` declares, for each.
+
+    Axes of meshes without this rank, and of one rank, are left out. Raises as ``read_distinct``.
+    """
+    groups = [declared.group for declared in read_distinct(distinct, meshes)]
+    ranks = [frozenset(dist.get_process_group_ranks(group)) for group in groups if group]
+    return [along for along in ranks if len(along) > 1]
 
 
 def _read(item: object, direct: Sequence[DeviceMesh], roots: Sequence[DeviceMesh]) -> DistinctGroup:
@@ -49,6 +62,8 @@ def _read(item: object, direct: Sequence[DeviceMesh], roots: Sequence[DeviceMesh
     if item is dist.GroupMember.NON_GROUP_MEMBER:
         # What ``new_group`` returns on ranks outside of the new group.
         return DistinctGroup("a process group", None, -1)
+    if isinstance(item, DeviceMesh) and item.ndim == 1:
+        item = (item, 0)
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], DeviceMesh):
         layout = Layout.from_mesh(item[0])
         return _group_of(item[0], layout.axis_index(item[1]), layout)

@@ -75,6 +75,12 @@ def agree_on_name(
     groups = {axis: mesh.get_group(axis) for axis in axes}
     names = ", ".join(group.group_name for group in groups.values())
     store, deadline = AnsweringStore(store_of(None), timeout), time.monotonic() + timeout
+    members = layout.group_of(rank, axes) or ()
+    # A rank waits for one that may wait itself: the error names those that have not come at all.
+    passed = _PASSED_ON.get(groups[axes[-1]], 0)
+    arrivals = f"meshplan/names/{layout} {list(members)} {passed}"
+    if backend != "fake":
+        store.set(f"{arrivals}/{rank}", names)
     for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
         key = f"meshplan/names/{group.group_name}/{_PASSED_ON.get(group, 0)}"
@@ -82,12 +88,13 @@ def agree_on_name(
             store.set(key, names)
             gave_up = f"{key}/gave up in call {call}"
             if call and store.check([gave_up]) and started_before(float(store.get(gave_up))):
-                raise _no_names(rank, timeout, axes, layout)
+                raise _no_names((rank,), timeout, axes, layout)
             continue
         while not store.check([key]):
             if time.monotonic() > deadline:
                 store.set(f"{key}/gave up in call {call}", str(time.time() - timeout / 2))
-                raise _no_names(first, timeout, axes, layout)
+                absent = tuple(r for r in members if not store.check([f"{arrivals}/{r}"]))
+                raise _no_names(absent or (first,), timeout, axes, layout)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
     for group in groups.values():
@@ -97,13 +104,13 @@ def agree_on_name(
 
 
 def _no_names(
-    first: int, timeout: float, axes: Sequence[int], layout: Layout
+    missing: tuple[int, ...], timeout: float, axes: Sequence[int], layout: Layout
 ) -> GroupAgreementError:
     return GroupAgreementError(
-        f"{format_ranks((first,))} did not come within {timeout:g} s to the first reduction over "
+        f"{format_ranks(missing)} did not come within {timeout:g} s to the first reduction over "
         f"axes {list(axes)} of {layout}, so no rank started it; every rank of the group must make "
         "the same calls: look for a rank that died or took another branch",
-        missing=(first,),
+        missing=missing,
     )
 
 
