@@ -62,7 +62,7 @@ def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
         except Exception as error:
             if not getattr(error, "used_ticket", False):
                 error.used_ticket = True  # type: ignore[attr-defined]
-                args[0]._refused(args[1])  # type: ignore[attr-defined]
+                args[0].count_refused(args[1])  # type: ignore[attr-defined]
             raise
 
     return call
@@ -369,7 +369,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         )
         return self._start(in_caller_mode(run, outputs), outputs, opts)
 
-    def _refused(self, written: Tensor | _Tensors) -> None:
+    def count_refused(self, written: Tensor | _Tensors) -> None:
         first = written if isinstance(written, Tensor) else next(iter(written), None)
         self._calls.take("cpu" if first is None else first.device.type)
 
