@@ -21,14 +21,10 @@ all other axes ranks hold replicas. It does not apply to a DTensor whose own mes
 
 
 def ranks_along(distinct: DistinctAxes, meshes: Iterable[DeviceMesh]) -> list[frozenset[int]]:
-    """The ranks that differ from this one only along an axis of ``distinct``, for each of them.
-
-    A name is looked up in ``meshes``, in the meshes that they are slices of and in flattened ones.
-    Axes of meshes without this rank are left out.
-
-    Raises:
-        AxisNameError: no mesh has a name, or several meshes have it for other ranks; or an element
-            is not an axis.
+    """For each axis of ``distinct``, the ranks that differ from this one only along it. A name is
+    looked up in ``meshes``, in their root meshes and in flattened ones. Axes of meshes without this
+    rank are left out. Raises AxisNameError for an unknown or ambiguous name, or an element that is
+    not an axis.
     """
     if isinstance(distinct, str):
         raise AxisNameError(
