@@ -30,10 +30,8 @@ def read_distinct(
     distinct: Iterable[DistinctAxis], meshes: Iterable[DeviceMesh]
 ) -> tuple[DistinctGroup, ...]:
     """The groups that ``distinct=`` declares; names are those of axes of ``meshes`` or their roots.
-
-    Raises:
-        AxisNameError: no mesh has an axis of this name or position.
-        PolicyError: two meshes have different axes of this name, or a declaration of another type.
+    Raises AxisNameError if no mesh has an axis of this name or position, and PolicyError if two
+    meshes have different axes of this name, or for another type of declaration.
     """
     direct = list(dict.fromkeys(meshes))
     roots = list(dict.fromkeys(root_mesh_of(mesh) for mesh in direct))
