@@ -123,11 +123,8 @@ def all_reduce_into(
 
 
 def check_all_reduce(tensor: Tensor, out: Tensor | None, options: ReductionOptions) -> None:
-    """Refuse a tensor that cannot be reduced so, or a result that cannot be written.
-
-    Raises:
-        ContractTypeError, ContractError, ContractStateError: as ``check_summand`` and
-            ``check_destination``.
+    """Refuse a tensor that cannot be reduced with these options, or a result that cannot be
+    written. Raises as ``check_summand`` and ``check_destination``.
     """
     check_summand(tensor, options)
     if out is None:

@@ -373,10 +373,9 @@ def _buckets(
     options: ReductionOptions | None,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> Iterator[list[int]]:
-    """Positions of the tensors of each message; the same on every rank.
-
-    Tensors of one device, and in a reduction of one dtype, are put together up to a size. An
-    all-gather has no ``options``, and the ``shapes`` of its results.
+    """Positions of the tensors of each message; the same on every rank. Tensors of one device, and
+    in a reduction of one dtype, are put together up to a size. An all-gather has no ``options``,
+    and the ``shapes`` of its results.
     """
     if options is not None and options.native:
         yield from ([i] for i in range(len(tensors)))
@@ -405,15 +404,13 @@ def _collect(
     outs: Sequence[Tensor] | None,
     in_place: bool = False,
 ) -> list[Tensor]:
-    """Run the buckets, and write their results to ``outs``.
-
-    Without ``in_place`` nothing is written before everything is read: a tensor of ``outs`` may
-    share memory with the input of another bucket.
-    """
+    """Run the buckets, and write their results to ``outs``."""
     results: dict[int, Tensor] = {}
     for bucket in buckets:
         for i, value in zip(bucket, run(bucket), strict=True):
             results[i] = _put(outs[i], value) if in_place and outs else value
+    # Without ``in_place`` all is read before it is written: a tensor of ``outs`` may share memory
+    # with the input of another bucket.
     found = [results[i] for i in range(len(results))]
     return found if in_place or not outs else list(map(_put, outs, found))
 

@@ -36,12 +36,8 @@ _Job = tuple["_CallFuture", Callable[[], Any]]
 
 
 class Work(dist.Work):
-    """A collective under way, as torch's own asynchronous collectives return it.
-
-    A failure is raised by ``wait``. How long it can take is bounded by the process group's timeout.
-
-    Args:
-        future: of what runs on the lane.
+    """A collective under way, as torch's own asynchronous collectives return it. ``wait`` raises
+    its failure, and is bounded by the process group's timeout.
     """
 
     def __init__(self, future: Future[Any]) -> None:
@@ -49,17 +45,8 @@ class Work(dist.Work):
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the result is there.
-
-        Args:
-            timeout: give up earlier than the process group does; the collective goes on.
-
-        Returns:
-            True.
-
-        Raises:
-            GroupStateError: not finished within ``timeout``.
-            Exception: what the collective failed with.
+        """Wait for the result, and return True. Raises what the collective failed with, or
+        GroupStateError if it is not finished within ``timeout``; it then goes on.
         """
         try:
             self._future.result(None if timeout is None else timeout.total_seconds())
@@ -94,14 +81,9 @@ class Work(dist.Work):
 
 
 class StreamWork(Work):
-    """A collective on a side stream of a device.
-
-    ``wait`` does not make the host wait, and of a graph that is captured it asks no event.
-
-    Args:
-        call: of the collective.
-        result: of the work.
-        made: tensors of the result in memory of the side stream, one or a list.
+    """A collective on a side stream of a device. ``wait`` does not make the host wait, and queries
+    no event of a graph that is captured. ``made``: tensors of the result in the side stream's
+    memory.
     """
 
     def __init__(self, call: StreamCall, result: Any, made: Any = None) -> None:
@@ -115,18 +97,9 @@ class StreamWork(Work):
         self._made = [made] if isinstance(made, Tensor) else made or ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream of the device wait for the collective.
-
-        Args:
-            timeout: the host waits as well, no longer than this.
-
-        Returns:
-            True.
-
-        Raises:
-            GroupStateError: not finished within ``timeout``.
-            SignatureMismatchError: ranks brought different headers to an earlier reduction.
-            Exception: what the collective failed with while it was issued.
+        """Make the current stream wait for the collective, and return True; with ``timeout`` the
+        host waits as well. Raises the error of issuing it, GroupStateError if it is not finished in
+        time, and SignatureMismatchError if ranks brought different headers to an earlier reduction.
         """
         stream = self._call.wait()
         for tensor in self._made:
@@ -167,12 +140,9 @@ def finished(result: Any) -> Work:
 
 
 def in_lane(lane: Lane, run: Callable[[], Any], result: Any = None) -> Work:
-    """Run a collective asynchronously, after those submitted to the lane before it.
-
-    Args:
-        lane: all that ``run`` sends is sent on its group.
-        run: every rank submits it in the same order.
-        result: of the ``Work``; what ``run`` returns if ``None``.
+    """Run a collective asynchronously, after those submitted to the lane before it. Every rank
+    submits to it in the same order, and ``run`` sends on the group of ``lane`` only. The result of
+    the ``Work`` is ``result``, or what ``run`` returns if that is ``None``.
     """
     job = partial(_done, run, result, torch.is_inference_mode_enabled())
     if lane.device.type == "cpu":
@@ -189,16 +159,12 @@ def _done(run: Callable[[], Any], result: Any, inference: bool) -> Any:
 
 
 class OrderedThread:
-    """Run submitted calls in order. The thread ends when no caller holds the object.
-
-    A callback of a call's future may submit and wait, as hooks of DDP do. It is part of that call:
-    what it submits runs at once, before what was submitted after the call, on every rank.
-
-    Args:
-        name: of the thread, which starts with the first submission.
-        owner: of the calls, for errors after ``abort``.
+    """Run submitted calls in order. The thread starts with the first submission, and ends when no
+    caller holds the object. A callback of a call's future may submit and wait, as hooks of DDP do.
+    What it submits is part of that call: it runs at once, before later submissions, on every rank.
     """
 
+    # ``owner`` of the calls, for errors after ``abort``.
     def __init__(self, name: str, owner: str = "") -> None:
         self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -206,9 +172,8 @@ class OrderedThread:
         self._started = False
 
     def abort(self) -> None:
-        """Fail the calls that wait for their turn, and all later ones; does not wait.
-
-        The call that runs sees the request in ``THIS_THREAD``.
+        """Fail the calls that wait for their turn, and all later ones; does not wait. The running
+        call sees the request in ``THIS_THREAD``.
         """
         self._turn.abort.requested = True
 

@@ -42,35 +42,22 @@ _SOCKET = "none on the order: CPU threads of TCP connections"
 
 @dataclass(frozen=True, slots=True)
 class NcclSetting:
-    """One variable of a profile.
-
-    Attributes:
-        key, value: as they stand in the environment.
-        effect: what it does to the order of additions.
-        works: whether it does what it is set for; frameworks also set keys that do not.
-    """
+    """One variable of a profile, with ``key`` and ``value`` as in the environment."""
 
     key: str
     value: str
-    effect: str
-    works: bool = True
+    effect: str  # on the order of additions
+    works: bool = True  # whether it has its intended effect; frameworks also set keys without one
 
 
 @dataclass(frozen=True, slots=True)
 class NcclProfile:
-    """Variables that belong together.
+    """Variables that belong together."""
 
-    Attributes:
-        name: as `nccl_profile` takes it.
-        settings: the variables.
-        source: who sets them so.
-        gives: what may be relied on.
-    """
-
-    name: str
+    name: str  # as `nccl_profile` accepts it
     settings: tuple[NcclSetting, ...]
-    source: str
-    gives: str
+    source: str  # the project or vendor that sets them so
+    gives: str  # the property that users may rely on
 
     @property
     def env(self) -> dict[str, str]:

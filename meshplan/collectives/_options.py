@@ -36,24 +36,15 @@ _check_path = lru_cache(maxsize=64)(lambda path, changes: check_path(path))
 
 @dataclass(frozen=True, slots=True)
 class ReductionOptions:
-    """How a collective reduces; what ``read_options`` returns is checked.
-
-    Attributes:
-        op: by its name.
-        path: one of ``PATHS``.
-        contract: the order of additions. Path ``native`` reads its ``rounding`` only.
-        strict: refuse another path than ``path``.
-        audit: compare the first and then every ``audit``-th call with the plain definition;
-            ``None``: none.
-        divisor: of an average; ``None``: the number of ranks.
-    """
+    """How a collective reduces; ``read_options`` returns checked ones."""
 
     op: Op
-    path: str
-    contract: Contract
-    strict: bool
+    path: str  # one of ``PATHS``
+    contract: Contract  # the order of additions; path ``native`` reads its ``rounding`` only
+    strict: bool  # refuse another path than ``path``
+    # Compare the first and then every ``audit``-th call with the plain definition.
     audit: int | None = None
-    divisor: int | None = None
+    divisor: int | None = None  # of an average; ``None``: the number of ranks
 
     @property
     def native(self) -> bool:
@@ -75,12 +66,9 @@ def read_options(
     strict: bool = False,
     verify: str | None = None,
 ) -> ReductionOptions:
-    """The options of one call.
-
-    Raises:
-        ContractError: an unsupported op or contract.
-        PolicyError: an unknown path, or one that the environment forbids.
-        FallbackRefusedError: ``strict`` with path ``native``.
+    """The options of one call. Raises ContractError for an unsupported op or contract, PolicyError
+    for a path that is unknown or that the environment forbids, and FallbackRefusedError for
+    ``strict`` with path ``native``.
     """
     if verify is not None:
         path = select_path(path, verify)
@@ -102,10 +90,8 @@ def read_options(
 
 
 def read_op(op: object) -> Op:
-    """The name of an operation: of ``AnyOp``, once it is known to be one.
-
-    Raises:
-        ContractError: the contract does not define it.
+    """The name of an operation of ``AnyOp``. Raises ContractError if the contract does not define
+    it.
     """
     # A ReduceOp with a factor holds its kind.
     kind = getattr(op, "op", op)
@@ -165,11 +151,9 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
 
 
 def check_summand(tensor: Tensor, options: ReductionOptions) -> None:
-    """Refuse a tensor that cannot be reduced so, whatever the state of the process groups.
-
-    Raises:
-        ContractTypeError: not a dense tensor; ``avg`` of integers; or a dtype for which the
-            contract does not define the op.
+    """Refuse a tensor that cannot be reduced with these options, whatever the state of the process
+    groups. Raises ContractTypeError if it is not dense, for ``avg`` of integers, or if the contract
+    does not define the op for the dtype.
     """
     check_tensor(tensor)
     op, numbers = options.op, tensor.is_floating_point() or tensor.is_complex()
@@ -187,17 +171,9 @@ def check_summand(tensor: Tensor, options: ReductionOptions) -> None:
 
 
 def check_destination(out: Tensor, tensor: Tensor | None = None, shape: object = None) -> None:
-    """Refuse a tensor that a result cannot be written to.
-
-    Args:
-        out: the result is written to it.
-        tensor, shape: the input whose dtype and device it must have, and the result's shape;
-            ``None`` if ``out`` is the input itself.
-
-    Raises:
-        ContractTypeError: not a dense tensor of the same dtype and device.
-        ContractError: another shape, or elements that share memory.
-        ContractStateError: ``out`` requires a gradient, which the result would lose.
+    """Refuse a tensor that a result cannot be written to. It needs the dtype and device of the
+    input ``tensor`` and the result's ``shape``; ``None`` if ``out`` is the input itself. Raises
+    ContractTypeError, ContractError, or ContractStateError if ``out`` would lose its gradient.
     """
     if tensor is not None:
         check_tensor(out, "out")
@@ -224,10 +200,8 @@ def check_destination(out: Tensor, tensor: Tensor | None = None, shape: object =
 
 
 def check_no_gradient(tensor: Tensor, function: str) -> None:
-    """Refuse a tensor whose gradient a result without one would lose.
-
-    Raises:
-        ContractStateError: ``tensor`` requires a gradient, and gradients are enabled.
+    """Raise ContractStateError if ``tensor`` requires a gradient, gradients are enabled, and the
+    result would have none.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ContractStateError(

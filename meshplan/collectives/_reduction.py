@@ -84,10 +84,9 @@ _LOCK = threading.Lock()
 
 
 def counts_refused(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Let calls that their arguments end use up a ticket, like all others.
-
-    The peers of a rank that raises alone go on with the call. If the next call of this rank had the
-    same number, the two would be reduced together.
+    """Let calls that their arguments end use up a ticket, like all others. The peers of a rank that
+    raises alone go on with the call. If the next call of this rank had the same number, the two
+    would be reduced together.
     """
 
     @wraps(function)
@@ -126,15 +125,9 @@ def start(
     group: ProcessGroup,
     async_op: bool,
 ) -> _Result | Work:
-    """Run a collective now, or return a ``Work`` of it.
-
-    Args:
-        collective: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        run: takes whether to use the second group of the same ranks, and the ticket of the call.
-        tensors: of the call, at least one.
-        options: of a reduction; ``None`` for an all-gather.
-        group: of several ranks, this one among them.
-        async_op: run it concurrently with the caller.
+    """Run a collective now, or with ``async_op`` concurrently with the caller, and return a
+    ``Work`` of it. ``run`` gets whether to use the second group of the same ranks, and the call's
+    ticket. An all-gather has no ``options``.
     """
     first = tensors[0]
     if dispatch_modes() and is_counted():
@@ -171,19 +164,9 @@ def reduce_tensor(
     dim: int | None = None,
     lengths: tuple[int, ...] = (),
 ) -> Tensor:
-    """The reduction, or this rank's shard of it, waited for.
-
-    Args:
-        tensor, options: checked.
-        group: of more than one rank, this one among them.
-        request: for the report, such as ``deterministic_all_reduce sum``.
-        ticket: of the call.
-        apart: on a second process group of the same ranks.
-        in_place: ``tensor`` may be written to and returned.
-        dim, lengths: of a reduce-scatter; ``None`` for an all-reduce.
-
-    Raises:
-        GroupAgreementError, FallbackRefusedError and others: as ``deterministic_all_reduce``.
+    """The reduction, or this rank's shard of it, waited for, from checked arguments. ``apart``: on
+    a second process group of the same ranks. ``in_place``: ``tensor`` may be written to and
+    returned. A reduce-scatter has ``dim`` and ``lengths``. Raises as ``deterministic_all_reduce``.
     """
     if options.native:
         used = second_group(group, tensor) if apart else group
@@ -230,10 +213,8 @@ def find_steady_reduction(
     dim: int | None = None,
     lengths: tuple[int, ...] = (),
 ) -> SteadyReduction | None:
-    """The steady form of a reduction, after ``reduce_tensor`` has returned from these arguments.
-
-    Returns:
-        ``None`` if there is none.
+    """The steady form of a reduction, after ``reduce_tensor`` has returned from these arguments;
+    ``None`` if there is none.
     """
     key = (options, tensor.device.type, request, False, dim, lengths)
     steady = _STEADY.get(group, {}).get(key)
@@ -333,20 +314,10 @@ def find_group(
     *,
     apart: bool = False,
 ) -> tuple[Group, bool | None]:
-    """The group that a reduction by contract runs on. The first call is an agreement round.
-
-    Args:
-        tensor: on the device of the reduction.
-        group: of several ranks, this one among them.
-        options: with another path than ``native``; the members must agree on them.
-        ticket: of the call, which the members must agree on too.
-        apart: use a second group of the same ranks; see ``second_group``.
-
-    Returns:
-        The group, and the value of ``MESHPLAN_USE_1STAGE_ALLREDUCE``.
-
-    Raises:
-        GroupAgreementError, GroupCreationError, GroupStateError: as ``GroupRegistry.of``.
+    """The group that a reduction by contract runs on, and the value of
+    ``MESHPLAN_USE_1STAGE_ALLREDUCE``. The first call is an agreement round, in which the members
+    must agree on options and ticket. ``apart``: a second group of the same ranks; see
+    ``second_group``. Raises as ``GroupRegistry.of``.
     """
     kind, path, one_shot = tensor.device.type, options.path, one_shot_switch()
     peers = sharing_of(path, kind, one_shot)
@@ -358,12 +329,9 @@ def find_group(
 
 
 def read_group(group: GroupLike | None) -> ProcessGroup | None:
-    """The process group to run over; ``None`` if this rank is the only one.
-
-    Raises:
-        GroupStateError: torch has no distributed package, a job of several ranks has no process
-            group yet, this rank is not in ``group``, or ``group`` is not a group.
-        AxisNameError: the mesh has no such axis, or several and none is named.
+    """The process group to run over; ``None`` if this rank is the only one. Raises GroupStateError
+    without torch.distributed, without a process group in a job of several ranks, or if this rank is
+    not in ``group``; AxisNameError if the mesh has no such axis, or several and none is named.
     """
     if not dist.is_available():
         raise GroupStateError(
@@ -421,10 +389,8 @@ def second_group(group: ProcessGroup, tensor: Tensor) -> ProcessGroup:
 
 
 def compare_calls(group: ProcessGroup, tensor: Tensor, call: str) -> None:
-    """Hold an agreement round of the members and compare their calls.
-
-    Raises:
-        SignatureMismatchError, GroupAgreementError: as ``GroupRegistry.compare``.
+    """Hold an agreement round of the members and compare their calls. Raises as
+    ``GroupRegistry.compare``.
     """
     found = registry().of(group, tensor.device.type, token=Record.of(use="debug"))
     mine = Record.of(tensor=f"{name_of(tensor.dtype)}{list(tensor.shape)}", call=call)

@@ -178,10 +178,8 @@ def _copied(tensor: Tensor, out: Tensor | None, async_op: bool) -> Tensor | Work
 def read_scatter(
     tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
 ) -> Shards:
-    """The shards of a reduce-scatter over ``group``; ``None``: one rank.
-
-    Raises:
-        ContractError: an invalid ``dim``, or ``sizes`` that do not add up to its length.
+    """The shards of a reduce-scatter over ``group``; ``None`` for one rank. Raises ContractError
+    for an invalid ``dim``, or ``sizes`` that do not add up to its length.
     """
     dim = _read_dim(tensor, dim)
     ranks = 1 if group is None else group.size()
@@ -201,10 +199,8 @@ def read_scatter(
 def read_gather(
     tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
 ) -> Shards:
-    """The shards of an all-gather over ``group``; ``None``: one rank.
-
-    Raises:
-        ContractError: an invalid ``dim``, or ``sizes`` that do not fit this rank's shard.
+    """The shards of an all-gather over ``group``; ``None`` for one rank. Raises ContractError for
+    an invalid ``dim``, or ``sizes`` that do not fit this rank's shard.
     """
     dim = _read_dim(tensor, dim)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -246,10 +242,8 @@ def scatter_tensor(
 
 
 def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: Ticket) -> Tensor:
-    """The shards of all ranks, joined; all arguments are checked.
-
-    Raises:
-        SignatureMismatchError: over gloo, on every rank, if ranks brought different shards.
+    """The shards of all ranks, joined, from checked arguments. Over gloo, raises
+    SignatureMismatchError on every rank if ranks brought different shards.
     """
     started = time.perf_counter()
     dim, lengths = shards

@@ -23,24 +23,15 @@ _POLL_SECONDS = 0.0005
 
 
 class StreamCall:
-    """A call on a side stream.
-
-    Args:
-        side: the stream.
-        origin: the caller's stream, at the call.
-        end: an event behind the call.
-        held: what keeps the tensors alive that the device may still use.
-        found: what the call returned.
-        failure: what it raised instead.
-
-    Attributes:
-        side, found, failure: as above.
-    """
+    """A call on the side stream ``side``."""
 
     def __init__(
         self, side: SideStream, origin: Any, end: Any, held: Any, found: Any, failure: Any
     ) -> None:
+        # The caller's stream at the call, an event behind the call, and the object that keeps
+        # tensors alive that the device may still use.
         self.side, self._origin, self._end, self._held = side, origin, end, held
+        # The returned value, or the error that was raised instead.
         self.found, self.failure = found, failure
 
     @property
@@ -86,11 +77,7 @@ class StreamCall:
 
 
 class SideStream:
-    """A stream of a device, and the calls on it whose memory is held.
-
-    Args:
-        device: with an index.
-    """
+    """A stream of a device with an index, and the calls on it whose memory is held."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -101,14 +88,9 @@ class SideStream:
         self._calls: deque[StreamCall] = deque()
 
     def issue(self, run: Callable[[], Any]) -> StreamCall:
-        """Call ``run`` on this stream, behind all work of the current one.
-
-        Args:
-            run: issues work on the current stream. It refers to every tensor of the caller that the
-                work reads or writes.
-
-        Returns:
-            The call, also if ``run`` has raised an error.
+        """Call ``run`` on this stream, behind all work of the current one; it issues work on the
+        current stream. ``run`` refers to every tensor of the caller that the work reads or writes.
+        Returns the call, also if ``run`` has raised an error.
         """
         module, found, failure = self.module, None, None
         with self._lock, module.device(self.device):

@@ -56,10 +56,9 @@ def sum_over_ranks(
     error: MeshplanError | None,
 ) -> list[int]:
     """The row of all elements of the tensors of all ranks, as ``meshplan.kernel`` defines it.
-
-    ``tensors`` are by their places in the list. Of ``idle`` ones the meshes count. ``make_row``
-    returns the row of this rank, on any device, with the weights of tensors by place. ``error`` is
-    a reason to refuse the list, which all ranks of the total raise.
+    ``tensors`` are by place in the list; of ``idle`` ones only the meshes count. ``make_row``
+    returns this rank's row from weights by place. ``error`` refuses the list: all ranks of the
+    total raise it.
     """
     within = None if group is None else read_group(group)
     meshes = {
@@ -114,12 +113,8 @@ def _find_sums(
     within: ProcessGroup | None,
     device: torch.device | None,
 ) -> tuple[list[_Sum], MeshplanError | None]:
-    """The all-reduces that this rank joins, and an error if they are not those of one total.
-
-    There is one, over the largest mesh or over a ``group`` around it. In a pipeline, whose group
-    has one rank of each stage, a second one over the group follows. If there are several largest
-    meshes, the rank joins the all-reduce of each to raise the error there. All ranks do so in one
-    order, so that no two of them wait for each other.
+    """The all-reduces that this rank joins, and an error if they are not those of one total: one
+    over the largest mesh or a ``group`` around it, and in a pipeline a second over the group.
     """
     members = frozenset(() if within is None else dist.get_process_group_ranks(within))
     sets = {ranks for ranks in meshes.values() if len(ranks) > 1}
@@ -127,6 +122,8 @@ def _find_sums(
         (each for each in sets - {members} if not any(each < other for other in (*sets, members))),
         key=sorted,
     )
+    # All ranks join their all-reduces in one order, so that no two of them wait for each other.
+    # With several largest meshes, a rank joins that of each, to raise the error there.
     sums = [_sum_over_mesh(ranks, meshes) for ranks in largest]
     if within is not None and not any(members <= ranks for ranks in largest):
         sums.append(_Sum(members, within, _device_in(within, device)))
@@ -217,9 +214,8 @@ def _find_weights(
 def _find_weight(
     spread: _Spread, ranks: frozenset[int], axes: set[frozenset[int]], strict: bool
 ) -> int | None:
-    """The weight of a tensor; ``None`` if it is not declared what other ranks hold.
-
-    With ``strict``, it is declared for none of those outside of ``axes``.
+    """The weight of a tensor; ``None`` if the content of other ranks is not declared. With
+    ``strict``, it is declared for none of those outside of ``axes``.
     """
     # Ranks that hold shards of this tensor and of other tensors, from one replica to the next.
     block = len(spread.ranks)
@@ -259,12 +255,8 @@ def _find_spreads(
 def _count_lists(
     tensors: Mapping[int, Tensor], weights: Mapping[int, int], sums: Sequence[_Sum]
 ) -> list[int]:
-    """Counts that the number of ranks divides, once added, if replicas are replicas.
-
-    Ranks that hold replicas of each other have equal lists. Each bit of the digest of a list is
-    weighted as its tensors, so that its total is a multiple of the number of ranks. It is not, but
-    for a chance of about 2^-32, if ranks that hold replicas by declaration have other lists: an
-    axis was left out of ``distinct``, or a gradient is missing on some ranks.
+    """Counts that the number of ranks divides, once added, if ranks that hold replicas have equal
+    lists.
     """
     ranks = len(sums[0].ranks) if sums else 1
     lists: dict[int, list[str]] = {}
@@ -273,6 +265,10 @@ def _count_lists(
             lists.setdefault(weight, []).append(f"{tuple(tensors[i].shape)} {tensors[i].dtype}")
     counts = [0] * _DIGEST_BITS
     for weight, lines in lists.items():
+        # Each bit of the digest of a list is weighted as its tensors, so its total is a multiple of
+        # the number of ranks. If ranks that hold replicas by declaration have other lists, it is
+        # not, except by a chance of about 2^-32: an axis was left out of ``distinct``, or a
+        # gradient is missing on some ranks.
         digest = hashlib.sha256("\n".join(sorted(lines)).encode()).digest()
         word = int.from_bytes(digest[: _DIGEST_BITS // 8], "little")
         counts = [count + weight * (word >> bit & 1) for bit, count in enumerate(counts)]

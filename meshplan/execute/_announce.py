@@ -42,11 +42,10 @@ def run_as_one(
     dtype: torch.dtype,
     group: Callable[[], ProcessGroup],
 ) -> _Result:
-    """``run()``, which torch's counters on this thread see as one collective of this shape.
-
-    Front doors call it if ``dispatch_modes() and is_counted()``: without modes, the first is the
-    whole cost. A call that raises is not counted, as in torch. ``group`` is called last, because
-    the first use of a group creates it.
+    """``run()``, which torch's counters on this thread see as one collective of this shape. Call it
+    only if ``dispatch_modes() and is_counted()``: the first is the whole cost without modes. A call
+    that raises is not counted, as in torch. ``group`` is called last: the first use of a group
+    creates it.
     """
     with _modes(lambda mode: not _counts(mode)):
         result = run()

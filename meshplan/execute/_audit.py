@@ -30,40 +30,23 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class AuditDifference:
-    """The findings of all ranks together; the same on all of them.
+    """The differences of all ranks together; the same record on every rank."""
 
-    Attributes:
-        elements: how many differ, of all ranks together.
-        ranks: global ranks that hold one or more of them, in the order of the group.
-        members: how many ranks reduce together.
-        element: position of the first one in the flat result of ``ranks[0]``.
-        found, expected: its bits.
-    """
-
-    elements: int
-    ranks: tuple[int, ...]
-    members: int
-    element: int
-    found: int
-    expected: int
+    elements: int  # how many differ, summed over all ranks
+    ranks: tuple[int, ...]  # global ranks that hold one or more of them, in the order of the group
+    members: int  # how many ranks reduce together
+    element: int  # position of the first difference in the flat result of ``ranks[0]``
+    found: int  # its bits
+    expected: int  # its bits in the reference
 
 
 def audit(
     summand: Tensor, result: Tensor, step: Step, groups: StepGroups
 ) -> AuditDifference | None:
-    """Compare ``result`` with the reference, on all ranks of the step.
-
-    ``W`` ranks gather ``W`` times the summand's bytes, ``PIECE_BYTES`` of them at a time, and each
-    folds all of it; the memory of one summand more is needed.
-
-    Args:
-        summand: this rank's, real, at least one element.
-        result: of the path; waited for here.
-        step: a reduction with a contract.
-        groups: the step's.
-
-    Returns:
-        ``None`` if every element of every rank has the bits of the reference.
+    """Compare ``result``, waited for here, with the reference, on all ranks of the step; ``None``
+    if every element of every rank has the reference's bits. ``W`` ranks gather ``W`` times the
+    bytes of the summand, ``PIECE_BYTES`` at a time. Each rank folds all of it and needs the memory
+    of one more summand.
     """
     expected = _reference(summand, step, groups)
     wanted = _bits(select_shard(expected, step, groups.position))
@@ -92,13 +75,8 @@ def audit(
 def audit_error(
     difference: AuditDifference, request: str, step: Step, path: str, tensor: Tensor, call: int
 ) -> AuditError:
-    """The same error on every rank.
-
-    Args:
-        difference: the result of ``audit``.
-        request, step, path: of the reduction.
-        tensor: this rank's summand.
-        call: the number of the call among those of this reduction.
+    """The error for ``difference``, the same on every rank. ``call`` is the number of the call
+    among those of this reduction.
     """
     assert step.contract is not None
     ranks, element, dtype = difference.ranks, f"{difference.element}", tensor.dtype

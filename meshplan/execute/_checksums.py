@@ -41,12 +41,8 @@ def find_checksum(words: Tensor) -> Tensor:
 
 
 class CheckedMessages:
-    """The collectives of one reduction over one group, with checksums or without.
-
-    Args:
-        step, groups, wire: of the reduction. Headers are compared here.
-        verify: whether there are checksums; else ``compare`` does nothing.
-        device: of the tensors.
+    """The collectives of one reduction over one group. Headers are compared when it is created.
+    Without ``verify`` there are no checksums, and ``compare`` does nothing.
     """
 
     def __init__(
@@ -98,13 +94,8 @@ class CheckedMessages:
         return self._wire.wait(self._wire.all_gather(tensor, self._group))
 
     def compare(self, result: Tensor | None = None) -> None:
-        """Raise on all ranks if a checksum is wrong on any.
-
-        Args:
-            result: that all ranks should have, flat.
-
-        Raises:
-            ChecksumError: it names the reduction.
+        """Raise ChecksumError, which names the reduction, on all ranks if a checksum is wrong on
+        any. ``result`` is the flat result that all ranks should have.
         """
         if not self._verify:
             return
@@ -134,12 +125,8 @@ class CheckedMessages:
         self._found[_ARITHMETIC] += find_checksum(first) - find_checksum(second)
 
     def check_parts(self, part: Tensor, whole: Tensor, sharers: int) -> None:
-        """Check that ``whole`` is what ``sharers`` ranks have gathered, at the next ``compare``.
-
-        Args:
-            part: of this rank, flat.
-            whole: the parts of all sharers, flat; the last ones may be shorter or empty.
-            sharers: ranks that gather the same parts.
+        """Check, at the next ``compare``, that ``whole`` consists of the flat parts of ``sharers``
+        ranks. The last parts may be shorter or empty.
         """
         if not self._verify:
             return

@@ -62,25 +62,17 @@ BY_SIZE = SizeDependentPath()
 
 @dataclass(frozen=True)
 class PathRequest:
-    """The facts that decide on a path.
-
-    Attributes:
-        step, groups: of the reduction.
-        tensor: this rank's summand.
-        wanted: one of ``PATHS``.
-        one_shot: for ``auto``: always one-shot, or never; ``None``: the faster form.
-        traced, captured: whether the call goes into a graph of torch, or of CUDA.
-        over_gloo: whether the tensor travels over gloo, where a graph holds one operator.
-    """
+    """The facts that decide on a path."""
 
     step: Step
     groups: StepGroups
     tensor: Tensor
-    wanted: str
+    wanted: str  # one of ``PATHS``
+    # For ``auto``: always or never one-shot; ``None``: the faster form.
     one_shot: bool | None = None
-    traced: bool = False
-    captured: bool = False
-    over_gloo: bool = False
+    traced: bool = False  # the call becomes part of a graph of torch
+    captured: bool = False  # the call becomes part of a CUDA graph
+    over_gloo: bool = False  # the tensor travels over gloo, where a graph holds one operator
 
     @cached_property
     def planned(self) -> str:
@@ -145,10 +137,9 @@ class PathRequest:
 
     @property
     def small(self) -> bool:
-        """Whether one all-gather is cheaper than the exchange of the plan.
-
-        Outside of gloo graphs hold the exchange itself: ranks whose graphs know different sizes
-        still issue the same collectives.
+        """Whether one all-gather is cheaper than the exchange of the plan. Except over gloo, graphs
+        hold the exchange itself: ranks whose graphs know different sizes still issue the same
+        collectives.
         """
         if self.traced and not self.over_gloo:
             return False
@@ -178,15 +169,12 @@ class PathRequest:
 
 
 class ChosenPath(NamedTuple):
-    """A path, the reason for it, and whether it is less than the requested one.
-
-    ``wanted`` is the requested path, in the words of an error.
-    """
+    """A path, the reason for it, and whether it is less than the requested one."""
 
     path: Path
     why: str
     fallback: bool = False
-    wanted: str = ""
+    wanted: str = ""  # the requested path, in the words of an error
 
 
 class Row(NamedTuple):
@@ -217,10 +205,9 @@ def is_small(step: Step, groups: StepGroups, nbytes: int) -> bool:
 
 
 def small_bytes(step: Step) -> int:
-    """Up to how many bytes one all-gather costs less than other paths.
-
-    By the planner's model, with each rank on a host of its own, and no more than what travels
-    behind a header in the first message over gloo: beyond, there are two collectives again.
+    """Up to how many bytes one all-gather costs less than other paths. The planner's model decides,
+    with each rank on a host of its own. The bound is at most the room behind a header in the first
+    message over gloo: beyond that, there are two collectives again.
     """
     return min(one_message_bytes(step.sizes, CPU_LINKS), inline_bytes(step.group_size))
 
@@ -304,11 +291,8 @@ TABLE = (
 
 
 def choose(request: PathRequest) -> ChosenPath:
-    """The path of a reduction, by ``TABLE``.
-
-    Raises:
-        ContractTypeError: an average of integers.
-        PolicyError: no path of that name.
+    """The path of a reduction, by ``TABLE``. Raises ContractTypeError for an average of integers,
+    and PolicyError for an unknown path.
     """
     row = next(row for row in TABLE if row.when(request))
     wanted = request.wanted

@@ -51,20 +51,13 @@ _MOST_GATHERED = 32
 
 @dataclass(frozen=True, slots=True)
 class _PendingHeaders:
-    """Headers on their way to the host.
+    """Headers on their way to the host."""
 
-    Attributes:
-        mine: of this process.
-        rows: words and rank of each header, in memory of the host; or the largest and the
-            smallest words.
-        gathered: whether they are those of each rank.
-        event: that has passed when they are there; ``None``: they are.
-    """
-
-    mine: RankHeader
+    mine: RankHeader  # of this process
+    # In host memory: words and rank of each header, or the largest and the smallest words.
     rows: Tensor
-    gathered: bool
-    event: Any
+    gathered: bool  # whether ``rows`` are the headers of each rank
+    event: Any  # has passed when ``rows`` have arrived; ``None``: they have
 
 
 _pending: list[_PendingHeaders] = []
@@ -79,10 +72,8 @@ def is_deferred(tensor: Tensor, groups: StepGroups) -> bool:
 
 
 def raise_pending() -> None:
-    """Raise what has been found since the last call. It does not wait for a device.
-
-    Raises:
-        SignatureMismatchError: ranks brought different headers to a reduction.
+    """Raise SignatureMismatchError if ranks brought different headers to an earlier reduction. It
+    does not wait for a device: a difference that is still on its way is raised by a later call.
     """
     with _lock:
         while _pending and (_pending[0].event is None or _pending[0].event.query()):
@@ -95,16 +86,8 @@ def raise_pending() -> None:
 
 
 class DeferredWire(Wire):
-    """Carries one reduction on a device; see ``Wire``.
-
-    Args:
-        groups: of the step.
-        mine: this rank and its header.
-        device: of the tensors.
-        call: the word of its ticket.
-
-    Raises:
-        SignatureMismatchError: as ``raise_pending``, for earlier reductions.
+    """Carries one reduction on a device; see ``Wire``. Creating it raises SignatureMismatchError
+    for earlier reductions, as ``raise_pending`` does.
     """
 
     def __init__(
@@ -156,10 +139,9 @@ class DeferredWire(Wire):
     def start_round(
         self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
     ) -> Callable[[], None]:
-        """As in ``Wire``; a rank without messages does nothing.
-
-        The arguments of an all-to-all have a number for each rank, so that issuing one takes time
-        for all of them. What NCCL gets is the same: one message for each pair and direction.
+        """As in ``Wire``; a rank without messages does nothing. The arguments of an all-to-all have
+        a number for each rank, so issuing one takes time for all of them. NCCL receives the same:
+        one message for each pair and direction.
         """
         if not backend_of(group, device).supports_coalescing:
             return super().start_round(messages, group, device)

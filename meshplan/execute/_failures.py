@@ -29,18 +29,9 @@ def raise_failure(
 def translate_failure(
     error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose
 ) -> RuntimeError:
-    """The error to raise for ``error``; ``error`` itself, if nothing can be added.
-
-    Args:
-        error: raised by a backend or by shared memory.
-        groups: of the step.
-        device_type: of the tensors.
-        purpose: of the reduction, for the words of the error.
-
-    Returns:
-        ``CollectiveError``: the backend has failed. ``PeerTimeoutError``: with what is known of the
-        others. ``error``: there is no memory, or the backend has no such dtype; with a note on
-        where.
+    """The error to raise for ``error`` of a backend or of shared memory: CollectiveError if the
+    backend failed, PeerTimeoutError with what is known of the other ranks. ``error`` itself, with a
+    note on where, if memory is missing or the backend does not support the dtype.
     """
     if isinstance(error, PeerTimeoutError):
         if device_type != "cpu" or error.ended:
@@ -56,14 +47,11 @@ def translate_failure(
 
 
 def _is_of_this_rank(error: RuntimeError) -> bool:
-    """Whether there is no memory, or the backend has no such dtype: nothing was sent.
-
-    Callers look for the one by its type, or, for torch's allocator on the CPU, by its words; for
-    the other gloo and NCCL have words of their own. Anything else is a failure between ranks: gloo
-    raises them as plain ``RuntimeError``, some, such as "Application timeout caused pair closure",
-    without its name.
-    """
+    """Whether memory is missing, or the backend does not support the dtype: nothing was sent."""
     words = ("DefaultCPUAllocator", "Invalid scalar type", "Unconvertible NCCL type")
+    # Memory: by the type, or by the words of torch's allocator on the CPU. Dtype: by the words of
+    # gloo and NCCL. Everything else is a failure between ranks. gloo raises these as plain
+    # ``RuntimeError``, some without its name, such as "Application timeout caused pair closure".
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 

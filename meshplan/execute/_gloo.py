@@ -43,16 +43,9 @@ _MOST_AT_ONCE = 32
 
 
 class GlooWire(Wire):
-    """Carries one reduction; see ``Wire``.
-
-    Args:
-        groups: of the step, over gloo.
-        mine: this rank and its header.
-        call: the word of its ticket.
-
-    Raises:
-        SignatureMismatchError: by an exchange on the last level, ``gather`` and ``compare``, on
-            all ranks of the reduction, if the headers of any two of them differ.
+    """Carries one reduction over gloo; see ``Wire``. If the headers of any two ranks differ, an
+    exchange on the last level, ``gather`` and ``compare`` raise SignatureMismatchError on all ranks
+    of the reduction.
     """
 
     # Of the pieces of all ranks. Below, one call for each message costs more than it saves. In

@@ -46,53 +46,32 @@ def inline_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where everything of one kind of message is; views of the channel's two buffers.
+    """Where the parts of one kind of message are placed: views of the channel's two buffers."""
 
-    Attributes:
-        sent: the blocks for all other ranks.
-        sends: bytes of the block for each rank.
-        heads: the places of this rank's headers, one in each block.
-        calls: the places of the call in them, as few tensors as the blocks allow.
-        slots: the place of each other rank's part.
-        before, after: the same, as one tensor for the ranks below this one and those above it,
-            where all parts have one length.
-        rows: the headers that came from all other ranks, each with its call and its rank.
-        found: the same without the ranks.
-        leaves: the part that came from each other rank.
-        expected: ``found`` where nothing differs, and its calls.
-        uniform: whether this rank's own headers are equal.
-    """
-
-    sent: Tensor
-    sends: list[int]
-    heads: list[Tensor]
-    calls: list[Tensor]
-    slots: list[Tensor]
+    sent: Tensor  # the blocks for all other ranks
+    sends: list[int]  # bytes of the block for each rank
+    heads: list[Tensor]  # the places of this rank's headers, one in each block
+    calls: list[Tensor]  # the places of the call in ``heads``, as few tensors as the blocks allow
+    slots: list[Tensor]  # the place of each other rank's part
+    # ``slots`` of the ranks below this one as one tensor, where all parts have one length.
     before: Tensor | None
-    after: Tensor | None
-    rows: Tensor
-    found: Tensor
-    leaves: list[Tensor]
-    expected: Tensor
-    expected_calls: Tensor
-    uniform: bool
+    after: Tensor | None  # the same for the ranks above it
+    rows: Tensor  # the headers that came from all other ranks, each with its call and its rank
+    found: Tensor  # ``rows`` without the ranks
+    leaves: list[Tensor]  # the part that came from each other rank
+    expected: Tensor  # ``found`` where nothing differs
+    expected_calls: Tensor  # its calls
+    uniform: bool  # whether this rank's own headers are equal
 
 
 class Channel:
-    """The first messages over one process group of gloo.
-
-    One collective at a time uses it. The returned parts are valid until the next one.
-
-    Args:
-        group: of several ranks, this one among them.
-        headers: that each rank sends; the same number on every rank.
-
-    Attributes:
-        ranks: global ranks of the group.
+    """The first messages over one process group of gloo, each with the same number of ``headers``
+    on every rank. One collective at a time uses it. The returned parts are valid until the next
+    one.
     """
 
     def __init__(self, group: ProcessGroup, headers: int) -> None:
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.ranks = tuple(dist.get_process_group_ranks(group))  # global ranks of the group
         self._ranks, self._rank, self._count = group.size(), group.rank(), headers
         self._each = headers * HEADER_BYTES + inline_bytes(self._ranks)
         self._receives = [self._each] * self._ranks
@@ -117,20 +96,10 @@ class Channel:
         log: CollectiveLog,
         call: int,
     ) -> tuple[list[Tensor], tuple[RankHeader, ...]]:
-        """Send ``parts[r]`` and the headers to rank r; receive the part of this rank from each.
-
-        Args:
-            group: the channel's.
-            headers: this rank's own, or those that it passes on; so many as the channel is for.
-            parts: one for each rank, flat, without gradients, of one dtype, none above
-                ``inline_bytes``; the rows of a tensor, or a list. ``None``: only headers are sent.
-            log: issues the collective.
-            call: the word of this rank's ticket.
-
-        Returns:
-            The parts for this rank from all ranks, in the order of the ranks; they are valid only
-            if all headers are equal. And the headers of all ranks in that order; empty if all are
-            equal.
+        """Send ``parts[r]`` and the headers to rank r; ``None``: headers only. Parts are flat, of
+        one dtype, at most ``inline_bytes`` each. Returns the parts for this rank in rank order,
+        valid only if all headers are equal, and the headers of all ranks in that order, empty if
+        all are equal.
         """
         rank = self._rank
         layout = self._layout(headers, parts)

@@ -37,10 +37,9 @@ def _over_gloo(group: ProcessGroup) -> bool:
 
 
 def break_connections(groups: StepGroups) -> None:
-    """End the groups over gloo of a reduction that has failed: all their waits fail, on all ranks.
-
-    A rank that has failed sends nothing more. Ranks that wait for it, and that have no connection
-    to the rank that is missing, would only find out after the timeout of the group.
+    """Abort the gloo groups of a failed reduction: all their waits fail, on all ranks. A rank that
+    has failed sends nothing more. Ranks that wait for it, without a connection to the missing rank,
+    would otherwise only fail at the timeout of the group.
     """
     memory = torch.empty(1, dtype=torch.uint8, device="cpu")
     for group in filter(_over_gloo, groups.all):

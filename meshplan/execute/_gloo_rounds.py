@@ -23,20 +23,13 @@ ROUND_BYTES = 32 << 10
 
 
 class HeaderRounds:
-    """Compares the headers of all ranks of a group.
-
-    Args:
-        group: over gloo.
-        header: this rank's, with its call.
-        log: issues the messages.
-
-    Attributes:
-        equal: whether no difference has been found yet.
+    """Compares the headers of all ranks of a gloo group. ``header`` is this rank's, with
+    its call.
     """
 
     def __init__(self, group: ProcessGroup, header: Header, log: CollectiveLog) -> None:
         self._group, self._header, self._log = group, header, log
-        self.equal = True
+        self.equal = True  # no difference has been found yet
 
     def compare(self, *, forth: bool = True) -> None:
         """Exchange headers without data, ``forth`` and back or only back; sets ``equal``."""
@@ -50,10 +43,9 @@ class HeaderRounds:
             self.swap(sends + [Message(False, empty, message.peer) for message in one.receives])
 
     def swap(self, messages: Sequence[Message]) -> None:
-        """Exchange ``messages`` of up to ``ROUND_BYTES``, each behind a header.
-
-        The data is valid only if all headers are equal. In place of the rank, a header has whether
-        its sender has found no difference.
+        """Exchange ``messages`` of up to ``ROUND_BYTES``, each behind a header. The data is valid
+        only if all headers are equal. In place of the rank, a header has whether its sender has
+        found no difference.
         """
         words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device="cpu")
         own = (*self._header.words, self.equal)

@@ -30,15 +30,9 @@ _Run = Callable[[Tensor, Step, StepGroups, str, bool, str], Outcome]
 def trace_reduction(
     summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool, calls: str
 ) -> Outcome:
-    """Put the reduction into the graph that torch traces.
-
-    Args:
-        summand: this rank's, on the CPU, of real numbers.
-        step: a reduction.
-        groups: of the step, over gloo.
-        path: that was chosen.
-        is_complex: whether the last dimension holds the real and the imaginary part of a number.
-        calls: the name by which the operator takes a ticket when it runs.
+    """Put the reduction of a real CPU summand over gloo into the graph that torch traces. With
+    ``is_complex``, its last dim holds real and imaginary parts. The operator takes a ticket by the
+    name ``calls`` when it runs.
     """
     log, ops = CollectiveLog(), torch.ops.meshplan
     contract, flat = step.contract, not step.scatter and step.inner == 1
@@ -57,11 +51,8 @@ def trace_reduction(
 
 
 def define_operators(run: _Run) -> None:
-    """Define both operators.
-
-    Args:
-        run: reduces over gloo by the path of a name; the last arguments are ``is_complex`` and the
-            name by which a ticket is taken.
+    """Define both operators. ``run`` reduces over gloo by the path of a name. Its last arguments
+    are ``is_complex`` and the name by which a ticket is taken.
     """
 
     def exchange(

@@ -18,36 +18,27 @@ from meshplan.kernel import Communicator
 # Not frozen: one is made in every call, and a frozen dataclass takes three times as long to make.
 @dataclass(slots=True, eq=False)
 class StepGroups:
-    """The groups of one step: ``whole`` if it is flat, ``inner`` and ``outer`` if hierarchical.
-
-    Let p be a rank's position in the whole group, row-major over ``step.sizes``, and
-    ``p = o * step.inner + j``. Its inner group are the ranks with the same o, in the order of j;
-    its outer group those with the same j, in the order of o.
-
-    Attributes:
-        whole: all ranks that reduce together; a hierarchical step does not need it.
-        inner, outer: of this rank; ``None`` for a flat step.
-        gather: over ``step.gather_axes``; ``None`` if there are none.
-        peers: memory that all ranks of ``whole`` share; ``None`` if they do not.
-        no_peers: the reason why they do not, where the configuration requests it.
-        ranks: returns the global ranks of the whole group, where a hierarchical step has none.
-        prepared: the prepared reductions on these groups. The caller keeps it for as long as it
-            finds the same groups.
-        flat: ``whole``, for a flat step alone.
-        levels: the groups to reduce over sequentially, for the one result.
-        all: every group of which the step uses collectives, once.
+    """The groups of one step: ``whole`` if it is flat, ``inner`` and ``outer`` if hierarchical. Let
+    p be a rank's position in the whole group, row-major over ``step.sizes``, and
+    ``p = o * step.inner + j``. Its inner group is the ranks with the same o, in the order of j; its
+    outer group those with the same j, in the order of o.
     """
 
-    whole: ProcessGroup | None
-    inner: ProcessGroup | None = None
-    outer: ProcessGroup | None = None
-    gather: ProcessGroup | None = None
-    peers: Communicator[Any] | None = None
-    no_peers: str = ""
+    whole: ProcessGroup | None  # all ranks that reduce together; unused by a hierarchical step
+    inner: ProcessGroup | None = None  # of this rank; ``None`` for a flat step
+    outer: ProcessGroup | None = None  # likewise
+    gather: ProcessGroup | None = None  # over ``step.gather_axes``; ``None`` if there are none
+    peers: Communicator[Any] | None = None  # memory that all ranks of ``whole`` share
+    no_peers: str = ""  # why there is no such memory, where the configuration requests it
+    # The global ranks of the whole group, for a hierarchical step.
     ranks: Callable[[], tuple[int, ...]] | None = None
+    # Prepared reductions on these groups, kept as long as the caller finds the same groups.
     prepared: dict[Any, Any] = field(repr=False, compare=False, default_factory=dict)
+    # ``whole``, for a flat step alone.
     flat: ProcessGroup = field(init=False, repr=False, compare=False)
+    # The groups to reduce over, sequentially, for the one result.
     levels: tuple[ProcessGroup, ...] = field(init=False, repr=False, compare=False)
+    # Every group whose collectives the step uses, once.
     all: tuple[ProcessGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,14 +80,8 @@ class StepGroups:
 
 
 def resolve_group(name: str, size: int | None = None) -> ProcessGroup:
-    """The process group that a graph names.
-
-    Args:
-        name: torch's name of the group.
-        size: of the group that was there when the graph was made, where the graph knows it.
-
-    Raises:
-        GroupStateError: there is no such group, or it is another one.
+    """The process group that a graph names. Raises GroupStateError if it does not exist, or if its
+    size is not ``size``, that of the group when the graph was made.
     """
     fix = (
         "call meshplan.prepare(mesh) before compiled code runs, on every rank, and "

@@ -35,12 +35,9 @@ RANK_WORD = CALL_WORD + 1
 
 
 class Header(NamedTuple):
-    """The description of one rank's part in a collective.
+    """The description of one rank's part in a collective."""
 
-    Attributes:
-        words: as ``meshplan.record.pack_words`` packs them; and the call, if it was compared.
-    """
-
+    # As ``meshplan.record.pack_words`` packs them; then the call, if it was compared.
     words: tuple[int, ...]
 
     def at(self, call: int) -> Header:
@@ -70,12 +67,8 @@ _recent: dict[object, tuple[Step, Header]] = {}
 
 @lru_cache(maxsize=1024)
 def step_header(step: Step, dtype: torch.dtype, shape: tuple[int, ...], path: str) -> Header:
-    """The header of one rank's part in a reduction.
-
-    Args:
-        step: the reduction.
-        dtype, shape: of this rank's summand.
-        path: that runs; what only ranks with equal headers decide further is not part of it.
+    """The header of one rank's part in a reduction of a summand of this dtype and shape. It has the
+    path that runs, but no decision that only ranks with equal headers make later.
     """
     # Which rank gets which shard. Without shards the positions of the axes do not matter.
     cut = ""
@@ -103,12 +96,8 @@ def step_header(step: Step, dtype: torch.dtype, shape: tuple[int, ...], path: st
 
 
 def tensor_header(summand: Tensor, step: Step, path: str, is_complex: bool) -> Header:
-    """``step_header`` of ``summand``.
-
-    Args:
-        summand: this rank's, of real numbers.
-        step, path: as for ``step_header``.
-        is_complex: whether the last dimension holds the real and the imaginary part of a number.
+    """``step_header`` of ``summand``, which is real. With ``is_complex``, its last dim holds the
+    real and the imaginary parts.
     """
     # A step takes longer to hash than a small header takes to send; most steps come again.
     key = id(step), summand.dtype, summand.shape, path, is_complex
@@ -146,14 +135,8 @@ def gather_header(
 def list_header(
     kind: str, tensors: Sequence[Tensor], layout: Sequence[str], op: str, ranks: int
 ) -> Header:
-    """The header of a list of tensors in few messages.
-
-    Args:
-        kind: of the collective.
-        tensors: this rank's.
-        layout: dtype and shape of each tensor, equal on all ranks.
-        op: of a reduction; empty for an all-gather.
-        ranks: of the group.
+    """The header of a list of tensors in few messages. ``layout`` has the dtype and shape of each
+    tensor that all ranks must share. ``op`` is empty for an all-gather.
     """
     elements = () if kind == "all_gather" else (sum(tensor.numel() for tensor in tensors),)
     return Header(
@@ -170,13 +153,9 @@ def list_header(
 
 
 def ranked_digest(mine: RankHeader) -> int:
-    """A number of 64 bits, with sign: a digest of the header in front of the rank.
-
-    Equal headers have equal digests, so the largest and the smallest of these numbers over all
-    ranks are of ranks with different headers if there are any.
-
-    Args:
-        mine: a rank and its header.
+    """A signed 64-bit number: a digest of the header, then the rank. Equal headers have equal
+    digests, so if headers differ, the largest and the smallest number of all ranks belong to ranks
+    with different headers.
     """
     rank, header = mine
     digest = hashlib.sha1(repr(header.words).encode()).digest()[:8]
@@ -185,10 +164,8 @@ def ranked_digest(mine: RankHeader) -> int:
 
 def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMismatchError:
     """``mismatch_error`` where only the largest and the smallest words of all headers are known.
-
-    Args:
-        ends: the largest of each word, then the smallest; a ``ranked_digest`` in place of the rank.
-        mine: this process's global rank and header.
+    ``ends`` has the largest of each word, then the smallest, with a ``ranked_digest`` in place of
+    the rank.
     """
     (most, largest), (least, smallest) = ends
     first, last = (number & ((1 << _RANK_BITS) - 1) for number in (most, least))
@@ -211,11 +188,8 @@ def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMis
 
 
 def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatchError:
-    """The error of a collective whose ranks brought different headers; all ranks have one text.
-
-    Args:
-        brought: global ranks and their headers, of all ranks of the collective.
-        rank: this process's global rank.
+    """The error of a collective to which ranks brought different headers. ``brought`` has those of
+    all ranks, and the text is the same on all of them.
     """
     # From the headers of all ranks and nothing else, so that every rank raises the same text.
     by_header: dict[Header, list[int]] = {}

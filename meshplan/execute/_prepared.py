@@ -20,9 +20,8 @@ from meshplan.planner import Step
 
 
 class PreparedReduction:
-    """The decisions about a reduction of tensors of one dtype, shape and device.
-
-    It belongs to the groups of the step, and keeps neither them nor a tensor alive.
+    """The decisions about a reduction of tensors of one dtype, shape and device. It belongs to the
+    groups of the step, and keeps neither them nor a tensor alive.
     """
 
     __slots__ = (
@@ -79,13 +78,7 @@ class PreparedReduction:
         step: Step,
         traced: bool,
     ) -> Event:
-        """The event of a call.
-
-        Args:
-            purpose, path: of the call.
-            collectives: the names of those that it issued.
-            tensor, step, traced: of the call.
-        """
+        """The event of a call. ``collectives`` are the names of those that it issued."""
         choice, why = self.choice, self.choice.why
         if not collectives:
             empty = not traced and tensor.numel() == 0

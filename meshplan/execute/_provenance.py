@@ -26,36 +26,21 @@ Kind = Literal["redistribution", "collective"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One kind of reduction or fallback. Its fields are keys of the report's JSON.
+    """One kind of reduction or fallback. Its fields are keys of the report's JSON."""
 
-    Attributes:
-        asked: the requested redistribution, as placements on a mesh; or the requested collective.
-        planned: the step, or the reason why there is none.
-        ran: the executed path, e.g. ``exchange``; ``torch`` where it fell through to PyTorch.
-        sends: the collectives issued, by name.
-        group: the process group, or an empty string.
-        dtype: of the tensor, or an empty string.
-        why: the reason for ``ran``.
-        fallback: whether ``ran`` is less than the policy requests.
-        kind: of ``asked``.
-        path: the requested path, e.g. ``auto``; or an empty string.
-        contract: fixes the bits of ``ran``; ``None`` if nothing does.
-        ranks: how many reduce together; 0 where it fell through to PyTorch.
-        traced: for a compiled or captured graph, whose runs are not counted, or in a simulation.
-    """
-
-    asked: str
-    planned: str
-    ran: str
-    sends: tuple[str, ...]
-    group: str
-    dtype: str
-    why: str
-    fallback: bool = False
-    kind: Kind = "redistribution"
-    path: str = ""
-    contract: str | None = None
-    ranks: int = 0
+    asked: str  # the requested redistribution, as placements on a mesh, or collective
+    planned: str  # the step, or the reason why there is none
+    ran: str  # the executed path, e.g. ``exchange``; ``torch``: fell through to PyTorch
+    sends: tuple[str, ...]  # the collectives issued, by name
+    group: str  # the process group, or an empty string
+    dtype: str  # of the tensor, or an empty string
+    why: str  # the reason for ``ran``
+    fallback: bool = False  # whether ``ran`` is less than the policy requests
+    kind: Kind = "redistribution"  # of ``asked``
+    path: str = ""  # the requested path, e.g. ``auto``, or an empty string
+    contract: str | None = None  # fixes the bits of ``ran``; ``None`` if they are not fixed
+    ranks: int = 0  # how many reduce together; 0 where it fell through to PyTorch
+    # In a simulation, or a compiled or captured graph, whose runs are not counted.
     traced: bool = False
 
     def __hash__(self) -> int:
@@ -76,28 +61,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Purpose:
-    """The request behind a collective, in the words of its events.
+    """The request behind a collective, in the words of its events."""
 
-    Attributes:
-        request: the redistribution or the call.
-        planned: the step of the plan.
-        group: the axes or the group that it runs over.
-        kind: ``redistribution`` or ``collective``.
-    """
-
-    request: str
-    planned: str
-    group: str
+    request: str  # the redistribution or the call
+    planned: str  # the step of the plan
+    group: str  # the axes or the group that it runs over
     kind: Kind = "redistribution"
 
 
 class CollectiveLog:
-    """Issues the collectives of one reduction, and lists them.
-
-    ``issue`` is the only way into the list, so that the list is of calls that were made.
-
-    Attributes:
-        names: of the collectives, in order.
+    """Issues the collectives of one reduction, and lists their ``names`` in order. ``issue`` is the
+    only way into the list, so every name is of a call that was made.
     """
 
     __slots__ = ("names",)
@@ -193,15 +167,14 @@ class _Events:
 
 
 class _Counters:
-    """``untouched``: redistributions in which there was nothing to plan.
-
-    A caller adds to it without a lock and without a call: every redistribution pays for this.
+    """Counters that a caller adds to without a lock and without a call: every
+    redistribution pays.
     """
 
     __slots__ = ("untouched",)
 
     def __init__(self) -> None:
-        self.untouched = 0
+        self.untouched = 0  # redistributions with nothing to plan
 
 
 COUNTERS = _Counters()
@@ -216,13 +189,8 @@ def record(
     seconds: float = 0.0,
     audited: bool = False,
 ) -> None:
-    """Count one event.
-
-    Args:
-        event: to count.
-        elements, nbytes: of this rank's summand; ``None`` where that is not known.
-        seconds: of the host, until the call has returned.
-        audited: compared with the reference.
+    """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
+    seconds until the call returned. ``audited``: the call was compared with the reference.
     """
     _EVENTS.add(event, elements, nbytes, seconds, audited=audited)
     if OBSERVING.observer is not None and event.contract is not None and not event.traced:

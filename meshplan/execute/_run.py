@@ -42,62 +42,32 @@ _Result = TypeVar("_Result")
 
 
 def run_reduction(
-    tensor: Tensor,
-    step: Step,
+    tensor: Tensor,  # this rank's summand, any strides; left as it is
+    step: Step,  # an ``all_reduce`` or ``reduce_scatter``
     groups: StepGroups,
     *,
     purpose: Purpose,
-    path: str = "exchange",
-    strict: bool = False,
+    path: str = "exchange",  # one of ``PATHS``, for a step that is planned as an exchange
+    strict: bool = False,  # raise FallbackRefusedError instead of a fallback
+    # For path ``auto``: always or never one-shot; ``None``: the faster.
     one_shot: bool | None = None,
-    audit: int = 0,
-    traced: bool | None = None,
-    ticket: int = NO_TICKET,
-    calls: str = "",
+    audit: int = 0,  # the number of an audited call, the same on all ranks; 0: no audit
+    traced: bool | None = None,  # ``is_traced(tensor)``, where the caller has called it
+    ticket: int = NO_TICKET,  # the word of the call, which ranks compare
+    calls: str = "",  # the name by which a traced reduction takes a ticket when it runs
 ) -> Tensor:
-    """Reduce ``tensor`` over ``groups`` as in ``step``; each rank gets the result or its shard.
-
-    Args:
-        tensor: this rank's summand, any shape and strides; left as it is. The dtypes of the
-            contract, and complex for sum and avg (real and imaginary parts are two elements).
-            Others run on the backend's own all-reduce, which the report shows as a fallback.
-        step: an ``all_reduce`` or ``reduce_scatter``.
-        groups: the step's.
-        purpose: the request and the plan, for the report.
-        path: one of ``PATHS``, for a step that is planned as an exchange.
-        strict: refuse a fallback.
-        one_shot: if path is ``auto``: always one-shot, or never; ``None``: the faster path.
-        audit: the number of this call, if its bits are compared with those of the reference; 0: no
-            audit. The same on all ranks. Reductions outside the contract, empty tensors and traced
-            tensors are never compared.
-        traced: ``is_traced(tensor)``, where the caller has called it.
-        ticket: the word of the call, which ranks compare.
-        calls: the name by which a traced reduction takes a ticket when it runs.
-
-    Returns:
-        A contiguous tensor of the same dtype, of the tensor's shape or the shard's. On GPUs, and by
-        path ``native``, its last collective may be under way:
-        torch's functional ``wait_tensor`` waits for it. Where torch traces, that is in the
-        graph already.
-
-    Raises:
-        ContractTypeError: ``avg`` of integers.
-        PolicyError: no path of that name.
-        FallbackRefusedError: ``strict``, and a dtype outside the contract or a path that cannot be
-            taken.
-        PeerTimeoutError, SignatureMismatchError: ranks that share memory did not come, or came for
-            something else.
-        CollectiveError: the backend failed, on every rank that was in it. On GPUs and by path
-            ``native`` errors may come later, and are then the backend's own.
-        GroupStateError: another thread is in a reduction over the same groups.
-        AuditError: on every rank, where an audit has found other bits than the contract's.
-        RuntimeError: no memory, for example; a note names the reduction.
+    """Reduce ``tensor`` over ``groups`` as in ``step``: the result or this rank's shard,
+    contiguous. Its last collective may be under way on GPUs and by path ``native``: ``wait_tensor``
+    waits for it (where torch traces, the graph does). Later errors are then the backend's own;
+    others are those of ``translate_failure``, on every rank that was in the reduction.
     """
     assert step.op is not None
     started = time.perf_counter()
     if traced is None:
         traced = is_traced(tensor)
     found = prepare_reduction(tensor, step, groups, purpose, path, strict, one_shot, traced)
+    # Real and imaginary parts are two elements. A dtype outside the contract runs on the backend's
+    # own all-reduce, which the report shows as a fallback.
     summand = torch.view_as_real(tensor.resolve_conj()) if found.pairs else tensor.resolve_neg()
     if step.norm is not None:
         summand = summand**step.norm
@@ -130,10 +100,12 @@ def run_reduction(
         # A size may be a symbol: to compare it would add a guard to the graph.
         record(event, seconds=seconds)
         return result
+    # Reductions outside the contract and empty or traced tensors are never compared.
     audits = bool(audit) and found.contract is not None and summand.numel() > 0
     difference = _audit.audit(summand, reduced.tensor, step, groups) if audits else None
     record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds, audited=audits)
     if difference is not None:
+        # All ranks raise it: the audit has the same result on each.
         raise _audit.audit_error(difference, purpose.request, step, chosen, tensor, audit)
     return result
 
@@ -174,21 +146,9 @@ def _guarded(
 def compare_headers(
     tensor: Tensor, group: ProcessGroup, header: Header, purpose: Purpose, ticket: int
 ) -> tuple[str, ...]:
-    """Compare what all ranks bring to a collective that is no planned reduction, over gloo.
-
-    Args:
-        tensor: this rank's.
-        group: of the collective.
-        header: this rank's.
-        purpose: for the words of an error.
-        ticket: the word of the call.
-
-    Returns:
-        The collectives issued; none on other backends, and where torch traces.
-
-    Raises:
-        SignatureMismatchError: on every rank of ``group``, if two headers differ.
-        CollectiveError, GroupStateError: as ``run_reduction``.
+    """Compare, over gloo, what all ranks bring to a collective that is no planned reduction. Raises
+    SignatureMismatchError on every rank if two headers differ. Returns the collectives issued: none
+    on other backends, and none where torch traces.
     """
     groups = StepGroups(group)
     if is_traced(tensor) or not is_gloo(tensor, groups):
@@ -201,11 +161,7 @@ def compare_headers(
 def prepare_reduction(
     tensor: Tensor, step: Step, groups: StepGroups, purpose: Purpose, *how: Any
 ) -> PreparedReduction:
-    """The prepared reduction of these arguments, from the groups' own table if there is one.
-
-    Args:
-        tensor, step, groups, purpose, how: as for ``PreparedReduction``.
-    """
+    """The prepared reduction of these arguments, from the groups' own table if it has one."""
     *_, traced = how
     if traced:
         return PreparedReduction(tensor, step, groups, purpose, *how)

@@ -40,16 +40,8 @@ def select_shard(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
 def gather_shard(
     finished: Tensor, shape: torch.Size, groups: StepGroups, wire: Wire
 ) -> tuple[Tensor, bool]:
-    """The shard, of the parts of it that this rank and its sharers have finished.
-
-    Args:
-        finished: this rank's part, flat, as ``split_parts`` split it.
-        shape: of the shard.
-        groups: of the step.
-        wire: that carried the summands.
-
-    Returns:
-        The shard, contiguous; and whether it is still to be waited for.
+    """The contiguous shard, from the flat parts that this rank and its sharers have finished
+    (``split_parts`` defines them), and whether it must still be waited for.
     """
     numel = math.prod(shape)
     if groups.gather is None or numel == 0:

@@ -38,19 +38,9 @@ class _Chunk:
 def run_stages(
     chunks: Iterable[Stages[_Result]], send_round: Callable[[Sequence[Message]], Pending]
 ) -> list[_Result]:
-    """Run all chunks; one more starts in each turn, before the older ones are waited for.
-
-    Args:
-        chunks: each taken when it starts.
-        send_round: sends the messages of one round, and waits for all of them when it is called
-            back, also where one fails.
-
-    Returns:
-        What the chunks have returned, in their order.
-
-    Raises:
-        Exception: the first failure of a chunk. Collectives of others may be under way then. They
-            keep their memory, and end with the connections of their group.
+    """Run all chunks, and return their results in order. One more starts in each turn, before the
+    older ones are waited for. Calling back what ``send_round`` returns waits for all messages of
+    its round, also if one fails. Raises the first failure of a chunk.
     """
     waiting = enumerate(chunks)
     results: dict[int, _Result] = {}
@@ -63,6 +53,8 @@ def run_stages(
         rounds = [one.request for one in live if not callable(one.request)]
         # Also without messages: on some backends all ranks take part in a round.
         if rounds:
+            # After a failure, collectives of other chunks may be under way. They keep their memory,
+            # and end with the connections of their group.
             send_round([message for one in rounds for message in one])()
         live = fresh + [one for one in live if _advance(one, _answer(one), results)]
         if not live and stages is None:

@@ -25,9 +25,8 @@ _SMALLEST_SUBNORMAL = math.ulp(0.0)
 
 
 class SteadyReduction:
-    """A reduction of CPU tensors of one dtype and number of elements; see ``find_steady``.
-
-    It holds no process group and no tensor.
+    """A reduction of CPU tensors of one dtype and number of elements; see ``find_steady``. It holds
+    no process group and no tensor.
     """
 
     __slots__ = ("_call", "_changes", "_event", "_handle", "_purpose", "_rounds")
@@ -48,19 +47,9 @@ class SteadyReduction:
         self._changes = registry.changes
 
     def run(self, message: Tensor, out: Tensor, ticket: int) -> bool:
-        """Reduce ``message`` into ``out``, which may be the same; both contiguous, of the dtype.
-
-        ``ticket`` is the word of the call, which ranks compare. After an error ``out`` holds NaN
-        (or all ones).
-
-        Returns:
-            False, and nothing was done, if the decisions are to be made again: the group or its
-            memory is gone, paths were registered, or this thread flushes subnormal numbers, which
-            the ordinary way refuses. All ranks of a group find that at the same call, but for the
-            last, which has no effect on the others.
-
-        Raises:
-            PeerTimeoutError, SignatureMismatchError, CollectiveError: as ``run_reduction``.
+        """Reduce ``message`` into ``out``, which may be the same tensor; both are contiguous.
+        Returns False, with nothing done, if the decisions must be made again. Raises as
+        ``run_reduction``; ``out`` then holds NaN (or all ones).
         """
         pg = self._handle.process_group()
         if (
@@ -68,6 +57,9 @@ class SteadyReduction:
             or self._changes != registry.changes
             or (self._rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0)
         ):
+            # The group or its memory is gone, paths were registered, or this thread flushes
+            # subnormal numbers, which the ordinary way refuses. All ranks find the first two at the
+            # same call. The last has no effect on other ranks.
             return False
         started = time.perf_counter()
         try:
@@ -89,16 +81,9 @@ def find_steady(
     strict: bool,
     one_shot: bool | None,
 ) -> SteadyReduction | None:
-    """The steady form of a reduction that ``run_reduction`` has run with these arguments.
-
-    Args:
-        tensor: the summand of that call.
-        step, groups, purpose, path, strict, one_shot: of that call.
-        handle: finds ``groups.whole``.
-
-    Returns:
-        ``None`` if it did not run through shared memory on CPUs, is of complex numbers, or scatters
-        a summand that is not flat.
+    """The steady form of a reduction that ``run_reduction`` has run with these arguments. ``None``
+    if it did not run through shared memory on CPUs, is of complex numbers, or scatters a summand
+    that is not flat. ``handle`` finds ``groups.whole``.
     """
     how = (path, strict, one_shot, False)
     found = prepare_reduction(tensor, step, groups, purpose, *how)

@@ -11,14 +11,8 @@ ONE_SHOT_VARIABLE = "MESHPLAN_USE_1STAGE_ALLREDUCE"
 
 
 def one_shot_switch() -> bool | None:
-    """The value of ``MESHPLAN_USE_1STAGE_ALLREDUCE``, which applies to path ``auto`` only.
-
-    Returns:
-        ``True`` for ``1``: one-shot, whatever the size. ``False`` for ``0``: never one-shot.
-        ``None`` where it is not set or empty: the faster path.
-
-    Raises:
-        PolicyError: any other value.
+    """``MESHPLAN_USE_1STAGE_ALLREDUCE``, for path ``auto`` only. ``1``: always one-shot (True).
+    ``0``: never (False). Unset or empty: the faster path (None). Others raise PolicyError.
     """
     value = os.environ.get(ONE_SHOT_VARIABLE, "")
     if value not in ("", "0", "1"):

@@ -36,66 +36,39 @@ _TAG = 0x6D706C
 
 
 class Message(NamedTuple):
-    """One message of a round between pairs of ranks.
+    """One message of a round between two ranks."""
 
-    Attributes:
-        sends: whether this rank sends it; else it receives it.
-        tensor: bytes to send, or the memory for them: flat and contiguous.
-        peer: the other rank's position in the group of the round.
-    """
-
-    sends: bool
-    tensor: Tensor
-    peer: int
+    sends: bool  # this rank sends it; else it receives it
+    tensor: Tensor  # bytes to send, or the memory for them: flat and contiguous
+    peer: int  # the other rank's position in the group of the round
 
 
 class Wire:
-    """Carries one reduction, level by level, by functional collectives and without headers.
-
-    So torch's tools see and count the messages. This class is for graphs and for simulated ranks;
-    its subclasses compare headers.
-
-    Args:
-        call: the word of the reduction's ticket, which ranks compare.
-        calls: the name by which a traced operator takes one when it runs.
-
-    Attributes:
-        log: issues the collectives and lists them.
-        issue: ``log.issue``.
-        call, calls: as above.
+    """Carries one reduction, level by level, by functional collectives and without headers, so that
+    torch's tools see and count the messages. This class is for graphs and simulated ranks; its
+    subclasses compare headers.
     """
 
     def __init__(self, call: int = NO_TICKET, calls: str = "") -> None:
         self.log = CollectiveLog()
         self.issue = self.log.issue
+        # The word of the reduction's ticket, which ranks compare, and the name by which a traced
+        # operator takes one when it runs.
         self.call, self.calls = call, calls
 
     def compare(self) -> None:
         """Compare the headers of all ranks, for data that travels without them."""
 
     def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
-        """Whether pieces of ``nbytes`` arrive in the memory that a caller offers for them.
-
-        Args:
-            nbytes: of each piece of an exchange or a gather.
-            group: of the ranks that send them.
-        """
+        """Whether pieces of ``nbytes`` of an exchange or a gather arrive in the caller's memory."""
         return False
 
     def exchange(
         self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
     ) -> Sequence[Tensor]:
-        """Send ``parts[r]`` to rank r of ``group``; the parts for this rank from all ranks.
-
-        Args:
-            parts: one for each rank, flat, of one dtype: the rows of a contiguous tensor, or a
-                list.
-            group: of this rank and others.
-            last: whether no other exchange follows in this reduction.
-
-        Returns:
-            Flat, in the order of the ranks, and waited for; valid until the next exchange over
-            ``group``.
+        """Send ``parts[r]`` (rows of a contiguous tensor, or a list, of one dtype) to rank r.
+        Returns the flat parts for this rank in rank order, waited for, and valid until the next
+        exchange over ``group``. ``last``: no other exchange follows in this reduction.
         """
         return self.start_exchange(parts, group, last=last)()
 
@@ -107,17 +80,10 @@ class Wire:
         last: bool = True,
         room: Sequence[Tensor] | None = None,
     ) -> Callable[[], Sequence[Tensor]]:
-        """``exchange``, whose messages are under way when it returns.
-
-        After ``compare`` it sends no headers, and several exchanges may be under way.
-
-        Args:
-            parts, group, last: as for ``exchange``.
-            room: memory like the part for this rank, one for each rank and apart from ``parts``,
-                to which a backend may write those of others.
-
-        Returns:
-            Waits for the messages, and returns the parts.
+        """``exchange``, whose messages are under way when it returns; the returned function waits
+        for the parts. After ``compare`` it sends no headers, and several exchanges may be under
+        way. A backend may write the parts of others to ``room``: one place for each rank, apart
+        from ``parts``.
         """
         ranks = group.size()
         if isinstance(parts, Tensor):
@@ -135,14 +101,9 @@ class Wire:
         return finish
 
     def gather(self, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
-        """The summands of all ranks of ``group``, in their order.
-
-        Args:
-            tensor: this rank's, flat and contiguous.
-            group: of this rank and others.
-
-        Returns:
-            Flat, waited for; valid until the next exchange over ``group``.
+        """The summands of all ranks of ``group``, in their order, from this rank's flat and
+        contiguous ``tensor``. They are flat, waited for, and valid until the next exchange over
+        ``group``.
         """
         self.compare()
         gathered = self.start_gather(tensor, group)()
@@ -151,15 +112,9 @@ class Wire:
     def all_to_all(
         self, message: Tensor, into: Sequence[int], out: Sequence[int], group: ProcessGroup
     ) -> Tensor:
-        """Send ``out[r]`` elements of ``message`` to each rank r, and receive ``into[r]`` from it.
-
-        Args:
-            message: flat and contiguous, in the order of the ranks; headers are not compared.
-            into, out: one number for each rank of ``group``.
-            group: of this rank and others.
-
-        Returns:
-            What is received, in the order of the ranks; not waited for.
+        """Send ``out[r]`` elements of the flat, contiguous ``message`` to each rank r, and receive
+        ``into[r]`` from it. Returns what is received in rank order, not waited for. Headers are not
+        compared.
         """
         found: Tensor = self.issue(
             _ops.all_to_all_single, message, list(into), list(out), group.group_name
@@ -167,14 +122,8 @@ class Wire:
         return found
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        """The tensors of all ranks of ``group``, concatenated along the first dim.
-
-        Args:
-            tensor: contiguous, of one shape on all ranks; headers are not compared.
-            group: of this rank and others.
-
-        Returns:
-            Not waited for.
+        """The tensors of all ranks of ``group``, contiguous and of one shape, concatenated along
+        the first dim. Not waited for; headers are not compared.
         """
         found: Tensor = self.issue(
             _ops.all_gather_into_tensor, to_wire_dtype(tensor), group.size(), group.group_name
@@ -184,15 +133,9 @@ class Wire:
     def start_gather(
         self, tensor: Tensor, group: ProcessGroup, room: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """``all_gather`` that may run concurrently with other collectives.
-
-        Args:
-            tensor, group: as for ``all_gather``.
-            room: memory for the tensors of all ranks, to which a backend may write them;
-                ``tensor`` may be its own part of that.
-
-        Returns:
-            Waits for the messages, and returns the tensors.
+        """``all_gather`` that may run concurrently with other collectives; the returned function
+        waits for the tensors. A backend may write them to ``room``, of which ``tensor`` may be its
+        own part.
         """
         return partial(self.wait, self.all_gather(tensor, group))
 
@@ -202,29 +145,19 @@ class Wire:
         return found
 
     def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
-        """Compare headers before the first ``start_round``, or in the rounds.
-
-        Args:
-            group: of this rank and others.
-            nbytes: no message is longer; equal on ranks with equal headers.
-            inline: whether the rounds are those of ``halving_schedule`` over one axis.
+        """Compare headers before the first ``start_round``, or in the rounds. ``nbytes`` bounds
+        every message, and is equal on ranks with equal headers. ``inline``: the rounds are those of
+        ``halving_schedule`` over one axis.
         """
         self.compare()
 
     def start_round(
         self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
     ) -> Callable[[], None]:
-        """Exchange messages with some ranks of ``group``. All ranks take part in each round.
-
-        It is one all-to-all, of which NCCL sends only what is not empty, as one group.
-
-        Args:
-            messages: those between two ranks are in one order on both.
-            group: of this rank and others.
-            device: of all tensors.
-
-        Returns:
-            Waits for the messages, and writes those that came to their memory.
+        """Exchange messages with some ranks of ``group``; those between two ranks are in one order
+        on both. All ranks take part in each round: it is one all-to-all, of which NCCL sends only
+        what is not empty, as one group. The returned function waits, and writes each message to its
+        memory.
         """
         splits = [[0] * group.size(), [0] * group.size()]
         ordered = sorted(messages, key=lambda one: one.peer)
@@ -245,10 +178,8 @@ class Wire:
         return finish
 
     def end_rounds(self, *, gathered: bool) -> None:
-        """Complete a comparison that ``begin_rounds`` has left to the rounds.
-
-        Args:
-            gathered: whether the rounds back have been done.
+        """Complete a comparison that ``begin_rounds`` has left to the rounds. ``gathered``: the
+        rounds back have been done.
         """
 
     def checked(self, result: Tensor) -> Tensor:
@@ -285,11 +216,7 @@ def fold(leaves: Sequence[Tensor], step: Step) -> Tensor:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether nothing is sent now: torch traces, a CUDA graph is captured, or ranks are simulated.
-
-    Args:
-        tensor: the summand.
-    """
+    """Whether nothing is sent now: torch traces, a CUDA graph captures, or ranks are simulated."""
     return type(tensor) not in _PLAIN or is_compiled() or is_captured(tensor)
 
 
@@ -318,15 +245,9 @@ def wait_for_group(work: Work, group: ProcessGroup) -> None:
 def start_messages(
     messages: Iterable[Message], group: ProcessGroup, log: CollectiveLog
 ) -> Callable[[], None]:
-    """Send and receive ``messages``, at once.
-
-    Args:
-        messages: with as many bytes on both sides, or with more room where they are received.
-        group: over gloo.
-        log: issues them.
-
-    Returns:
-        Waits for them, as long as the group allows, or until it is aborted.
+    """Send and receive ``messages`` over gloo, at once; the receiver may have more room than is
+    sent. The returned function waits for them until the group's timeout, or until the group is
+    aborted.
     """
     works = []
     for sends, tensor, peer in sorted(messages, key=lambda one: one.sends):

@@ -18,11 +18,8 @@ _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 
 
 def keep_store(group: ProcessGroup, store: Store) -> None:
-    """Let the members of ``group``, who belong to several jobs, agree through ``store``.
-
-    Args:
-        group: its global ranks, in torch's tables, are its group ranks.
-        store: the same on all members, for this group alone.
+    """Let the members of ``group``, who belong to several jobs, agree through ``store``, which is
+    for this group alone. In torch's tables, its global ranks are its group ranks.
     """
     _STORES[group] = store
 
@@ -39,10 +36,8 @@ def store_of(group: ProcessGroup | None) -> Store:
 
 
 def refuse_second_group(group: ProcessGroup) -> None:
-    """Refuse to create another group of the same ranks, where they belong to several jobs.
-
-    Raises:
-        GroupStateError: they do.
+    """Raise GroupStateError if the ranks belong to several jobs, which cannot create
+    another group.
     """
     if group in _STORES:
         raise GroupStateError(

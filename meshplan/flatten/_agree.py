@@ -39,23 +39,18 @@ _POLLS_PER_SECOND = 10_000
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """What all members read.
+    """The verdict that all members read."""
 
-    Attributes:
-        missing: global ranks that had not arrived when the first member ran out of time.
-        tokens: the record of each global rank, where the records differ; else empty.
-        veto: global rank and reason of a member that refused; else ``None``.
-        answer: what a unanimous vote brought about, where it was held for an answer.
-        call: in which ranks are missing; 0: in none.
-        began: when the member that gave up had waited for half of its time, in seconds since the
-            epoch. A process that started later was not in this job.
-    """
-
+    # Global ranks that had not arrived when the first member ran out of time.
     missing: tuple[int, ...] = ()
+    # The record of each global rank, where the records differ; else empty.
     tokens: dict[int, Record] = field(default_factory=dict)
-    veto: tuple[int, str] | None = None
+    veto: tuple[int, str] | None = None  # global rank and reason of a member that refused
+    # The text of the member that decided a unanimous vote, where the vote has an answer.
     answer: str = ""
-    call: int = 0
+    call: int = 0  # in which ranks are missing; 0: in none
+    # When the member that gave up had waited for half of its time, in seconds since the epoch. A
+    # process that started later was not in this job.
     began: float = 0.0
 
     @property
@@ -89,16 +84,8 @@ class VoteResult:
 
 
 def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | None]:
-    """Enter the first vote on ``name`` that is this rank's to take part in.
-
-    Args:
-        store: the default group's store.
-        name: what the vote is about.
-        rank: this process's global rank.
-
-    Returns:
-        The key prefix of the vote, which ends in its number; and the verdict, if a member has
-        refused for everybody before this rank came, else ``None``.
+    """Enter the first vote on ``name`` that this rank may take part in. Returns its key prefix,
+    which ends in its number, and the verdict if a member has refused for all before this rank came.
     """
     # Not the rank alone: a restarted process has the rank of the one that died, and must not take
     # a vote which that one has entered for its own.
@@ -122,12 +109,8 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | No
 
 
 def gave_up_on(store: Store, prefix: str, rank: int, call: int = 0) -> VoteResult | None:
-    """The verdict of an earlier vote than ``prefix`` whose members gave up waiting for ``rank``.
-
-    Args:
-        store, rank: as for ``open_round``.
-        prefix: from ``open_round``.
-        call: only a verdict of this call; 0: of any.
+    """The verdict of a vote before ``prefix`` (of ``open_round``) whose members gave up waiting for
+    ``rank``: of ``call`` only, or of any call if that is 0.
     """
     head, _, number = prefix.rpartition("/")
     for earlier in range(int(number)):
@@ -141,34 +124,22 @@ def gave_up_on(store: Store, prefix: str, rank: int, call: int = 0) -> VoteResul
 
 def vote(
     store: Store,
-    prefix: str,
+    prefix: str,  # from ``open_round``, or a suffix of it for a second vote of the same members
     *,
-    ranks: Sequence[int],
+    ranks: Sequence[int],  # the members' global ranks, equal on all
     rank: int,
-    token: Record,
+    token: Record,  # a yes needs the same on all members
     timeout: float,
-    veto: str | None = None,
+    veto: str | None = None,  # a reason to refuse for all, at once
+    # Called on the member that decides, once all have arrived with one token. It must return the
+    # same on any member: all read it.
     answer: Callable[[], str] | None = None,
+    # Members in different calls differ, as with different tokens. 0, in no call, differs from none.
     call: int = 0,
 ) -> VoteResult:
-    """Arrive with ``token`` and return what all members decide, within ``timeout`` seconds.
-
-    Args:
-        store: the default group's store.
-        prefix: from ``open_round``, or a suffix of it for a second vote of the same members.
-        ranks: the members' global ranks, equal on all.
-        rank: this process's global rank.
-        token: what this rank brings; must be the same on all members for a yes.
-        timeout: seconds to wait for the others, counted from this rank's arrival.
-        veto: a reason to refuse for everybody, at once.
-        answer: called on the member that decides, once all have arrived with one token; all
-            members read what it returns. It must be the same whoever that is.
-        call: the number of the call that this rank is in, of those that the members count. Members
-            in different calls differ, as with different tokens; 0, in no call, differs from none.
-
-    Raises:
-        GroupAgreementError: on every member, as soon as all have arrived, where they run releases
-            whose records have different versions.
+    """Arrive with ``token``, and return what all members decide within ``timeout`` seconds of this
+    rank's arrival. Raises GroupAgreementError on every member, as soon as all have arrived, if they
+    run releases whose records have different versions.
     """
     verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer, call)
     versions = {token.version for token in verdict.tokens.values()}
@@ -224,11 +195,8 @@ def _vote(
 
 
 def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
-    """Wait at most ``wait`` seconds for the other members of a vote; returns the missing ranks.
-
-    Args:
-        store, prefix, ranks: as for ``vote``. Without the rank that asks.
-        wait: seconds.
+    """Wait at most ``wait`` seconds for the other members of a vote, ``ranks`` without this one.
+    Returns the missing ranks.
     """
     deadline = time.monotonic() + wait
     while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
@@ -250,15 +218,9 @@ def gather_texts(
     wait: float,
     decided: str,
 ) -> list[str] | int:
-    """Every member's text in group order, or the rank that has given none.
-
-    Args:
-        store, ranks, rank: as for ``vote``.
-        prefix: of the round, or a suffix of it.
-        what: the texts are about, once in a round.
-        text: this rank's.
-        wait: seconds to wait for the others.
-        decided: the vote that ends the wait when it has a verdict: a member has given up.
+    """Every member's text in group order, or the rank that has published none within ``wait``
+    seconds. The wait also ends when the vote ``decided`` has a verdict: a member has given up.
+    ``what`` is unique within a round.
     """
     store.set(f"{prefix}/{what}/{rank}", text)
     deadline = time.monotonic() + wait
@@ -277,20 +239,9 @@ def gather_texts(
 def roll_call(
     store: Store, name: str, *, ranks: Sequence[int], rank: int, wait: float, note: str = ""
 ) -> tuple[tuple[int, ...], bool, tuple[tuple[int, str], ...]]:
-    """After a failure of what ``ranks`` did together: which of them have not reported it?
-
-    Args:
-        store: the default group's.
-        name: of the group that failed.
-        ranks: its members' global ranks.
-        rank: this process's global rank.
-        wait: seconds to wait for the others.
-        note: for the others.
-
-    Returns:
-        The ranks that did not report it within ``wait`` seconds. Whether the others have called the
-        roll before this rank came; then the ranks are those that did not answer them, without this
-        one. And each rank that has reported it, with its note.
+    """The ranks that have not reported a common failure within ``wait`` seconds; whether the others
+    called the roll before this rank came (then the first are those that did not answer them,
+    without this rank); and each rank that has reported it, with its ``note``.
     """
     prefix, _ = open_round(store, f"failed/{name}", rank)
     head, _, number = prefix.rpartition("/")
@@ -362,13 +313,9 @@ class Signatures:
         return cls(store, ranks, rank, prefix)
 
     def compare(self, mine: Record, timeout: float) -> VoteResult:
-        """Meet the other members with ``mine``.
-
-        Returns:
-            A verdict without tokens: unanimous, or with the members that are missing.
-
-        Raises:
-            SignatureMismatchError: on every member, where they differ.
+        """Compare ``mine`` with the other members' in a vote. Returns a verdict without tokens:
+        unanimous, or with the missing members. Raises SignatureMismatchError on every member if
+        they differ.
         """
         prefix = f"{self.prefix}/{self.number}"
         verdict = vote(

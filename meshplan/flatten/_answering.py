@@ -33,15 +33,9 @@ def _bounded(name: str) -> Any:
 
 
 class AnsweringStore(Store):
-    """A view of a store that answers each request within ``seconds``, or raises.
-
-    Args:
-        store: the store.
-        seconds: to wait for each answer; at least 5.
-
-    Every method raises ``GroupStateError`` if no answer comes in time, the connection is lost, or
-    the group of this thread's reduction was aborted.
-    The store may still carry out the last request then.
+    """A view of a store that answers each request within ``seconds``, at least 5. Else every method
+    raises GroupStateError, also if the connection is lost or the group of this thread's reduction
+    was aborted. The store may still carry out the last request then.
     """
 
     def __init__(self, store: Store, seconds: float) -> None:

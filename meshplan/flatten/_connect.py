@@ -98,11 +98,7 @@ class _Members:
         return self.vote(f"{prefix}/mapped", Record.of(vote="mapped"), veto=failure)
 
     def exchange(self, prefix: str, text: str, what: str = "handle") -> list[str]:
-        """Every member's text, in group order.
-
-        Raises:
-            TransportError: a member has none.
-        """
+        """Every member's text, in group order. Raises TransportError if a member has none."""
         texts = gather_texts(
             self.store,
             prefix,
@@ -147,30 +143,17 @@ class _Members:
 
 def connect(
     store: Store,
-    name: str,
-    ranks: tuple[int, ...],
+    name: str,  # of the communicator: the same on every member and in every run
+    ranks: tuple[int, ...],  # global ranks in group order
     *,
     rank: int,
-    objection: str | None = None,
-    wait: float,
-    timeout: float,
-    agreed: str = "",
+    objection: str | None = None,  # why this rank shares no memory
+    wait: float,  # seconds to wait for the other members now
+    timeout: float,  # seconds that the communicator waits for a peer
+    agreed: str = "",  # text that only members in the same call have
 ) -> HostCommunicator | str | VoteResult:
-    """Map memory of this host with the other members.
-
-    Args:
-        store: the default group's.
-        name: of the communicator: the same on every member and in every run.
-        ranks: the members' global ranks in group order.
-        rank: this process's global rank.
-        objection: why this rank shares no memory.
-        wait: seconds to wait for the other members now.
-        timeout: seconds that the communicator waits for a peer.
-        agreed: text that only members in the same call have.
-
-    Returns:
-        The communicator, or the reason why there is none; or the verdict of a vote to which
-        members did not come.
+    """Map memory of this host with the other members. Returns the communicator, the reason why
+    there is none, or the verdict of a vote to which members did not come.
     """
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; shared memory serves 2 to {MAX_PEERS}"
@@ -240,23 +223,15 @@ def connect_devices(
     wait: float,
     timeout: float,
     timed: bool = False,
+    # The device of this rank; torch's current one by default.
     find: Callable[[], Device] | None = None,
+    # In order; IPC, then symmetric memory by default.
     transports: Sequence[Transport] | None = None,
-    lanes: int = 512,
+    lanes: int = 512,  # of a block, 1 to 512
     agreed: str = "",
 ) -> DeviceCommunicator | str | VoteResult:
-    """Reach the memory of the other members' GPUs.
-
-    Args:
-        group_name: torch's name for the process group.
-        store, name, ranks, rank, objection, wait, timeout, agreed: as for ``connect``.
-        timed: only if that was timed to be faster than an exchange on these GPUs.
-        find: the device of this rank; torch's current one if not given.
-        transports: what to try, in order; IPC and then symmetric memory if not given.
-        lanes: of a block.
-
-    Returns:
-        As for ``connect``.
+    """Reach the memory of the other members' GPUs; returns as ``connect``. With ``timed``, only if
+    that was timed to be faster than an exchange on these GPUs.
     """
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; memory of GPUs serves 2 to {MAX_PEERS}"

@@ -51,12 +51,10 @@ _REST_SECONDS = 0.2
 
 @cache
 def rest_at_end() -> None:
-    """Let this process rest for a moment before it ends. To be called once or more.
-
-    Gloo's thread frees the tensors of a collective after those who wait for it have gone on, and
-    aborts a process whose interpreter has ended by then.
-    """
+    """Let this process rest for a moment before it ends. To be called once or more."""
     if sys.version_info < (3, 14):
+        # Gloo's thread frees the tensors of a collective after those who wait for it have gone on,
+        # and aborts a process whose interpreter has ended by then.
         atexit.register(time.sleep, _REST_SECONDS)
 
 
@@ -72,13 +70,12 @@ def group_name(
     use: str = "",
     group: ProcessGroup | None = None,
 ) -> str:
-    """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group.
-
-    The same on every member and in every run, so that compiled graphs, which hold group names,
-    are found again in a cache. ``use`` distinguishes groups that match in all that. The members of
-    a ``group`` across jobs have several default groups, which are left out.
+    """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group. It
+    is the same on every member and in every run, so that caches find compiled graphs, which hold
+    group names. ``use`` distinguishes groups that match in all that.
     """
     identity = f"{list(ranks)} {backend} {device_type}"
+    # Members across jobs have several default groups, which the name leaves out.
     if group is None or not is_across_jobs(group):
         default = default_group()
         identity += f" {default.group_name} {default.size()}"
@@ -98,11 +95,8 @@ def this_rank() -> int:
 
 
 def default_timeout(device_type: str, group: ProcessGroup | None = None) -> float:
-    """Seconds that ``group`` allows its own collectives; torch's if unknown.
-
-    Args:
-        device_type: of the tensors.
-        group: ``None``: the default group.
+    """Seconds that ``group`` (``None``: the default group) allows its collectives on a device type;
+    torch's default if unknown.
     """
     options = None
     try:
@@ -116,14 +110,9 @@ def default_timeout(device_type: str, group: ProcessGroup | None = None) -> floa
 
 
 def peer_timeout(device_type: str, group: ProcessGroup) -> float:
-    """Seconds that a reduction in memory of ``group``'s ranks waits for one of them.
-
-    They end before the group's own: a collective that the backend has queued behind the reduction
-    would otherwise be reported first, by the backend's watchdog and without the missing rank.
-
-    Args:
-        device_type: of the tensors.
-        group: whose ranks share memory.
+    """Seconds that a reduction in memory of ``group``'s ranks waits for one of them. They end
+    before the group's own: else the backend's watchdog would first report a collective that is
+    queued behind the reduction, without the missing rank.
     """
     seconds = default_timeout(device_type, group)
     return seconds - min(_EARLIER_SHARE * seconds, _EARLIER_SECONDS)
@@ -147,17 +136,9 @@ def create_members_only(
     store: Store,
     timeout: float,
 ) -> ProcessGroup:
-    """Create the group of ``ranks`` in that order. Exactly the members call this.
-
-    Args:
-        ranks: global ranks; the position of a rank is its rank in the group.
-        name: from ``group_name``.
-        backend: as ``init_process_group`` takes it, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
-        store: not used by any other group of this name.
-        timeout: seconds, for the creation and for the group's collectives.
-
-    Raises:
-        RuntimeError, ValueError: from torch, if the backend cannot connect the members.
+    """Create the group of ``ranks`` in that order, within ``timeout`` seconds, which its
+    collectives have too. Exactly the members call this. No other group of this name uses ``store``.
+    Raises torch's RuntimeError or ValueError if the backend cannot connect the members.
     """
     group_rank = list(ranks).index(this_rank())
     with disable_current_modes(), hidden_device():
@@ -177,10 +158,8 @@ def create_members_only(
 
 
 def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
-    """One tiny all-reduce, waited for: connections that are made lazily are made now.
-
-    Raises:
-        RuntimeError: it timed out, or the sum is not the number of members.
+    """One tiny all-reduce, waited for, so that lazy connections are made now. Raises RuntimeError
+    if it timed out, or if the sum is not the number of members.
     """
     with disable_current_modes():
         device = torch.device(device_type)
@@ -197,14 +176,14 @@ def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
 
 
 class _BoundDevice:
-    """Hides the default group's device while groups are created, in however many threads.
-
-    With a bound device torch would split the default communicator, which is collective over the
-    whole world: the ranks outside this group would have to take part. The lock is not held while a
-    group is created: other ranks' threads may create the same groups the other way round.
+    """Hides the default group's device while groups are created, in however many threads. With a
+    bound device torch would split the default communicator, which is collective over the whole
+    world: the ranks outside this group would have to take part.
     """
 
     def __init__(self) -> None:
+        # Not held while a group is created: other ranks' threads may create the same groups in the
+        # opposite order.
         self._lock = threading.Lock()
         # Of the default group: how many threads create, and what is to be given back.
         self._hidden: WeakKeyDictionary[ProcessGroup, tuple[int, object]] = WeakKeyDictionary()
@@ -237,10 +216,8 @@ hidden_device = _BOUND_DEVICE.hidden
 
 def attempt_store(prefix: str, backend: str) -> Store:
     """A store for one creation. ``prefix`` names the vote that allowed it: addresses that an
-    earlier, failed creation left behind are never read.
-
-    Raises:
-        GroupStateError: a thread other than the main thread, and a store that cannot be cloned.
+    earlier, failed creation left behind are never read. Raises GroupStateError in a thread other
+    than the main thread if the store cannot be cloned.
     """
     store = default_store()
     # The fake backend connects no ranks.

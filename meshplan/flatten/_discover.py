@@ -32,28 +32,16 @@ def discover(
     store: Store,
     rank: int,
     world_size: int,
-    timeout: float,
+    timeout: float,  # seconds to wait for the other ranks, from this rank's arrival
     *,
+    # The purpose of the wait, in the words of an error.
     what: str = "the gathering of where ranks sit",
+    # Finds this rank's place; from its environment by default.
     place: Callable[[], RankLocation] | None = None,
 ) -> Cluster:
-    """Gather the places of all ranks. Every rank calls it, as often as each other.
-
-    Args:
-        store: that all ranks have, e.g. the default group's.
-        rank: this process's global rank.
-        world_size: of the job.
-        timeout: seconds to wait for the other ranks, counted from this rank's arrival.
-        what: what ranks are waited for, in the words of an error.
-        place: finds this rank's place; from its environment if not given.
-
-    Returns:
-        The cluster, the same on all ranks.
-
-    Raises:
-        GroupAgreementError: ranks that did not come, named on all that came.
-        GroupStateError: the store does not answer.
-        TopologyInputError: what some rank published cannot be understood.
+    """Gather the places of all ranks of the job into the cluster, the same on all ranks. Every rank
+    calls it equally often. Raises GroupAgreementError, which names the missing ranks on all that
+    came, GroupStateError if the store does not answer, or TopologyInputError for an invalid place.
     """
     store = AnsweringStore(store, timeout)
     prefix, _ = open_round(store, f"places/{world_size}", rank)

@@ -106,21 +106,14 @@ class HasLife(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
-    """A found group, to be had again without a look-up until the registry forgets it.
-
-    After ``shutdown`` all ranks vote again, so that none may go on with what it has found before.
-
-    Attributes:
-        known: the group, without a hold on the process group.
-        default: the default group that it belongs to.
-        book: of the registry that has found it.
-        life: of the book, then.
+    """A found group, available without a look-up until the registry forgets it. After ``shutdown``
+    all ranks vote again, so that none may go on with a group found before.
     """
 
-    known: GroupEntry
-    default: weakref.ref[ProcessGroup]
-    book: HasLife
-    life: object
+    known: GroupEntry  # without a hold on the process group
+    default: weakref.ref[ProcessGroup]  # the default group that it belongs to
+    book: HasLife  # the table of the registry that has found it
+    life: object  # of the table, at that time
 
     def group(self) -> Group | None:
         """The group; ``None`` if it or its default group is gone."""
@@ -142,25 +135,18 @@ class GroupHandle:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One of the two groups of a hierarchical step, out of the ordered group over its axes.
-
-    That group is split in blocks of ``size`` consecutive ranks; ``size`` divides it.
-
-    Attributes:
-        kind: ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place
-            in each of the blocks.
-        size: ranks in a block.
+    """One of the two groups of a hierarchical step, out of the ordered group over its axes, which
+    is split in blocks of ``size`` consecutive ranks; ``size`` divides it.
     """
 
+    # ``inner``: the block that this rank is in. ``outer``: the rank at this rank's place in each
+    # block.
     kind: Literal["inner", "outer"]
     size: int
 
     def of(self, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The ranks out of ``ranks`` that go with ``rank``, in the same order.
-
-        Args:
-            ranks: global ranks of the whole group, in order.
-            rank: one of them.
+        """The ranks out of ``ranks``, the ordered whole group, that go with ``rank``, in the same
+        order.
         """
         block, place = divmod(ranks.index(rank), self.size)
         if self.kind == "outer":
@@ -169,10 +155,9 @@ class Block:
 
 
 class GroupKey(NamedTuple):
-    """What identifies a group. ``use`` separates groups that are equal in all else.
-
-    The contract is no part of it: one group, and one region of shared memory, serves every contract
-    and path. Headers and signatures compare those in each reduction.
+    """What identifies a group; ``use`` separates groups that are equal in all else. The contract is
+    no part of it: one group, and one region of shared memory, serves every contract and path.
+    Headers and signatures compare those in each reduction.
     """
 
     ranks: tuple[int, ...]
@@ -187,15 +172,12 @@ MAX_MEETINGS = 1024
 
 
 class GroupTable:
-    """Groups by what they are, by shortcuts, and what their members have agreed on.
-
-    Thread-safe: nothing here waits for other ranks.
-
-    Attributes:
-        life: another object each time that all is forgotten.
+    """Groups by their keys, by shortcuts, and the agreements of their members. Thread-safe: nothing
+    here waits for other ranks.
     """
 
     def __init__(self) -> None:
+        # Another object each time that all is forgotten.
         self.life = object()
         self._lock = threading.RLock()
         self._default: weakref.ref[ProcessGroup] | None = None
@@ -301,9 +283,8 @@ class GroupTable:
             return sum(peers is not None and peers.alive for peers in found)
 
     def take_created(self) -> list[Group]:
-        """The created groups in the order of their names, for the caller to destroy; forget all.
-
-        Of groups that are a parent process's there is none to destroy.
+        """The created groups in the order of their names, for the caller to destroy; forget all. A
+        forked process destroys none of its parent's.
         """
         with self._lock:
             self.follow_default_group()
@@ -318,11 +299,9 @@ class GroupTable:
         return meeting in self._meetings
 
     def why_no_meeting(self) -> str | None:
-        """Why another one cannot be added, if it cannot.
-
-        None is forgotten to make room: ranks have met with different others, and one that had
-        forgotten would wait for those that have not.
-        """
+        """Why no further agreement can be added; ``None`` if one can."""
+        # No agreement is forgotten to make room: ranks have agreed with different others, and a
+        # rank that had forgotten would wait for those that have not.
         if len(self._meetings) < MAX_MEETINGS:
             return None
         return (

@@ -65,17 +65,14 @@ MAX_GROUPS = 64
 
 
 class GroupRegistry:
-    """Finds, creates and remembers groups.
-
-    Thread-safe: threads wait for each other where they need the same group, and only there. Else
-    one of them could wait for ranks whose threads wait the other way round.
-
-    Args:
-        max_groups: that it creates at most, and of those that share memory at most; a member that
-            has reached it refuses for all.
+    """Finds, creates and remembers groups. Thread-safe: threads wait for each other where they need
+    the same group, and only there. Else one of them could wait for ranks whose threads wait in the
+    opposite order.
     """
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+        # At most so many groups are created, and so many share memory. A member at the limit
+        # refuses for all.
         self.max_groups = max_groups
         self._table = GroupTable()
         self._locks = KeyedLock()
@@ -83,36 +80,19 @@ class GroupRegistry:
     def get(
         self,
         mesh: DeviceMesh,
-        layout: Layout,
-        axes: Sequence[int],
+        layout: Layout,  # of ``mesh``
+        axes: Sequence[int],  # positions, ascending
         *,
-        token: Record,
-        timeout: float | None = None,
-        block: Block | None = None,
-        peers: Sharing = "never",
-        call: int = 0,
+        token: Record,  # must match on all members at the first call (contract, path)
+        timeout: float | None = None,  # seconds to wait for members; ``None``: the default group's
+        block: Block | None = None,  # only this part of the group
+        peers: Sharing = "never",  # with memory that its ranks share, where that is possible
+        call: int = 0,  # the number of the call that needs the group; 0: not counted
     ) -> Group:
-        """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate.
-
-        The first call for a group is a vote of its members; the later ones look it up.
-
-        Args:
-            mesh: where axis groups and flattened meshes are looked for.
-            layout: of ``mesh``.
-            axes: positions, ascending.
-            token: what the members must have in common at the first call (contract, path).
-            timeout: seconds to wait for the other members; the default group's own if ``None``.
-            block: only this part of the group.
-            peers: whether with memory that its ranks share, where that is possible.
-            call: the number of the call that needs the group, where ranks count it; else 0.
-
-        Raises:
-            GroupAgreementError: members missing, in another call or with another token; no member
-                has the group.
-            GroupCreationError: the backend failed on some member.
-            GroupStateError: no default group, or another process's; a rank outside the mesh, a
-                CUDA graph being captured, or more than ``max_groups`` groups, on any member; or a
-                store that does not answer this rank.
+        """The group of this rank over ``axes`` of ``mesh``, ordered by mesh coordinate. The first
+        call for a group is a vote of its members; later ones look it up. Raises GroupAgreementError
+        if members are missing or differ: no member has the group then. GroupCreationError: the
+        backend failed on one. GroupStateError: one cannot take part, or its store is silent.
         """
         if not dist.is_initialized():
             raise GroupStateError(
@@ -169,20 +149,13 @@ class GroupRegistry:
         *,
         token: Record,
         peers: Sharing = "never",
+        # Another process group of the same ranks, for work concurrent with that of ``pg``.
         apart: bool = False,
         call: int = 0,
     ) -> Group:
-        """A group that the user made, ordered by its own ranks. The first call is a vote, as above.
-
-        Args:
-            pg: this rank is a member. How long it allows its collectives is how long members wait.
-            device_type: of the tensors.
-            token, peers, call: as for ``get``.
-            apart: another process group of the same ranks, created for work that runs
-                concurrently with that of ``pg``.
-
-        Raises:
-            GroupAgreementError, GroupCreationError, GroupStateError: as for ``get``.
+        """A group that the user made, ordered by its own ranks; this rank is a member. The first
+        call is a vote, as in ``get``, for as long as ``pg`` allows its collectives. Raises as
+        ``get``.
         """
         shortcut = (pg.group_name, device_type, peers, apart)
         group = self._table.short(shortcut)
@@ -216,14 +189,8 @@ class GroupRegistry:
         call: int = 0,
     ) -> None:
         """Agree, once, with all ranks of the group over ``axes`` that blocks of it will reduce.
-
-        Without it, who waits for a block of ranks that gave up on a missing one would name them.
-
-        Args:
-            mesh, layout, axes, token, timeout, call: as for ``get``.
-
-        Raises:
-            GroupAgreementError, GroupStateError: as for ``get``.
+        Without it, a rank that waits for a block of ranks that gave up on a missing rank would name
+        these. Raises GroupAgreementError and GroupStateError as ``get``.
         """
         refuse_forked()
         rank = this_rank()
@@ -253,16 +220,10 @@ class GroupRegistry:
             self._table.add_meeting(key)
 
     def compare(self, group: Group, device_type: str, signature: Record) -> None:
-        """Meet the other members of ``group`` and compare what all bring: the debug mode.
-
-        Args:
-            group: from ``get``; all members call this as often as each other.
-            device_type: of the mesh; its collectives' timeout is how long members wait.
-            signature: equal on all members.
-
-        Raises:
-            SignatureMismatchError: on every member, where they differ.
-            GroupAgreementError: members that did not come.
+        """Compare ``signature`` with the other members of ``group``: the debug mode. All members
+        call this equally often, and wait as long as the timeout of their collectives. Raises
+        SignatureMismatchError on every member if they differ, GroupAgreementError if members did
+        not come.
         """
         wait = default_timeout(device_type)
         name = "-".join(map(str, group.ranks))
@@ -282,21 +243,16 @@ class GroupRegistry:
         return self._table.memory_of(pg)
 
     def handle(self, group: Group) -> GroupHandle:
-        """A handle for a group that was just found.
-
-        Args:
-            group: from ``get`` or ``of``.
-        """
+        """A handle for a group that ``get`` or ``of`` has just returned."""
         world = dist.group.WORLD
         assert world is not None
         return GroupHandle(GroupEntry.of(group), weakref.ref(world), self._table, self._table.life)
 
     def shutdown(self) -> int:
-        """Destroy the created groups, in name order, and forget all. Returns how many.
-
-        Every rank that uses meshplan calls this, before ``destroy_process_group()``; there is
-        nothing to do after it, for that destroys all groups itself. A process that was forked
-        forgets the groups that are its parent's, and destroys none of them.
+        """Destroy the created groups, in name order, and forget all. Returns how many. Every rank
+        calls this before ``destroy_process_group()``; after that nothing is left to do, for it
+        destroys all groups. A forked process forgets its parent's groups, and destroys none of
+        them.
         """
         created = self._table.take_created()
         restart_calls()

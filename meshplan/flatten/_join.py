@@ -60,18 +60,15 @@ def agree_on_name(
     backend: str,
     call: int,
 ) -> str:
-    """The name of the groups over ``axes`` of ``mesh``, the same on all ranks that differ there.
-
-    A rank knows the names of its own groups only, and those of an axis have different names. So all
-    take the names that the rank at coordinate 0 of these axes has: along each axis, from the last
-    to the first, the rank at coordinate 0 passes on what it has.
-
-    Raises:
-        GroupAgreementError: the rank that was to pass on the names did not come, on the others; and
-            on that rank, if it comes after they gave up.
+    """Agree on the name of the groups over ``axes`` of ``mesh``, the same on all ranks that differ
+    there. If the rank that passes on the names does not come, raises GroupAgreementError on the
+    others, and on that rank if it comes after they gave up.
     """
     if calls.name:
         return calls.name
+    # A rank knows the names of its own groups only, and those of an axis have different names. So
+    # all take those of the rank at coordinate 0 of these axes: along each axis, from the last to
+    # the first, the rank at coordinate 0 passes them on.
     groups = {axis: mesh.get_group(axis) for axis in axes}
     names = ", ".join(group.group_name for group in groups.values())
     store, deadline = AnsweringStore(store_of(None), timeout), time.monotonic() + timeout
@@ -124,17 +121,9 @@ def agree_on_place(
     timeout: float,
     use: str,
 ) -> str:
-    """Agree with the other members on whose groups the calling threads use; each rank has one.
-
-    Args:
-        ranks, backend, device_type, rank, timeout, use: as for ``join_group``.
-        in_place: whether the thread of this rank is in the main thread's place.
-
-    Returns:
-        Why they use groups of their own; empty if all use those of the main thread.
-
-    Raises:
-        GroupAgreementError, GroupStateError: as in ``GroupRegistry.get``.
+    """Agree with the other members on whose groups the calling threads use; each rank has one
+    thread. Returns why they use groups of their own; empty if all use those of the main thread.
+    ``in_place``: this rank's thread is in the main thread's place. Raises as ``GroupRegistry.get``.
     """
     token = Record.of(main_thread="waits" if in_place else "goes on")
     tokens = dict.fromkeys(ranks, token)
@@ -166,30 +155,19 @@ Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group whose group ranks follow mesh coordinates.
-
-    Attributes:
-        pg: torch's process group.
-        ranks: global ranks in group order.
-        origin: ``created`` by meshplan, or ``kept`` from another contract that created it; or
-            found: the ``default`` group, an ``axis`` group of the mesh, a mesh that the user
-            ``flattened``, one that was ``given``.
-        name: torch's name for it.
-        peers: memory that its ranks share, where that was asked for and is possible.
-        no_peers: why there is none, where it was asked for.
-        thread: for a group that a thread uses: whether it is the main thread's or the thread's own,
-            and why.
-        lent: it is the main thread's.
-    """
+    """A process group whose group ranks follow mesh coordinates."""
 
     pg: ProcessGroup
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks in group order
+    # ``created`` by meshplan, ``kept`` from another contract that created it, or found: the
+    # ``default`` group, an ``axis`` group of the mesh, a mesh that the user ``flattened``, or one
+    # that was ``given``.
     origin: Origin
-    name: str
-    peers: Communicator[Any] | None = None
-    no_peers: str = ""
-    thread: str = ""
-    lent: bool = False
+    name: str  # torch's name for it
+    peers: Communicator[Any] | None = None  # memory that its ranks share, if requested and possible
+    no_peers: str = ""  # why there is no such memory, if requested
+    thread: str = ""  # for a thread's group: whose it is, the main thread's or its own, and why
+    lent: bool = False  # it is the main thread's
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
@@ -198,36 +176,21 @@ class Group:
 
 
 def join_group(
-    found: Group | None,
-    ranks: tuple[int, ...],
+    found: Group | None,  # the group, if this rank has one already
+    ranks: tuple[int, ...],  # global ranks by mesh coordinate
     backend: str,
     device_type: str,
     *,
     rank: int,
-    token: Record,
-    objection: str | None,
-    timeout: float,
-    use: str = "",
-    call: int = 0,
+    token: Record,  # must match on all members
+    objection: str | None,  # why this rank cannot join, for all to read
+    timeout: float,  # seconds to wait for the other members
+    use: str = "",  # separates groups of the same ranks by their use
+    call: int = 0,  # the number of the call that needs the group; 0: none does
 ) -> tuple[Group, str]:
     """Agree with the other members on the group of ``ranks``, and create it if none was found.
-
-    Args:
-        found: the group, if this rank has one already.
-        ranks: global ranks by mesh coordinate.
-        backend, device_type: of the group.
-        rank: this process's global rank.
-        token: what the members must have in common.
-        objection: why this rank cannot join, for all to read.
-        timeout: seconds to wait for the other members.
-        use: what the group is for, where another of the same ranks is for something else.
-        call: the number of the call that needs the group; 0: none does.
-
-    Returns:
-        The group, and the prefix of the round in the store: no other agreement has it.
-
-    Raises:
-        GroupAgreementError, GroupCreationError, GroupStateError: as in ``GroupRegistry.get``.
+    Returns it and the prefix of the round in the store, which no other agreement has. Raises as
+    ``GroupRegistry.get``.
     """
     pg = found.pg if found else None
     name = group_name(ranks, backend, device_type, use, pg)
@@ -264,10 +227,8 @@ def agree_on(
     objection: str | None = None,
     call: int = 0,
 ) -> None:
-    """Agree with the other ranks to reduce together, without a group of all of them.
-
-    Raises:
-        GroupAgreementError, GroupStateError: as in ``GroupRegistry.get``.
+    """Agree with the other ranks to reduce together, without a group of all of them. Raises
+    GroupAgreementError and GroupStateError as ``GroupRegistry.get``.
     """
     if backend != "fake":
         # The name of the whole group: a rank that would reduce over that is found as well.
@@ -288,14 +249,12 @@ def _agreed(
     objection: str | None = None,
     call: int = 0,
 ) -> str:
-    """Hold a vote on ``name``; returns its key prefix if all said yes.
-
-    Members may come in different calls: one has given up on the others, or failed alone, and gone
-    on. Those that are behind raise, so that their next call is the one of the others, who wait.
-    """
+    """Hold a vote on ``name``; returns its key prefix if all said yes."""
     store = AnsweringStore(store_of(pg), timeout)
     note_process(store, rank)
     deadline = time.monotonic() + timeout
+    # Members may come in different calls: one has given up on the others, or failed alone, and gone
+    # on. Those that are behind raise, so that their next call is that of the others, who wait.
     while True:
         prefix, verdict = open_round(store, name, rank)
         left = deadline - time.monotonic()
@@ -370,29 +329,17 @@ def share_memory(
     device_type: str,
     *,
     rank: int,
-    objection: str | None,
-    wait: float,
-    timeout: float,
-    timed: bool = False,
+    objection: str | None,  # why this rank shares no more memory, for all to read
+    wait: float,  # seconds to wait for the other members now
+    timeout: float,  # seconds that a reduction will wait for each of them
+    timed: bool = False,  # on GPUs only if it was timed to be faster on them
     use: str = "",
+    # The prefix of the round in which all members have agreed on the group, so that the rounds
+    # about memory are of members in the same call.
     agreed: str = "",
 ) -> Group:
-    """The group with memory that its ranks share, or with the reason why there is none.
-
-    Args:
-        group: all members hold it and call this.
-        device_type: of the tensors.
-        rank: this process's global rank.
-        objection: why this rank shares no more memory, for all to read.
-        wait: seconds to wait for the other members now.
-        timeout: seconds that a reduction will wait for each of them.
-        timed: on GPUs only if it was timed to be faster on them.
-        use: as for ``join_group``.
-        agreed: the prefix of the round in which all members have agreed on the group, so that the
-            rounds about memory are of members in the same call.
-
-    Raises:
-        GroupAgreementError: a member did not come.
+    """The group with memory that its ranks share, or with the reason why there is none. All members
+    hold it and call this. Raises GroupAgreementError if a member did not come.
     """
     kind = "timed peers" if timed else "peers"
     name = group_name(group.ranks, kind, device_type, use, group.pg)
@@ -422,9 +369,8 @@ def share_memory(
 def existing_group(
     mesh: DeviceMesh, axes: Sequence[int], ranks: tuple[int, ...], backend: str
 ) -> Group | None:
-    """A group of torch's with these ranks in this order: default, axis, or a flattened mesh.
-
-    Of several ``axes``, the group of one may serve too: ``ranks`` may be a block of theirs.
+    """A group of torch's with these ranks in this order: default, axis, or a flattened mesh. Of
+    several ``axes``, the group of one may serve too: ``ranks`` may be a block of theirs.
     """
     candidates: list[tuple[Origin, ProcessGroup]] = []
     default = default_group()
@@ -554,11 +500,7 @@ def refusal(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
-
-    Args:
-        ranks: at least one.
-    """
+    """At least one rank, in words."""
     return f"rank{'s' if len(ranks) > 1 else ''} {_shown(ranks)}"
 
 

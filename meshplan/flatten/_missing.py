@@ -48,9 +48,8 @@ _default_group: weakref.ref[ProcessGroup] | None = None
 
 
 def started_before(moment: float) -> bool:
-    """Whether this process ran at ``moment``, in seconds since the epoch, and has one job.
-
-    Else a note in the store that is of then may be for an earlier job on that store.
+    """Whether this process ran at ``moment``, in seconds since the epoch, and has one job. Else a
+    note of that time in the store may be for an earlier job on that store.
     """
     global _default_group
     world = dist.group.WORLD
@@ -96,11 +95,7 @@ def _stat(number: int) -> tuple[str, str] | None:
 
 
 def format_failure(failure: BaseException) -> str:
-    """The message of a backend, without the place in its source and without its advice.
-
-    Args:
-        failure: what the backend raised.
-    """
+    """The message of a backend, without the place in its source and without its advice."""
     first = str(failure).splitlines()[0] if str(failure) else ""
     return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
 
@@ -110,23 +105,16 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """What a rank knows of the others after a failure.
+    """The facts that a rank has about the others after a failure."""
 
-    Attributes:
-        seconds: how long the others were waited for; 0 if nothing could be found out.
-        late: whether the others reported the failure before, without this rank.
-        ended, stopped: ranks whose processes have ended or are stopped.
-        silent: ranks that did not report the failure and may be alive. One that runs may itself
-            still wait for a rank that is missing.
-        notes: the call in which each rank that reported the failure was.
-    """
-
-    seconds: float = 0.0
-    late: bool = False
-    ended: tuple[int, ...] = ()
-    stopped: tuple[int, ...] = ()
+    seconds: float = 0.0  # how long the others were waited for; 0 if nothing could be found out
+    late: bool = False  # whether the others reported the failure before, without this rank
+    ended: tuple[int, ...] = ()  # ranks whose processes have ended
+    stopped: tuple[int, ...] = ()  # ranks whose processes are stopped
+    # Ranks that did not report the failure and may be alive. A running one may itself still wait
+    # for a missing rank.
     silent: tuple[int, ...] = ()
-    notes: tuple[tuple[int, str], ...] = ()
+    notes: tuple[tuple[int, str], ...] = ()  # the call in which each reporting rank was
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -137,17 +125,10 @@ class RollCall:
 def find_missing(
     group: ProcessGroup, ranks: tuple[int, ...], device_type: str, name: str = "", note: str = ""
 ) -> RollCall:
-    """Call the roll of ``ranks``, whose reduction has failed on this rank.
-
-    Args:
-        group: one that they reduce on. How long it allows its collectives bounds the wait.
-        ranks: global ranks of all that reduce together.
-        device_type: of the tensors.
-        name: distinguishes groups of the same ranks; the same on all of them.
-        note: the call that has failed on this rank, for the others.
-
-    Returns:
-        What is known. Nothing is, without a store.
+    """Call the roll of ``ranks``, whose reduction over ``group`` has failed on this rank. The
+    timeout of the group's collectives bounds the wait. ``name``, the same on all, distinguishes
+    groups of the same ranks; ``note`` is the failed call, for the others. Without a store nothing
+    is known.
     """
     wait = min(_SECONDS, default_timeout(device_type, group))
     if is_forked():

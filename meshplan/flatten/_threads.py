@@ -58,9 +58,8 @@ def is_worker_thread() -> bool:
 
 
 def has_main_place() -> bool:
-    """Whether the calling thread is in the main thread's place: that waits until it ends.
-
-    The thread that has started it may not have come to ``join`` yet, and gets a second for it.
+    """Whether the calling thread is in the main thread's place: that waits until it ends. The
+    thread that has started it may not have come to ``join`` yet, and gets a second for it.
     """
     current = threading.current_thread()
     if _place_cache.has_main_place is not None:
@@ -79,15 +78,9 @@ def has_main_place() -> bool:
 
 
 def check_turn(what: object, *, lent: bool) -> None:
-    """Refuse a thread that would use a group while another thread has the turn.
-
-    Args:
-        what: the group, for the words of the error.
-        lent: whether it is a group of the main thread that other threads were given.
-
-    Raises:
-        GroupStateError: the main thread does not wait for this one; or this is the main thread, and
-            one that is in its place goes on.
+    """Raise GroupStateError for a thread that would use a group while another thread has the turn:
+    for a group of the main thread (``lent``), if that does not wait for this thread; on the main
+    thread, if a thread in its place goes on.
     """
     if lent and is_worker_thread():
         if not has_main_place():
@@ -159,11 +152,7 @@ def is_forked() -> bool:
 
 
 def refuse_forked() -> None:
-    """Refuse to reduce over what is another process's.
-
-    Raises:
-        GroupStateError: the default group is that of the process that forked this one.
-    """
+    """Raise GroupStateError if the default group is that of the process that forked this one."""
     if is_forked():
         raise GroupStateError(
             f"process {os.getpid()} is a fork of process {_parent}, whose process groups these "

@@ -118,11 +118,8 @@ def _reduction(
 def run_rounds(
     rounds: Rounds[_Result], send: Callable[[Sequence[Message]], Callable[[], None]]
 ) -> _Result:
-    """Run ``rounds`` sequentially.
-
-    Args:
-        rounds: of one reduction.
-        send: starts the messages of a round, and waits for them when it is called back.
+    """Run ``rounds`` of one reduction sequentially. ``send`` starts the messages of a round, and
+    waits for them when it is called back.
     """
     try:
         while True:
@@ -135,13 +132,8 @@ def run_rounds(
 def hand_out(
     own: Tensor, pieces: Sequence[Tensor], served: Sequence[Sequence[int]], rank: int
 ) -> Rounds[Tensor]:
-    """Bring finished shards to the ranks that own no part; returns this rank's own.
-
-    Args:
-        own: the results of this rank's part.
-        pieces: for each rank a tensor like its shard.
-        served: as ``share_owners`` returns it.
-        rank: this one, in the group.
+    """Bring finished shards to the ranks that own no part; returns this rank's own. ``own`` are the
+    results of this rank's part, and ``pieces`` has a tensor like its shard for each rank.
     """
     finished = torch.empty_like(pieces[rank])
     messages = []
@@ -160,24 +152,9 @@ def hand_out(
 
 
 class HalvedReduction:
-    """One reduction over the ranks of a group: of leaves, or of partials that others combined.
-
-    Run ``reduce``, then ``finish`` unless the sum is combined further, then ``gather`` unless it
-    stays scattered, and ``wire.end_rounds``. Rounds of several reductions may go out together.
-
-    Args:
-        op, contract, divisor: of the reduction.
-        dtype: of its leaves.
-        shape: sizes of the axes over the ranks of ``group``, outermost first.
-        group: of this rank and others.
-        wire: carries the messages.
-        cuts: where parts of the message begin, in elements, and its length: ``parts + 1`` numbers.
-            ``None``: equal parts of ``numel``.
-        numel: elements that each rank brings.
-        raised: whether ranks bring partials, on which the tree goes on, instead of leaves.
-
-    Attributes:
-        owned: the slice of the message of which this rank holds the result; empty if none.
+    """One reduction over the ranks of a group: of leaves, or of partials that others combined. Run
+    ``reduce``, then ``finish`` unless the sum is combined further, then ``gather`` unless it stays
+    scattered, and ``wire.end_rounds``. Rounds of several reductions may go out together.
     """
 
     def __init__(
@@ -186,13 +163,15 @@ class HalvedReduction:
         contract: Contract,
         divisor: int | None,
         dtype: torch.dtype,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...],  # sizes of the axes over the ranks of ``group``, outermost first
         group: ProcessGroup,
         wire: Wire,
         *,
-        numel: int,
+        numel: int,  # elements that each rank brings
+        # Where parts of the message begin, in elements, and its length: ``parts + 1`` numbers.
+        # ``None``: equal parts of ``numel``.
         cuts: Sequence[int] | None = None,
-        raised: bool = False,
+        raised: bool = False,  # ranks bring partials, on which the tree goes on
     ) -> None:
         self._op, self._contract, self._divisor, self._dtype = op, contract, divisor, dtype
         self._numel, self._cuts = numel, cuts
@@ -203,16 +182,15 @@ class HalvedReduction:
         self._of_partials = contract if node else replace(contract, accumulate="wide")
         self._plan = halving_schedule(shape, group.rank())
         first = self._plan.owned
+        # The slice of the message whose result this rank holds; empty if it holds none.
         self.owned = slice(0, 0) if first is None else self._slice(first, first + 1)
         # A message has a sum and a tail, of all elements where the parts are uneven.
         nbytes = 2 * numel * max(self._partial.itemsize, self._leaf.itemsize)
         wire.begin_rounds(group, nbytes, inline=len(merge_axes(shape)) == 1)
 
     def reduce(self, message: Tensor) -> Rounds[Tensor]:
-        """Return the sum over ``owned`` of all ranks' messages, unfinished.
-
-        Args:
-            message: this rank's, flat and contiguous; not changed.
+        """Return the sum over ``owned`` of all ranks' messages, unfinished. ``message`` is flat and
+        contiguous, and is not changed.
         """
         total, start, tail, tail_start = message.detach(), 0, message, 0
         for one in (*self._plan.rounds, *self._idle()):
@@ -253,11 +231,8 @@ class HalvedReduction:
         return finish_partials([total], *how)
 
     def gather(self, part: Tensor, room: Tensor | None = None) -> Rounds[Tensor]:
-        """Return the whole, from the parts of all ranks.
-
-        Args:
-            part: of ``owned``, flat; of any dtype.
-            room: memory for the whole, apart from ``part``; new memory if not given.
+        """Return the whole, from the flat ``part`` of all ranks, of any dtype, in ``room`` (apart
+        from ``part``) or new memory.
         """
         whole = part.new_empty(self._numel) if room is None else room
         whole[self.owned] = part

@@ -91,12 +91,8 @@ class HierarchicalPath(Path):
 
 
 class ExchangeLevel:
-    """One level: an all-to-all of parts, and an all-gather of results.
-
-    Args:
-        group: the ranks of the level.
-        wire: carries the data.
-        last: whether no level is above it.
+    """One level: an all-to-all of parts, and an all-gather of results. ``last``: no level is above
+    it.
     """
 
     def __init__(self, group: ProcessGroup, wire: Wire, *, last: bool) -> None:
@@ -105,9 +101,8 @@ class ExchangeLevel:
     def reduce(
         self, parts: Tensor | Sequence[Tensor], room: Tensor | None = None
     ) -> Stages[Sequence[Tensor]]:
-        """Send ``parts[r]`` to rank r; returns the parts that came from each rank.
-
-        They may be in ``room``: a row for each, apart from ``parts``.
+        """Send ``parts[r]`` to rank r; returns the parts that came from each rank. They may be in
+        ``room``: a row for each, apart from ``parts``.
         """
         memory = None if room is None else room.view(self._group.size(), -1).unbind(0)
         rows: Sequence[Tensor] = yield self._wire.start_exchange(
@@ -122,14 +117,7 @@ class ExchangeLevel:
 
 
 class Levels:
-    """The levels of a step, and the stages of a chunk through them.
-
-    Args:
-        step, groups, wire, tensor: of the reduction.
-
-    Attributes:
-        halves: whether blocks reduce by recursive halving; headers are compared before.
-    """
+    """The levels of a step, and the stages of a chunk through them."""
 
     def __init__(self, step: Step, groups: StepGroups, wire: Wire, tensor: Tensor) -> None:
         dtype = tensor.dtype
@@ -151,6 +139,7 @@ class Levels:
             dtype=dtype,
             divisor=step.divisor,
         )
+        # Blocks reduce by recursive halving; headers are compared before.
         self.halves = step.between == "halving" and not why_not_simulated()
         self._outer_sizes, self._block = step.outer_sizes, outer.rank()
         self._halved = partial(

@@ -43,10 +43,8 @@ MOST_REPAIRED = 0.25
 
 
 class IntegerPath(Path):
-    """See the module. Sizes depend on the data, so that no graph holds it.
-
-    Args:
-        verify: whether checksums cover the messages.
+    """See the module. Sizes depend on the data, so that no graph holds it. With ``verify``,
+    checksums cover the messages.
     """
 
     traced = False

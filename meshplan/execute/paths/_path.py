@@ -20,48 +20,30 @@ from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost, regist
 
 
 class Outcome(NamedTuple):
-    """The result of a path.
+    """The result of a path."""
 
-    Attributes:
-        tensor: the result or this rank's shard: contiguous, of the summand's dtype.
-        log: the wire's own, so that a path cannot report calls that it did not make.
-        pending: whether the last collective may still be under way, so that the result is to be
-            waited for.
-    """
-
-    tensor: Tensor
-    log: CollectiveLog
-    pending: bool = False
+    tensor: Tensor  # the result or this rank's shard: contiguous, of the summand's dtype
+    log: CollectiveLog  # the wire's own, so that a path cannot report calls that it did not make
+    pending: bool = False  # the last collective may still be under way: wait for the result
 
 
 class Path(Protocol):
-    """A way to move the data of a step. Subclass it, and pass an instance to ``register``.
-
-    A path sends by the methods of its ``wire``, which compare headers, or calls collectives as
-    ``wire.issue(collective, ...)`` after ``wire.compare()``. Its decisions may depend on the step,
-    the groups and the summand's shape and dtype only: once headers are compared, these are equal
-    on all ranks, so all ranks issue the same collectives.
-
-    Attributes:
-        name: the value of ``path=`` that selects it.
-        offered: whether users may select it by name.
-        in_contract: whether the contract fixes its bits.
-        shares_memory: whether it needs memory that the ranks share, instead of a backend.
-        captured: whether a CUDA graph may hold it.
-        replaceable: whether an exchange may run in its place where it cannot.
-        traced: whether torch may trace through it. Over gloo it need not: there graphs hold one
-            operator, which runs the path later.
-        asynchronous: whether it may return on a CPU while its last collective is under way, which
-            leaves the backend's errors to whoever waits.
+    """A way to move the data of a step. Subclass it, and pass an instance to ``register``. A path
+    sends by the methods of its ``wire``, which compare headers, or calls collectives as
+    ``wire.issue(collective, ...)`` after ``wire.compare()``.
     """
 
-    name: str
-    offered: bool = True
-    in_contract: bool = True
-    shares_memory: bool = False
-    captured: bool = True
-    replaceable: bool = True
+    name: str  # the value of ``path=`` that selects it
+    offered: bool = True  # whether users may select it by name
+    in_contract: bool = True  # whether the contract fixes its bits
+    shares_memory: bool = False  # it needs memory that the ranks share, instead of a backend
+    captured: bool = True  # a CUDA graph may hold it
+    replaceable: bool = True  # an exchange may run in its place where it cannot
+    # Torch may trace through it. It need not over gloo: there graphs hold one operator, which runs
+    # the path later.
     traced: bool = True
+    # It may return on a CPU while its last collective is under way, which leaves the backend's
+    # errors to whoever waits.
     asynchronous: bool = False
 
     @property
@@ -70,12 +52,9 @@ class Path(Protocol):
         return self.name
 
     def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:
-        """Why it cannot run ``step``, equal on all ranks; empty if it can.
-
-        Args:
-            step, groups: of the reduction.
-            tensor: this rank's summand, whose shape is not to be looked at: a rank that brings
-                another one than the others must come to the comparison with them.
+        """Why it cannot run ``step``, equal on all ranks; empty if it can. It must not read the
+        shape of ``tensor``: a rank that brings another shape than the others must come to the
+        comparison with them.
         """
         return (
             ""
@@ -83,32 +62,24 @@ class Path(Protocol):
             else f"path {self.name} needs one group of all ranks, and the plan has blocks"
         )
 
+    # The decisions of a path may depend on the step, the groups and the summand's shape and dtype
+    # only: once headers are compared, these are equal on all ranks, so all ranks issue the same
+    # collectives.
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """Every rank gets the whole.
-
-        Args:
-            tensor: this rank's summand, any strides, left as it is; at least one element, except
-                on paths that share memory.
-            step: an ``all_reduce``.
-            groups: of the step.
-            wire: carries the data.
+        """Every rank gets the whole. ``tensor`` has any strides and is left as it is. It has at
+        least one element, except on paths that share memory.
         """
         ...
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """Each rank gets its shard, ``select_shard(tensor, step, groups.position)`` of the whole.
-
-        Args:
-            tensor, groups, wire: as for ``all_reduce``.
-            step: a ``reduce_scatter``.
+        """Each rank gets its shard: ``select_shard(tensor, step, groups.position)`` of the
+        whole.
         """
         ...
 
     def cost(self, reduction: PlannedReduction) -> Cost:
-        """What the planner takes one reduction to cost.
-
-        A path that does not override this is in no plan of its own: plans are made with an
-        exchange, which it replaces where it runs.
+        """The planner's cost of one reduction. A path that does not override this is in no plan of
+        its own: plans are made with an exchange, which it replaces where it runs.
         """
         return exchange_cost(reduction)
 
@@ -119,12 +90,9 @@ changes = 0
 
 
 def register(path: Path) -> None:
-    """Make ``path`` known under its name: to users, to the planner and to the choice.
-
-    Every rank of a job registers the same paths, before anything is installed.
-
-    Raises:
-        PolicyError: another path has that name.
+    """Make ``path`` known under its name: to users, to the planner and to the choice. Every rank of
+    a job registers the same paths, before anything is installed. Raises PolicyError if another path
+    has that name.
     """
     if _paths.get(path.name, path) is not path or path.name in ("", "auto"):
         raise PolicyError(
@@ -139,11 +107,7 @@ def register(path: Path) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove the path of that name. Plans and graphs that use it fail.
-
-    Raises:
-        PolicyError: there is none.
-    """
+    """Remove the path of that name, or raise PolicyError. Plans and graphs that use it fail."""
     global changes
     get_path(name)
     changes += 1
@@ -152,11 +116,7 @@ def unregister(name: str) -> None:
 
 
 def get_path(name: str) -> Path:
-    """The path of that name.
-
-    Raises:
-        PolicyError: there is none.
-    """
+    """The path of that name. Raises PolicyError if there is none."""
     if name not in _paths:
         check_path(name)
         raise PolicyError("auto is no path of its own; it stands for one that is chosen")
@@ -164,20 +124,14 @@ def get_path(name: str) -> Path:
 
 
 def check_path(name: str) -> None:
-    """Refuse a ``name`` that is not one of ``PATHS``.
-
-    Raises:
-        PolicyError: names what exists.
-    """
+    """Raise PolicyError, which names the existing paths, if ``name`` is not one of ``PATHS``."""
     if name not in PATHS:
         raise PolicyError(f"no path {name!r}; use one of {', '.join(map(repr, PATHS))}")
 
 
 def select_path(name: str, verify: str | None) -> str:
-    """The path that runs for path ``name`` with this ``verify``.
-
-    Raises:
-        PolicyError: the path cannot be verified so.
+    """The path that runs for path ``name`` with this ``verify``. Raises PolicyError if it has no
+    such check.
     """
     if verify is None:
         return name
@@ -190,14 +144,8 @@ def select_path(name: str, verify: str | None) -> str:
 
 
 def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
-    """When ranks that can share memory use it, for the path named ``name``.
-
-    By ``auto`` on GPUs where it was timed to be faster, or if the switch requests it.
-
-    Args:
-        name: one of ``PATHS``, or another word that names no path.
-        device_type: of the tensors.
-        one_shot: the switch.
+    """When ranks that can share memory use it, for ``name``, one of ``PATHS`` or another word. By
+    ``auto`` on GPUs where it was timed to be faster, or if the switch ``one_shot`` requests it.
     """
     if name == "auto":
         return "always" if device_type == "cpu" or one_shot else "timed"

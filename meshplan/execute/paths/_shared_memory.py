@@ -22,10 +22,8 @@ from meshplan.planner import Step
 
 
 class SharedMemoryPath(Path):
-    """Through shared memory in one of the kernel's modes.
-
-    Args:
-        mode: ``one_shot``, ``two_shot``, or ``auto`` for the faster one when it runs.
+    """Through shared memory in one of the kernel's modes: ``one_shot``, ``two_shot``, or ``auto``
+    for the faster one when it runs.
     """
 
     shares_memory = True
@@ -69,15 +67,9 @@ class SharedMemoryPath(Path):
     def prepare(
         self, shape: tuple[int, ...], dtype: torch.dtype, step: Step, peers: Communicator[Any]
     ) -> Callable[[Tensor, Tensor, int], None]:
-        """The kernel's call without an operator: reduces its first tensor into its second one.
-
-        The last argument of the call is the word of its ticket.
-
-        Args:
-            shape, dtype: of the summand; the tensors are contiguous.
-            step: of one group. In a ``reduce_scatter`` the second tensor is this rank's shard, and
-                the shards are blocks of the flat summand.
-            peers: memory of the step's ranks.
+        """The kernel's call without an operator: reduces its first tensor into its second one, both
+        contiguous. Its last argument is the word of its ticket. In a ``reduce_scatter`` the second
+        tensor is this rank's shard, and the shards are blocks of the flat summand.
         """
         contract = step.contract
         assert contract is not None
