@@ -43,12 +43,19 @@ _FIX = (
 )
 # Ranks may raise these in different calls, or one of them alone, with messages on their way.
 _STOPPING = (CollectiveError, PeerTimeoutError, PlanNotRunError)
-# Of torch's own errors, those of a rank that has sent nothing.
-_UNSENT = ("DefaultCPUAllocator", "Invalid scalar type", "Unconvertible NCCL type")
+# Memory is missing (torch's allocator on CPUs), or the backend refuses the tensor. Everything else
+# is a failure between ranks, which gloo raises as plain ``RuntimeError``, in some cases without its
+# name, such as "Application timeout caused pair closure".
+_UNSENT = (
+    "DefaultCPUAllocator",
+    "Invalid scalar type",
+    "Unconvertible NCCL type",
+    "ProcessGroupGloo::",
+)
 
 
 def is_unsent(error: BaseException) -> bool:
-    """Whether this rank had no memory, or the backend has no such dtype: nothing was sent."""
+    """Whether nothing was sent: this rank had no memory, or the backend refused its tensor."""
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _UNSENT)
 
 

@@ -206,15 +206,6 @@ class TestTopologies:
         found = states(lint, *mesh, "--topology", "host.txt")
         assert found == (0, {"--mesh dp=2,tp=8": "judged", "host.txt": "judged"})
 
-    def test_only_a_complete_list_of_links_is_judged(self, lint: Any) -> None:
-        link = "\t Link 0: 26.562 GB/s\n"
-        gpus = [f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\n{link}" for i in range(4)]
-        Path("links.txt").write_text("".join(gpus))
-        words = (*self.MESH, "--hosts", "2", "--domain-size", "4", "--topology", "links.txt")
-        assert states(lint, *words) == (0, {"--mesh dp=2,tp=4": "judged", "links.txt": "judged"})
-        Path("links.txt").write_text("".join(gpus[:1] + gpus[2:]))
-        assert states(lint, *words)[1]["links.txt"] == "not judged"
-
     def test_slurm_file_without_ranks_is_not_judged(self, lint: Any) -> None:
         Path("topology.conf").write_text("BlockName=b1 Nodes=n[0-3]\nBlockSizes=4\n")
         found = states(

@@ -156,6 +156,7 @@ NOT_RUN |= {
 }
 # Keywords of other libraries.
 NOT_OURS = {
+    "find_unused_parameters": "DistributedDataParallel",
     "divide_by_initial_world_size": "torch.nn.Module.join of DDP",
     "fullgraph": "torch.compile",
     "process_group_backend": "strategies of Lightning",

@@ -233,6 +233,7 @@ NO_PROMISES = {
         "0 if nothing is found at `--fail-level`",
         "groups of ranks that must agree bit for bit",
         "equal bits prove nothing",
+        "so a bounded number of lengths stands for all",
     ],
     "docs/provenance.md": ["the contract in plain torch, on every rank"],
     "docs/tutorial.md": ["(../README.md#what-is-guaranteed)"],

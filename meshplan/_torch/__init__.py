@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET_SENTINEL
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
     from torch.utils._python_dispatch import _pop_mode as pop_mode
@@ -90,8 +90,8 @@ if TYPE_CHECKING:
     frame_translator: Callable[[], Any]
     frames_compiled: Callable[[], Any]
     post_backward_state: Callable[[], Any]
-    comm_debug_mode: Callable[[], type[TorchDispatchMode] | None]
-    debug_mode: Callable[[], type[TorchDispatchMode] | None]
+    comm_debug_mode: Callable[[], type[Any] | None]
+    debug_mode: Callable[[], type[Any] | None]
 
     # Attributes and methods of objects.
     root_mesh_of: Callable[[DeviceMesh], DeviceMesh]

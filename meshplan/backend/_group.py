@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
-from meshplan._calls import GroupCalls, Ticket, keep_calls
+from meshplan._calls import GroupCalls, Ticket, is_unsent, keep_calls
 from meshplan._torch import REDUCE_SCATTER_SINGLE, DistributedBackendOptions, dispatch_modes
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
@@ -40,7 +40,7 @@ from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import in_caller_mode, mark_written, start_reduction, writable
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import check_destination
-from meshplan.errors import BackendError, ContractError
+from meshplan.errors import BackendError, ContractError, MeshplanError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
@@ -371,7 +371,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     def count_refused(self, written: Tensor | _Tensors) -> None:
         first = written if isinstance(written, Tensor) else next(iter(written), None)
-        self._calls.take("cpu" if first is None else first.device.type)
+        kind = "cpu" if first is None else first.device.type
+        self._thread.submit(partial(self._calls.take, kind))
 
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):
@@ -393,10 +394,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             self._follow_timeout()
         self.issued += 1
         is_async, first = bool(getattr(opts, "asyncOp", True)), written[0]
-        ticket = self._calls.take(first.device.type)
 
         def guarded() -> None:
-            with ticket:
+            # In the order in which calls run, which is that of all ranks: a callback of a future
+            # reduces before what the caller has issued meanwhile.
+            with self._calls.take(first.device.type) as ticket:
                 run(ticket)
 
         if not first.is_cpu:
@@ -417,9 +419,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             run = partial(agree_on_policy, self._lane, self.options.policy)
             self._thread.run(run)
             self._has_agreed = True
-        # Counted like all others: a rank may come here alone, with tensors that only it brings.
-        self._calls.take(tensors[0].device.type)
-        return reduce_inside(operation, tensors, method, self.options, self, *given)
+        try:
+            return reduce_inside(operation, tensors, method, self.options, self, *given)
+        except RuntimeError as error:
+            # A rank may have come here alone, with tensors that only it passed.
+            if not isinstance(error, MeshplanError) and not is_unsent(error):
+                self._calls.stop(error)
+            raise
 
 
 def _default_options() -> BackendOptions:

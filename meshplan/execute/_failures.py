@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
-
+from meshplan._calls import is_unsent
 from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
 from meshplan.execute._gloo_groups import break_connections
 from meshplan.execute._groups import StepGroups
@@ -40,19 +39,10 @@ def translate_failure(
     # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
     note = f"meshplan: in {purpose.request}, {purpose.planned}, on {purpose.group}"
     found = error
-    if not _is_of_this_rank(error):
+    if not is_unsent(error):
         found = _failed(error, groups, device_type, purpose)
     found.add_note(note)
     return found
-
-
-def _is_of_this_rank(error: RuntimeError) -> bool:
-    """Whether memory is missing, or the backend does not support the dtype: nothing was sent."""
-    words = ("DefaultCPUAllocator", "Invalid scalar type", "Unconvertible NCCL type")
-    # Memory: by the type, or by the words of torch's allocator on the CPU. Dtype: by the words of
-    # gloo and NCCL. Everything else is a failure between ranks. gloo raises these as plain
-    # ``RuntimeError``, some without its name, such as "Application timeout caused pair closure".
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _failed(

@@ -108,17 +108,17 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | No
             return prefix, verdict
 
 
-def gave_up_on(store: Store, prefix: str, rank: int, call: int = 0) -> VoteResult | None:
-    """The verdict of a vote before ``prefix`` (of ``open_round``) whose members gave up waiting for
-    ``rank``: of ``call`` only, or of any call if that is 0.
+def gave_up_on(store: Store, name: str, rank: int, call: int = 0) -> VoteResult | None:
+    """The verdict of a past vote on ``name`` whose members gave up waiting for ``rank``.
+
+    With ``call``, only a verdict of that call. No vote is entered.
     """
-    head, _, number = prefix.rpartition("/")
-    for earlier in range(int(number)):
-        key = f"{head}/{earlier}/verdict"
-        if store.check([key]):
-            verdict = VoteResult.loads(store.get(key).decode())
-            if rank in verdict.missing and call in (0, verdict.call):
-                return verdict
+    number = 0
+    while store.check([f"meshplan/{name}/{number}/verdict"]):
+        verdict = VoteResult.loads(store.get(f"meshplan/{name}/{number}/verdict").decode())
+        if rank in verdict.missing and call in (0, verdict.call):
+            return verdict
+        number += 1
     return None
 
 

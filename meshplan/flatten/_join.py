@@ -146,7 +146,6 @@ def agree_on_place(
 
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
-_MOST_ROUNDS = 64
 # Who has failed waits so long for the others, to say which of them did not come.
 _ROLL_CALL_SECONDS = 10.0
 
@@ -256,13 +255,13 @@ def _agreed(
     # Members may come in different calls: one has given up on the others, or failed alone, and gone
     # on. Those that are behind raise, so that their next call is that of the others, who wait.
     while True:
+        # The others may have raised for this call, and have gone on to another one. Looked for
+        # first: a round that this rank enters and leaves without a vote would be lost for it.
+        past = gave_up_on(store, name, rank, call) if call else None
+        if past is not None and started_before(past.began):
+            raise refusal(past, ranks, rank, timeout)
         prefix, verdict = open_round(store, name, rank)
         left = deadline - time.monotonic()
-        if call and verdict is None:
-            # The others have raised for this call, and have gone on to another one.
-            verdict = gave_up_on(store, prefix, rank, call)
-            if verdict is not None and not started_before(verdict.began):
-                verdict = None
         verdict = verdict or vote(
             store,
             prefix,
@@ -283,10 +282,8 @@ def _agreed(
         calls = {r: int(number) for r, number in brought.items() if number}
         latest = max(calls.values(), default=call)
         behind = [r for r, number in calls.items() if number < latest]
-        places = f"meshplan/places/{len(ranks)}/{_MOST_ROUNDS}"
-        if behind and not all(
-            gave_up_on(store, prefix, r) or gave_up_on(store, places, r) for r in behind
-        ):
+        names = name, f"places/{len(ranks)}"
+        if not all(any(gave_up_on(store, one, r) for one in names) for r in behind):
             raise _unlike(calls, ranks, rank)
         if rank in behind:
             raise _passed(calls, call, ranks, rank)

@@ -86,6 +86,8 @@ def test_a_broken_installation_breaks_its_own_name_alone(metadata: Path, tmp_pat
         print(error)
     print(dist.is_backend_available("gloo"), "meshplan_autoload" in sys.modules)
     """
+    # Before the folder in which the tests run.
+    script = f"sys.path.insert(0, {str(broken.parent)!r})\n" + dedent(script)
     path = f"{broken.parent}:{metadata}:{ROOT}"
     assert run(metadata, script, PYTHONPATH=path) == "a broken meshplan\nTrue True"
 
