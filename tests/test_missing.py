@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -54,27 +52,3 @@ def test_process_on_another_host_is_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     note_process(store, 0)
     monkeypatch.setattr(_missing, "host", lambda: "another")
     assert process_state(store, 0) == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("bound", "used", "least", "most"),
-    [(8.0, 7.2, 0.8, 2.4), (8.0, 8.0, 0.8, 1.6), (8.0, 20.0, 0.0, 1.6), (8.0, 0.0, 4.0, 9.6)],
-)
-def test_roll_call_is_part_of_the_bound(
-    bound: float, used: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reduction that has used up its time ends within 1.2 times of it; one that has not waits."""
-    waits = []
-
-    def roll_call(*_: Any, wait: float, **__: Any) -> Any:
-        waits.append(wait)
-        return (), False, ()
-
-    monkeypatch.setattr(_missing, "roll_call", roll_call)
-    monkeypatch.setattr(_missing, "default_timeout", lambda *_: bound)
-    monkeypatch.setattr(_missing, "store_of", lambda group: dist.HashStore())
-    monkeypatch.setattr(_missing, "rank_in", lambda group: 0)
-    monkeypatch.setattr(_missing, "time", SimpleNamespace(perf_counter=lambda: 100.0 + used))
-    found = _missing.find_missing(None, (0, 1), "cpu", 100.0)  # type: ignore[arg-type]
-    assert waits == [found.seconds]
-    assert least <= found.seconds <= most
