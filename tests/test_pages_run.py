@@ -156,6 +156,7 @@ NOT_RUN |= {
 }
 # Keywords of other libraries.
 NOT_OURS = {
+    "actor": "an override of Hydra",
     "find_unused_parameters": "DistributedDataParallel",
     "divide_by_initial_world_size": "torch.nn.Module.join of DDP",
     "fullgraph": "torch.compile",
