@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET_SENTINEL
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
     from torch.utils._python_dispatch import _pop_mode as pop_mode
     from torch.utils._python_dispatch import _push_mode as push_mode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     # Constructors and values that are not typed further.
