@@ -288,6 +288,23 @@ def test_micro_batches_that_call_different_fsdp_modules_are_refused(ranks: int) 
     assert run_ranks(run, ranks, backend="meshplan") == [text] * ranks
 
 
+def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:
+    """There FSDP2 would add the gradient of one weight on a rank to that of another on its peer."""
+
+    def run(rank: int) -> str:
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            del FSDPModule.set_reduce_scatter_unused_params
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+        model = fully_shard(Branches(), mesh=mesh)
+        return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
+
+    found = run_ranks(run, 2, backend="meshplan")
+    for rank, text in enumerate(found):
+        assert text.startswith(
+            f"MP902: no gradient of parameter 'layers.{1 - rank}.weight' in round 0"
+        )
+
+
 def test_ranks_with_other_checkpoints_are_refused() -> None:
     def run(rank: int) -> str:
         model, accumulator = build("ddp", 2)

@@ -19,6 +19,7 @@ from meshplan.elastic._combine import TreeSum, check_contract, exact_sum
 from meshplan.elastic._hooks import (
     check_batch_norms,
     find_batch_norms,
+    reduces_zeros,
     reset_shards,
     sum_buckets,
     sum_shards,
@@ -197,6 +198,14 @@ class GradientAccumulator:
             )
         if self._buckets:
             self._buckets.check({name: self._parameters[name] for name in found}, self._round)
+        # Without zeros in their place, FSDP2 adds gradients of different parameters that ranks use.
+        idle = {name for name in self._watched if not self._counts[name]}
+        if idle and self._ranks > 1 and not reduces_zeros():
+            raise ElasticError(
+                f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
+                f"torch {torch.__version__} would add those of other parameters to it; use every "
+                "parameter in each micro-batch, freeze it, or use torch 2.13 or newer"
+            )
         # FSDP2 reduces zeros too, which change no sum.
         repeated = self._repeated - {name for name in self._watched if self._counts[name] < 2}
         if repeated:

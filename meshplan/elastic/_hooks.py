@@ -65,10 +65,14 @@ def sum_shards(model: nn.Module, ranks: int) -> None:
             module.set_gradient_divide_factor = _refuse_factor  # type: ignore[method-assign]
             module.set_force_sum_reduction_for_comms(True)
             set_reduce_scatter(name, module, _SumScatter())
-            # Ranks whose micro-batches use other parameters would reduce other gradients. Older
-            # versions of torch cannot reduce zeros in their place.
-            if hasattr(module, "set_reduce_scatter_unused_params"):
+            # Ranks whose micro-batches use other parameters would reduce other gradients.
+            if reduces_zeros():
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def reduces_zeros() -> bool:
+    """Whether FSDP2 can reduce zeros in place of gradients that a rank does not have."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def watch_gradients(
