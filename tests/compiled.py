@@ -76,9 +76,11 @@ def orders_run() -> list[str]:
     found: list[str] = []
     run = Communicator.reduce
 
-    def counted(self: Any, message: Any, out: Any, mode: Any, parts: Any, how: Any) -> None:
+    def counted(
+        self: Any, message: Any, out: Any, mode: Any, parts: Any, how: Any, *ticket: int
+    ) -> None:
         found.append(how.order)
-        run(self, message, out, mode, parts, how)
+        run(self, message, out, mode, parts, how, *ticket)
 
     Communicator.reduce = counted  # type: ignore[method-assign]
     return found

@@ -169,10 +169,12 @@ _emulated: weakref.WeakSet[Emulated] = weakref.WeakSet()
 _run = DeviceCommunicator._run
 
 
-def _run_and_hold(self: DeviceCommunicator, call: Any, message: Tensor, out: Tensor) -> None:
+def _run_and_hold(
+    self: DeviceCommunicator, call: Any, message: Tensor, out: Tensor, ticket: int
+) -> None:
     if isinstance(self._device, Emulated):
         self._device.hold(message, out)
-    _run(self, call, message, out)
+    _run(self, call, message, out, ticket)
 
 
 DeviceCommunicator._run = _run_and_hold  # type: ignore[method-assign]

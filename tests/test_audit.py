@@ -265,6 +265,8 @@ def test_counts_restart_with_shared_memory() -> None:
                 call()
             store.set("given up" if rank == 0 else "noticed", "")
             store.wait(["noticed"], timedelta(seconds=30))
+            # The group has stopped on both ranks.
+            meshplan.shutdown()
             meshplan.clear_report()
             for _ in range(4):
                 call()

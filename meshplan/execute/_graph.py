@@ -64,7 +64,7 @@ def define_operators(run: _Run) -> None:
         rounding: str,
         divisor: int | None,
         group: str,
-        calls: str,
+        calls: str = "",
     ) -> Tensor:
         step = Step(
             kind="all_reduce",
@@ -81,20 +81,20 @@ def define_operators(run: _Run) -> None:
         return _finished(run(message, step, groups, EXCHANGE.name, False, calls))
 
     def reduction(
-        message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str
+        message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str = ""
     ) -> Tensor:
         return _finished(run(message, _read(step), _groups(groups), path, is_complex, calls))
 
     OPERATORS.define(  # type: ignore[no-untyped-call]
         "exchange(Tensor message, str op, int[] shape, str order, str accumulate, str rounding, "
-        "int? divisor, str group, str calls) -> Tensor",
+        'int? divisor, str group, str calls="") -> Tensor',
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     OPERATORS.impl("exchange", exchange, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake("meshplan::exchange", _same, lib=OPERATORS)
     OPERATORS.define(  # type: ignore[no-untyped-call]
-        "reduction(Tensor message, str step, str path, bool is_complex, str[] groups, str calls) "
-        "-> Tensor",
+        "reduction(Tensor message, str step, str path, bool is_complex, str[] groups, "
+        'str calls="") -> Tensor',
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     OPERATORS.impl("reduction", reduction, "CPU")  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ def _same(message: Tensor, *_: object) -> Tensor:
 
 
 def _result(
-    message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str
+    message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str = ""
 ) -> Tensor:
     shard = select_shard(message, _read(step), _groups(groups).position)
     return shard.new_empty(shard.shape)
