@@ -336,12 +336,16 @@ class TestFaults(TestCase):
                     assert time.monotonic() - started > 3.5
                     arrive("the error")
             dist.barrier()
-            # All ranks reconnect. The one that was away fails in its next reduction.
+            # The one that was away fails in its next reduction, the others have stopped.
             with meshplan.installed():
-                if rank == 2:
-                    late = r"rank 2 \(this one\) did not come within 3\.6 s, the others have given up, to block"
-                    with pytest.raises(PeerTimeoutError, match=late):
-                        d.full_tensor()
+                late = r"rank 2 \(this one\) did not come within 3\.6 s, the others have given up, to block"
+                error, text = (
+                    (PeerTimeoutError, late) if rank == 2 else (GroupStateError, "stopped")
+                )
+                with pytest.raises(error, match=text):
+                    d.full_tensor()
+                dist.barrier()
+                meshplan.shutdown()
                 assert_bitwise_equal(d.full_tensor(), reduce_leaves(leaves, "sum", (4,)))
             return message
 
@@ -349,7 +353,7 @@ class TestFaults(TestCase):
         assert found == [found[0], found[0], "", found[0]]
         self.assertExpectedInline(
             found[0],
-            """MP702: rank 2 did not come within 3.6 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: float32[1000] for all_reduce sum over 4 ranks, contract v1/tree/wide/once, path one_shot; look for a rank that died or took another branch. These ranks reconnect before they reduce again""",
+            """MP702: rank 2 did not come within 3.6 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: float32[1000] for all_reduce sum over 4 ranks, contract v1/tree/wide/once, path one_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks reconnect""",
         )
 
     def test_different_arguments_are_named(self) -> None:
