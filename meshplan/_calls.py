@@ -15,9 +15,8 @@ other one the group has stopped on this rank, and each later call fails at once.
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
-from collections.abc import Iterator
-from itertools import count
 from types import TracebackType
 
 import torch
@@ -96,6 +95,9 @@ class Ticket:
             return
         # For who counts the calls that fail before they have a ticket.
         error.used_ticket = True  # type: ignore[attr-defined]
+        if isinstance(error, GroupStateError) and error.unanswered:
+            # The peers give up on this rank in this call, at their pace. It comes back to the call.
+            self._calls.give_back(self._lane, self.number)
         if not _is_of_all_ranks(error):
             self._calls.stop(error)
 
@@ -116,13 +118,14 @@ class GroupCalls:
             agreed on it.
     """
 
-    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_name")
+    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_lock", "_name")
 
     def __init__(self, name: str = "") -> None:
         self._name = name
         # No exception: its frames would keep the tensors of the call alive.
         self._failure = ""
-        self._counts: dict[str, Iterator[int]] = {}
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
         self._bases: dict[str, int] = {}
 
     @property
@@ -143,10 +146,15 @@ class GroupCalls:
         Args:
             lane: the device type, and what else orders calls apart; equal on all ranks.
         """
-        counter = self._counts.get(lane)
-        if counter is None:
-            counter = self._counts.setdefault(lane, count(1))
-        return Ticket(self, lane, next(counter))
+        with self._lock:
+            number = self._counts[lane] = self._counts.get(lane, 0) + 1
+        return Ticket(self, lane, number)
+
+    def give_back(self, lane: str, number: int) -> None:
+        """Let the next call have this number again, if it was the last one."""
+        with self._lock:
+            if self._counts.get(lane) == number:
+                self._counts[lane] = number - 1
 
     def refuse_stopped(self) -> None:
         """

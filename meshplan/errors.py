@@ -127,9 +127,16 @@ class GroupCreationError(GroupError):
 
 
 class GroupStateError(GroupError):
-    """The state of the job does not allow the creation of a group."""
+    """The state of the job does not allow the creation of a group.
+
+    ``unanswered``: the store of the job does not answer this rank, which no peer has seen.
+    """
 
     code = "MP503"
+
+    def __init__(self, message: str, *, unanswered: bool = False) -> None:
+        super().__init__(message)
+        self.unanswered = unanswered
 
 
 class CollectiveError(GroupError):

@@ -57,6 +57,19 @@ def test_failed_call_has_used_its_ticket() -> None:
     assert calls.take("cpu").number == 2
 
 
+def test_call_without_an_answer_of_the_store_is_counted_again() -> None:
+    calls = GroupCalls("0")
+    calls.take("cpu")
+    with pytest.raises(GroupStateError), calls.take("cpu"):
+        raise GroupStateError("no answer", unanswered=True)
+    assert calls.take("cpu").number == 2
+    # Another call was issued meanwhile.
+    earlier, later = calls.take("cpu"), calls.take("cpu")
+    with pytest.raises(GroupStateError), earlier:
+        raise GroupStateError("no answer", unanswered=True)
+    assert calls.take("cpu").number == later.number + 1
+
+
 def stop_of(error: BaseException) -> str:
     """What the call after ``error`` raises; empty if the group is usable."""
     calls = GroupCalls("7")

@@ -75,13 +75,15 @@ class AnsweringStore(Store):
             self._questions = None
             raise GroupStateError(
                 f"{_shown(self._store)} did not answer this rank within {self._seconds:g} s; look "
-                "at the network between this host and that one, and whether that one is alive"
+                "at the network between this host and that one, and whether that one is alive",
+                unanswered=True,
             ) from None
         if isinstance(error, DistNetworkError):
             text = " ".join(str(error).split())[:200]
             raise GroupStateError(
                 f"{_shown(self._store)} was lost: {text}; look whether the process that holds it "
-                "(torchrun's agent on the first host, or rank 0) has ended"
+                "(torchrun's agent on the first host, or rank 0) has ended",
+                unanswered=True,
             ) from error
         if error is not None:
             raise error
