@@ -20,6 +20,7 @@ import weakref
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan._torch import resolve_process_group
@@ -118,15 +119,23 @@ class GroupCalls:
             agreed on it.
     """
 
-    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_lock", "_name")
+    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_lock", "_name", "_order")
 
-    def __init__(self, name: str = "") -> None:
-        self._name = name
+    def __init__(self, name: str = "", order: tuple[int, ...] | None = None) -> None:
         # No exception: its frames would keep the tensors of the call alive.
         self._failure = ""
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._bases: dict[str, int] = {}
+        self._name = ""
+        # Equal on all these ranks, like the name.
+        self._order = (
+            ""
+            if order is None
+            else f" in order {hashlib.sha1(repr(order).encode()).hexdigest()[:8]}"
+        )
+        if name:
+            self.agree_on(name)
 
     @property
     def name(self) -> str:
@@ -135,10 +144,9 @@ class GroupCalls:
 
     def agree_on(self, name: str) -> None:
         """Set the name that the ranks have agreed on; compiled graphs find the calls by it."""
-        if name != self._name:
-            self._name = name
-            self._bases.clear()
-        _NAMED[name] = self
+        self._name = name + self._order
+        self._bases.clear()
+        _NAMED[self._name] = self
 
     def take(self, lane: str) -> Ticket:
         """Take the ticket of a call, on entry and in the caller's thread.
@@ -185,30 +193,37 @@ class GroupCalls:
         self._counts.clear()
 
 
-# By the last group, and the names of those before it.
-_CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, ...], GroupCalls]] = (
+_Key = tuple[tuple[str, ...], tuple[int, ...] | None]
+# By the last group, the names of those before it, and the order of the ranks.
+_CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, GroupCalls]] = (
     weakref.WeakKeyDictionary()
 )
 # Those of compiled graphs, which know them by name.
 _NAMED: weakref.WeakValueDictionary[str, GroupCalls] = weakref.WeakValueDictionary()
 
 
-def calls_of(*groups: ProcessGroup) -> GroupCalls:
-    """The calls of the ranks that differ along ``groups``, one for each axis of a mesh."""
+def calls_of(*groups: ProcessGroup, order: tuple[int, ...] | None = None) -> GroupCalls:
+    """The calls of the ranks that differ along ``groups``, one for each axis of a mesh.
+
+    ``order`` has their global ranks by mesh coordinate: torch gives meshes in different orders one
+    process group, and threads may reduce over each.
+    """
     *others, last = groups
-    names = tuple(group.group_name for group in others)
+    if not others and order == tuple(dist.get_process_group_ranks(last)):
+        order = None
+    key = tuple(group.group_name for group in others), order
     known = _CALLS.get(last)
     if known is None:
         known = _CALLS.setdefault(last, {})
-    calls = known.get(names)
+    calls = known.get(key)
     if calls is None:
-        calls = known.setdefault(names, GroupCalls("" if others else last.group_name))
+        calls = known.setdefault(key, GroupCalls("" if others else last.group_name, order))
     return calls
 
 
 def keep_calls(group: ProcessGroup, calls: GroupCalls) -> None:
     """Let ``calls_of(group)`` be ``calls``, which ends with the group."""
-    _CALLS[group] = {(): calls}
+    _CALLS[group] = {((), None): calls}
 
 
 def take_named(name: str, lane: str) -> int:

@@ -127,7 +127,9 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(result)
 
 
-def use_up_tickets(mesh: DeviceMesh, src: Sequence[Placement], dst: Sequence[Placement]) -> None:
+def use_up_tickets(
+    mesh: DeviceMesh, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
+) -> None:
     """Count the reductions of a redistribution that no plan was made for.
 
     The error may be of this rank alone. Its peers then go on with these calls.
@@ -141,7 +143,8 @@ def use_up_tickets(mesh: DeviceMesh, src: Sequence[Placement], dst: Sequence[Pla
     if mesh.get_coordinate() is not None and local_tensor_mode() is None:
         beside = is_worker_thread()
         for chosen in axes.values():
-            calls_of(*map(mesh.get_group, chosen)).take(_lane(mesh, beside))
+            order = layout.group_of(this_rank(), chosen)
+            calls_of(*map(mesh.get_group, chosen), order=order).take(_lane(mesh, beside))
 
 
 def _lane(mesh: DeviceMesh, beside: bool) -> str:
@@ -227,7 +230,8 @@ class PlannedPartial(PartialHooks):
 
     def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
         """What is known of the groups of ``mesh``: by identity, as equal meshes may have others."""
-        calls = calls_of(*(mesh.get_group(axis) for axis in self._step.axes))
+        axes = self._step.axes
+        calls = calls_of(*map(mesh.get_group, axes), order=self._members())
         beside = is_worker_thread()
         found = self._known.get((calls, beside))
         if found is None:

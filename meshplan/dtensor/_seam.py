@@ -239,7 +239,8 @@ def planned_transform_infos(
     try:
         return _decide(transform_infos, device_mesh, src_placements, dst_placements)
     except Exception:
-        use_up_tickets(device_mesh, src_placements, dst_placements)
+        layout = mesh_entry(device_mesh).layout
+        use_up_tickets(device_mesh, layout, src_placements, dst_placements)
         raise
 
 

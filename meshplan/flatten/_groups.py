@@ -107,7 +107,8 @@ class GroupRegistry:
         backend = _backend_name(mesh, axes)
         peers = possible_sharing(peers, mesh.device_type, backend)
         beside = is_worker_thread()
-        calls = calls_of(*map(mesh.get_group, axes))
+        whole = layout.group_of(this_rank(), axes)
+        calls = calls_of(*map(mesh.get_group, axes), order=whole)
         shortcut = (calls, layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
         group = self._table.short(shortcut)
         if group is not None:
@@ -195,7 +196,8 @@ class GroupRegistry:
         refuse_forked()
         rank = this_rank()
         beside = is_worker_thread()
-        calls = calls_of(*map(mesh.get_group, axes))
+        whole = layout.group_of(this_rank(), axes)
+        calls = calls_of(*map(mesh.get_group, axes), order=whole)
         key = (calls, layout, tuple(axes), beside)
         ranks = layout.group_of(rank, axes) or ()
         with self._alone(key):

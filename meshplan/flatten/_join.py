@@ -97,7 +97,7 @@ def agree_on_name(
     for group in groups.values():
         _PASSED_ON[group] = _PASSED_ON.get(group, 0) + 1
     calls.agree_on(names)
-    return names
+    return calls.name
 
 
 def _no_names(

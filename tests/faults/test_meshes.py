@@ -38,7 +38,8 @@ def test_equal_meshes_share_one_entry() -> None:
         counts = []
         for path in ("auto", "exchange"):
             with meshplan.installed(path=path, timeout=60.0):
-                for mesh in meshes if rank % 2 else reversed(meshes):
+                # In one order on all ranks: their process groups differ.
+                for mesh in meshes:
                     right_bits(mesh)
                 counts.append(len(registry()))
         assert mesh_entry(meshes[0]) is mesh_entry(meshes[1])

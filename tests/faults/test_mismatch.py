@@ -115,8 +115,9 @@ def test_members_on_different_groups_name_each_other() -> None:
         d = DTensor.from_local(torch.ones(6), mesh, (P, P if rank == ODD else R), run_check=False)
         with meshplan.installed(timeout=5.0):
             _, message = attempt(lambda: d.redistribute(mesh, (R, R)))
-        # Otherwise a rank that did not wait would pair its next reduction with this one of rank 1.
+        # Rank 1 has made a call that the others have not.
         dist.barrier()
+        meshplan.shutdown()
         with meshplan.installed(timeout=60.0):
             right_bits(mesh)
         end()
