@@ -193,7 +193,7 @@ class GroupCalls:
         self._counts.clear()
 
 
-_Key = tuple[tuple[str, ...], tuple[int, ...] | None]
+_Key = tuple[tuple[str, ...], tuple[int, ...] | None, bool]
 # By the last group, the names of those before it, and the order of the ranks.
 _CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, GroupCalls]] = (
     weakref.WeakKeyDictionary()
@@ -202,16 +202,18 @@ _CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, GroupCalls]] = (
 _NAMED: weakref.WeakValueDictionary[str, GroupCalls] = weakref.WeakValueDictionary()
 
 
-def calls_of(*groups: ProcessGroup, order: tuple[int, ...] | None = None) -> GroupCalls:
+def calls_of(
+    *groups: ProcessGroup, order: tuple[int, ...] | None = None, beside: bool = False
+) -> GroupCalls:
     """The calls of the ranks that differ along ``groups``, one for each axis of a mesh.
 
-    ``order`` has their global ranks by mesh coordinate: torch gives meshes in different orders one
-    process group, and threads may reduce over each.
+    ``order`` has their global ranks by mesh coordinate: meshes in different orders have one process
+    group of torch, and threads may reduce over each. ``beside``: of worker threads.
     """
     *others, last = groups
     if not others and order == tuple(dist.get_process_group_ranks(last)):
         order = None
-    key = tuple(group.group_name for group in others), order
+    key = tuple(group.group_name for group in others), order, beside and bool(others)
     known = _CALLS.get(last)
     if known is None:
         known = _CALLS.setdefault(last, {})
@@ -223,7 +225,7 @@ def calls_of(*groups: ProcessGroup, order: tuple[int, ...] | None = None) -> Gro
 
 def keep_calls(group: ProcessGroup, calls: GroupCalls) -> None:
     """Let ``calls_of(group)`` be ``calls``, which ends with the group."""
-    _CALLS[group] = {((), None): calls}
+    _CALLS[group] = {((), None, False): calls}
 
 
 def take_named(name: str, lane: str) -> int:

@@ -144,7 +144,9 @@ def use_up_tickets(
         beside = is_worker_thread()
         for chosen in axes.values():
             order = layout.group_of(this_rank(), chosen)
-            calls_of(*map(mesh.get_group, chosen), order=order).take(_lane(mesh, beside))
+            calls_of(*map(mesh.get_group, chosen), order=order, beside=beside).take(
+                _lane(mesh, beside)
+            )
 
 
 def _lane(mesh: DeviceMesh, beside: bool) -> str:
@@ -231,8 +233,8 @@ class PlannedPartial(PartialHooks):
     def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
         """What is known of the groups of ``mesh``: by identity, as equal meshes may have others."""
         axes = self._step.axes
-        calls = calls_of(*map(mesh.get_group, axes), order=self._members())
         beside = is_worker_thread()
+        calls = calls_of(*map(mesh.get_group, axes), order=self._members(), beside=beside)
         found = self._known.get((calls, beside))
         if found is None:
             found = _MeshGroups(weakref.ref(mesh), get_ident(), calls, _lane(mesh, beside))

@@ -108,7 +108,7 @@ class GroupRegistry:
         peers = possible_sharing(peers, mesh.device_type, backend)
         beside = is_worker_thread()
         whole = layout.group_of(this_rank(), axes)
-        calls = calls_of(*map(mesh.get_group, axes), order=whole)
+        calls = calls_of(*map(mesh.get_group, axes), order=whole, beside=beside)
         shortcut = (calls, layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
         group = self._table.short(shortcut)
         if group is not None:
@@ -119,6 +119,10 @@ class GroupRegistry:
         ranks = layout.group_of(rank, axes) or ()
         ranks = ranks if block is None else block.of(ranks, rank)
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
+        if not beside and not calls.name:
+            # The main threads of all ranks use meshes in one order: equal texts suffice there, and
+            # no rank waits for another before the round, which names those that are missing.
+            calls.agree_on(f"several of {layout}")
         name = agree_on_name(
             mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
         )
@@ -197,7 +201,7 @@ class GroupRegistry:
         rank = this_rank()
         beside = is_worker_thread()
         whole = layout.group_of(this_rank(), axes)
-        calls = calls_of(*map(mesh.get_group, axes), order=whole)
+        calls = calls_of(*map(mesh.get_group, axes), order=whole, beside=beside)
         key = (calls, layout, tuple(axes), beside)
         ranks = layout.group_of(rank, axes) or ()
         with self._alone(key):
@@ -205,6 +209,8 @@ class GroupRegistry:
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             backend = _backend_name(mesh, axes)
+            if not beside and not calls.name:
+                calls.agree_on(f"several of {layout}")
             name = agree_on_name(
                 mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
             )
