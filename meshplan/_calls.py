@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import weakref
 from types import TracebackType
 
@@ -193,6 +194,7 @@ class GroupCalls:
         self._counts.clear()
 
 
+_restarted = 0.0
 _Key = tuple[tuple[str, ...], tuple[int, ...] | None, bool]
 # By the last group, the names of those before it, and the order of the ranks.
 _CALLS: weakref.WeakKeyDictionary[ProcessGroup, dict[_Key, GroupCalls]] = (
@@ -228,27 +230,34 @@ def keep_calls(group: ProcessGroup, calls: GroupCalls) -> None:
     _CALLS[group] = {((), None, False): calls}
 
 
-def take_named(name: str, lane: str) -> int:
-    """The word of a call that a compiled graph runs; the graph has the name of its groups.
+def take_named(name: str, lane: str) -> Ticket:
+    """The ticket of a call that a compiled graph runs; the graph has the name of its groups.
 
     Raises:
-        GroupStateError: no groups of that name; or they have stopped.
+        GroupStateError: no groups of that name.
     """
-    calls = _NAMED.get(name)
-    if calls is None:
-        try:
-            calls = calls_of(resolve_process_group(name))  # type: ignore[arg-type]
-        except RuntimeError as error:
+    # The living group of torch first: a group may have the name of one that was destroyed.
+    try:
+        return calls_of(resolve_process_group(name)).take(lane)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        calls = _NAMED.get(name)
+        if calls is None:
             raise GroupStateError(
                 f"compiled code reduces over the process groups {name}, and this process has none "
                 "of that name; call meshplan.prepare(mesh) before compiled code runs, on every rank"
             ) from error
-    with calls.take(lane) as ticket:
-        return ticket.word
+    return calls.take(lane)
 
 
 def restart_calls() -> None:
     """``restart`` for all groups."""
+    global _restarted
+    _restarted = time.time()
     for known in list(_CALLS.values()):
         for calls in known.values():
             calls.restart()
+
+
+def restarted_before(moment: float) -> bool:
+    """Whether calls were counted from 1 last before ``moment``, in seconds since the epoch."""
+    return _restarted < moment

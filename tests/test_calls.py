@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from meshplan._calls import GroupCalls
+from meshplan._calls import GroupCalls, restart_calls, restarted_before
 from meshplan.errors import (
     AuditError,
     CollectiveError,
@@ -132,3 +134,10 @@ def test_restart_ends_a_stop_and_counts_from_one() -> None:
     calls.restart()
     with calls.take("cpu") as ticket:
         assert ticket.number == 1
+
+
+def test_notes_from_before_a_restart_are_of_other_calls() -> None:
+    before = time.time()
+    restart_calls()
+    assert not restarted_before(before)
+    assert restarted_before(time.time() + 1.0)

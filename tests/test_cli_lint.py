@@ -566,7 +566,7 @@ def test_one_broken_file_of_a_directory_does_not_hide_the_others(lint: Any) -> N
     assert lint(*words, "--strict")[0] == lint(*words)[0] == 1
 
 
-def test_files_that_nobody_named_are_quiet(lint: Any) -> None:
+def test_files_of_directories_are_quiet(lint: Any) -> None:
     texts = {
         "src/mesh.py": TRAIN.replace("mesh =", "def make():\n    return") + "\n",
         "src/open.py": TRAIN.replace("DP = 8", "DP = int(input())"),

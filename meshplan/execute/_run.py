@@ -226,8 +226,17 @@ def _in_graph(
     path = BY_SIZE.now(step, groups, summand) if name == BY_SIZE.name else get_path(name)
     if summand.requires_grad:
         summand = summand.detach()
-    ticket = take_named(calls, summand.device.type) if calls else NO_TICKET
-    wire = GlooWire(groups, _header(summand, step, groups, path, is_complex), ticket)
+    header = _header(summand, step, groups, path, is_complex)
+    if not calls:
+        return _run_counted(summand, step, groups, path, GlooWire(groups, header))
+    with take_named(calls, summand.device.type) as ticket:
+        return _run_counted(summand, step, groups, path, GlooWire(groups, header, ticket.word))
+
+
+def _run_counted(
+    summand: Tensor, step: Step, groups: StepGroups, path: Path, wire: Wire
+) -> Outcome:
+    """Run the reduction of a graph, and count it for those who observe."""
     if OBSERVING.observer is None:
         return _run_path(path, summand, step, groups, wire)
     started, in_contract = time.perf_counter(), path.in_contract

@@ -282,8 +282,10 @@ def _agreed(
         calls = {r: int(number) for r, number in brought.items() if number}
         latest = max(calls.values(), default=call)
         behind = [r for r, number in calls.items() if number < latest]
-        names = name, f"places/{len(ranks)}"
-        if not all(any(gave_up_on(store, one, r) for one in names) for r in behind):
+        places = f"places/{len(ranks)}"
+        if not all(
+            gave_up_on(store, name, r, calls[r]) or gave_up_on(store, places, r) for r in behind
+        ):
             raise _unlike(calls, ranks, rank)
         if rank in behind:
             raise _passed(calls, call, ranks, rank)

@@ -19,6 +19,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshplan._calls import restarted_before
 from meshplan._torch import Store
 from meshplan.flatten._across_jobs import rank_in, store_of
 from meshplan.flatten._agree import roll_call
@@ -48,8 +49,8 @@ _default_group: weakref.ref[ProcessGroup] | None = None
 
 
 def started_before(moment: float) -> bool:
-    """Whether this process ran at ``moment``, in seconds since the epoch, and has one job. Else a
-    note of that time in the store may be for an earlier job on that store.
+    """Whether this process ran at ``moment``, in seconds since the epoch, has one job, and has
+    counted its calls since before. Else a note of that time in the store may be of other calls.
     """
     global _default_group
     world = dist.group.WORLD
@@ -57,6 +58,8 @@ def started_before(moment: float) -> bool:
         _default_group = weakref.ref(world)
     found = _stat(os.getpid())
     if found is None or _default_group is None or _default_group() is not world:
+        return False
+    if not restarted_before(moment):
         return False
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[1]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age < moment

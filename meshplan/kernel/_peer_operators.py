@@ -74,7 +74,10 @@ def _reduce(
 ) -> None:
     found = communicator(peers)
     if ticket == NO_TICKET and calls:
-        ticket = take_named(calls, found.device_type)
+        with take_named(calls, found.device_type) as taken:
+            how = op, shape, order, accumulate, rounding, divisor, mode, peers
+            _reduce(message, out, parts, *how, ticket=taken.word)
+        return
     if message.device.type != found.device_type:
         _refuse(message)
     rounds = message.dtype.is_floating_point and op not in ("max", "min")

@@ -83,7 +83,7 @@ class Case:
         at: the call that it strikes; each group's first one is below ``groups``.
         retries: a call that fails is made once more, with right arguments.
         backward: the reductions run in backward.
-        joined: the main thread waits for threads without a timeout, one after the other.
+        joined: the main thread waits for the threads sequentially, without a timeout.
         ending: what ends a stop: ``shutdown`` by all ranks, or a new ``group``.
     """
 
