@@ -171,10 +171,13 @@ class GroupCalls:
             GroupStateError: the group has stopped, with the first failure.
         """
         if self._failure:
-            raise GroupStateError(
+            error = GroupStateError(
                 f"group {self._name} has stopped, because a reduction failed before: "
                 f"{self._failure}. {_FIX}"
             )
+            # Raised before the context is entered, whose end would note it.
+            error.used_ticket = True  # type: ignore[attr-defined]
+            raise error
 
     def base(self, lane: str) -> int:
         """A digest of group and lane, in the upper half of a word."""

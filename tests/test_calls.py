@@ -124,6 +124,15 @@ def test_message_of_a_stop() -> None:
     )
 
 
+def test_refusal_of_a_stopped_group_is_counted_once() -> None:
+    """The doors count calls whose errors have no ticket."""
+    calls = GroupCalls("7")
+    calls.stop(RuntimeError("first"))
+    with pytest.raises(GroupStateError) as caught, calls.take("cpu"):
+        pass
+    assert caught.value.used_ticket  # type: ignore[attr-defined]
+
+
 def test_restart_ends_a_stop_and_counts_from_one() -> None:
     calls = GroupCalls("7")
     calls.take("cpu")

@@ -8,6 +8,7 @@ are here; ``WrappingProcessGroup`` passes the others on to a plain group of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -40,7 +41,7 @@ from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import in_caller_mode, mark_written, start_reduction, writable
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import check_destination
-from meshplan.errors import BackendError, ContractError, MeshplanError
+from meshplan.errors import BackendError, ContractError, GroupStateError, MeshplanError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
@@ -372,7 +373,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def count_refused(self, written: Tensor | _Tensors) -> None:
         first = written if isinstance(written, Tensor) else next(iter(written), None)
         kind = "cpu" if first is None else first.device.type
-        self._thread.submit(partial(self._calls.take, kind))
+        # In its turn, and before this call returns: after ``shutdown`` it would count for another.
+        with suppress(GroupStateError):
+            self._thread.run(partial(self._calls.take, kind))
 
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):

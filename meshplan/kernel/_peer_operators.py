@@ -75,8 +75,8 @@ def _reduce(
     found = communicator(peers)
     if ticket == NO_TICKET and calls:
         with take_named(calls, found.device_type) as taken:
-            how = op, shape, order, accumulate, rounding, divisor, mode, peers
-            _reduce(message, out, parts, *how, ticket=taken.word)
+            call = op, shape, order, accumulate, rounding, divisor, mode, peers
+            _reduce(message, out, parts, *call, ticket=taken.word)
         return
     if message.device.type != found.device_type:
         _refuse(message)
