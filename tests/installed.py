@@ -16,9 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SOURCES = ("csrc", "man", "meshplan", "tools")
-_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
-_LIBRARIES = ("torch", "networkx", "numpy", "spmd_types", "typing_extensions")
+_SOURCES = ("csrc", "meshplan", "tools")
+_FILES = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "meshplan_autoload.py",
+)
+_LIBRARIES = ("torch", "networkx", "numpy", "yaml", "spmd_types", "typing_extensions")
 _TORCHRUN = '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n'
 
 

@@ -30,7 +30,7 @@ def find_row(path: PurePath) -> str | None:
     folder = path.parts[0] if path.parts[1:] else "root"
     if path.suffix in _COMMENTS:
         return f"meshplan/{path.parts[1]}" if folder == "meshplan" and path.parts[2:] else folder
-    if folder in ("meshplan", "csrc", "man"):
+    if folder in ("meshplan", "csrc"):
         return f"{folder} data"
     if path.suffix == ".md":
         return "pages" if path.name != "CHANGELOG.md" else None
