@@ -49,6 +49,14 @@ def names(line: str) -> dict[str, Any]:
         found["model"] = DistributedDataParallel(nn.Linear(4, 4))
         found["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         found["DistributedDataParallel"] = DistributedDataParallel
+    elif line == "verify_replicas(model)":
+        found["model"] = model = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(model, mesh=plain)
+        found["verify_replicas"] = meshplan.verify_replicas
+    elif line.startswith("clip_grad_norm_"):
+        found["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        found["parameters"] = nn.Linear(4, 4).parameters()
+        found["clip_grad_norm_"] = meshplan.clip_grad_norm_
     elif "apply" in line or line.startswith("set_"):
         found["model"] = model = nn.Sequential(nn.Linear(4, 4))
         fully_shard(model, mesh=plain)

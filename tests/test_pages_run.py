@@ -59,6 +59,7 @@ NOT_RUN = {
         "docs/howto/backend.md",
         'new_group(backend="meshplan")',
     ): "tests/backend/test_options.py",
+    ("docs/howto/backend.md", "ProcessGroupNCCL.Options()"): "a class of builds with CUDA",
     (
         "docs/howto/backend.md",
         'DDPStrategy(process_group_backend="meshplan")',
