@@ -17,14 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _SOURCES = ("csrc", "meshplan", "tools")
-_FILES = (
-    "pyproject.toml",
-    "setup.py",
-    "MANIFEST.in",
-    "README.md",
-    "LICENSE",
-    "meshplan_autoload.py",
-)
+_FILES = ("*.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 _LIBRARIES = ("torch", "networkx", "numpy", "yaml", "spmd_types", "typing_extensions")
 _TORCHRUN = '#!/bin/sh\nexec "$(dirname "$0")/python" -m torch.distributed.run "$@"\n'
 
@@ -87,8 +80,8 @@ def _build(to: Installed) -> None:
     made = shutil.ignore_patterns("__pycache__", "*.so", "*.fatbin")
     for name in _SOURCES:
         shutil.copytree(ROOT / name, to.source / name, ignore=made)
-    for name in _FILES:
-        shutil.copy2(ROOT / name, to.source / name)
+    for path in (path for name in _FILES for path in ROOT.glob(name)):
+        shutil.copy2(path, to.source / path.name)
     # Built from another copy: it leaves what it has compiled there.
     build = to.source.with_name("build")
     shutil.copytree(to.source, build)

@@ -39,25 +39,20 @@ def names(line: str) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
     found = {
-        **{"meshplan": meshplan, "torch": torch, "dist": dist, "mesh": plain},
-        "Contract": Contract,
+        **{"meshplan": meshplan, "torch": torch, "dist": dist, "mesh": plain, "Contract": Contract},
         **{"Topology": Topology, "Links": Links, "Link": Link, "world_size": 40},
         **{"tensor": torch.ones(3), "install": meshplan.install},
+        **{one: getattr(meshplan, one) for one in ("clip_grad_norm_", "verify_replicas")},
     }
     if "DistributedDataParallel" in line or "ddp." in line or "join" in line:
         found["module"] = nn.Linear(4, 4)
         found["model"] = DistributedDataParallel(nn.Linear(4, 4))
         found["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         found["DistributedDataParallel"] = DistributedDataParallel
-    elif line == "verify_replicas(model)":
-        found["model"] = model = nn.Sequential(nn.Linear(4, 4))
-        fully_shard(model, mesh=plain)
-        found["verify_replicas"] = meshplan.verify_replicas
-    elif line.startswith("clip_grad_norm_"):
+    elif '"pp"' in line:
         found["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         found["parameters"] = nn.Linear(4, 4).parameters()
-        found["clip_grad_norm_"] = meshplan.clip_grad_norm_
-    elif "apply" in line or line.startswith("set_"):
+    elif "apply" in line or line.startswith(("set_", "verify")):
         found["model"] = model = nn.Sequential(nn.Linear(4, 4))
         fully_shard(model, mesh=plain)
         # Pages import it as `from meshplan.integrations import fsdp` before.

@@ -227,10 +227,7 @@ def test_doctor_names_the_clone_or_the_wheel(installed: Installed, tmp_path: Pat
 @pytest.mark.timeout(1500)
 def test_doctor_reports_a_missing_compiled_library(installed: Installed, tmp_path: Path) -> None:
     (site,) = (installed.prefix / "lib").glob("python*/site-packages")
-    (tmp_path / "target").mkdir()
-    for one in site.glob("meshplan*"):
-        copy = shutil.copytree if one.is_dir() else shutil.copy2
-        copy(one, tmp_path / "target" / one.name)
+    shutil.copytree(site, tmp_path / "target")
     (tmp_path / "target" / "meshplan" / "kernel" / "_cpu.so").unlink()
     module = [installed.python, "-m", "meshplan", "doctor"]
     done = installed.run(module, tmp_path, PYTHONPATH=str(tmp_path / "target"))

@@ -43,11 +43,6 @@ class Job:
         """Ranks on all hosts."""
         return sum(self.ranks_per_host)
 
-    def ranks_of(self, host: int) -> tuple[int, ...]:
-        """The global ranks on a host."""
-        first = sum(self.ranks_per_host[:host])
-        return tuple(range(first, first + self.ranks_per_host[host]))
-
     def said(self, what: str) -> dict[int, Any]:
         """The messages of ranks so far under that name, by rank."""
         found = {}
