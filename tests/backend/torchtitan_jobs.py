@@ -83,6 +83,8 @@ def train(job: Path | None, words: dict[str, str], steps: int, rank: int) -> dic
         "norms": [min(replicas.norms), max(replicas.norms)],
     }
     dist.destroy_process_group()
+    # Ranks of tests end without it.
+    sys.stdout.flush()
     (step,) = counted.steps
     for kind in ("contract", "native", "any order", "outside"):
         found[kind] = sum(row["count"] for row in step.rows if row["kind"] == kind)
