@@ -83,7 +83,7 @@ def train(job: Path | None, words: dict[str, str], steps: int, rank: int) -> dic
         "norms": [min(replicas.norms), max(replicas.norms)],
     }
     dist.destroy_process_group()
-    # Ranks of tests end without it.
+    # Ranks of tests end without a flush.
     sys.stdout.flush()
     (step,) = counted.steps
     for kind in ("contract", "native", "any order", "outside"):
