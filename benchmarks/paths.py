@@ -40,12 +40,12 @@ from meshplan.flatten import discover
 from meshplan.planner import Problem, Step, plan
 from meshplan.planner._group_facts import find_groups
 from meshplan.planner._path_costs import (
+    ElementWidth,
     PlannedReduction,
     ReductionStrategy,
     exchange_cost,
 )
 from meshplan.planner._planner import _make_reduction
-from meshplan.planner._reach import ElementWidth
 from meshplan.topology._links import fit_links
 from tests.multinode.cluster import why_not
 

@@ -35,9 +35,8 @@ from meshplan.planner import (
     plan,
 )
 from meshplan.planner._group_facts import find_groups
-from meshplan.planner._path_costs import ReductionStrategy
+from meshplan.planner._path_costs import ElementWidth, ReductionStrategy
 from meshplan.planner._planner import _make_reduction
-from meshplan.planner._reach import ElementWidth
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Link, Links, Topology
 from tests.processes import run_ranks

@@ -17,12 +17,12 @@ from meshplan.layout import Layout
 from meshplan.planner import Cost, Problem, Step, plan
 from meshplan.planner._group_facts import find_groups
 from meshplan.planner._path_costs import (
+    ElementWidth,
     PlannedReduction,
     ReductionStrategy,
     predict_cost,
 )
 from meshplan.planner._planner import _make_reduction
-from meshplan.planner._reach import ElementWidth
 from meshplan.topology import Links, Topology
 from tests.clock import ClockTime, _make_groups, _record, clock
 from tests.marks import full

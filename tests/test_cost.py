@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from meshplan.contract import Contract
 from meshplan.definition import combine_leaves, finish_partials, reduce_leaves
 from meshplan.layout import Layout
-from meshplan.planner._cost import Cost, PeerCounts, predict_collective
 from meshplan.planner._group_facts import GroupFacts, find_groups
+from meshplan.planner._path_costs import Cost, PeerCounts, predict_collective
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Link, Links, Topology
 from tests.links import name_link

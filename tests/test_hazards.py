@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, _MaskPa
 from meshplan.errors import AxisNameError, PlacementError, TopologyError
 from meshplan.layout import Layout
 from meshplan.planner import Hazard, Problem, Spec, hazards, nccl_order
-from meshplan.planner import _siblings as siblings_module
-from meshplan.planner._siblings import ALGORITHMS, Siblings
+from meshplan.planner import _hazards as siblings_module
+from meshplan.planner._hazards import ALGORITHMS, Siblings
 from meshplan.topology import Topology
 
 ISSUE = Layout.of(ddp=8, fsdp=5, tp=1)

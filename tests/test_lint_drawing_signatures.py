@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshplan.layout import Layout, signature
 from meshplan.lint._drawing._picture import GroupSignatures, SignatureClass, classify_groups
 from meshplan.planner import Hazard, Problem, hazards
-from meshplan.planner._siblings import Siblings
+from meshplan.planner._hazards import Siblings
 from meshplan.topology import Topology
 
 ISSUE, HOSTS = Layout.of(ddp=8, fsdp=5), Topology.uniform(40, node_size=8)

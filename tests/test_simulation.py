@@ -24,8 +24,10 @@ from meshplan.errors import AxisNameError, PlacementError, PolicyError, Topology
 from meshplan.layout import Layout
 from meshplan.planner import Problem as Asked
 from meshplan.planner import hazards, nccl_order, predict_divergence, simulate
-from meshplan.planner._arithmetic import (
+from meshplan.planner._hazards import ALGORITHMS, Algorithm, Siblings
+from meshplan.planner._simulation import (
     Adder,
+    SimulatedStep,
     _round,
     count_distinct,
     count_ulps,
@@ -33,8 +35,6 @@ from meshplan.planner._arithmetic import (
     measure_share,
     spread_elements,
 )
-from meshplan.planner._siblings import ALGORITHMS, Algorithm, Siblings
-from meshplan.planner._simulation import SimulatedStep
 from meshplan.testing import bits
 from meshplan.testing.nccl_model import _Algebra
 from meshplan.topology import Topology

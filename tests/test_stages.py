@@ -11,7 +11,7 @@ import torch
 from meshplan.execute._stages import Stages, run_stages
 from meshplan.execute._wire import Message
 from meshplan.planner import count_chunks, cut_chunks, weigh_chunks
-from meshplan.planner._pipeline import MAX_CHUNKS, chunk_unit
+from meshplan.planner._path_costs import MAX_CHUNKS, chunk_unit
 from meshplan.topology import Links
 
 

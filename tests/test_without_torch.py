@@ -145,7 +145,7 @@ cli/_doctor_run.py
 cli/_links_run.py
 cli/_probe_run.py
 cli/_ranks.py
-planner/_placements.py""",
+planner/_problem.py""",
     )
 
 

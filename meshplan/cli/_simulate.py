@@ -34,7 +34,7 @@ from meshplan.errors import PolicyError, TopologyError
 if TYPE_CHECKING:
     from meshplan.layout import Layout
     from meshplan.planner import Simulation
-    from meshplan.planner._siblings import Algorithm
+    from meshplan.planner._hazards import Algorithm
     from meshplan.topology import Topology
 
 # Sizes of (ddp, fsdp), and consecutive ranks of a node. The first five are jagged.

@@ -9,8 +9,6 @@ from meshplan._lazy_imports import make_lazy
 # Imported at first use: the linter needs hazards, and neither the search nor the costs.
 if TYPE_CHECKING:
     from meshplan.planner import nccl_order as nccl_order
-    from meshplan.planner._arithmetic import predict_divergence as predict_divergence
-    from meshplan.planner._cost import Cost as Cost
     from meshplan.planner._group_facts import intra_node_blocks as intra_node_blocks
     from meshplan.planner._halving import Halving as Halving
     from meshplan.planner._halving import HalvingMessage as HalvingMessage
@@ -18,20 +16,27 @@ if TYPE_CHECKING:
     from meshplan.planner._halving import halving_schedule as halving_schedule
     from meshplan.planner._halving import merge_axes as merge_axes
     from meshplan.planner._halving import share_owners as share_owners
-    from meshplan.planner._hazard import Hazard as Hazard
+    from meshplan.planner._hazards import Algorithm as Algorithm
+    from meshplan.planner._hazards import Hazard as Hazard
+    from meshplan.planner._hazards import Siblings as Siblings
     from meshplan.planner._hazards import are_uniform as are_uniform
+    from meshplan.planner._hazards import cache_siblings as cache_siblings
     from meshplan.planner._hazards import hazards as hazards
     from meshplan.planner._path_costs import CONTRACT_PATHS as CONTRACT_PATHS
     from meshplan.planner._path_costs import ContractPath as ContractPath
+    from meshplan.planner._path_costs import Cost as Cost
     from meshplan.planner._path_costs import PlannedReduction as PlannedReduction
+    from meshplan.planner._path_costs import Reach as Reach
+    from meshplan.planner._path_costs import count_chunks as count_chunks
+    from meshplan.planner._path_costs import cut_chunks as cut_chunks
     from meshplan.planner._path_costs import exchange_cost as exchange_cost
+    from meshplan.planner._path_costs import find_halving_sizes as find_halving_sizes
     from meshplan.planner._path_costs import halving_cost as halving_cost
     from meshplan.planner._path_costs import integer_cost as integer_cost
+    from meshplan.planner._path_costs import one_message_bytes as one_message_bytes
     from meshplan.planner._path_costs import reference_cost as reference_cost
     from meshplan.planner._path_costs import register_cost as register_cost
-    from meshplan.planner._pipeline import count_chunks as count_chunks
-    from meshplan.planner._pipeline import cut_chunks as cut_chunks
-    from meshplan.planner._pipeline import weigh_chunks as weigh_chunks
+    from meshplan.planner._path_costs import weigh_chunks as weigh_chunks
     from meshplan.planner._plan import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
     from meshplan.planner._plan import Plan as Plan
     from meshplan.planner._plan import Step as Step
@@ -40,24 +45,19 @@ if TYPE_CHECKING:
     from meshplan.planner._planner import find_uncovered_reductions as find_uncovered_reductions
     from meshplan.planner._planner import plan as plan
     from meshplan.planner._planner import refuse_unpinned_scatter as refuse_unpinned_scatter
-    from meshplan.planner._prediction import Prediction as Prediction
-    from meshplan.planner._prediction import predict_backend as predict_backend
-    from meshplan.planner._prediction import predict_plan as predict_plan
     from meshplan.planner._problem import POLICIES as POLICIES
     from meshplan.planner._problem import Policy as Policy
     from meshplan.planner._problem import Problem as Problem
     from meshplan.planner._problem import Spec as Spec
     from meshplan.planner._problem import check_audit as check_audit
     from meshplan.planner._problem import check_policy as check_policy
-    from meshplan.planner._reach import Reach as Reach
     from meshplan.planner._search import follows_default_order as follows_default_order
-    from meshplan.planner._siblings import Algorithm as Algorithm
-    from meshplan.planner._siblings import Siblings as Siblings
-    from meshplan.planner._siblings import cache_siblings as cache_siblings
+    from meshplan.planner._simulation import Prediction as Prediction
     from meshplan.planner._simulation import Simulation as Simulation
+    from meshplan.planner._simulation import predict_backend as predict_backend
+    from meshplan.planner._simulation import predict_divergence as predict_divergence
+    from meshplan.planner._simulation import predict_plan as predict_plan
     from meshplan.planner._simulation import simulate as simulate
-    from meshplan.planner._size_limits import find_halving_sizes as find_halving_sizes
-    from meshplan.planner._size_limits import one_message_bytes as one_message_bytes
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names
     __getattr__, __dir__, __all__ = make_lazy(__name__)

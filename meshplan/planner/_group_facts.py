@@ -9,9 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshplan.layout import Integers, Layout
-from meshplan.planner._cost import Cost, PeerCounts
-from meshplan.planner._path_costs import ReductionStrategy
-from meshplan.planner._reach import Reach
+from meshplan.planner._path_costs import Cost, PeerCounts, Reach, ReductionStrategy
 from meshplan.topology import Topology
 
 MAX_LAYOUTS = 64

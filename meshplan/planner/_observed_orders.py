@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshplan.layout import Layout
 from meshplan.planner import nccl_order as order
-from meshplan.planner._siblings import Algorithm
+from meshplan.planner._hazards import Algorithm
 from meshplan.topology._communicators import Communicator
 
 

@@ -16,13 +16,16 @@ of thousands of ranks is not all under way at once. The costs have no arithmetic
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
-from meshplan.planner._cost import Cost, predict_collective
+from meshplan._dtypes import itemsize
+from meshplan.contract import FLOATS, Contract
 from meshplan.planner._halving import (
     HalvingMessage,
     find_representatives,
@@ -30,18 +33,314 @@ from meshplan.planner._halving import (
     share_owners,
     split_axes,
 )
-from meshplan.planner._pipeline import (
-    Collective,
-    LinkName,
-    Round,
-    Stage,
-    chunk_unit,
-    count_chunks,
-    cut_chunks,
-    predict_turns,
-)
-from meshplan.planner._reach import ElementWidth, Reach, split_sizes
-from meshplan.topology import Links
+from meshplan.topology import Link, Links
+
+# The cost of a plan: an alpha-beta model per link class; time, bytes, memory and new groups.
+#
+# A collective in which each rank sends every other rank a piece of n bytes takes
+#
+#     launch + sum over the other ranks of (latency + n / bandwidth), of the class of link to each,
+#
+# for the rank with the fewest peers on its domain and node. The two terms of a message: Hockney,
+# "The communication challenge for MPP", 1994. All collectives are modelled as such direct
+# exchanges; a ring moves the same bytes. Local arithmetic is omitted: it is the same in all plans.
+# Times are whole nanoseconds, so that all ranks compare identical numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCounts:
+    """The peers in a group by class of link, for the rank with the fewest peers nearby."""
+
+    domain: int
+    node: int
+    network: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of a plan or a part of it, on the rank with the highest cost."""
+
+    nanoseconds: int = 0  # predicted time, with one use's share of the creation of groups
+    collectives: int = 0  # number of collectives
+    # Bytes that leave the rank that sends the most in all, by class of link. Others may send more
+    # over one of them.
+    domain: int = 0
+    node: int = 0
+    network: int = 0
+    peak: int = 0  # bytes of memory at once, in addition to the input
+    creates: tuple[str, ...] = ()  # process groups to be created, in words
+
+    @classmethod
+    def total(cls, parts: Sequence[Cost]) -> Cost:
+        """The cost of steps that run sequentially: the largest peak, and the sum of the rest."""
+        fields = ("nanoseconds", "collectives", "domain", "node", "network")
+        return cls(
+            **{name: sum(getattr(part, name) for part in parts) for name in fields},
+            peak=max((part.peak for part in parts), default=0),
+            creates=tuple(dict.fromkeys(name for part in parts for name in part.creates)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; bytes and nanoseconds."""
+        return {**asdict(self), "creates": list(self.creates)}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave a rank, over all links."""
+        return self.domain + self.node + self.network
+
+
+def predict_collective(links: Links, peers: PeerCounts, piece: int) -> Cost:
+    """A collective that sends each of ``peers`` a piece of so many bytes."""
+    seconds = links.launch
+    for link, count in (
+        (links.domain, peers.domain),
+        (links.node, peers.node),
+        (links.network, peers.network),
+    ):
+        seconds += count * (link.latency + piece / link.bandwidth)
+    return Cost(
+        nanoseconds=round(seconds * 1e9),
+        collectives=1,
+        domain=peers.domain * piece,
+        node=peers.node * piece,
+        network=peers.network * piece,
+    )
+
+
+# The chunks of a hierarchical reduction, so that its levels overlap.
+#
+# While one chunk travels between blocks, the next one travels inside them. C chunks hide all but 1
+# / C of the time inside blocks, and each adds one start of the messages between them. The sum is
+# smallest for C = sqrt(time inside / cost of a start), whatever the time between blocks is. Shorter
+# chunks at both ends hide a part of the rest.
+
+LinkName = Literal["domain", "node", "network"]
+
+# On a CPU a chunk costs process time too, which the links do not show: small tensors have one.
+MIN_UNIT = 1 << 20
+MAX_CHUNKS = 32
+"""Of one reduction. Memory and messages are bounded by it."""
+# From so many chunks on, shorter ones at the ends save time by the model.
+MIN_RAMP = 12
+
+
+def chunk_unit(links: Links, domain: int, node: int, start: float) -> int:
+    """The bytes whose way through a block of ``domain`` and ``node`` peers takes as long as
+    ``start``, the seconds for which a rank starts the messages of one more chunk between blocks: at
+    least ``MIN_UNIT``, for `count_chunks`.
+    """
+    ranks = 1 + domain + node
+    # To the owner of each slice and back.
+    inside = 2 / ranks * (domain / links.domain.bandwidth + node / links.node.bandwidth)
+    return max(MIN_UNIT, round(start / inside)) if inside > 0 else 0
+
+
+def count_chunks(nbytes: int, unit: int) -> int:
+    """How many chunks a summand of ``nbytes`` is sent in; from facts that all ranks share. ``unit``
+    is that of `chunk_unit`; 0: one chunk.
+    """
+    if not unit:
+        return 1
+    return max(1, min(MAX_CHUNKS, round(math.sqrt(nbytes / unit))))
+
+
+def weigh_chunks(count: int) -> list[int]:
+    """The proportions of so many chunks: the longest in the middle, half of it at the ends."""
+    # Until the first chunk has come through its block, nothing travels between blocks, and then
+    # only the first rounds of few chunks do; at the end it is the same. Few chunks are equal: of
+    # them, a longer one in the middle costs more.
+    if count < MIN_RAMP:
+        return [1] * count
+    return [count // 2 + min(place, count - 1 - place) for place in range(count)]
+
+
+def cut_chunks(elements: int, count: int, ranks: int) -> list[int]:
+    """The lengths of at most ``count`` chunks, of whole slices for each of ``ranks`` except for the
+    last.
+    """
+    if count == 1:
+        return [elements]
+    slices, weights = -(-elements // ranks), weigh_chunks(count)
+    total = sum(weights)
+    ends = [min(-(-slices * end // total) * ranks, elements) for end in accumulate(weights)]
+    return [end - start for start, end in pairwise((0, *ends)) if end > start] or [0]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of a chunk, of the ranks of a block or between blocks."""
+
+    group: Literal["inside", "between"]
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round of halving of a chunk, for each of the ranks that stand for all."""
+
+    # For each rank, the class of link and the bytes of its messages.
+    sends: tuple[tuple[tuple[LinkName, int], ...], ...]
+    # For each rank, from which of them its messages are, and the number of each among those of its
+    # sender.
+    receives: tuple[tuple[tuple[int, int], ...], ...]
+
+
+Stage = Collective | Round
+
+
+def predict_turns(links: Links, chunks: Sequence[Sequence[Stage]]) -> float:
+    """Seconds of chunks, each of which goes through as many stages."""
+    # In each turn one more chunk starts, the batch of all rounds is sent, and every chunk but the
+    # new one waits for what it has under way, and goes on. As in LogGP (Alexandrov et al., 1995), a
+    # rank sends the bytes of one message after the other through the port of a class of links, and
+    # receives them so; each arrives a latency after it has left.
+    first = chunks[0]
+    clocks = _Clocks(links, max(len(one.sends) if isinstance(one, Round) else 1 for one in first))
+    waiting = iter(chunks)
+    live = list[tuple[Sequence[Stage], int, list[float]]]()  # its stages, the one it is in, its end
+    while True:
+        stages = next(waiting, None)
+        fresh = [] if stages is None else [(stages, 0, clocks.issue(stages[0]))]
+        batch = [one for one in (stages[at] for stages, at, _ in live) if isinstance(one, Round)]
+        if batch:
+            clocks.exchange(batch)
+        older = []
+        for following, at, ends in live:
+            clocks.wait(ends)
+            if at + 1 < len(following):
+                older.append((following, at + 1, clocks.issue(following[at + 1])))
+        live = fresh + older
+        if not live and stages is None:
+            break
+    return max(clocks.now)
+
+
+class _Clocks:
+    """When each rank goes on, and its groups and ports are free."""
+
+    def __init__(self, links: Links, ranks: int) -> None:
+        self._links = links
+        self.now = [0.0] * ranks
+        self._free = {"inside": [0.0] * ranks, "between": [0.0] * ranks}
+        self._out: list[dict[LinkName, float]] = [{} for _ in range(ranks)]
+        self._in: list[dict[LinkName, float]] = [{} for _ in range(ranks)]
+
+    def issue(self, stage: Stage) -> list[float]:
+        """Start a stage, and return when it ends; a round starts in the next batch."""
+        if isinstance(stage, Round):
+            return self.now
+        starts = map(max, self._free[stage.group], self.now)
+        ends = [start + stage.cost.nanoseconds / 1e9 for start in starts]
+        self._free[stage.group] = ends
+        return ends
+
+    def wait(self, ends: Sequence[float]) -> None:
+        """Let each rank wait until ``ends``."""
+        self.now = [*map(max, self.now, ends)]
+
+    def exchange(self, batch: Sequence[Round]) -> None:
+        """Send all messages of a batch, and wait for them."""
+        sent: list[list[list[tuple[float, LinkName, float]]]] = []
+        self.wait(self._free["between"])
+        for rank, before in enumerate(self.now):
+            free = self._out[rank]
+            start = before + self._links.launch + self._links.batch
+            self.now[rank] = start
+            mine = []
+            for one in batch:
+                messages = []
+                for name, nbytes in one.sends[rank]:
+                    link: Link = getattr(self._links, name)
+                    taken = nbytes / link.bandwidth
+                    free[name] = max(start, free.get(name, 0.0)) + taken
+                    messages.append((free[name] + link.latency, name, taken))
+                    self.now[rank] = max(self.now[rank], messages[-1][0])
+                mine.append(messages)
+            sent.append(mine)
+        for rank, free in enumerate(self._in):
+            came = [
+                sent[sender][number][message]
+                for number, one in enumerate(batch)
+                for sender, message in one.receives[rank]
+            ]
+            for arrival, name, taken in sorted(came):
+                free[name] = max(arrival, free.get(name, 0.0) + taken)
+                self.now[rank] = max(self.now[rank], free[name])
+        self._free["between"] = self.now
+
+
+# How far apart the ranks of a reduction are, and how wide its elements: facts for its costs.
+
+
+@dataclass(frozen=True, slots=True)
+class ElementWidth:
+    """Bytes per element: on the wire, and of an unfinished partial."""
+
+    wire: int
+    partial: int
+
+    @classmethod
+    def of(cls, dtype: str | None, contract: Contract) -> ElementWidth:
+        """Of ``dtype``. If it is unknown, of float32, or in an exact order of the dtype whose
+        partials have the most bytes for one of its own: no plan is worse than a flat one."""
+        if dtype is None:
+            dtype = "float32"
+            if contract.ordering.exact:
+                ratios = {d: contract.partial("sum", d).nbytes / itemsize(d) for d in FLOATS}
+                dtype = max(ratios, key=ratios.__getitem__)
+        return cls(itemsize(dtype), contract.partial("sum", dtype).nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far apart the ranks of a reduction are. All of them share these facts."""
+
+    links: Links  # links of the cluster
+    sizes: tuple[int, ...]  # sizes of the reduced axes, outermost first
+    flat: PeerCounts  # peers in the whole group
+    # How many consecutive ranks are in one domain, and on one node, wherever they start at a
+    # multiple of that.
+    runs: tuple[int, int] = (1, 1)
+    # Peers in a block, and among the ranks of one position in their blocks.
+    inside: PeerCounts | None = None
+    across: PeerCounts | None = None
+    # Peers over the axes that reduce and do not shard, in a ``scatter``.
+    rest: PeerCounts | None = None
+    scatter: bool = False  # whether a rank keeps a shard of the result
+
+    @classmethod
+    def unknown(cls, sizes: tuple[int, ...], links: Links) -> Reach:
+        """Each rank is on a node of its own."""
+        return cls(links, sizes, PeerCounts(0, 0, math.prod(sizes) - 1))
+
+    def find_link_between(self, one: int, other: int) -> LinkName:
+        """The link between the ranks at two positions."""
+        domain, node = (one // run == other // run for run in self.runs)
+        return "domain" if domain else "node" if node else "network"
+
+    def find_link(self, block: int) -> LinkName:
+        """The slowest link inside of blocks of so many consecutive ranks."""
+        ranks, (domain, node) = math.prod(self.sizes), self.runs
+        if domain % block == 0 or domain >= ranks:
+            return "domain"
+        return "node" if node % block == 0 or node >= ranks else "network"
+
+
+def split_sizes(sizes: Sequence[int], inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of the trees over blocks of ``inner`` ranks and in a block, outermost first."""
+    # Blocks take whole inner axes; one axis may belong to both trees, in two factors.
+    block, left = inner, list(sizes)
+    found: list[int] = []
+    while block > 1:
+        size = left.pop()
+        part = size if block % size == 0 else block
+        if part != size:
+            left.append(size // part)
+        found.insert(0, part)
+        block //= part
+    return tuple(left), tuple(found)
+
 
 MAX_FOLLOWED = 256  # Ranks that are followed each, where no few of them stand for all.
 
@@ -306,3 +605,84 @@ def register_cost(path: str, cost: Callable[[PlannedReduction], Cost] | None) ->
 def predict_cost(path: str, reduction: PlannedReduction) -> Cost:
     """The cost of ``reduction`` by ``path``; ``auto`` has the strategies of an exchange."""
     return _path_costs["exchange" if path == "auto" else path](reduction)
+
+
+# The sizes of a summand for which one path is predicted to cost less than another.
+
+MAX_LIMITS = 256
+# An all-to-all among fewer ranks is under way at once, and costs less than the model says.
+MIN_HALVING_RANKS = 9
+MARGIN = 10  # Percent: of flat halving; see ``find_margin``.
+_TRIES = 8  # Of the size at which two costs are equal.
+_MANY = 1 << 40  # Bytes that take long on any link, without an overflow.
+
+SizeRange = tuple[int, int]
+"""Sizes in bytes: above the first number, and up to the second."""
+_NONE: SizeRange = (0, 0)
+
+
+@lru_cache(maxsize=MAX_LIMITS)
+def one_message_bytes(sizes: tuple[int, ...], links: Links) -> int:
+    """The largest summand in bytes for which one all-gather over axes of ``sizes`` costs no more
+    than other paths, if each rank is on a node of its own.
+    """
+    reach = Reach.unknown(sizes, links)
+    halves = math.prod(sizes) >= MIN_HALVING_RANKS
+    others = (exchange_cost, halving_cost) if halves else (exchange_cost,)
+    found = (_find_sizes(reach, reference_cost, other, 1) for other in others)
+    return min(most if least == 0 else 0 for least, most in found)
+
+
+def find_margin(strategy: ReductionStrategy) -> int:
+    """Percent of its time by which halving must be predicted to cost less than an exchange."""
+    # Links are measured to about 10 %, and the exchange has fewer rounds. Of blocks half as much:
+    # the times inside them are part of both.
+    if strategy.between != "halving":
+        return 0
+    return MARGIN if strategy.inner == 1 else MARGIN // 2
+
+
+@lru_cache(maxsize=MAX_LIMITS)
+def find_halving_sizes(reach: Reach) -> tuple[SizeRange, SizeRange]:
+    """The summands for which flat halving saves ``MARGIN`` of an exchange: for dtypes whose
+    partials are as wide, and for those whose partials are twice as wide.
+    """
+    if math.prod(reach.sizes) < MIN_HALVING_RANKS:
+        return _NONE, _NONE
+
+    def halve(reduction: PlannedReduction) -> Cost:
+        cost = halving_cost(reduction)
+        return replace(cost, nanoseconds=cost.nanoseconds * (100 + MARGIN) // 100)
+
+    same, wider = (_find_sizes(reach, halve, exchange_cost, ratio) for ratio in (1, 2))
+    return same, wider
+
+
+def _find_sizes(
+    reach: Reach,
+    one: Callable[[PlannedReduction], Cost],
+    other: Callable[[PlannedReduction], Cost],
+    ratio: int,
+) -> SizeRange:
+    """The sizes for which ``one`` costs less than ``other``; ``sys.maxsize``: without end."""
+    # It does so up to some size, or from some size on. The costs are nearly linear in bytes, so the
+    # line between two sizes shows where they are equal.
+
+    def compare(n: int) -> int:
+        """By how many nanoseconds ``one`` costs more."""
+        planned = PlannedReduction(reach, n, n, ElementWidth(1, ratio))
+        return one(planned).nanoseconds - other(planned).nanoseconds
+
+    at_none, at_many = compare(0), compare(_MANY)
+    # A thousandth of the time is within the rounding to nanoseconds.
+    if at_none < 0 and at_many - at_none <= -at_none * 1e-3:
+        return 0, sys.maxsize
+    if (at_none < 0) == (at_many < 0):
+        return _NONE
+    less, more = ((0, at_none), (_MANY, at_many))[:: 1 if at_none < 0 else -1]
+    for _ in range(_TRIES):
+        end = less[0] + (more[0] - less[0]) * less[1] // (less[1] - more[1])
+        if (by := compare(end)) <= 0:
+            return (0, end) if at_none < 0 else (end, sys.maxsize)
+        more = end, by
+    return _NONE

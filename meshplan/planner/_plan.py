@@ -10,10 +10,8 @@ from typing import Any, Literal
 
 from meshplan.contract import Contract, Op
 from meshplan.layout import Layout
-from meshplan.planner._cost import Cost
-from meshplan.planner._path_costs import Between
+from meshplan.planner._path_costs import Between, Cost, split_sizes
 from meshplan.planner._problem import Problem, Spec
-from meshplan.planner._reach import split_sizes
 
 MAX_CANDIDATES = 6
 """Plans that a ``Plan`` keeps for ``explain``, itself among them."""

@@ -13,11 +13,15 @@ from meshplan.contract import OPS, Op
 from meshplan.errors import PolicyError, ShardOrderError
 from meshplan.planner._group_facts import find_groups
 from meshplan.planner._hazards import hazards
-from meshplan.planner._path_costs import ReductionStrategy, find_chunk_unit
+from meshplan.planner._path_costs import (
+    ReductionStrategy,
+    SizeRange,
+    find_chunk_unit,
+    find_halving_sizes,
+)
 from meshplan.planner._plan import MAX_CANDIDATES, NOMINAL_ELEMENTS, Candidate, Path, Plan, Step
 from meshplan.planner._problem import Problem, Spec, is_exact
 from meshplan.planner._search import REPLICATE, MoveSequence, search
-from meshplan.planner._size_limits import SizeRange, find_halving_sizes
 from meshplan.topology import Topology
 from meshplan.topology._nccl_algo import (
     ALGORITHMS,

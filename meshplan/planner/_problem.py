@@ -28,6 +28,8 @@ Policy = Literal["deterministic", "consistent", "fast"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 """All of ``Policy``, strictest first."""
 SHARDED = ("shard", "other")
+_BITWISE = ("band", "bor", "bxor")
+_ONE = "at most one summand of an element is not zero"
 _DIM = re.compile(r"\d{1,9}", re.ASCII)
 _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
 
@@ -70,10 +72,7 @@ class Spec:
         """
         if isinstance(placement, str):
             return cls._read_text(placement)
-        # Only this needs torch, and a caller with a placement has loaded it.
-        from meshplan.planner._placements import read_spec
-
-        return read_spec(placement)
+        return cls._read_placement(placement)
 
     @classmethod
     def _read_text(cls, text: str) -> Spec:
@@ -88,6 +87,29 @@ class Spec:
         raise PlacementError(
             f"invalid placement {text!r}; use R, S(0), P or P(op) with op one of {', '.join(OPS)}"
         )
+
+    @classmethod
+    def _read_placement(cls, placement: Placement) -> Spec:
+        # Only this needs torch, and a caller with a placement has loaded it.
+        from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+        from meshplan._torch import MaskPartial, NormPartial
+
+        text = str(placement)
+        if type(placement) is Partial and placement.reduce_op in OPS:
+            return cls("partial", text, op=placement.reduce_op)
+        if type(placement) is Partial:
+            why = "bits are combined one by one" if placement.reduce_op in _BITWISE else ""
+            return cls("opaque", text, op=placement.reduce_op, any_order=why)
+        if isinstance(placement, Replicate):
+            return cls("replicate", text)
+        if type(placement) is Shard:
+            return cls("shard", text, dim=placement.dim)
+        if type(placement) is NormPartial:
+            return cls("norm", text, norm=float(placement.norm_type))
+        if type(placement) is MaskPartial:
+            return cls("opaque", text, any_order=_ONE if placement.reduce_op == "sum" else "")
+        return cls("opaque" if isinstance(placement, Partial) else "other", text)
 
 
 @dataclass(frozen=True, slots=True)

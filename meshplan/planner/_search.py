@@ -18,18 +18,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from meshplan.planner._cost import Cost, predict_collective
 from meshplan.planner._group_facts import GroupFacts, find_groups
 from meshplan.planner._path_costs import (
+    MIN_HALVING_RANKS,
     Between,
+    Cost,
+    ElementWidth,
     PlannedReduction,
     ReductionStrategy,
+    find_margin,
+    predict_collective,
     predict_cost,
 )
 from meshplan.planner._plan import NOMINAL_ELEMENTS
 from meshplan.planner._problem import Problem, Spec
-from meshplan.planner._reach import ElementWidth
-from meshplan.planner._size_limits import MIN_HALVING_RANKS, find_margin
 
 REPLICATE, PENDING, APART = -1, -2, -3
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from meshplan.layout import Integers, Layout
 from meshplan.lint._drawing._text import clean, format_axes, format_axis, shorten
 from meshplan.planner import Hazard
+from meshplan.planner._hazards import Siblings
 from meshplan.planner._problem import check_reach
-from meshplan.planner._siblings import Siblings
 from meshplan.topology import Topology
 
 _MAX_PANELS = 6
