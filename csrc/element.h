@@ -5,7 +5,7 @@
 // flight before the first is used. A batch of n leaves of a tree is the tree over one axis of n
 // leaves. Results of batches wait on a stack, and a plan says for each batch how many of them it is
 // added to. The host makes the plan of the expression that defines the order:
-// meshplan/kernel/_batches.py.
+// meshplan/kernel/_device_peers.py.
 #pragma once
 
 #include "device_call.h"

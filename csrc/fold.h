@@ -79,7 +79,7 @@ struct FoldCall {
   }
 };
 // The host has the same fields; the parameters of a kernel have 4096 bytes.
-static_assert(sizeof(FoldCall) == 2432, "FoldCall of meshplan/kernel/_device_fold.py");
+static_assert(sizeof(FoldCall) == 2432, "FoldCall of meshplan/kernel/_device_peers.py");
 
 template <i32 kBytes>
 MP_FN auto word_of() {

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from meshplan._torch.process_group import PythonProcessGroup
 from meshplan.kernel import DriverError, _device_code
-from meshplan.kernel._device_fold import fold_device
+from meshplan.kernel._device_peers import fold_device
 
 _aten = torch.ops.aten
 _AS_CPU = torch._C.DispatchKey.CPU

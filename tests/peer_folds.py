@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meshplan.contract import Contract
-from meshplan.kernel._batches import plan_of
 from meshplan.kernel._device_code import kernel_name
+from meshplan.kernel._device_peers import plan_of
 from tests.devices import at_byte
 
 ROOT = Path(__file__).parents[1]

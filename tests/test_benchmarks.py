@@ -23,7 +23,7 @@ from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
 from benchmarks.script import about, row_of
-from meshplan.kernel import TimedPaths, _timed_gpus, timed_paths
+from meshplan.kernel import TimedPaths, _device_peers, timed_paths
 
 pytestmark = pytest.mark.processes
 
@@ -153,7 +153,7 @@ def test_timed_gpus_are_written_and_read(tmp_path: Path, monkeypatch: pytest.Mon
     allreduce_gpu.note(path, "NVIDIA X", 4, TimedPaths(7, share_memory=False), "2026-11-25")
     known = json.loads(path.read_text())
     assert known.items() > shipped.items()
-    monkeypatch.setattr(_timed_gpus, "_read", lambda: known)
+    monkeypatch.setattr(_device_peers, "_read", lambda: known)
     assert timed_paths("NVIDIA X", 8) == found
     assert timed_paths("NVIDIA X", 4) == "exchange was timed to be faster on NVIDIA X with 4 ranks"
     assert timed_paths("NVIDIA X", 2) == (

@@ -18,15 +18,18 @@ import pytest
 from expecttest import TestCase
 
 from meshplan.kernel import _device_code
-from meshplan.kernel._compilers import (
+from meshplan.kernel._device_code import (
+    MAX_IMAGES,
     CompileError,
     Compiler,
     Program,
     RuntimeLibrary,
+    cache_folder,
     compilers,
+    device_code,
+    prebuilt,
     sources,
 )
-from meshplan.kernel._device_code import MAX_IMAGES, cache_folder, device_code, prebuilt
 from tests.marks import full, longest
 
 CUDA = list(compilers("cuda"))

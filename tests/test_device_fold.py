@@ -17,8 +17,8 @@ from torch import Tensor
 from meshplan import kernel
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
-from meshplan.kernel import _device_fold
-from meshplan.kernel._device_fold import launch_fold
+from meshplan.kernel import _device_peers
+from meshplan.kernel._device_peers import launch_fold
 from meshplan.testing import bits, order_sensitive
 from tests.devices import CONTRACTS, FLOATS, FOLDS, GOLDEN, INTEGERS, Emulated, at_byte
 
@@ -34,7 +34,7 @@ SHAPES = (*((n,) for n in range(1, 18)), (32,), (72,), (2, 4), (3, 5), (4, 3, 2)
 @pytest.fixture(scope="module")
 def device() -> Iterator[Emulated]:
     found = Emulated("cuda", 5, FOLDS)
-    layout, tables = _device_fold._in_one_layout, _device_fold._write_tables
+    layout, tables = _device_peers._in_one_layout, _device_peers._write_tables
 
     def held_layout(leaves: Sequence[Tensor]) -> Any:
         copies, *rest = layout(leaves)
@@ -48,8 +48,8 @@ def device() -> Iterator[Emulated]:
 
     # As torch's allocator does for a GPU, whose work comes later.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device_fold, "_in_one_layout", held_layout)
-        patch.setattr(_device_fold, "_write_tables", held_tables)
+        patch.setattr(_device_peers, "_in_one_layout", held_layout)
+        patch.setattr(_device_peers, "_write_tables", held_tables)
         yield found
 
 

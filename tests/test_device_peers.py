@@ -26,7 +26,7 @@ from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatch
 from meshplan.flatten import Group, _connect
 from meshplan.flatten._connect import connect_devices
 from meshplan.flatten._join import share_memory
-from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, _timed_gpus, check
+from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, _device_peers, check
 from meshplan.kernel._device_code import kernel_name
 from meshplan.kernel._device_peers import share_out, tile_bytes
 from meshplan.kernel._driver import Driver, DriverError
@@ -318,7 +318,7 @@ class TestTimedGpus(TestCase):
             device, found = Emulated(), []
             _connect.device_of = lambda index: device  # type: ignore[assignment]
             torch.cuda.current_device = lambda: 0
-            _timed_gpus._read = lambda: rows  # type: ignore[assignment]
+            _device_peers._read = lambda: rows  # type: ignore[assignment]
             group = group_of_two()
             for names in (("new", "new"), ("fast", "slow"), ("fast", "also"), ("fast", "fast")):
                 torch.cuda.get_device_name = lambda name=names[rank]: name  # type: ignore[assignment]

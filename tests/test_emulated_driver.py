@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from meshplan import kernel
-from meshplan.kernel._batches import plan_of
 from meshplan.kernel._communicator import Arithmetic, CallKey, prepare_call
-from meshplan.kernel._device_peers import device_call
+from meshplan.kernel._device_peers import device_call, plan_of
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import Failures, Peers, library
 from tests.devices import Emulated, Graph

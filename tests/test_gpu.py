@@ -21,8 +21,8 @@ from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.errors import PeerTimeoutError
 from meshplan.kernel import DeviceCommunicator, Ipc, Symmetric, check, device_of
-from meshplan.kernel._compilers import sources
-from meshplan.kernel._vendor_libraries import loaded_files
+from meshplan.kernel._device_code import sources
+from meshplan.kernel._driver import loaded_files
 from meshplan.testing import order_sensitive
 from tests.devices import (
     Swapped,

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshplan import definition, kernel
 from meshplan.contract import Contract
 from meshplan.kernel import device_of
-from meshplan.kernel._device_fold import fold_device
+from meshplan.kernel._device_peers import fold_device
 from meshplan.testing import order_sensitive
 from tests.devices import CONTRACTS, FLOATS, GOLDEN, INTEGERS, at_byte, have_equal_bits
 from tests.processes import run_ranks

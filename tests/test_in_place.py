@@ -27,7 +27,7 @@ from meshplan.execute import (
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute.paths import _exchange
 from meshplan.kernel import _fold_operator, large_pages, reduce_into
-from meshplan.kernel._memory import LARGE_BYTES
+from meshplan.kernel._host_peers import LARGE_BYTES
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.marks import full

@@ -24,8 +24,8 @@ from meshplan.kernel import (
     Regions,
     _device_peers,
 )
+from meshplan.kernel._host_peers import HEADER_BYTES
 from meshplan.kernel._mapping_check import HostProbe, _word, lost_word
-from meshplan.kernel._memory import HEADER_BYTES
 from meshplan.testing import order_sensitive
 from tests.devices import (
     STAGED_BYTES,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from meshplan import clip_grad_norm_, exact_norm
 from meshplan.errors import ContractError, ContractTypeError, MeshplanError
-from meshplan.kernel import _squares
+from meshplan.kernel import _digest
 from meshplan.testing import bits
 from tests.processes import run_ranks
 
@@ -51,7 +51,7 @@ def defined(tensor: Tensor) -> float:
 @pytest.fixture(params=["compiled", "plain torch"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain torch":
-        monkeypatch.setattr(_squares, "available", lambda: False)
+        monkeypatch.setattr(_digest, "available", lambda: False)
 
 
 @pytest.mark.usefixtures("library")

@@ -14,8 +14,7 @@ import torch
 from meshplan import orders
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.kernel._batches import BATCH, STAGED_WAITING, TABLE_LEAVES, plan_of
-from meshplan.kernel._device_fold import fold_plan
+from meshplan.kernel._device_peers import BATCH, STAGED_WAITING, TABLE_LEAVES, fold_plan, plan_of
 from meshplan.kernel._library import MAX_PEERS
 from meshplan.orders import ORDERS
 from meshplan.testing import bits, order_sensitive

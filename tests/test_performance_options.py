@@ -19,7 +19,7 @@ from meshplan import BackendOptions, Contract, clip_grad_norm_, collectives
 from meshplan.collectives import _coalesced, functional
 from meshplan.definition import reduce_leaves
 from meshplan.execute import PATHS
-from meshplan.kernel import _squares
+from meshplan.kernel import _digest
 from meshplan.testing import bits, order_sensitive
 from tests.marks import full
 from tests.processes import run_ranks
@@ -222,7 +222,7 @@ def test_clipping_rounds_once_with_every_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(_squares, "available", lambda: False)
+        monkeypatch.setattr(_digest, "available", lambda: False)
     results = [clipped(foreach, dtypes, device) for foreach in (None, False, True)]
     for other in results[1:]:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[0], other, strict=True))

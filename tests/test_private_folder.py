@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.kernel import _private_folder
-from meshplan.kernel._private_folder import check_private, make_private
+from meshplan.kernel import _device_code
+from meshplan.kernel._device_code import check_private, make_private
 
 
 def make_folder(path: Path, mode: int = 0o755) -> Path:
@@ -82,14 +82,14 @@ def test_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     cache = make_folder(tmp_path / "cache", 0o700)
     link = tmp_path / "link"
     link.symlink_to(cache)
-    way = _private_folder._components
+    way = _device_code._components
 
     def with_another(path: Path):  # type: ignore[no-untyped-def]
         for one, status in way(path):
             owner = os.geteuid() + 1 if one == link else status.st_uid
             yield one, os.stat_result((*status[:4], owner, *status[5:]))
 
-    monkeypatch.setattr(_private_folder, "_components", with_another)
+    monkeypatch.setattr(_device_code, "_components", with_another)
     with pytest.raises(PermissionError, match=f"{link} belongs to another user"):
         check_private(link)
     check_private(cache)

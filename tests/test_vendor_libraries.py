@@ -21,7 +21,7 @@ pytestmark = [
 HEAD = """
 import ctypes, sys, types
 import torch
-from meshplan.kernel._vendor_libraries import *
+from meshplan.kernel._driver import *
 
 def which(path):
     return ctypes.CDLL(path).which()
@@ -122,6 +122,6 @@ def test_compiler_matches_the_loaded_runtime(tmp_path: Path) -> None:
     runtime = library(tmp_path / "torch" / "libamdhip64.so.7", 1)
     compiler = library(tmp_path / "torch" / "libhiprtc.so.7", 2)
     library(tmp_path / "system" / "libhiprtc.so", 3)
-    text = f"ctypes.CDLL({str(runtime)!r})\nfrom meshplan.kernel import _compilers\n"
-    text += "print(list(_compilers._libraries('hip')))"
+    text = f"ctypes.CDLL({str(runtime)!r})\nfrom meshplan.kernel import _device_code\n"
+    text += "print(list(_device_code._libraries('hip')))"
     assert run_code(text, LD_LIBRARY_PATH=str(tmp_path / "system")) == str([str(compiler)])

@@ -20,8 +20,7 @@ from meshplan.cli._doctor import (
     check_links,
     check_shared_folder,
 )
-from meshplan.kernel._compilers import Program, RuntimeLibrary, compilers
-from meshplan.kernel._device_code import prebuilt
+from meshplan.kernel._device_code import Program, RuntimeLibrary, compilers, prebuilt
 from meshplan.topology._locate import locate_rank
 
 

@@ -8,24 +8,25 @@ raise it.
 from __future__ import annotations
 
 import ctypes
+import json
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from importlib import resources
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshplan._calls import NO_TICKET
+from meshplan.contract import Contract
+from meshplan.definition import partial_dtype
 from meshplan.errors import GroupStateError, PolicyError
-from meshplan.kernel._batches import STAGED_WAITING, Plan, plan_of
-from meshplan.kernel._communicator import (
-    LINE_BYTES,
-    CallKey,
-    Communicator,
-    prepare_call,
-)
-from meshplan.kernel._device_code import Device, kernel_name
+from meshplan.kernel._communicator import LINE_BYTES, CallKey, Communicator, prepare_call
+from meshplan.kernel._device_code import CompileError, Device, device_of, kernel_name
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.kernel._library import (
     MAX_BLOCKS,
@@ -37,7 +38,301 @@ from meshplan.kernel._library import (
     library,
 )
 from meshplan.kernel._transports import Regions
+from meshplan.orders import ORDERS
 from meshplan.record import CALL_WORD
+
+# An order of additions as batches of leaves: what kernels for GPUs follow, see csrc/element.h.
+
+# As csrc/device_call.h and csrc/fold.h have them.
+BATCH = 8
+"""Leaves of a batch at most."""
+STAGED_WAITING = 3
+"""Results that may wait in a fold over peers."""
+TABLE_LEAVES = 256
+"""Leaves of a table; no batch is in two tables."""
+
+
+class Plan(NamedTuple):
+    """An order as batches of leaves, in the order of the leaves."""
+
+    # For the first leaf of a batch its number of leaves, and 16 times the number of earlier results
+    # that it is added to, the newest first; 0 for its other leaves.
+    batches: bytes
+    chain: bool  # the leaves are added one by one, and batches only limit how many are read at once
+    waiting: int  # results that wait at once, at most
+
+
+@lru_cache(maxsize=256)
+def plan_of(order: str, shape: tuple[int, ...]) -> Plan | None:
+    """The batches of ``order`` over axes of ``shape``, from the expression that defines it.
+    ``None`` if it uses the leaves in another order than theirs, or adds one batch to more than 15
+    results.
+    """
+    # After each leaf so many nodes take the newest two results.
+    nodes: list[int] = []
+    indices: list[int] = []
+
+    def leaf(index: int) -> None:
+        indices.append(index)
+        nodes.append(0)
+
+    def node(_left: None, _right: None) -> None:
+        nodes[-1] += 1
+
+    ORDERS[order].expression(shape, leaf, node)
+    if indices != list(range(len(indices))):
+        return None
+    # Exact sums have one result in every order, and so have maxima, minima and integers.
+    chain = ORDERS[order].exact or nodes == [0] + [1] * (len(nodes) - 1)
+    batches = bytearray(len(nodes))
+    first = depth = waiting = 0
+    while first < len(nodes):
+        count = min(BATCH, len(nodes) - first, TABLE_LEAVES - first % TABLE_LEAVES)
+        added = int(first > 0)
+        if not chain:
+            count = next(n for n in range(count, 0, -1) if _is_tree(nodes[first : first + n]))
+            added = nodes[first + count - 1] - (count - 1).bit_count()
+        if added > 15:
+            return None
+        batches[first] = count + 16 * added
+        depth += 1 - added if first else 0
+        waiting = max(waiting, depth)
+        first += count
+    return Plan(bytes(batches), chain, waiting)
+
+
+def _is_tree(nodes: Sequence[int]) -> bool:
+    """Whether these leaves are first combined among themselves, as the tree over one axis."""
+    count = len(nodes)
+    # As many as 1 bits end the number of the leaf: those of a counter that carries. The last leaf
+    # completes every part that is open.
+    inside = all(nodes[j] == (j + 1 & -j - 1).bit_length() - 1 for j in range(count - 1))
+    return inside and nodes[-1] >= (count - 1).bit_count()
+
+
+# Reductions of leaves in the memory of one GPU: one launch on the current stream, and no wait.
+#
+# A capture may hold it: the addresses of the leaves are parameters of the launch. More leaves than
+# these have room for take one more launch for each 256 of them, which writes the addresses to
+# memory of torch's allocator.
+
+_LOG = logging.getLogger("meshplan")
+# As csrc/fold.h has them.
+_DIMS = 5
+_TABLE_KERNEL = "mp_fold_table"
+# Lanes of a block where blocks for every processor are full, and else: more blocks of fewer lanes.
+_LANES, _FEW_LANES = 256, 64
+_BLOCKS_PER_PROCESSOR = 4
+
+
+class LeafTable(ctypes.Structure):
+    """Addresses of leaves, and the plan of their batches."""
+
+    _fields_ = (
+        ("leaf", ctypes.c_void_p * TABLE_LEAVES),
+        ("plan", ctypes.c_ubyte * TABLE_LEAVES),
+    )
+
+
+class FoldCall(ctypes.Structure):
+    """The only parameter of the kernels."""
+
+    _fields_ = (
+        ("table", LeafTable),
+        ("tables", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("numel", ctypes.c_longlong),
+        ("divisor", ctypes.c_ulonglong),
+        ("size", ctypes.c_longlong * _DIMS),
+        ("stride", ctypes.c_longlong * _DIMS),
+        ("leaves", ctypes.c_int),
+        ("dims", ctypes.c_int),
+        ("chain", ctypes.c_int),
+        ("waiting", ctypes.c_int),
+    )
+
+
+@lru_cache(maxsize=64)
+def fold_device(index: int) -> Device | None:
+    """The GPU of that index with its kernels; ``None`` if it has none, which is reported once."""
+    try:
+        device = device_of(index)
+        with device.driver.current():
+            device.kernel(_TABLE_KERNEL)
+    except (DriverError, CompileError) as error:
+        _LOG.warning("reductions on cuda:%d run in plain torch, slower: %s", index, error)
+        return None
+    return device
+
+
+@lru_cache(maxsize=256)
+def fold_plan(order: str, shape: tuple[int, ...]) -> Plan | None:
+    """As ``plan_of``; that there is no plan is reported once."""
+    found = plan_of(order, shape)
+    if found is None:
+        _LOG.warning(
+            "order %r over axes of %s runs in plain torch on GPUs, slower: it has no batches",
+            order,
+            list(shape),
+        )
+    return found
+
+
+def launch_fold(
+    device: Device,
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
+    divisor: int | None,
+    part: int,
+) -> None:
+    """Start the fold of ``leaves`` of a reduction in ``dtype`` into ``out``: contiguous, one of the
+    leaves or in memory apart from them all. Arguments are those of
+    ``meshplan.definition.reduce_leaves``, and checked; ``part`` is 0 for a whole reduction, 1 for
+    ``combine_leaves``, 2 for ``finish_partials``. ``DriverError`` if the driver refuses the launch.
+    """
+    if out.numel() == 0:
+        return
+    plan = fold_plan(contract.order, tuple(shape))
+    assert plan is not None, contract.order
+    leaves, sizes, strides = _in_one_layout(leaves)
+    call = FoldCall(
+        out=out.data_ptr(),
+        numel=out.numel(),
+        divisor=divisor or 0,
+        leaves=len(leaves),
+        dims=len(sizes),
+        chain=plan.chain,
+        waiting=plan.waiting,
+    )
+    call.size[: len(sizes)], call.stride[: len(strides)] = sizes, strides
+    addresses = [leaf.data_ptr() for leaf in leaves]
+    words = -(-out.numel() * leaves[0].itemsize // 16)
+    lanes = _LANES if words >= _LANES * device.processors else _FEW_LANES
+    blocks = min(-(-words // lanes), _BLOCKS_PER_PROCESSOR * device.processors)
+    kernel = _kernel_name(dtype, op, contract, part)
+    stream = device.stream()
+    with device.driver.current():
+        if len(leaves) <= TABLE_LEAVES:
+            _fill(call.table, addresses, plan.batches)
+        else:
+            tables = _write_tables(device, stream, out, addresses, plan.batches)
+            call.tables = tables.data_ptr()
+        _launch(device, kernel, blocks, lanes, stream, call)
+
+
+def _kernel_name(dtype: torch.dtype, op: str, contract: Contract, part: int) -> str:
+    name = kernel_name(dtype, op, contract)
+    # Partial results of the leaves' dtype are folded as the leaves are.
+    whole = part == 0 or partial_dtype(op, dtype, contract) is dtype
+    return f"{name}_{'fold' if whole else ('combine', 'finish')[part - 1]}"
+
+
+def _in_one_layout(
+    leaves: Sequence[Tensor],
+) -> tuple[Sequence[Tensor], Sequence[int], Sequence[int]]:
+    """Leaves that the kernels can read; and sizes and strides of all, empty if contiguous."""
+    first = leaves[0]
+    itemsize = first.itemsize
+    if any(leaf.data_ptr() % itemsize for leaf in leaves):
+        # Of other libraries: torch's own elements are aligned.
+        leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves]
+    if all(leaf.is_contiguous() for leaf in leaves):
+        return leaves, (), ()
+    strides = first.stride()
+    dims = _merged(first.shape, strides)
+    if (
+        len(dims) <= _DIMS
+        and first.numel() < 1 << 32
+        and all(leaf.stride() == strides for leaf in leaves)
+    ):
+        return leaves, [size for size, _ in dims], [stride for _, stride in dims]
+    return [leaf.contiguous() for leaf in leaves], (), ()
+
+
+def _merged(sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes and strides without dims of size 1; dims that follow each other in memory are one."""
+    found: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = found[-1][0] * size, stride
+        else:
+            found.append((size, stride))
+    return found
+
+
+def _write_tables(
+    device: Device, stream: int, out: Tensor, addresses: Sequence[int], batches: bytes
+) -> Tensor:
+    """Tables in memory of the device, which the allocator keeps for work on this stream."""
+    each = ctypes.sizeof(LeafTable)
+    starts = range(0, len(addresses), TABLE_LEAVES)
+    tables = torch.empty(len(starts) * each, dtype=torch.uint8, device=out.device)
+    for number, start in enumerate(starts):
+        call, some = (
+            FoldCall(out=tables.data_ptr() + number * each),
+            slice(start, start + TABLE_LEAVES),
+        )
+        _fill(call.table, addresses[some], batches[some])
+        _launch(device, _TABLE_KERNEL, 1, _LANES, stream, call)
+    return tables
+
+
+def _fill(table: LeafTable, addresses: Sequence[int], batches: bytes) -> None:
+    table.leaf[: len(addresses)] = addresses
+    table.plan[: len(batches)] = batches
+
+
+def _launch(
+    device: Device, kernel: str, blocks: int, lanes: int, stream: int, call: FoldCall
+) -> None:
+    # A launch copies its parameters.
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
+    device.driver.launch(device.kernel(kernel), blocks, lanes, stream, arguments)
+
+
+# GPUs on which the paths were timed, and what ``auto`` takes there: ``timed_gpus.json``.
+#
+# ``make bench-gpu`` writes the file, by name of the GPU and ranks of a group. A group shares memory
+# at every size or at none: ranks whose sizes differ by mistake meet in one call, which compares
+# them.
+
+
+class TimedPaths(NamedTuple):
+    """The fastest paths on a GPU, for groups of some ranks on one host."""
+
+    one_shot_bytes: int  # up to so many bytes ``one_shot`` is faster than ``two_shot``
+    # Whether the faster one of these is at least as fast as ``exchange`` at all sizes.
+    share_memory: bool
+
+
+@lru_cache(maxsize=1)
+def _read() -> dict[str, dict[str, dict[str, int]]]:
+    text = resources.files("meshplan.kernel").joinpath("timed_gpus.json").read_text()
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(text)
+    return found
+
+
+def timed_paths(name: str, ranks: int) -> TimedPaths | str:
+    """The times of GPUs called ``name`` by ``torch.cuda.get_device_name``, for groups of ``ranks``
+    with a GPU each; or the reason why memory is not shared.
+    """
+    row = _read().get(name, {}).get(str(ranks))
+    if row is None:
+        return (
+            f"one_shot and two_shot were not timed on {name} with {ranks} ranks; write the path "
+            "that you want, or time them with make bench-gpu"
+        )
+    found = TimedPaths(row["one_shot_bytes"], bool(row["share_memory"]))
+    if not found.share_memory:
+        return f"exchange was timed to be faster on {name} with {ranks} ranks"
+    return found
+
 
 # As ONE_SHOT_BYTES, for GPUs that are linked by NVLink: of the published times of such kernels.
 DEVICE_ONE_SHOT_BYTES = ((2, 1 << 20), (4, 512 << 10), (MAX_PEERS, 256 << 10))

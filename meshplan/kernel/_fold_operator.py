@@ -25,7 +25,7 @@ from meshplan.definition import (
     refuse_flushing_thread,
 )
 from meshplan.errors import ContractTypeError
-from meshplan.kernel._device_fold import fold_device, fold_plan, launch_fold
+from meshplan.kernel._device_peers import fold_device, fold_plan, launch_fold
 from meshplan.kernel._library import DTYPES, OPS, load
 from meshplan.orders import ORDERS
 

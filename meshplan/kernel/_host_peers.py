@@ -3,17 +3,183 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import mmap
 import os
+import secrets
+import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
 from meshplan._aborts import check_aborted
 from meshplan.kernel._communicator import CallKey, Communicator, nanoseconds, prepare_call
 from meshplan.kernel._library import MAX_PEERS, Outcome, PeerCall, Peers, library
-from meshplan.kernel._memory import SharedMemory
 from meshplan.record import CALL_WORD
+
+# Memory that the processes of one host share, without a name that could be left behind.
+#
+# It is an anonymous file of the kernel (``memfd_create``). A peer that knows the number of the
+# owner's descriptor opens it through ``/proc``. The kernel frees it when the last process that
+# mapped it ends, even by a signal. Its size is sealed: a peer that truncated it would crash the
+# others.
+
+# From here on the C library takes fresh memory for every tensor and returns it, so that each page
+# is faulted in again at every call: in pages of 4 KB that takes longer than to write it.
+LARGE_BYTES = 32 << 20
+
+HEADER_BYTES = 4096
+_NONCE_BYTES = 16
+# Python has no name for it yet: the file is never a program, and cannot become one (Linux 6.3).
+_MFD_NOEXEC_SEAL = 8
+# In the header: what each rank has noted, 4 bytes a rank.
+_NOTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHandle:
+    """How another process of the host finds the memory."""
+
+    pid: int  # of the process that made the memory, with its descriptor, until ``unshare``
+    descriptor: int
+    nonce: str  # random bytes at the start of the header, in hexadecimal: descriptors are reused
+    size: int  # bytes, the header included
+
+
+class SharedMemory:
+    """Mapped memory of ``size`` bytes, behind a header of ``HEADER_BYTES`` that counts. ``close``
+    unmaps it. The file of ``descriptor`` is mapped and not closed here.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+        self._bytes: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_buffer(
+            self._map
+        )
+        # The owner's, until all have opened it.
+        self._descriptor: int | None = None
+
+    @classmethod
+    def create(cls, size: int) -> SharedMemory:
+        """New zeroed memory of ``size`` bytes behind the header; ``OSError`` if there is less."""
+        size += HEADER_BYTES
+        descriptor = _anonymous_file()
+        try:
+            # Reserve every page now: a write to a page that the host lacks later raises SIGBUS.
+            os.posix_fallocate(descriptor, 0, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            memory = cls(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        memory._descriptor = descriptor
+        assert memory._map is not None
+        memory._map[:_NONCE_BYTES] = secrets.token_bytes(_NONCE_BYTES)
+        return memory
+
+    @classmethod
+    def open(cls, handle: MemoryHandle) -> SharedMemory:
+        """Map another process's memory; ``OSError`` if the handle no longer leads to it."""
+        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != handle.size:
+                raise OSError(f"{path} is not the memory that was shared")
+            memory = cls(descriptor, handle.size)
+        finally:
+            os.close(descriptor)
+        assert memory._map is not None
+        if memory._map[:_NONCE_BYTES].hex() != handle.nonce:
+            memory.close()
+            raise OSError(f"{path} is not the memory that was shared")
+        return memory
+
+    @property
+    def handle(self) -> MemoryHandle:
+        """For the others, until ``unshare``."""
+        assert self._map is not None
+        assert self._descriptor is not None
+        nonce = self._map[:_NONCE_BYTES].hex()
+        return MemoryHandle(os.getpid(), self._descriptor, nonce, self.size)
+
+    def note(self, place: int, number: int) -> None:
+        """Write a number of 32 bits into the header, at ``place`` 0 or above, for the others."""
+        assert self._map is not None
+        start = _NOTES + 4 * place
+        self._map[start : start + 4] = number.to_bytes(4, "little")
+
+    def read_note(self, place: int) -> int:
+        """The number that a process wrote at ``place``."""
+        assert self._map is not None
+        start = _NOTES + 4 * place
+        return int.from_bytes(self._map[start : start + 4], "little")
+
+    @property
+    def address(self) -> int:
+        """Of the first byte behind the header, in this process."""
+        assert self._bytes is not None
+        return ctypes.addressof(self._bytes) + HEADER_BYTES
+
+    def unshare(self) -> None:
+        """Close the descriptor, so that no other process can open the memory."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def close(self) -> None:
+        """Unmap it in this process. A second call does nothing."""
+        self.unshare()
+        if self._map is not None:
+            self._bytes = None
+            self._map.close()
+            self._map = None
+
+
+def _anonymous_file() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("meshplan", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("meshplan", flags)
+
+
+def host() -> str:
+    """The same text on processes that can share memory: one kernel, one namespace of processes."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def large_pages(tensor: Tensor) -> Tensor:
+    """Ask the system to back a new, contiguous ``tensor`` with large pages; returns ``tensor``."""
+    # A hint: a system that ignores it changes nothing but time.
+    advise = _madvise()
+    if advise is not None and tensor.nbytes >= LARGE_BYTES:
+        # Whole pages that are the tensor's alone.
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(start, stop - start, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Any:
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    advise.restype = ctypes.c_int
+    return advise
+
 
 # Messages up to this many bytes go one-shot: (ranks, bytes), for groups of up to so many ranks.
 # Measured with benchmarks/allreduce_cpu.py; it cannot change a bit.

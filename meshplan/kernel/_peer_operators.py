@@ -21,7 +21,7 @@ from meshplan.definition import refuse_flushing_thread
 from meshplan.errors import ContractTypeError
 from meshplan.kernel._communicator import Arithmetic, communicator
 from meshplan.kernel._fold_operator import OPERATORS
-from meshplan.kernel._memory import LARGE_BYTES, large_pages
+from meshplan.kernel._host_peers import LARGE_BYTES, large_pages
 
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
 # Both operators end with these: the fields of ``Arithmetic``, mode and communicator; and the ticket

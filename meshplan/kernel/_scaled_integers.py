@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from meshplan._exact_sum import round_digits
+from meshplan.kernel._host_peers import large_pages
 from meshplan.kernel._library import DTYPES, available, library
-from meshplan.kernel._memory import large_pages
 
 MAX_RANKS = 1 << 20
 """Summands at most: a summand then has 42 bits for each word."""
