@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan.dtensor import _job_topology, discovered_cluster
+from meshplan.dtensor import _routes, discovered_cluster
 from meshplan.errors import GroupAgreementError, TopologyError, TopologyInputError
 from meshplan.flatten import discover
 from meshplan.testing import assert_replicas_equal, bits, order_sensitive
@@ -187,7 +187,7 @@ def test_prepare_on_all_ranks_discovers() -> None:
             assert cluster is not None
             assert cluster.topology == Topology.uniform(4, node_size=2)
             # The prepared placement is used without another exchange.
-            with mock.patch.object(_job_topology, "discover", side_effect=AssertionError):
+            with mock.patch.object(_routes, "discover", side_effect=AssertionError):
                 before = len(c10d._world.pg_map)
                 reduce(mesh)
                 assert len(c10d._world.pg_map) == before
@@ -278,7 +278,7 @@ def test_given_topology_is_not_discovered() -> None:
     def ranks(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         with (
-            mock.patch.object(_job_topology, "discover", side_effect=AssertionError),
+            mock.patch.object(_routes, "discover", side_effect=AssertionError),
             meshplan.installed(topology=Topology.uniform(2, node_size=1)),
         ):
             meshplan.prepare(mesh)

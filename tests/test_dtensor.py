@@ -39,7 +39,7 @@ import meshplan
 from meshplan._chunks import chunk_sizes
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.dtensor import _meshes, _routes
+from meshplan.dtensor import _routes
 from meshplan.errors import (
     AxisNameError,
     ContractTypeError,
@@ -733,10 +733,10 @@ class TestRefusals(TestCase):
 def test_caches_are_bounded_and_hold_no_mesh() -> None:
     def ranks(rank: int) -> None:
         mesh = DeviceMesh("cpu", [1, 0])
-        before = len(_meshes._MESHES)
-        assert _meshes.mesh_entry(mesh) is _meshes.mesh_entry(mesh)
-        assert len(_meshes._MESHES) == before + 1
-        entry = _meshes.mesh_entry(mesh)
+        before = len(_routes._MESHES)
+        assert _routes.mesh_entry(mesh) is _routes.mesh_entry(mesh)
+        assert len(_routes._MESHES) == before + 1
+        entry = _routes.mesh_entry(mesh)
         config = meshplan.dtensor.Config()
         for number in range(_routes.MAX_ROUTES_PER_MESH + 10):
             _routes.plan_route(entry, config, (P,), (S(number),))
@@ -746,6 +746,6 @@ def test_caches_are_bounded_and_hold_no_mesh() -> None:
         del entry
         del mesh
         gc.collect()
-        assert len(_meshes._MESHES) == before
+        assert len(_routes._MESHES) == before
 
     run_ranks(ranks, 2)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshplan.errors import PlacementError
 from meshplan.layout import Layout
-from meshplan.replicas._axes import ReplicaAxes
+from meshplan.replicas._comparison import ReplicaAxes
 from meshplan.replicas._tensors import named_tensors
 
 R, P, S = Replicate(), Partial(), Shard(0)

@@ -9,7 +9,7 @@ from meshplan._bits import element_index
 from meshplan.errors import ReplicaDivergenceError
 from meshplan.layout import Layout
 from meshplan.replicas import Divergence, Elements, ReplicaReport
-from meshplan.replicas._divergence import (
+from meshplan.replicas._comparison import (
     find_differing_groups,
     format_divergences,
     group_positions,

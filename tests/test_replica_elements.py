@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.kernel import byte_pieces
-from meshplan.replicas._elements import Difference
+from meshplan.replicas._comparison import Difference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshplan
 from meshplan.errors import GroupAgreementError, ReplicaDivergenceError, SignatureMismatchError
-from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, _elements, verify_replicas
+from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, verify_replicas
 from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
 from tests.processes import arrive, run_ranks, wait_for
@@ -206,7 +206,7 @@ MP703: rank 2 passed other tensors to the comparison of replicas than the other 
     def test_differing_elements_are_described(self) -> None:
         def ranks(rank: int) -> list[str]:
             # Several pieces, and several gathers of digests.
-            _elements.PIECE_BYTES = 1024
+            _comparison.PIECE_BYTES = 1024
             _comparison._GATHERED_BYTES = 100
             mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("x", "y"))
             base = {

@@ -7,9 +7,9 @@ from meshplan.dtensor._config import Config as Config
 from meshplan.dtensor._install import install as install
 from meshplan.dtensor._install import installed as installed
 from meshplan.dtensor._install import policy as policy
+from meshplan.dtensor._install import prepare as prepare
+from meshplan.dtensor._install import shutdown as shutdown
 from meshplan.dtensor._install import uninstall as uninstall
-from meshplan.dtensor._job_topology import discovered_cluster as discovered_cluster
-from meshplan.dtensor._prepare import prepare as prepare
-from meshplan.dtensor._prepare import shutdown as shutdown
+from meshplan.dtensor._routes import discovered_cluster as discovered_cluster
 from meshplan.dtensor._seam import current_config as current_config
 from meshplan.dtensor._uncovered import UncoveredReductionWarning as UncoveredReductionWarning

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from meshplan._observing import OBSERVING
 from meshplan._torch import (
@@ -39,17 +39,40 @@ from meshplan._torch import (
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._graphs import TRACING, epoch, guard_on, is_graph_traced
-from meshplan.dtensor._guards import merge_safely, safe_runs
-from meshplan.dtensor._job_topology import with_gathered_topology, with_topology_for
-from meshplan.dtensor._meshes import FACTS, MeshEntry, change_facts, mesh_entry
+from meshplan.dtensor._guards import (
+    MovedShard,
+    ScatteredShard,
+    any_by_coordinate,
+    merge_safely,
+    safe_runs,
+    watch_shards,
+)
 from meshplan.dtensor._partial import PlannedPartial, use_up_tickets
-from meshplan.dtensor._routes import KEPT_ORDER, PLAIN, find_route, plan_route, torch_event
-from meshplan.dtensor._shard_order import any_by_coordinate, watch_shards
-from meshplan.dtensor._steps import carrier_step, plan_order_steps, torch_order_steps
-from meshplan.dtensor._tracking import THREAD, TrackedSteps, check_last_plan, track_steps
+from meshplan.dtensor._routes import (
+    FACTS,
+    KEPT_ORDER,
+    PLAIN,
+    Carrier,
+    MeshEntry,
+    Route,
+    change_facts,
+    find_route,
+    mesh_entry,
+    plan_route,
+    torch_event,
+    with_gathered_topology,
+    with_topology_for,
+)
+from meshplan.dtensor._tracking import (
+    THREAD,
+    TrackedSteps,
+    check_last_plan,
+    flattened_step,
+    track_steps,
+)
 from meshplan.execute import COUNTERS, Event, record
 from meshplan.flatten import this_rank
-from meshplan.planner import Policy
+from meshplan.planner import Policy, Problem, Step, follows_default_order
 
 MAX_DECISIONS_PER_THREAD = 4096
 
@@ -401,3 +424,106 @@ def _slices(transform_info: TransformInfo) -> bool:
     """Whether each rank keeps a part of its own tensor."""
     src, dst = transform_info.src_dst_placements
     return bool(src.is_replicate() and dst.is_shard())
+
+
+# Torch's steps with planned reductions among them, in torch's order or in the plan's.
+#
+# Moves of single axes stay torch's; only their order is the plan's. Shapes come from torch's list,
+# so nothing here depends on how torch computes them.
+
+_REPLICATE = Replicate()
+
+
+def carrier_step(carrier: Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> TransformInfo:
+    """The step in which torch's executor calls a planned reduction."""
+    step: TransformInfo = flattened_step(
+        mesh_dim=carrier.first,
+        src_dst_placements=(carrier.placement, _REPLICATE),
+        logical_shape=logical_shape,
+        mesh=device_mesh,
+        original_mesh_dims=carrier.axes,
+    )
+    return step
+
+
+def torch_order_steps(
+    route: Route, transform_infos: Sequence[TransformInfo], device_mesh: DeviceMesh
+) -> list[TransformInfo]:
+    """Put each reduction where torch's first step of its axes stood.
+
+    Reductions commute with the moves of other axes, and the earliest place is never after a gather
+    of unfinished values.
+    """
+    if not route.carriers:
+        return list(transform_infos)
+    steps: list[TransformInfo] = []
+    placed: list[Carrier] = []
+    finished: set[int] = set()
+    for info in transform_infos:
+        carrier = route.carriers.get(info.mesh_dim)
+        if carrier is None or info.mesh_dim in finished:
+            steps.append(info)
+            continue
+        finished.add(info.mesh_dim)
+        if carrier not in placed:
+            placed.append(carrier)
+            steps.append(carrier_step(carrier, info.logical_shape, device_mesh))
+        target = info.src_dst_placements[1]
+        if not target.is_replicate():
+            steps.append(_step(info.mesh_dim, Replicate(), target, info))
+    return steps
+
+
+def plan_order_steps(
+    route: Route, transform_infos: Sequence[TransformInfo], device_mesh: DeviceMesh
+) -> list[TransformInfo] | None:
+    """The plan's steps in its order; ``None`` if torch's shards are not nested in default order."""
+    problem = route.plan.problem
+    if not _in_default_order(problem, transform_infos):
+        return None
+    first = transform_infos[0]
+    steps: list[TransformInfo] = []
+    for step in route.plan.steps:
+        if step.kind in ("all_reduce", "reduce_scatter"):
+            carrier = route.carriers[step.axes[0]]
+            steps.append(carrier_step(carrier, first.logical_shape, device_mesh))
+            steps += [_step(i, Replicate(), ScatteredShard(dim), first) for i, dim in step.scatter]
+        elif problem.layout.sizes[step.axes[0]] > 1:
+            move = _move(step, transform_infos)
+            if move is None:
+                return None
+            steps.append(move)
+    return steps
+
+
+def _in_default_order(problem: Problem, transform_infos: Sequence[TransformInfo]) -> bool:
+    """Whether torch's steps nest the shards of each dim in DTensor's default order."""
+
+    def dim(placement: Placement) -> int | None:
+        return placement.dim if isinstance(placement, Shard) else None
+
+    moves = [(info.mesh_dim, *map(dim, info.src_dst_placements)) for info in transform_infos]
+    return follows_default_order(problem, moves)  # type: ignore[arg-type]
+
+
+def _move(step: Step, transform_infos: Sequence[TransformInfo]) -> TransformInfo | None:
+    """A ``slice`` or ``torch`` step for torch's executor; ``None`` if its shape is unknown."""
+    (axis,) = step.axes
+    assert step.src is not None
+    assert step.dst is not None
+    if step.kind == "slice":
+        assert step.dst.dim is not None
+        return _step(axis, Replicate(), Shard(step.dst.dim), transform_infos[0])
+    for info in transform_infos:
+        if info.mesh_dim == axis and str(info.src_dst_placements[0]) == step.src.text:
+            if step.src.dim is None:
+                return info
+            target = Replicate() if step.dst.dim is None else Shard(step.dst.dim)
+            return _step(axis, MovedShard(step.src.dim), target, info)
+    return None
+
+
+def _step(axis: int, src: Placement, dst: Placement, like: TransformInfo) -> TransformInfo:
+    return TransformInfo(
+        mesh_dim=axis, src_dst_placements=(src, dst), logical_shape=like.logical_shape
+    )

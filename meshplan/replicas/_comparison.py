@@ -13,26 +13,565 @@ of ranks compare the elements of the first few tensors, in pieces.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
-from meshplan._bits import element_index
-from meshplan.errors import Divergence, ReplicaDivergenceError
-from meshplan.kernel import digest_table
-from meshplan.layout import Layout
-from meshplan.replicas._axes import ReplicaAxes
-from meshplan.replicas._channel import ReplicaChannel, check_lists, hash_lines
-from meshplan.replicas._divergence import (
-    find_differing_groups,
-    format_divergences,
-    group_positions,
-    split_by_digest,
+from meshplan._bits import (
+    FLOATS,
+    bytes_of,
+    differ_by_binade,
+    element_index,
+    element_text,
+    flatten,
+    max_ulps,
+    tensor_of,
 )
-from meshplan.replicas._elements import compare_elements
+from meshplan._torch import WORLD, root_mesh_of
+from meshplan._torch import functional_operators as _ops
+from meshplan.errors import (
+    Divergence,
+    Elements,
+    GroupAgreementError,
+    GroupStateError,
+    PlacementError,
+    ReplicaDivergenceError,
+    SignatureMismatchError,
+)
+from meshplan.flatten import registry, this_rank
+from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table
+from meshplan.layout import Layout
+from meshplan.record import Record
 from meshplan.replicas._tensors import NamedTensor
+
+# The axes of a mesh along which a tensor is replicated.
+
+_Coordinates = dict[int, tuple[int, ...] | None]
+
+
+class ReplicaAxes:
+    """The axes of one mesh along which tensors of one rank are replicated, with a cache.
+
+    Args:
+        mesh: that replicas are compared on; this rank is in it.
+        layout: of ``mesh``.
+        rank: this process's global rank.
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: Layout, rank: int) -> None:
+        self.mesh = mesh
+        self.layout = layout
+        self.rank = rank
+        self.wide = tuple(i for i, size in enumerate(layout.sizes) if size > 1)
+        self._cache: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]] = {}
+
+    def find(self, tensor: NamedTensor) -> tuple[int, ...]:
+        """The axes, ascending, along which ranks hold replicas of ``tensor``; none of size 1.
+
+        A plain tensor has replicas everywhere. A DTensor has them along the axes of its own mesh
+        where it is ``Replicate``, and along axes of the root mesh that its own mesh is a slice of.
+        Its mesh need not be the one of the comparison: the coordinates of ranks in both count.
+
+        Raises:
+            PlacementError: the tensor is a partial sum along an axis; an axis runs along a
+                replicated and a sharded axis of the tensor at once; or the axes of the tensor's
+                mesh are not axes of this one.
+        """
+        if tensor.mesh is None:
+            return self.wide
+        key = (tensor.mesh, tensor.placements)
+        if key not in self._cache:
+            self._cache[key] = self._find(tensor, tensor.mesh)
+        return self._cache[key]
+
+    def _find(self, tensor: NamedTensor, mesh: DeviceMesh) -> tuple[int, ...]:
+        # An axis of the comparison may run along several axes of the tensor's mesh, or leave that
+        # mesh. The coordinates of the same ranks in both layouts show which.
+        own = Layout.from_mesh(mesh)
+        places = {rank: own.coordinate(rank) for rank in own.ranks} if own != self.layout else {}
+        found = []
+        for axis in self.wide:
+            touched, outside = {axis}, False
+            if own != self.layout:
+                touched, outside = self._axes_along(tensor, own, places, axis)
+            placements = [tensor.placements[i] for i in touched]
+            label = self.layout.axes[axis]
+            if any(placement.is_partial() for placement in placements):
+                raise PlacementError(
+                    f"{tensor} is a partial sum along {label}, so its ranks hold summands and not "
+                    "replicas; redistribute it to Replicate first, or leave it out"
+                )
+            if len({placement.is_replicate() for placement in placements}) > 1:
+                raise PlacementError(
+                    f"{tensor} is replicated along some axes of its mesh {own} and sharded along "
+                    f"others, and {label} runs along both; compare on a mesh that has them as "
+                    "axes of their own"
+                )
+            # Ranks outside the tensor's mesh hold the same tensor on a sibling slice of one root.
+            # Slices of another root may hold other tensors.
+            if outside and root_mesh_of(mesh) != root_mesh_of(self.mesh):
+                raise self._foreign(tensor, own)
+            if all(placement.is_replicate() for placement in placements):
+                found.append(axis)
+        self._check_group(tensor, own, places, found)
+        return tuple(found)
+
+    def _axes_along(
+        self, tensor: NamedTensor, own: Layout, places: _Coordinates, axis: int
+    ) -> tuple[set[int], bool]:
+        """The tensor's axes that this axis runs along, and whether it leaves the tensor's mesh."""
+        mine = places.get(self.rank)
+        line = [places.get(r) for r in self.layout.group_of(self.rank, axis) or ()]
+        inside = [place for place in line if place is not None]
+        # All ranks of the line are on the tensor's mesh, or this one alone: a part of them would be
+        # compared with ranks of which nothing is known.
+        if mine is None or 1 < len(inside) < len(line):
+            raise self._foreign(tensor, own)
+        touched = {i for place in inside for i, here in enumerate(place) if here != mine[i]}
+        return touched, len(inside) < len(line)
+
+    def _check_group(
+        self, tensor: NamedTensor, own: Layout, places: _Coordinates, axes: list[int]
+    ) -> None:
+        """All ranks that hold a replica hold the same shard, diagonally too."""
+        # Each axis alone was checked. Along two at once, ranks may still differ in a sharded axis,
+        # if one mesh is not a grid of the other.
+        mine = places.get(self.rank)
+        if mine is None or not axes:
+            return
+        kinds = enumerate(tensor.placements)
+        # A strided shard is no shard to torch's is_shard.
+        sharded = [i for i, one in kinds if not (one.is_replicate() or one.is_partial())]
+        for rank in self.layout.group_of(self.rank, axes) or ():
+            place = places.get(rank) or mine
+            if any(place[i] != mine[i] for i in sharded):
+                raise self._foreign(tensor, own)
+
+    def _foreign(self, tensor: NamedTensor, own: Layout) -> PlacementError:
+        return PlacementError(
+            f"{tensor} is placed on mesh {own}, whose axes are not axes of the mesh "
+            f"{self.layout}; leave mesh out to compare each tensor on its own mesh, or pass one "
+            "that both are slices of"
+        )
+
+
+# Messages between the ranks of a mesh: words of all, records of one, bytes from one to another.
+#
+# Every wait is bounded by the timeout of the group.
+
+# Of one rank's list; the rest is not sent.
+_CHARACTERS = 16 << 20
+_SHOWN_LINES = 5
+_MOST_RANKS = 16
+
+
+class ReplicaChannel:
+    """The ranks of a mesh, by position: row-major coordinates.
+
+    Args:
+        mesh: this rank is in it, and one other at least.
+        layout: of ``mesh``.
+
+    Raises:
+        GroupAgreementError: at the first use of a mesh, a rank did not arrive in time, or arrived
+            with another version.
+        GroupCreationError: the backend failed on some rank.
+        GroupStateError: there is no group, and none can be made.
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: Layout) -> None:
+        axes = tuple(range(len(layout.sizes)))
+        try:
+            group = registry().get(mesh, layout, axes, token=Record.of(replicas=DIGEST_VERSION))
+        except GroupAgreementError as error:
+            raise GroupAgreementError(
+                f"replicas could not be compared: {error.args[0]}",
+                missing=error.missing,
+                differing=error.differing,
+            ) from error
+        # It sends nothing, so every comparison would succeed.
+        self.backend: str = getattr(c10d, WORLD).pg_map[group.pg][0]
+        if self.backend == "fake":
+            raise GroupStateError(
+                "the mesh is on the 'fake' backend, which sends nothing, so there are no replicas "
+                "to compare; initialise the process group with a real backend"
+            )
+        self._group: ProcessGroup = group.pg
+        self.size = layout.world_size
+        self.position = layout.ranks.index(this_rank())
+        self._device = torch.device(mesh.device_type)
+        # A mesh has only the type of its devices; this rank's is the current one.
+        if self._device.type != "cpu":
+            index = torch.accelerator.current_device_index()
+            self._device = torch.device(mesh.device_type, index)
+
+    def gather(self, words: Tensor) -> Tensor:
+        """All ranks' int64 ``words``, of one shape: CPU tensor [ranks, ...]."""
+        mine = flatten(words.to(self._device))
+        found = mine.new_empty(self.size * mine.numel())
+        # With an output, because of gloo: see GlooWire.all_gather.
+        name = self._group.group_name
+        _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
+        return found.cpu().view(self.size, *words.shape)
+
+    def broadcast(self, record: Any, source: int) -> Any:
+        """On all ranks, the JSON record of the rank at position ``source``."""
+        data = json.dumps(record, ensure_ascii=False).encode(errors="replace")
+        # The length first: the receivers must allocate. Bytes that ranks other than the source
+        # brought are overwritten.
+        size = torch.tensor([len(data)], device=self._device)
+        dist.broadcast(size, group=self._group, group_src=source)
+        text = tensor_of(data[: int(size)].ljust(int(size))).to(self._device)
+        dist.broadcast(text, group=self._group, group_src=source)
+        return json.loads(bytes_of(text))
+
+    def send(self, data: Tensor, to: int) -> None:
+        """Send a 1-D tensor to the rank at position ``to``, which calls ``receive``."""
+        dist.send(data.to(self._device).contiguous(), group=self._group, group_dst=to)
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """The tensor that ``source`` sends: of the length, dtype and device of ``like``."""
+        found = torch.empty_like(like, device=self._device, memory_format=torch.contiguous_format)
+        dist.recv(found, group=self._group, group_src=source)
+        return found.to(like.device)
+
+
+def hash_lines(lines: Sequence[str]) -> tuple[int, int]:
+    """128 bits of the sha256 of a list, as two int64."""
+    found = hashlib.sha256("\n".join(lines).encode()).digest()
+    first, second = (int.from_bytes(found[i : i + 8], "little", signed=True) for i in (0, 8))
+    return first, second
+
+
+def check_lists(
+    channel: ReplicaChannel, layout: Layout, gathered: Tensor, lines: Sequence[str]
+) -> None:
+    """Raise, on all ranks, unless all brought the same list.
+
+    Args:
+        channel: the ranks of the mesh.
+        layout: of the mesh.
+        gathered: ``hash_lines`` of all ranks: [ranks, 2].
+        lines: this rank's list.
+
+    Raises:
+        SignatureMismatchError: with the lines by which the first rank that differs does. The
+            common list is that of most ranks, of equally many that of the lowest coordinate.
+    """
+    words = [tuple(row) for row in gathered.tolist()]
+    # Every rank computes the following from the same words, so all take the same branches and join
+    # the same broadcasts.
+    counts = Counter(words)
+    if len(counts) == 1:
+        return
+    common = max(counts, key=lambda one: (counts[one], -words.index(one)))
+    odd = [position for position, one in enumerate(words) if one != common]
+    text = channel.broadcast("\n".join(lines)[:_CHARACTERS], words.index(common))
+    theirs = text.split("\n")
+    mine, common_lines = set(lines), set(theirs)
+    changes = [f"only there '{line}'" for line in lines if line not in common_lines]
+    changes += [f"only on the others '{line}'" for line in theirs if line not in mine]
+    shown = "; ".join(changes[:_SHOWN_LINES])
+    if len(changes) > _SHOWN_LINES:
+        shown += f"; and {len(changes) - _SHOWN_LINES} more"
+    # The text of one rank, so that the error is the same on all.
+    text = channel.broadcast(shown[:_CHARACTERS], odd[0])
+    ranks = [layout.ranks[position] for position in odd]
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    listed += ", ..." if len(ranks) > _MOST_RANKS else ""
+    raise SignatureMismatchError(
+        f"rank{'s' if len(ranks) > 1 else ''} {listed} passed other tensors to the comparison of "
+        f"replicas than the other ranks of mesh {layout}; on rank {ranks[0]}: {text}; pass the "
+        "same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks "
+        "that share them",
+        rank=layout.ranks[words.index(common)] if channel.position in odd else ranks[0],
+    )
+
+
+# The comparison of elements after digests differ: two ranks compare a tensor piece by piece.
+
+# The size of a message. A few times as much is allocated.
+PIECE_BYTES = 16 << 20
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class Difference:
+    """The difference of two tensors of one dtype and shape; fields as of ``Elements``."""
+
+    count: int = 0
+    index: tuple[int, ...] | None = None
+    value: str = ""
+    reference: str = ""
+    max_ulps: int | None = None
+    unrelated: int = 0
+
+    def add_piece(self, theirs: Tensor, mine: Tensor, start: int, like: Tensor) -> None:
+        """Count a further piece of both tensors.
+
+        Args:
+            theirs, mine: uint8 [bytes], whole elements on one device.
+            start: bytes before it.
+            like: any tensor of the dtype and shape of the whole.
+        """
+        size = like.dtype.itemsize
+        differs = (theirs != mine).view(-1, size).any(1)
+        count = int(differs.sum())
+        if count == 0:
+            return
+        if self.count == 0:
+            first = int(differs.to(torch.uint8).argmax())
+            one = slice(first * size, first * size + size)
+            self.index = element_index(start // size + first, like.shape)
+            self.value = element_text(mine[one], like.dtype)
+            self.reference = element_text(theirs[one], like.dtype)
+        self.count += count
+        self._add_distances(theirs, mine, like.dtype)
+
+    def _add_distances(self, theirs: Tensor, mine: Tensor, dtype: torch.dtype) -> None:
+        real = dtype.to_real() if dtype.is_complex else dtype
+        if real not in FLOATS:
+            return
+        a, b = (one.clone().view(_INTEGER_OF_SIZE[real.itemsize]) for one in (theirs, mine))
+        numbers = (a != b) & ~a.view(real).isnan() & ~b.view(real).isnan()
+        if not bool(numbers.any()):
+            return
+        self.max_ulps = max(max_ulps(a[numbers], b[numbers]), self.max_ulps or 0)
+        far = numbers & differ_by_binade(a, b, real)
+        self.unrelated += int(far.view(-1, dtype.itemsize // real.itemsize).any(1).sum())
+
+
+def compare_elements(
+    channel: ReplicaChannel, tensor: Tensor, reference: int, other: int, rank: int
+) -> Elements:
+    """Compare this tensor between two ranks. All ranks of the mesh call it and get the result.
+
+    Args:
+        channel: the ranks of the mesh.
+        tensor: this rank's; only read by the two.
+        reference, other: positions of the two.
+        rank: the global rank at ``other``.
+    """
+    # Shapes first: local shapes may differ between replicas, and then elements do not correspond.
+    mine, theirs = (
+        tuple(channel.broadcast(list(tensor.shape), position)) for position in (other, reference)
+    )
+    numel = torch.Size(mine).numel()
+    if mine != theirs:
+        return Elements(rank, 0, None, "", "", None, numel, (mine, theirs))
+    # Only the two exchange pieces; the others wait for the result in the broadcast.
+    found, start = Difference(), 0
+    if channel.position in (reference, other):
+        for piece in byte_pieces(tensor, PIECE_BYTES):
+            if channel.position == reference:
+                channel.send(piece, other)
+            else:
+                found.add_piece(channel.receive(piece, reference), piece, start, tensor)
+            start += piece.numel()
+    fields = channel.broadcast(asdict(found), other)
+    fields["index"] = None if fields["index"] is None else tuple(fields["index"])
+    return Elements(rank=rank, numel=numel, **fields)
+
+
+# Ranks whose replicas differ from the rest: groups by digest, the report, and messages.
+
+_SHOWN_RANKS = 4
+
+
+def group_positions(layout: Layout, axes: Sequence[int]) -> Tensor:
+    """Positions of the ranks that hold replicas along ``axes``: int64 [groups, ranks]."""
+    return torch.tensor(Layout(layout.sizes).siblings(tuple(axes)), device="cpu")
+
+
+def find_differing_groups(digests: Tensor, groups: Tensor) -> list[tuple[int, int]]:
+    """Row and group wherever the ranks of a group do not agree, by row.
+
+    Args:
+        digests: [ranks of the mesh, rows, words], ranks by position.
+        groups: from ``group_positions``.
+    """
+    # Every member is compared with the first: equality is transitive.
+    found = digests[groups]
+    differs = (found != found[:, :1]).any(3).any(1)
+    return [(row, group) for row, group in differs.t().nonzero().tolist()]
+
+
+def split_by_digest(
+    layout: Layout, group: Sequence[int], digests: Tensor, axes: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The classes of one group of ranks, and the axes along which two neighbours differ.
+
+    Args:
+        layout: of the mesh.
+        group: positions in the mesh (row-major coordinates), ascending.
+        digests: [ranks of the mesh, words] of one tensor.
+        axes: of the group.
+
+    Returns:
+        Positions, those of one digest together: the class of the most ranks first, of equally
+        large ones that of the lowest position; and axes, ascending.
+    """
+    of = {position: tuple(digests[position].tolist()) for position in group}
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for position in group:
+        classes.setdefault(of[position], []).append(position)
+    ordered = sorted(classes.values(), key=lambda members: (-len(members), members[0]))
+    # An axis counts if some line of the group along it has two digests. One bad rank counts along
+    # all axes; a node whose ranks agree on other bits, only along the axes that leave it.
+    along = []
+    for axis in axes:
+        lines = group_positions(layout, (axis,))
+        mine = lines[torch.isin(lines[:, 0], torch.tensor(sorted(group), device="cpu"))]
+        if any(len({of[position] for position in line}) > 1 for line in mine.tolist()):
+            along.append(axis)
+    return tuple(map(tuple, ordered)), tuple(along)
+
+
+def _format_divergence(layout: Layout, found: Divergence) -> list[str]:
+    along, replicated = ", ".join(found.axes), ", ".join(found.replicated)
+    rest = "" if found.axes == found.replicated else f", though replicated along {replicated}"
+    texts = {one.rank: f": {_format_elements(one, found.reference)}" for one in found.elements}
+    lines = [f"  {found.what}: differs along {along}{rest}"]
+    parts = list(zip(found.classes, found.coordinates, strict=True))
+    for number, (ranks, coordinates) in enumerate(parts[: 1 + _SHOWN_RANKS]):
+        text = texts.get(ranks[0], "") if number else ": the reference"
+        lines.append(f"    {_format_ranks(layout, ranks, coordinates)}{text}")
+    more = len(found.classes) - 1 - _SHOWN_RANKS
+    return lines + ([f"    and {more} more different replicas"] if more > 0 else [])
+
+
+def _format_elements(found: Elements, reference: int) -> str:
+    if found.shapes is not None:
+        mine, theirs = map(list, found.shapes)
+        return f"its local shape is {mine}, that of rank {reference} {theirs}"
+    if found.count == 0:
+        return (
+            "a second comparison found no difference: the tensor changes while it is compared; "
+            "wait for the code that writes to it"
+        )
+    ulps = "" if found.max_ulps is None else f", at most {found.max_ulps} ulps apart"
+    return (
+        f"{found.count} of {found.numel} elements differ, first at index {found.index}: "
+        f"{found.value}, on rank {reference} {found.reference}{ulps}"
+    )
+
+
+def _format_ranks(
+    layout: Layout, ranks: tuple[int, ...], coordinates: tuple[tuple[int, ...], ...]
+) -> str:
+    shown = []
+    for rank, place in list(zip(ranks, coordinates, strict=True))[:_SHOWN_RANKS]:
+        at = ", ".join(f"{axis}={i}" for axis, i in zip(layout.axes, place, strict=True))
+        shown.append(f"rank {rank} ({at})")
+    more = len(ranks) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """The compared tensors of this rank, all of which are equal.
+
+    Attributes:
+        tensors: how many.
+        elements, nbytes: of their local data.
+        by_axes: how many tensors were compared along which axes, by label.
+        unreplicated: names of tensors that have one replica on the mesh.
+        step: the given step number, or ``None``.
+        seconds: duration of the whole comparison.
+    """
+
+    tensors: int
+    elements: int
+    nbytes: int
+    by_axes: tuple[tuple[tuple[str, ...], int], ...]
+    unreplicated: tuple[str, ...]
+    step: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        along = "; ".join(f"{count} along {', '.join(axes)}" for axes, count in self.by_axes)
+        step = "" if self.step is None else f"step {self.step}: "
+        compared = f"{self.tensors} tensors, {self.nbytes} bytes, agree on all ranks"
+        single = len(self.unreplicated)
+        rest = f"; {single} have one replica each" if single else ""
+        return f"{step}{compared}{f' ({along})' if along else ''}{rest}, in {self.seconds:.3f} s"
+
+
+def format_divergences(
+    layout: Layout,
+    divergences: tuple[Divergence, ...],
+    *,
+    tensors: int,
+    compared: int,
+    groups: int,
+    step: int | None,
+    order: str,
+) -> str:
+    """The text of the error.
+
+    Args:
+        layout: of the mesh.
+        divergences: the first of them.
+        tensors, compared: how many differ, and out of how many.
+        groups: how many divergences there are in all.
+        step: if given.
+        order: how to reduce these tensors in one order; empty if they are on the backend already.
+    """
+    at = "" if step is None else f" at step {step}"
+    lines = [f"replicas differ{at} in {tensors} of {compared} tensors, on mesh {layout}"]
+    for divergence in divergences:
+        lines += _format_divergence(layout, divergence)
+    if groups > len(divergences):
+        lines.append(f"  and {groups - len(divergences)} more groups of replicas")
+    return "\n".join([*lines, _advise(divergences, order)])
+
+
+def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
+    """What the evidence in the divergences suggests."""
+    elements = [one for divergence in divergences for one in divergence.elements]
+    compared = [one for one in elements if one.count]
+    numel, count, unrelated = (
+        sum(getattr(one, name) for one in compared) for name in ("numel", "count", "unrelated")
+    )
+    # Additions in other orders change most elements by little, and few of them by a factor of 2:
+    # those near zero. Of independent weights three quarters differ by as much.
+    if count * 10 >= numel * 9 > 0 and unrelated * 4 >= numel:
+        axes = list(dict.fromkeys(axis for one in divergences for axis in one.axes))
+        return (
+            f"{unrelated} of {numel} elements differ in sign or by more than a factor of 2, so "
+            "these replicas never held the same weights: initialise them with one seed, broadcast "
+            f"them from one rank, or load one checkpoint{order and f', and {order}'}; if ranks "
+            f"along {', '.join(axes)} hold other parameters, such as experts, name these axes in "
+            "distinct="
+        )
+    # Two replicas do not show which of them is wrong.
+    single = all(len(one.classes) == 2 and len(one.ranks) == 1 for one in divergences)
+    odd = {rank for one in divergences for rank in one.ranks}
+    if single and len(odd) == 1 and all(len(one.classes[0]) > 1 for one in divergences):
+        return (
+            f"only rank {odd.pop()} differs: test its hardware and memory, and go back to an "
+            "earlier checkpoint"
+        )
+    if count:
+        order = order or "meshplan.coverage() lists the reductions that are not in one order"
+        return (
+            f"replicas that drift apart are reduced in different orders: {order}; go back to an "
+            "earlier checkpoint, or broadcast the weights from one rank"
+        )
+    reason = "" if elements else "pass details=4 to compare elements, which shows the reason; "
+    return f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank"
+
 
 ROWS = 7
 _GATHERED_BYTES = 16 << 20

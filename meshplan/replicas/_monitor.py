@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshplan.errors import PolicyError, ReplicaDivergenceError
+from meshplan.replicas._comparison import ReplicaReport
 from meshplan.replicas._coverage import KINDS, CoverageStep
-from meshplan.replicas._divergence import ReplicaReport
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _REDUCTIONS = {

@@ -27,9 +27,15 @@ from meshplan.errors import (
 from meshplan.flatten import this_rank
 from meshplan.flatten._distinct_axes import DistinctGroup
 from meshplan.layout import Layout
-from meshplan.replicas._axes import ReplicaAxes
-from meshplan.replicas._channel import ReplicaChannel, hash_lines
-from meshplan.replicas._comparison import CheckOptions, ReplicaSet, compare_sets, group_by_axes
+from meshplan.replicas._comparison import (
+    CheckOptions,
+    ReplicaAxes,
+    ReplicaChannel,
+    ReplicaSet,
+    compare_sets,
+    group_by_axes,
+    hash_lines,
+)
 from meshplan.replicas._tensors import NamedTensor
 
 # Rows of the start message: the coordinates, and meshes. One row is left for plain tensors.

@@ -15,8 +15,7 @@ from meshplan.errors import GroupStateError, PolicyError
 from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
-from meshplan.replicas._comparison import CheckOptions, axis_labels
-from meshplan.replicas._divergence import ReplicaReport
+from meshplan.replicas._comparison import CheckOptions, ReplicaReport, axis_labels
 from meshplan.replicas._scope import MeshTensors, compare_scope
 from meshplan.replicas._tensors import NamedTensor, TensorSource, holds_fsdp, named_tensors
 

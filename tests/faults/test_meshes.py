@@ -14,8 +14,8 @@ from torch.distributed.tensor import _redistribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan.dtensor import _meshes
-from meshplan.dtensor._meshes import mesh_entry
+from meshplan.dtensor import _routes
+from meshplan.dtensor._routes import mesh_entry
 from meshplan.flatten import registry
 from tests.faults.jobs import count_resources, end, right_bits, run_job
 
@@ -64,7 +64,7 @@ def test_equal_meshes_share_one_entry() -> None:
 def test_mesh_entry_lives_as_long_as_any_equal_mesh() -> None:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        before = len(_meshes._EQUAL)
+        before = len(_routes._EQUAL)
         first, second = (DeviceMesh("cpu", [1, 0, 3, 2]) for _ in range(2))
         mesh_entry(first).by_coordinate.add(0)
         assert mesh_entry(second) is mesh_entry(first)
@@ -74,7 +74,7 @@ def test_mesh_entry_lives_as_long_as_any_equal_mesh() -> None:
         assert mesh_entry(DeviceMesh("cpu", [1, 0, 3, 2])).by_coordinate == {0}
         del second
         gc.collect()
-        assert len(_meshes._EQUAL) == before
+        assert len(_routes._EQUAL) == before
     finally:
         dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshplan
-from meshplan.dtensor import _job_topology
+from meshplan.dtensor import _routes
 from meshplan.flatten import registry
 from tests.faults.jobs import count_resources, end, join, right_bits, run_job
 
@@ -37,7 +37,7 @@ def test_twenty_default_groups_in_one_process_reduce_correctly() -> None:
             for order in [job for job in jobs if rank in job]:
                 join(f"{number}-{jobs.index(order)}", order, rank)
                 assert len(registry()) == 0
-                assert _job_topology.discovered_cluster() is None
+                assert _routes.discovered_cluster() is None
                 world = len(order)
                 # The same two meshes in every round would show stale entries.
                 right_bits(DeviceMesh("cpu", list(range(world))))
