@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -382,34 +381,39 @@ class TestOutput:
         assert (code, printed, Path("report").read_text()) == (1, "", out)
 
     def test_unwritable_output_is_an_error(self, lint: Any) -> None:
-        for option in ("--output-file", "--svg", "--html"):
+        for option in ("--output-file", "--html"):
             code, _, err = lint(*self.MESH, option, "missing/report")
             assert (code, err) == (
                 2,
                 "meshplan: MP402: missing/report: cannot be written: No such file or directory\n",
             )
 
-    def test_pictures_are_written(self, lint: Any) -> None:
-        lint(*self.MESH, "--svg", "a.svg", "--html", "a.html")
-        root = xml.etree.ElementTree.parse("a.svg").getroot()
-        assert root.tag.endswith("svg")
-        page = Path("a.html").read_text()
-        assert "<svg" in page
-        assert not re.search(r"(?:src|href)=\"https?:", page)
+    def test_page_draws_every_mesh_with_findings(self, lint: Any) -> None:
         Path("job.toml").write_text(TITAN + "# <b>\n")
-        lint("job.toml", "--domain-size", "8", "--html", "b.html")
+        Path("a.py").write_text("x = 1\n")
+        words = ("job.toml", "a.py", *self.MESH[:2], "--mesh", "ddp=5,fsdp=8")
+        lint(*words, "--domain-size", "8", "--html", "b.html")
         page = Path("b.html").read_text()
-        assert "<h2>Findings and fixes</h2>\n<h3>error MP101: replicas may differ" in page
+        picture = page[page.index("<svg") : page.index("</svg>") + 6]
+        root = xml.etree.ElementTree.fromstring(picture)
+        titles = [one.text for one in root if one.get("font-size") == "15"]
+        assert titles == [
+            "(ddp=8, fsdp=5) on 5 nodes of 8, domains of 8",
+            "(dp_replicate=8, dp_shard=5, tp=1) on 5 nodes of 8, domains of 8",
+        ]
+        assert "<td>--mesh ddp=5,fsdp=8</td><td>judged</td><td>0</td>" in page
+        assert "no mesh in a.py" in page
         assert "<pre>--- a/job.toml\n+++ b/job.toml\n" in page
         assert "+data_parallel_replicate_degree = 10\n" in page
         assert "# &lt;b&gt;" in page
-        # The picture shows that the placement is unknown.
+        # Ranks of unknown placement are not drawn.
         Path("partial").write_text(
             '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>'
         )
-        code, _, err = lint("--mesh", "ddp=8,fsdp=5", "--topology", "partial", "--svg", "b.svg")
+        words = ("--mesh", "ddp=8,fsdp=5", "--topology", "partial", "--html", "b.html")
+        code, _, err = lint(*words)
         assert (code, err) == (1, "")
-        xml.etree.ElementTree.parse("b.svg")
+        assert "<svg" not in Path("b.html").read_text()
 
     def test_fix_of_an_option_is_a_sentence(self, lint: Any) -> None:
         code, out, err = lint(*self.MESH, "--fix")

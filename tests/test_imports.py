@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshplan"
 # Modules that import each other, also within functions and for types. Add none.
 CIRCLES = [
-    "lint._drawing._picture lint._drawing._text",
     "lint._facts lint._fixes lint._rules lint._rules._pages lint._rules._rule lint._rules.cluster "
     "lint._rules.environment lint._rules.jagged lint._rules.mesh",
     "lint._readers._changes lint._readers._scopes",

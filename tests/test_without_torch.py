@@ -80,7 +80,7 @@ COUNTING = [
     ["lint", "--no-env", "--node-size", "8", "job.toml", "train.py"],
     ["lint", "--no-env", "--fix", *MESH],
     ["lint", "--no-env", "--mesh", "dp=4,tp=2", "--topology", "matrix.txt", "--hosts", "4"],
-    ["lint", "--no-env", *MESH, "--svg", "mesh.svg", "--html", "mesh.html"],
+    ["lint", "--no-env", *MESH, "--html", "mesh.html"],
     ["lint", *MESH, "--env", "NCCL_ALGO=Ring", "--nccl-version", "2.30.7"],
     ["lint", "--no-env", "--node-size", "8", "--", "--tensor-model-parallel-size", "8"],
     ["simulate", *MESH, "--reduce-order", "fsdp,ddp"],

@@ -13,25 +13,22 @@ import sys
 from pathlib import Path
 
 from meshplan.layout import Layout
-from meshplan.lint._drawing._documents import write_svg
-from meshplan.lint._drawing._picture import compose_picture
-from meshplan.planner import Problem, hazards
-from meshplan.topology import Topology
+from meshplan.lint._check import check_facts
+from meshplan.lint._drawing import draw_meshes
+from meshplan.lint._facts import JobFacts
+from meshplan.lint._finding import Source
+from meshplan.lint._job import Job
+from meshplan.topology import Cluster, Topology
 
 DEFAULT_OUTPUT = Path(__file__).parent.parent / "docs" / "images" / "jagged-mesh.svg"
 
 
 def picture() -> str:
-    """The mesh with the hazards of both orders of reduction."""
-    layout = Layout.of(ddp=8, fsdp=5)
-    topology = Topology.uniform(40, node_size=8, domain_size=8)
-    job = Problem.of(layout, ["P", "P"], ["R", "R"])
-    found = [
-        hazard
-        for steps in ((["ddp"], ["fsdp"]), (["fsdp"], ["ddp"]))
-        for hazard in hazards(job, topology, steps=steps)
-    ]
-    return write_svg(compose_picture(layout, topology, ("fsdp", "ddp"), found))
+    """The mesh with its findings."""
+    job = Job(Layout.of(ddp=8, fsdp=5), Source(option="--mesh ddp=8,fsdp=5"))
+    facts = [JobFacts(job, Cluster(Topology.uniform(40, node_size=8, domain_size=8)))]
+    found = [one for one in check_facts(facts) if one.code == "MP101"]
+    return draw_meshes(facts, found)
 
 
 def main() -> int:

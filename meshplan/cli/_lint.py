@@ -157,11 +157,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--write", action="store_true", help="with --fix: change the files, and report what is left"
     )
-    group.add_argument("--svg", metavar="FILE", help="draw the ranks of the first mesh to FILE")
     group.add_argument(
         "--html",
         metavar="FILE",
-        help="write the drawing, the findings and their fixes as a web page",
+        help="write a web page: all inputs, findings with fixes, a drawing of their meshes",
     )
 
 

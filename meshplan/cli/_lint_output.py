@@ -1,4 +1,4 @@
-"""The run of ``meshplan lint``: findings, drawings and fixes, and where they are written."""
+"""The run of ``meshplan lint``: findings, their page and fixes, and where they are written."""
 
 from __future__ import annotations
 
@@ -90,7 +90,11 @@ def run_lint(given: argparse.Namespace) -> int:
     if is_first:
         for error in {str(error): error for error in run.errors}.values():
             refuse(error)
-        _draw(given, run)
+        if given.html is not None:
+            # Imported here: few commands draw.
+            from meshplan.lint._drawing import write_report
+
+            save(given.html, write_report(run.report, run.facts))
         if given.fix and not given.write:
             _write_diffs(given, reader, run)
         else:
@@ -215,28 +219,6 @@ def _describe_unlisted(request: LintRequest) -> str:
     if request.is_unplaced:
         remedy += ", --node-size 8 places the ranks"
     return f"{count} file{'s' * (count > 1)} not judged ({remedy})" if count else ""
-
-
-def _draw(given: argparse.Namespace, run: _Run) -> None:
-    if given.svg is None and given.html is None:
-        return
-    if not run.facts:
-        name = given.html if given.svg is None else given.svg
-        raise PolicyError(f"no mesh to draw in {name[:80]}; use --mesh ddp=8,fsdp=5")
-    # Imported here: drawing is a fifth of the linter's code, and few commands need it.
-    from meshplan.lint._drawing._documents import write_html, write_svg
-    from meshplan.lint._drawing._picture import compose_picture
-
-    first = run.facts[0]
-    layout, topology = first.layout, first.topology
-    wide = [a for a, s in zip(layout.axes, layout.sizes, strict=True) if s > 1]
-    harmful = [one.hazard for one in first.harmful] if topology.known else []
-    axes = wide[::-1] or layout.axes[-1:]
-    picture = compose_picture(layout, topology, axes, harmful, first.cluster.hosts)
-    if given.svg is not None:
-        save(given.svg, write_svg(picture))
-    if given.html is not None:
-        save(given.html, write_html(picture, run.report.findings))
 
 
 def _wants_color(given: argparse.Namespace) -> bool:

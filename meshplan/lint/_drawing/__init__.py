@@ -1,1 +1,0 @@
-"""Pictures of a mesh: ranks on nodes and domains, coloured by group, jagged siblings marked."""
