@@ -34,13 +34,13 @@ class TestText(TestCase):
             format_findings(run_rules("MP105 MP106 MP107", issued("ddp=8,fsdp=5,tp=1"))),
             """\
 warning MP105 (P, P) -> (R, R) over ddp and fsdp is 2 all-reduces: ddp, then fsdp; over one flattened group it would be 1
-  call meshplan.install(), or flatten these axes once, on every rank, before training""",
+  call meshplan.install() in the training script, or flatten these axes once, on every rank, before training""",
         )
         self.assertExpectedInline(
             format_findings(run_rules("MP105 MP106 MP107", issued("dp=2,ddp=2,fsdp=3"))),
             """\
 warning MP105 (P, P) -> (R, R) over dp and ddp and fsdp is 3 all-reduces: dp, then ddp, then fsdp; over one flattened group it would be 1
-  call meshplan.install(), or flatten these axes once, on every rank, before training""",
+  call meshplan.install() in the training script, or flatten these axes once, on every rank, before training""",
         )
 
     def test_permuted_flattened_axes_are_reported(self) -> None:

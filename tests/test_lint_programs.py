@@ -17,13 +17,13 @@ from expecttest import TestCase
 
 from meshplan.cli import main
 from meshplan.lint._programs import (
-    INTEGRATIONS,
-    PROGRAMS,
+    FIXES,
     Program,
-    find_integration,
+    find_fix,
     find_program_of_modules,
+    format_fix_list,
     is_reached,
-    uses_torch_groups,
+    list_fixes,
 )
 from meshplan.lint._read_jobs import read_arguments, read_jobs
 from meshplan.lint._reporters import FORMATS
@@ -51,7 +51,17 @@ TRIED = {
     "dtensor": ("tests/test_dtensor.py::test_policies_have_their_bits_under_the_nccl_model",),
     "fsdp2": ("tests/backend/test_frameworks.py::test_replicas_of_hsdp_have_equal_bits",),
     "ddp": ("tests/backend/test_ddp.py::test_gradients_are_averages_with_one_rounding",),
-    "torchtitan": ("tests/backend/test_hsdp.py::test_hsdp_gradients_have_one_rounding",),
+    "torchtitan": (
+        "tests/backend/test_torchtitan.py::test_replicas_stay_equal_where_plain_ones_drift",
+    ),
+    "lightning": (
+        "tests/backend/test_trainers.py::test_replicas_have_equal_bits_where_plain_ones_differ",
+    ),
+    "accelerate": (
+        "tests/backend/test_trainers.py::test_replicas_have_equal_bits_where_plain_ones_differ",
+    ),
+    "vllm": ("tests/backend/test_vllm.py::test_trainer_agrees_with_the_group_of_vllm",),
+    "sglang": ("tests/backend/test_sglang.py::test_group_of_sglang_reduces_under_the_contract",),
 }
 UNREACHED = {
     "megatron.sh": MEGATRON,
@@ -106,6 +116,8 @@ def test_fix_by_meshplan_is_offered_to_reachable_programs_only(
         status, out, err = lint(name, *WHERE, *framework, "--output-format", output)
         assert (status, err) == (1, "")
         assert "MP101" in out
+        if output == "sarif":  # whose help of each rule has the fixes for all programs
+            out = json.dumps(json.loads(out)["runs"][0]["results"])
         assert not re.search(r"install\(|meshplan\.install|fsdp\.apply|ddp\.register", out)
         # Reductions in another order, and ranks in another, take code of its own.
         assert "--reduce-order" not in out
@@ -127,6 +139,9 @@ def test_every_offered_fix_is_clean(lint: Any, name: str) -> None:
             status, out, _ = lint("fewer.sh", *ranks, "--output-format", "json")
         elif title.startswith("call torch.distributed.init_process_group('meshplan')"):
             assert name.startswith(("megatron", "sharded", "torch_fsdp2", "deepspeed", "fsdp1"))
+            continue
+        elif "VLLM_PLUGINS" in title or "SGLang" in title:
+            assert name.startswith(("vllm", "sglang"))
             continue
         else:
             # What the file can express: the file with the diff in it.
@@ -169,11 +184,19 @@ def test_comment_relying_on_meshplan_is_refused(lint: Any, name: str, reason: st
         assert not [one for one in json.loads(out)["findings"] if one["code"] == "MP190"]
 
 
-@pytest.mark.parametrize(("name", "status"), [("megatron.sh", 0), ("vllm.sh", 1)])
-def test_comment_relying_on_the_backend_is_accepted_where_it_reduces(
-    lint: Any, name: str, status: int
+@pytest.mark.parametrize(
+    ("name", "reason", "status"),
+    [
+        ("megatron.sh", "we call init_process_group('meshplan')", 0),
+        ("vllm.sh", "we call init_process_group('meshplan')", 1),
+        ("vllm.sh", "VLLM_PLUGINS=meshplan is set", 0),
+        ("megatron.sh", "the plugin meshplan is set", 1),
+    ],
+)
+def test_comment_is_accepted_if_it_names_the_way_to_the_program(
+    lint: Any, name: str, reason: str, status: int
 ) -> None:
-    comment = "meshplan: ignore[MP101] we call init_process_group('meshplan')"
+    comment = f"meshplan: ignore[MP101] {reason}"
     Path(name).write_text(UNREACHED[name].replace("meshplan-comment", comment))
     assert lint(name, *WHERE)[0] == status
 
@@ -234,28 +257,33 @@ def test_program_is_read_from_arguments(words: str, program: str) -> None:
 
 
 def test_every_program_has_a_row() -> None:
-    assert set(PROGRAMS) == set(get_args(Program))
-    unreached = {program for program in PROGRAMS if not is_reached(program)}
+    assert FIXES.keys() == {*get_args(Program), "dtensor", "fsdp2", "ddp"} - {"torch"}
+    unreached = {program for program in get_args(Program) if not is_reached(program)}
     assert {"megatron", "vllm", "sglang", "deepspeed"} <= unreached
-    for program in PROGRAMS:
-        if uses_torch_groups(program):
-            assert program in unreached
-            for framework in ("dtensor", "fsdp2", "ddp"):
-                offered = find_integration(program, framework)
-                assert offered is not None
-                assert "install" not in offered.lines
-                assert "'meshplan'" in offered.lines
-                untried = program not in ("lightning", "accelerate")
-                assert ("not yet run with" in offered.cost) == untried
-            continue
-        found = {
-            framework: find_integration(program, framework) for framework in ("dtensor", "ddp")
-        }
-        assert (None in found.values()) == (program in unreached)
+    for key, fix in FIXES.items():
+        # Only PyTorch's own DTensor: everything else has reductions that install() does not see.
+        assert ("install()" in fix.action) == (fix.way == "install()") == (key == "dtensor")
+        assert bool(fix.action) == bool(fix.cost) == (fix.way != "other sizes")
+        assert ("'meshplan'" in fix.action) == (fix.way == "backend")
+        assert ("not yet run with" in fix.cost) == (fix.way != "other sizes" and key not in TRIED)
+        name: Any = "torch" if key in ("dtensor", "fsdp2", "ddp") else key
+        assert find_fix(name, key) is fix
+        (*offered, last) = list_fixes(key)
+        assert offered == [f"{fix.action} ({fix.cost})"][: bool(fix.action)]
+        assert last.startswith("choose other sizes")
+    assert list_fixes("a framework of 2030") == list_fixes("unknown")
+
+
+def test_rule_page_has_the_table_of_the_linter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rule", "MP101"]) == 0
+    page = capsys.readouterr().out
+    assert format_fix_list() in page
+    for fix in FIXES.values():
+        (line,) = [one for one in page.splitlines() if re.search(rf"[*,] {fix.name}[,:]", one)]
+        assert fix.action in line
 
 
 def test_named_tests_exist() -> None:
-    assert TRIED.keys() == INTEGRATIONS.keys()
     for tests in TRIED.values():
         for one in tests:
             file, _, name = one.partition("::")
@@ -265,11 +293,13 @@ def test_named_tests_exist() -> None:
 
 def test_page_lists_every_line_and_program() -> None:
     text = (ROOT / "docs/lint.md").read_text(encoding="utf-8").partition("## Fixes by program")[2]
-    for integration in INTEGRATIONS.values():
-        assert all(f"`{call}`" in text for call in re.findall(r"[\w.]+\(\w*\)", integration.lines))
-    for program, name in PROGRAMS.items():
-        if program not in ("unknown", "fsdp1", "serving"):
-            assert name in text
+    for key, fix in FIXES.items():
+        if key in ("serving", "unknown"):
+            continue
+        (row,) = [line for line in text.splitlines() if re.search(rf"[|,] {fix.name} ?[,|]", line)]
+        code = {"install()": r"`meshplan\.install\(\)`", "other sizes": "none", "plugin": "plugins"}
+        assert re.search(code.get(fix.way, r'the backend|`init_process_group\("meshplan"\)`'), row)
+        assert ("not yet run" in fix.cost) == ("not yet run" in row)
 
 
 def test_modules_of_a_program_are_read() -> None:
@@ -309,7 +339,7 @@ class TestOfferedFixes(TestCase):
     def test_fixes_for_torchtitan_are_offered(self) -> None:
         self.assertExpectedInline(
             self.lines("job.toml", TITAN),
-            """call meshplan.install() and meshplan.integrations.fsdp.apply(part) in the training script (two lines and their imports, the layout stays; the norm over pipeline stages is not covered)""",
+            """""",
         )
 
     def test_fixes_for_an_unknown_program_are_offered(self) -> None:

@@ -101,10 +101,6 @@ NOT_RUN = {
     ("docs/lint.md", "amd-smi topology"): "a program of AMD",
     ("docs/lint.md", "kubectl get nodes -o json"): "needs a cluster",
     (
-        "docs/lint.md",
-        "meshplan.integrations.fsdp.apply(part)",
-    ): "a pattern: for each part of a model",
-    (
         "docs/howto/deterministic-collectives.md",
         "NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_MIN_NCHANNELS=1 NCCL_MAX_NCHANNELS=1 torchrun ...",
     ): "a pattern: variables of NCCL",

@@ -25,7 +25,7 @@ from meshplan.lint._orders import (
     permute_ranks,
     weigh_domains,
 )
-from meshplan.lint._programs import find_integration, is_reached
+from meshplan.lint._programs import find_fix, is_reached
 from meshplan.lint._reductions import find_gradient_axes
 from meshplan.lint._spec import format_axes
 from meshplan.lint._uniform import is_uniform
@@ -96,15 +96,10 @@ class _Search:
         return JobFacts(job, cluster, is_trial=True).codes <= self.facts.trial.codes
 
     def _suggest_integration(self) -> Iterator[Fix]:
-        """Lines of code that were tested with the program."""
-        found = find_integration(self.job.program, self.job.framework)
-        if found is None:
-            return
-        verb = "use" if found.lines.startswith("DDPStrategy") else "call"
-        title = f"{verb} {found.lines} in the training script"
-        if self.job.program == "unknown":
-            title = f"if torch.distributed issues these reductions: {title}"
-        yield Fix(title, found.cost)
+        """The row of the table of programs."""
+        found = find_fix(self.job.program, self.job.framework)
+        if found.action:
+            yield Fix(found.action, found.cost)
 
     def _suggest_reduce_order(self) -> Iterator[Fix]:
         job = self.job

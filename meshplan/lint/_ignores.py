@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
-from meshplan.lint._programs import PROGRAMS, is_reached, uses_torch_groups
+from meshplan.lint._programs import find_fix, is_reached
 from meshplan.lint._rules import RULES
 from meshplan.lint._rules.cluster import UNUSED_IGNORE
 
@@ -25,7 +25,11 @@ _IGNORE = re.compile(r"ignore[ \t]*\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 _MESHPLAN_REDUCES = re.compile(
     r"meshplan|\binstall(?:s|ed)?\b|\bfsdp\.apply\b|\bddp\.register\b", re.I
 )
-_BACKEND = re.compile(r"\b(?:init_process_group|process_group_backend|backend)\b", re.I)
+# Reasons that name the way to a program that `install` does not reach.
+_WAYS = {
+    "backend": re.compile(r"\b(?:init_process_group|process_group_backend|backend)\b", re.I),
+    "plugin": re.compile(r"plugin", re.I),
+}
 _EXAMPLE = "use, for example, # meshplan: ignore[MP101] REASON"
 
 
@@ -53,7 +57,8 @@ class Ignore:
         """Whether the reason is meshplan, which cannot run the reductions of this program."""
         if is_reached(finding.program) or not _MESHPLAN_REDUCES.search(self.reason):
             return False
-        return not (uses_torch_groups(finding.program) and _BACKEND.search(self.reason))
+        way = _WAYS.get(find_fix(finding.program).way)
+        return way is None or not way.search(self.reason)
 
 
 def read_ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
@@ -126,7 +131,7 @@ def remove_ignored(
 
 def _add_reasons(finding: Finding, wrong: Sequence[Ignore]) -> Finding:
     """The finding, with the reason why comments do not suppress it."""
-    name = PROGRAMS[finding.program]
+    name = find_fix(finding.program).name
     reasons = tuple(
         f"the comment on line {one.line} does not suppress this: meshplan does not run the "
         f"reductions of {name}"

@@ -1,10 +1,9 @@
-"""The program that issues the reductions of a job, and the integrations that reach them.
+"""The program that issues the reductions of a job, and the one table of fixes by program.
 
-A line of code is offered as a fix only if it is true for that program: `meshplan.install` where
-DTensor reduces, else the process-group backend, which every reduction of ``torch.distributed``
-passes. Tests cover the lines (`tests/test_lint_programs.py` names them), and the cost has a remark
-if the program itself was not run. Programs that reduce in other ways get another mesh or launch,
-which is checked before.
+The linter, rule pages, reports and ``meshplan run`` take their texts from `FIXES`. A fix is offered
+only if it reaches the reductions of that program: tests run it (`tests/test_lint_programs.py` names
+them), and the cost has a remark if the program itself was not run. For all programs another mesh or
+launch is a fix too, which is judged before it is offered.
 """
 
 from __future__ import annotations
@@ -42,71 +41,110 @@ Program = Literal[
 * unknown: the input does not specify it.
 """
 
-PROGRAMS: Mapping[Program, str] = {
-    "unknown": "an unknown program",
-    "torch": "PyTorch",
-    "torchtitan": "torchtitan",
-    "fsdp1": "FullyShardedDataParallel",
-    "megatron": "Megatron-LM",
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "serving": "an inference engine",
-    "deepspeed": "DeepSpeed",
-    "colossalai": "Colossal-AI",
-    "horovod": "Horovod",
-    "nemo": "NeMo",
-    "verl": "verl",
-    "prime-rl": "prime-rl",
-    "accelerate": "accelerate",
-    "axolotl": "axolotl",
-    "lightning": "Lightning",
-    "nanotron": "nanotron",
-}
+Way = Literal["install()", "backend", "plugin", "other sizes"]
+"""How the reductions of a program come under the contract.
+
+* install(): meshplan replaces DTensor's redistribution.
+* backend: the process-group backend, which all reductions of ``torch.distributed`` pass.
+* plugin: of the program.
+* other sizes: meshplan does not reach them; another mesh or launch may place groups identically.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Integration:
-    """Lines of code after which every reduction of a program adds in one fixed order.
+class ProgramFix:
+    """A row of the table.
 
     Attributes:
-        lines: what to call.
+        name: of the program.
+        way: to reach its reductions.
+        action: what to do, imperative; empty if meshplan does not reach them.
         cost: what it takes, or leaves out.
     """
 
-    lines: str
-    cost: str
+    name: str
+    way: Way = "other sizes"
+    action: str = ""
+    cost: str = ""
 
 
 _COST = "the layout stays; every reduction adds in one fixed order"
 _BACKEND = "torch.distributed.init_process_group('meshplan')"
-# By program, or by framework where the program is torch.
-INTEGRATIONS: Mapping[str, Integration] = {
-    "unknown": Integration(
-        _BACKEND,
-        f"one word, {_COST}; not for vLLM, SGLang or Horovod, which bypass it",
-    ),
-    "dtensor": Integration(
-        "meshplan.install()",
+
+
+def _use_backend(name: str) -> ProgramFix:
+    cost = f"one line, {_COST}; not yet run with {name}"
+    return ProgramFix(name, "backend", f"call {_BACKEND} in the training script", cost)
+
+
+FIXES: Mapping[str, ProgramFix] = {
+    "dtensor": ProgramFix(
+        "PyTorch, DTensor",
+        "install()",
+        "call meshplan.install() in the training script",
         f"two lines, {_COST}",
     ),
-    "fsdp2": Integration(_BACKEND, f"one word, {_COST}"),
-    "ddp": Integration(_BACKEND, f"one word, {_COST}"),
-    "torchtitan": Integration(
-        "meshplan.install() and meshplan.integrations.fsdp.apply(part)",
-        "two lines and their imports, the layout stays; the norm over pipeline stages is not "
-        "covered",
+    **{
+        key: ProgramFix(
+            f"PyTorch, {key.upper()}",
+            "backend",
+            f"call {_BACKEND} in the training script",
+            f"one word, {_COST}",
+        )
+        for key in ("fsdp2", "ddp")
+    },
+    "torchtitan": ProgramFix(
+        "torchtitan",
+        "backend",
+        "set torch.distributed.Backend.default_device_backend_map[device_type] = 'meshplan' in "
+        "the module that --module names",
+        f"a module of four lines, as in examples/torchtitan.md; {_COST}",
+    ),
+    "lightning": ProgramFix(
+        "Lightning",
+        "backend",
+        "use DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' in the "
+        "training script",
+        f"one line, {_COST}",
+    ),
+    "accelerate": ProgramFix(
+        "Accelerate",
+        "backend",
+        f"call {_BACKEND} before Accelerator() in the training script",
+        f"one line, {_COST}",
+    ),
+    "megatron": _use_backend("Megatron-LM"),
+    "nemo": _use_backend("NeMo"),
+    "verl": _use_backend("verl"),
+    "prime-rl": _use_backend("prime-rl"),
+    "axolotl": _use_backend("axolotl"),
+    "deepspeed": _use_backend("DeepSpeed"),
+    "colossalai": _use_backend("Colossal-AI"),
+    "nanotron": _use_backend("nanotron"),
+    "fsdp1": _use_backend("FullyShardedDataParallel"),
+    "vllm": ProgramFix(
+        "vLLM",
+        "plugin",
+        "set VLLM_PLUGINS=meshplan where vLLM starts",
+        f"one variable, {_COST}; passes of torch.compile that fuse all-reduces bypass it",
+    ),
+    "sglang": ProgramFix(
+        "SGLang",
+        "plugin",
+        "register SGLang's plugin of docs/howto/rl-parity.md, and start SGLang with "
+        "--enable-deterministic-inference",
+        f"a module of ten lines, {_COST}; fused all-reduces bypass it",
+    ),
+    "horovod": ProgramFix("Horovod"),
+    "serving": ProgramFix("an inference engine"),
+    "unknown": ProgramFix(
+        "an unknown program",
+        "backend",
+        f"if torch.distributed issues these reductions: call {_BACKEND} in the training script",
+        f"one word, {_COST}; not for vLLM, SGLang or Horovod, which bypass it",
     ),
 }
-
-_LINES: Mapping[Program, str] = {
-    "lightning": "DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan'",
-    "accelerate": f"{_BACKEND} before Accelerator()",
-}
-# Their groups are of torch.distributed, and tests run the backend under the first two only.
-_ON_TORCH_GROUPS: tuple[Program, ...] = (
-    *("lightning", "accelerate", "megatron", "nemo", "verl", "prime-rl", "axolotl"),
-    *("deepspeed", "colossalai", "fsdp1", "nanotron"),
-)
+"""By program; by framework (``dtensor``, ``fsdp2``, ``ddp``) where the program is torch."""
 
 _MODULES: Mapping[str, Program] = {
     "megatron": "megatron",
@@ -121,28 +159,38 @@ _WORD = re.compile(r"(?<![a-z0-9_])(megatron|vllm|sglang|deepspeed|horovodrun)(?
 
 
 def is_reached(program: Program) -> bool:
-    """Whether meshplan may run the reductions of a program: it does, or the program is unknown."""
+    """Whether `meshplan.install` may run the reductions of a program: DTensor, or it is unknown."""
     return program in ("unknown", "torch", "torchtitan")
 
 
-def uses_torch_groups(program: Program) -> bool:
-    """Whether the reductions of a program that `is_reached` excludes pass torch's groups."""
-    return program in _ON_TORCH_GROUPS
+def find_fix(program: Program, framework: str = "dtensor") -> ProgramFix:
+    """The row for a program, which is that of its framework if the program is torch."""
+    return FIXES[framework if program == "torch" else program]
 
 
-def find_integration(program: Program, framework: str) -> Integration | None:
-    """The lines for a program; for an unknown one, what holds if it reduces by torch.distributed.
+def list_fixes(framework: str) -> tuple[str, ...]:
+    """What brings the reductions of a program under one order, one line each, the cheapest first.
 
     Args:
-        program: that reduces.
-        framework: ``dtensor``, ``fsdp2`` or ``ddp``, if the program is torch.
+        framework: a key of `FIXES`. Of any other one, the lines of an unknown program.
     """
-    if uses_torch_groups(program):
-        tried = "" if program in _LINES else f"; not yet run with {PROGRAMS[program]}"
-        return Integration(_LINES.get(program, _BACKEND), f"one line, {_COST}{tried}")
-    if not is_reached(program):
-        return None
-    return INTEGRATIONS[framework if program == "torch" else program]
+    fix = FIXES.get(framework, FIXES["unknown"])
+    offered = (f"{fix.action} ({fix.cost})",) if fix.action else ()
+    return (
+        *offered,
+        "choose other sizes, another order of axes or another launch, so that groups that must "
+        "agree are placed identically; meshplan lint --mesh lists those that it has checked",
+    )
+
+
+def format_fix_list() -> str:
+    """The table in Markdown, for rule pages: programs with one action share a line."""
+    names: dict[str, list[str]] = {}
+    for fix in FIXES.values():
+        untried = ", not yet run with these" if "not yet run" in fix.cost else ""
+        action = fix.action or "only other sizes or another launch"
+        names.setdefault(f"{action}{untried}", []).append(fix.name)
+    return "\n".join(f"    * {', '.join(of)}: {action}" for action, of in names.items())
 
 
 def find_program_of_modules(modules: frozenset[str], *, torch_reduces: bool) -> Program:

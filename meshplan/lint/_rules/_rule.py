@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshplan.lint._finding import Finding, Fix, Severity, Source
+from meshplan.lint._programs import format_fix_list
 
 if TYPE_CHECKING:
     from meshplan.lint._facts import JobFacts
@@ -98,7 +99,8 @@ class Rule:
     def read_page(self) -> str:
         """The page, without its title."""
         path = files("meshplan.lint") / "pages" / f"{self.code}.md"
-        return self.page or path.read_text(encoding="utf-8")
+        text = self.page or path.read_text(encoding="utf-8")
+        return text.replace("{fixes by program}", format_fix_list())
 
 
 _registered: dict[str, Rule] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshplan._message_text import elide, format_first
 from meshplan.lint._finding import Finding, join_names
-from meshplan.lint._programs import PROGRAMS, is_reached, uses_torch_groups
+from meshplan.lint._programs import find_fix, is_reached
 from meshplan.lint._rules._rule import Rule, rule
 
 if TYPE_CHECKING:
@@ -61,13 +61,12 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
         details.append(f"simulated, 1 channel, float32: {shares}")
     details.append(f"order undocumented under {', '.join(hazard.unknown)}")
     if not is_reached(facts.job.program):
-        program = facts.job.program
-        remedy = (
-            "they pass torch's process groups, and not DTensor"
-            if uses_torch_groups(program)
-            else "only another mesh or launch changes how they are placed"
-        )
-        details.append(f"{PROGRAMS[program]} issues these reductions itself: {remedy}")
+        fix = find_fix(facts.job.program)
+        remedy = {
+            "backend": "they pass torch's process groups, and not DTensor",
+            "plugin": "only its plugin reaches them",
+        }.get(fix.way, "only another mesh or launch changes how they are placed")
+        details.append(f"{fix.name} issues these reductions itself: {remedy}")
     return rule.make_mesh_finding(
         facts,
         f"replicas may differ: the {hazard.groups} groups of {hazard.group_size} ranks over "

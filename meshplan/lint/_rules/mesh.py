@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshplan._chunks import chunk_sizes, nested_chunk_sizes
 from meshplan._message_text import format_first
 from meshplan.lint._finding import Finding
-from meshplan.lint._programs import find_integration
+from meshplan.lint._programs import find_fix
 from meshplan.lint._rules._rule import Rule, rule
 
 if TYPE_CHECKING:
@@ -171,11 +171,9 @@ def _is_power(number: int) -> bool:
 def _check_sequential(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
     """Reductions to `Replicate` of DTensor: torch merges steps towards even shards itself."""
     job = facts.job
-    integration = find_integration(job.program, job.framework)
     # Only the calls of a program, or the user, show that DTensor reduces.
     if (job.framework, job.program) != ("dtensor", "torch") or not facts.reductions:
         return
-    assert integration is not None
     reductions = facts.reductions[0]
     if len(reductions.steps) < 2 or not reductions.what.startswith("gradients"):
         return
@@ -185,7 +183,8 @@ def _check_sequential(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
         facts,
         f"(P, P) -> (R, R) over {' and '.join(axes)} is {len(steps)} all-reduces: "
         f"{', then '.join(map(' and '.join, steps))}; over one flattened group it would be 1",
-        f"call {integration.lines}, or flatten these axes once, on every rank, before training",
+        f"{find_fix(job.program, job.framework).action}, or flatten these axes once, on every "
+        "rank, before training",
         axes=axes,
         reductions=len(steps),
     )
