@@ -1,10 +1,13 @@
-"""MP103 and MP104."""
+"""MP103, MP104 and MP108."""
 
 from __future__ import annotations
 
 import pytest
 from expecttest import TestCase
 
+from meshplan.lint._check import check_facts
+from meshplan.lint._facts import JobFacts
+from meshplan.lint._finding import Finding
 from meshplan.lint._orders import count_domains
 from meshplan.topology import Cluster, Inputs, Topology, read_cluster
 from tests.jobs import format_findings, job, layout, run_rules
@@ -130,3 +133,76 @@ class TestRack:
     def test_64_of_72_gpus_have_no_finding(self) -> None:
         assert codes("ddp=9,fsdp=64", domain_size=72, node_size=64) == []
         assert codes("ddp=9,fsdp=64", domain_size=72, hosts=(9,)) == []
+
+
+def place_hosts(*counts: int, per_host: int = 4, gpus: int | None = 72) -> Cluster:
+    """Hosts of a job: so many of each block, in rank order."""
+    blocks = [block for block, count in enumerate(counts) for _ in range(count * per_host)]
+    hosts = tuple(f"host{rank // per_host}" for rank in range(len(blocks)))
+    return Cluster(Topology.of(blocks, blocks), domain_gpus=gpus, hosts=hosts)
+
+
+def find_problems(mesh: str, where: Cluster) -> list[Finding]:
+    return [f for f in check_facts([JobFacts(job(mesh), where)]) if f.code == "MP108"]
+
+
+def find_crossing(mesh: str, where: Cluster) -> dict[str, str]:
+    """By axis, the severity of its finding."""
+    return {str(f.data["axes"][0]): f.severity for f in find_problems(mesh, where)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "counts", "expected"),
+    [
+        ("dp=4,ep=32", (10, 12, 10), {"ep": "error"}),
+        ("dp=2,ep=64", (10, 12, 10), {"ep": "error"}),
+        ("dp=8,tp=16", (10, 12, 10), {"tp": "warning"}),
+        ("dp=4,ep=8,tp=4", (10, 12, 10), {"ep": "error"}),
+        ("dp=4,ep=32", (8, 8, 16), {}),
+        ("dp=16,ep=8", (10, 12, 10), {}),
+        # A group of 128 fits into no block, and data-parallel groups may span them.
+        ("ep=128", (10, 12, 10), {}),
+        ("ep=32,dp=4", (10, 12, 10), {}),
+        ("dp=4,fsdp=32", (10, 12, 10), {}),
+        ("pp=2,dp=2,cp=32", (10, 12, 10), {}),
+    ],
+)
+def test_groups_that_would_fit_into_a_block_are_reported(
+    mesh: str, counts: tuple[int, ...], expected: dict[str, str]
+) -> None:
+    assert find_crossing(mesh, place_hosts(*counts)) == expected
+
+
+def test_assumed_placement_has_no_crossing_groups() -> None:
+    real = place_hosts(10, 12, 10)
+    assert find_crossing("dp=4,ep=32", Cluster(real.topology, domain_gpus=72)) == {}
+    # Hosts without links to other hosts: no allocation has such groups on one of them.
+    alone = place_hosts(1, 1, 1, per_host=8, gpus=8)
+    assert find_crossing("dp=4,ep=6", alone) == {}
+
+
+def test_fixes_of_crossing_groups_are_tried() -> None:
+    (found,) = find_problems("dp=4,ep=32", place_hosts(10, 12, 10))
+    assert [fix.title for fix in found.fixes] == [
+        "allocate whole segments: sbatch --segment=8 (Slurm with topology/block)"
+    ]
+    # Hosts of two blocks in turns: in another order of these hosts no group crosses.
+    blocks = [0] * 8 + [1] * 8 + [0, 1] * 8
+    mixed = Topology.of([block for block in blocks for _ in range(4)], [0] * 128)
+    hosts = tuple(f"host{rank // 4}" for rank in range(128))
+    (found,) = find_problems("dp=16,ep=8", Cluster(mixed, hosts=hosts, domain_gpus=72))
+    assert found.data["crossing"] == 8
+    assert [fix.title for fix in found.fixes] == [
+        "list the hosts block by block: host0, host1, host2, host3, host4, host5, host6, host7, ...",
+        "allocate whole segments: sbatch --segment=2 (Slurm with topology/block)",
+    ]
+    # Nine hosts of each block are no whole number of groups.
+    (found,) = find_problems("dp=9,ep=8", place_hosts(9, 9))
+    assert [fix.title for fix in found.fixes] == [
+        "allocate whole segments: sbatch --segment=2 (Slurm with topology/block)"
+    ]
+
+
+def test_domains_of_two_nodes_with_one_number_are_two() -> None:
+    topology = Topology.of([0] * 4 + [1] * 4, [0] * 8)
+    assert count_domains(layout("dp=2,tp=4"), topology) == {"dp": 2, "tp": 1}

@@ -39,6 +39,7 @@ MP104 warning power-of-two-on-72
 MP105 warning sequential-reductions
 MP106 error   permuted-flatten
 MP107 error   uneven-flatten
+MP108 warning group-crosses-blocks
 MP190 warning unused-ignore
 MP191 warning not-judged
 MP192 warning ranks-contradict

@@ -22,7 +22,7 @@ from meshplan.lint._rules._rule import _registered
 from meshplan.topology import Cluster, Topology, _files, formats
 
 RULE = '''\
-"""MP108: an axis of one rank."""
+"""MP109: an axis of one rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Leave the axis out.
 """
 
 
-@rule("mesh", "MP108", "axis-of-one", "warning", "An axis has one rank.", page=PAGE)
+@rule("mesh", "MP109", "axis-of-one", "warning", "An axis has one rank.", page=PAGE)
 def check_axes(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
     for axis, size in zip(facts.layout.axes, facts.layout.sizes, strict=True):
         if size == 1:
@@ -100,7 +100,7 @@ def rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rule]:
     monkeypatch.setattr(_rules, "__path__", [*_rules.__path__, str(tmp_path)])
     found: Rule = import_module("meshplan.lint._rules.axis_of_one").check_axes
     yield found
-    del _registered["MP108"], sys.modules["meshplan.lint._rules.axis_of_one"]
+    del _registered["MP109"], sys.modules["meshplan.lint._rules.axis_of_one"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -119,46 +119,46 @@ def lint(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_new_rule_is_found_selected_and_ignored(
     rule: Rule, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (finding,) = lint(capsys, "--select", "MP108")["findings"]
-    assert (finding["code"], finding["severity"]) == ("MP108", "warning")
+    (finding,) = lint(capsys, "--select", "MP109")["findings"]
+    assert (finding["code"], finding["severity"]) == ("MP109", "warning")
     assert finding["message"] == "tp has one rank; leave it out"
-    assert "MP108" in {one["code"] for one in lint(capsys)["findings"]}
-    assert not lint(capsys, "--ignore", "MP108")["findings"]
-    assert run(capsys, "lint", *MESH, "--select", "MP108", "--fail-level", "warning")[0] == 1
+    assert "MP109" in {one["code"] for one in lint(capsys)["findings"]}
+    assert not lint(capsys, "--ignore", "MP109")["findings"]
+    assert run(capsys, "lint", *MESH, "--select", "MP109", "--fail-level", "warning")[0] == 1
     file = tmp_path / "meshplan.toml"
-    file.write_text('mesh = "dp=8,tp=1"  # meshplan: ignore[MP108] kept for later\n')
+    file.write_text('mesh = "dp=8,tp=1"  # meshplan: ignore[MP109] kept for later\n')
     status, text = run(capsys, "lint", "--no-env", "--domain-size", "8", str(file))
-    assert (status, "MP108" in text, "1 ignored by comments" in text) == (0, False, True)
+    assert (status, "MP109" in text, "1 ignored by comments" in text) == (0, False, True)
 
 
 def test_new_rule_is_explained_and_reported(rule: Rule, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "rule", "axis-of-one") == (
         0,
-        f"# axis-of-one (MP108)\n\nSeverity: warning. An axis has one rank.\n\n{rule.page}",
+        f"# axis-of-one (MP109)\n\nSeverity: warning. An axis has one rank.\n\n{rule.page}",
     )
     listed = run(capsys, "rule", "--all")[1].splitlines()
-    at = listed.index("  MP108  warning  axis-of-one              An axis has one rank.")
-    assert listed[at - 1].startswith("  MP107  ")
+    at = listed.index("  MP109  warning  axis-of-one              An axis has one rank.")
+    assert listed[at - 1].startswith("  MP108  ")
     _, text = run(capsys, "lint", *MESH, "--output-format", "sarif")
     rules = json.loads(text)["runs"][0]["tool"]["driver"]["rules"]
-    (mine,) = [one for one in rules if one["id"] == "MP108"]
+    (mine,) = [one for one in rules if one["id"] == "MP109"]
     assert mine["name"] == "AxisOfOne"
     assert mine["defaultConfiguration"] == {"level": "warning"}
-    assert "MP108" in run(capsys, "completion", "bash")[1]
+    assert "MP109" in run(capsys, "completion", "bash")[1]
 
 
 def test_rule_with_needs_waits_for_domains(rule: Rule) -> None:
     (job,) = read_jobs("meshplan.toml", 'mesh = "dp=8,tp=1"\n').jobs
-    del _registered["MP108"]
+    del _registered["MP109"]
     register(replace(rule, needs="domains", severity="error"))
-    for domain_size, codes in ((None, set()), (8, {"MP108"})):
+    for domain_size, codes in ((None, set()), (8, {"MP109"})):
         cluster = Cluster(Topology.uniform(8, node_size=8, domain_size=domain_size))
         assert {one.code for one in check_facts([JobFacts(job, cluster)])} == codes
 
 
 def test_duplicate_code_or_name_is_refused(rule: Rule) -> None:
     before = dict(RULES)
-    for code, name in (("MP108", "another"), ("MP109", "axis-of-one"), ("MP101", "another")):
+    for code, name in (("MP109", "another"), ("MP109", "axis-of-one"), ("MP101", "another")):
         with pytest.raises(ValueError, match=f"there is a rule {code} or {name} already"):
             register(replace(rule, code=code, name=name))
     assert dict(RULES) == before

@@ -136,6 +136,7 @@ rules of meshplan lint
   MP105  warning  sequential-reductions    Axes are reduced sequentially; over one flattened group it would be one all-reduce.
   MP106  error    permuted-flatten         A mesh whose ranks do not ascend is flattened; shards may be swapped.
   MP107  error    uneven-flatten           A dim is sharded unevenly over flattened axes; gathering it may corrupt data.
+  MP108  warning  group-crosses-blocks     Groups of an axis cross NVLink blocks of the real hosts, though each would fit into one.
   MP190  warning  unused-ignore            An ignore comment matches no finding.
   MP191  warning  not-judged               A mesh could not be read from its file; it was not judged, which fails.
   MP192  warning  ranks-contradict         A file and the options specify different numbers of ranks; those of the file are used.
@@ -233,7 +234,7 @@ errors of meshplan
 MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no rule or error 'MP1O2'; similar: MP102, MP101, MP103
-MP402: no rule or error 'MP110'; similar: MP101, MP111, MP112""",
+MP402: no rule or error 'MP110'; similar: MP101, MP111, MP108""",
         )
 
 

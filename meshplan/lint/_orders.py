@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshplan.layout import Layout
+from meshplan.layout import Integers, Layout
 from meshplan.lint._job import Job
 from meshplan.lint._roles import Role
 from meshplan.topology import Topology
@@ -92,15 +92,28 @@ def _factor(product: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (size, *rest)
 
 
+def number_domains(topology: Topology) -> Integers:
+    """The domain of each rank by a number that no domain of another node has."""
+    nodes, domains = topology.nodes, topology.domains
+    assert nodes is not None
+    assert domains is not None
+    return nodes * (int(domains.max()) + 1) + domains
+
+
+def count_domains_per_group(layout: Layout, topology: Topology, axis: str) -> Integers:
+    """The domains that each group of an axis spans, an int64 array [groups]."""
+    domains = np.sort(number_domains(topology)[layout.siblings(axis)], axis=1)
+    spans: Integers = 1 + (domains[:, 1:] != domains[:, :-1]).sum(axis=1)
+    return spans
+
+
 def count_domains(layout: Layout, topology: Topology) -> dict[str, int]:
     """The most domains that a group of each axis spans, without axes of size 1."""
-    assert topology.domains is not None
-    found = {}
-    for axis, size in zip(layout.axes, layout.sizes, strict=True):
-        if size > 1:
-            domains = np.sort(topology.domains[layout.siblings(axis)], axis=1)
-            found[axis] = 1 + int((domains[:, 1:] != domains[:, :-1]).sum(axis=1).max())
-    return found
+    return {
+        axis: int(count_domains_per_group(layout, topology, axis).max())
+        for axis, size in zip(layout.axes, layout.sizes, strict=True)
+        if size > 1
+    }
 
 
 def weigh_domains(job: Job, spread: dict[str, int]) -> tuple[int, ...]:

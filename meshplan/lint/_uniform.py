@@ -8,6 +8,7 @@ import numpy as np
 
 from meshplan.layout import Layout
 from meshplan.lint._job import Job
+from meshplan.lint._orders import number_domains
 from meshplan.lint._reductions import Reductions, list_reductions
 from meshplan.planner import Problem, are_uniform
 from meshplan.topology import Topology
@@ -37,9 +38,7 @@ def find_islands(topology: Topology) -> Topology | None:
         per_node, left = divmod(topology.node_map, topology.domain_map)
         if not left and per_node > 1:
             return Topology.uniform(topology.world_size, node_size=topology.domain_map)
-    # One number for node and domain together: a domain number counts inside its node.
-    both = nodes * (int(domains.max()) + 1) + domains
-    found, number = np.unique(both, return_inverse=True)
+    found, number = np.unique(number_domains(topology), return_inverse=True)
     if len(found) == len(np.unique(nodes, return_index=True)[0]):
         return None
     return Topology.of(number.tolist())

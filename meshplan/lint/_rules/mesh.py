@@ -1,15 +1,17 @@
-"""MP103 to MP107: what a mesh costs, and flattened meshes that corrupt data."""
+"""MP103 to MP108: what a mesh and its placement cost, and flattened meshes that corrupt data."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from meshplan._chunks import chunk_sizes, nested_chunk_sizes
 from meshplan._message_text import format_first
-from meshplan.lint._finding import Finding
+from meshplan.lint._finding import Finding, Fix
 from meshplan.lint._programs import find_fix
 from meshplan.lint._rules._rule import Rule, rule
 
@@ -245,3 +247,90 @@ def _check_uneven_flatten(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
                 nested=nested[:1000],
                 flat=flat[:1000],
             )
+
+
+@rule(
+    "mesh",
+    "MP108",
+    "group-crosses-blocks",
+    "warning",
+    "Groups of an axis cross NVLink blocks of the real hosts, though each would fit into one.",
+    needs="domains",
+)
+def _check_crossing(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
+    """Sizes and orders of axes are the subjects of MP103 and MP104; here it is the allocation.
+
+    Kernels that exchange tokens between experts need NVLink between all ranks of a group, so that
+    crossing groups of experts are an error.
+    """
+    from meshplan.lint._orders import count_domains_per_group, number_domains
+
+    layout, cluster = facts.layout, facts.cluster
+    hosts = cluster.hosts
+    # Without names of hosts, the placement is an assumption.
+    if not hosts or layout.ranks != range(layout.world_size):
+        return
+    domains = number_domains(facts.topology).tolist()
+    sizes = Counter(domains)
+    capacity = cluster.domain_gpus or max(sizes.values())
+    per_host = Counter(hosts)
+    if capacity <= max(per_host.values()):
+        return  # a group that crosses hosts of their own needs another size
+    for i, (axis, role) in enumerate(zip(layout.axes, facts.job.roles, strict=True)):
+        # A group is spread over this many consecutive ranks.
+        span = math.prod(layout.sizes[i:])
+        if role not in ("model", "experts") or layout.sizes[i] == 1 or span > capacity:
+            continue
+        counts = count_domains_per_group(layout, facts.topology, axis)
+        crossing = int((counts > 1).sum())
+        if not crossing:
+            continue
+        placed = [len([*of]) for _, of in groupby(domains)]
+        yield rule.make_mesh_finding(
+            facts,
+            f"{crossing} of the {len(counts)} groups over {axis} cross from one NVLink block into "
+            f"another; {span} consecutive ranks fit into a block of {capacity} GPUs",
+            f"ranks per block, in rank order: {format_first(placed, 12)}",
+            fixes=() if facts.is_trial else tuple(_fix_crossing(facts, span, capacity)),
+            severity="error" if role == "experts" else rule.severity,
+            axes=[axis],
+            crossing=crossing,
+            groups=len(counts),
+            span=span,
+            block_gpus=capacity,
+        )
+
+
+def _fix_crossing(facts: JobFacts, span: int, capacity: int) -> Iterator[Fix]:
+    """Another order of the hosts of this allocation, and another allocation; each is tried."""
+    from meshplan.lint._orders import number_domains
+
+    hosts = facts.cluster.hosts
+    domains = number_domains(facts.topology).tolist()
+    per_host = hosts.count(hosts[0])
+    uniform = {*Counter(hosts).values()} == {per_host}
+    first = {domain: i for i, domain in enumerate(dict.fromkeys(domains))}
+    order = sorted(range(len(domains)), key=lambda rank: first[domains[rank]])
+    moved = tuple(domains[rank] for rank in order)
+    if moved != tuple(domains) and _adds_nothing(facts, moved):
+        names = [*dict.fromkeys(hosts[rank] for rank in order)]
+        yield Fix(
+            f"list the hosts block by block: {format_first(names, 8)}",
+            "the same hosts; with Slurm, SLURM_HOSTFILE and --distribution=arbitrary",
+        )
+    segment = span // per_host
+    blocks = tuple(rank // (capacity // span * span) for rank in range(len(domains)))
+    if uniform and span % per_host == 0 and _adds_nothing(facts, blocks):
+        yield Fix(
+            f"allocate whole segments: sbatch --segment={segment} (Slurm with topology/block)",
+            f"each {segment} consecutive hosts are in one block; the job may wait longer for them",
+        )
+
+
+def _adds_nothing(facts: JobFacts, blocks: tuple[int, ...]) -> bool:
+    """Whether no group crosses blocks if ranks are in these, and no rule finds more than now."""
+    from meshplan.topology import Topology
+
+    cluster = replace(facts.cluster, topology=Topology.of(blocks, blocks))
+    codes = type(facts)(facts.job, cluster, is_trial=True).codes
+    return "MP108" not in codes and codes <= facts.trial.codes
