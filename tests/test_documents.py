@@ -47,6 +47,31 @@ def test_release_page_tags_the_version() -> None:
     assert set(tags) == {meshplan.__version__}
 
 
+def test_readme_sets_up_a_fresh_clone(tmp_path: Path) -> None:
+    """Its first lines name the main job and its tests, and both begin with the virtual environment."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(page) <= 90
+    commands = [line.partition("  #")[0] for line in page[:30]]
+    assert {"make demo", "make test", 'pip install -e ".[torch]"'} <= set(commands)
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path], check=True)
+    for verb, program in (("demo", "examples/jagged_mesh.py"), ("test", "pytest")):
+        words = ["make", "--dry-run", verb]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        first, *rest = done.stdout.splitlines()
+        assert first.endswith("-m venv .venv")
+        assert any("pip install" in line and "--editable ." in line for line in rest)
+        assert program in done.stdout
+
+
+def test_installation_is_the_source_that_runs_in_the_clone() -> None:
+    """Python imports the folder meshplan of a clone first: an editable install is the same one."""
+    for page in ("README.md", "CONTRIBUTING.md", "docs/lint-a-cluster.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        installs = re.findall(r"pip install ([^#`\n]*)", text)
+        assert installs, page
+        assert [one for one in installs if not re.search(r"(?<!\S)(-e|--editable) ", one)] == []
+
+
 @pytest.mark.full
 def test_site_of_a_version_is_committed_to_its_branch(tmp_path: Path) -> None:
     """``make docs-release`` in a clone, with the tools of this environment."""

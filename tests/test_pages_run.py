@@ -41,6 +41,10 @@ TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 NOT_RUN = {
     ("docs/environment.md", "meshplan"): "the name of the plugin of vLLM",
     ("docs/train.md", "torchrun"): "the launcher, in words",
+    (
+        "docs/lint-a-cluster.md",
+        "MESHPLAN_BUILD_KERNELS=0 pip install -e .",
+    ): "installs a clone: tests/test_documents.py",
     ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
     ("docs/howto/backend.md", "meshplan"): "the name of the backend",
     ("docs/glossary.md", "meshplan"): "the name of the backend",
@@ -175,7 +179,7 @@ READ_BY = {
     ("docs/howto/rl-parity.md", "ini"): "tests/backend/test_sglang.py",
     ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
-    ("README.md", "sh"): "tests/installed.py, which builds and installs the wheel",
+    ("README.md", "sh"): "tests/test_documents.py::test_readme_sets_up_a_fresh_clone",
 }
 # Output that no block of its page prints.
 PRINTED_BY = {"docs/tutorial.md": "tests/test_demo.py::test_tutorial_shows_the_printed_table"}
