@@ -58,6 +58,9 @@ PROMISES = {
     "docs/index.md": {
         "meshplan makes DTensor, FSDP2 and DDP replicas agree bit for bit": "test_demo::tutorial_shows_the_printed_table test_dtensor::jagged_mesh_replicas_have_equal_bits backend/test_hsdp::hsdp_gradients_have_one_rounding backend/test_ddp::gradients_are_averages_with_one_rounding",
     },
+    "docs/i-see.md": {
+        "The replicas never held the same weights": "test_replica_divergence::evidence_chooses_the_advice",
+    },
     "docs/lint-a-cluster.md": {
         "Python is parsed, never run": "test_lint_reader_python::file_is_not_executed",
     },
