@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from meshplan.flatten import _missing
-from meshplan.flatten._missing import note_process, process_state
+from meshplan.flatten._missing import note_process, process_state, roll_call_seconds
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -45,6 +45,17 @@ def test_reused_process_number_counts_as_ended() -> None:
     where, number, started = json.loads(store.get("meshplan/process/0"))
     store.set("meshplan/process/0", json.dumps([where, number, str(int(started) - 1)]))
     assert process_state(store, 0) == "ended"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "used", "seconds"),
+    [(8.0, 7.2, 1.8), (8.0, 8.0, 1.0), (8.0, 20.0, 1.0), (8.0, 1.0, 8.0), (1800.0, 1620.0, 10.0)],
+)
+def test_roll_call_is_part_of_the_timeout(
+    timeout: float, used: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + used)
+    assert roll_call_seconds(timeout, 100.0) == pytest.approx(seconds)
 
 
 def test_process_on_another_host_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

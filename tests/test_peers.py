@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -34,7 +35,7 @@ from meshplan.errors import (
     PolicyError,
     SignatureMismatchError,
 )
-from meshplan.flatten import _connect
+from meshplan.flatten import _connect, _missing
 from meshplan.flatten._connect import connect
 from meshplan.kernel import Communicator
 from meshplan.kernel._communicator import Arithmetic, _communicators
@@ -322,6 +323,13 @@ class TestFaults(TestCase):
             mesh = init_device_mesh("cpu", (4,))
             leaves = [order_sensitive(1000, rank=r, world_size=4) for r in range(4)]
             d = DTensor.from_local(leaves[rank], mesh, (P,), run_check=False)
+            waits, call = [], _missing.roll_call
+
+            def roll_call(*given: Any, wait: float, **more: Any) -> Any:
+                waits.append(wait)
+                return call(*given, wait=wait, **more)
+
+            _missing.roll_call = roll_call  # type: ignore[assignment]
             with meshplan.installed():
                 d.full_tensor()
                 started = time.monotonic()
@@ -334,6 +342,8 @@ class TestFaults(TestCase):
                     assert (caught.value.rank, caught.value.block, caught.value.phase) == (2, 0, 0)
                     message = str(caught.value)
                     assert time.monotonic() - started > 3.5
+                    # Both waits together: at most an eighth longer than the timeout.
+                    assert 0.5 <= waits[0] <= 0.9
                     arrive("the error")
             dist.barrier()
             # The one that was away fails in its next reduction, the others have stopped.
@@ -347,13 +357,13 @@ class TestFaults(TestCase):
                 dist.barrier()
                 meshplan.shutdown()
                 assert_bitwise_equal(d.full_tensor(), reduce_leaves(leaves, "sum", (4,)))
-            return message
+            return re.sub(r"waited \d+\.\d s", "waited N s", message)
 
         found = run_ranks(ranks, 4, collective_timeout=4.0)
         assert found == [found[0], found[0], "", found[0]]
         self.assertExpectedInline(
             found[0],
-            """MP702: rank 2 did not come within 3.6 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: float32[1000] for all_reduce sum over 4 ranks, contract v1/tree/wide/once, path one_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks reconnect""",
+            """MP702: rank 2 did not come within 3.6 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2, 3: float32[1000] for all_reduce sum over 4 ranks, contract v1/tree/wide/once, path one_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks reconnect. This rank waited N s""",
         )
 
     def test_different_arguments_are_named(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,67 +15,72 @@ from meshplan.flatten import RollCall, find_missing, format_failure, is_across_j
 
 
 def raise_failure(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose
+    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
 ) -> NoReturn:
     """Raise ``translate_failure(...)``, or ``error`` itself if it needs no translation."""
     found = error
     if not isinstance(error, MeshplanError) or isinstance(error, PeerTimeoutError):
-        found = translate_failure(error, groups, device_type, purpose)
+        found = translate_failure(error, groups, device_type, purpose, started)
     if found is error:
         raise error
     raise found from error
 
 
 def translate_failure(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose
+    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
 ) -> RuntimeError:
-    """The error to raise for ``error`` of a backend or of shared memory: CollectiveError if the
-    backend failed, PeerTimeoutError with what is known of the other ranks. ``error`` itself, with a
-    note on where, if memory is missing or the backend does not support the dtype.
+    """The error to raise for ``error`` of a backend or of shared memory, in a reduction that began
+    at ``started`` of ``time.perf_counter``: CollectiveError if the backend failed, PeerTimeoutError
+    with what is known of the other ranks. ``error`` itself, with a note on where, if memory is
+    missing or the backend does not support the dtype.
     """
     if isinstance(error, PeerTimeoutError):
         if device_type != "cpu" or error.ended:
             return error
-        return _add_roll_call(error, groups, device_type, purpose)
+        return _add_roll_call(error, groups, device_type, purpose, started)
     # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
     note = f"meshplan: in {purpose.request}, {purpose.planned}, on {purpose.group}"
     found = error
     if not is_unsent(error):
-        found = _failed(error, groups, device_type, purpose)
+        found = _failed(error, groups, device_type, purpose, started)
     found.add_note(note)
     return found
 
 
 def _failed(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose
+    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
 ) -> CollectiveError:
     rank = groups.rank
     if device_type == "cpu":
         break_connections(groups)
     name = "" if groups.whole is None else groups.whole.group_name
     call = f"{purpose.request}, {purpose.planned}"
-    roll = find_missing(groups.levels[0], groups.members, device_type, name, call)
+    roll = find_missing(groups.levels[0], groups.members, device_type, started, name, call)
     return CollectiveError(
         f"a reduction over {purpose.group} failed on rank {rank}: {format_failure(error)}; "
-        f"{_found_out(roll, rank)}{_differing(roll)}. {_remedy(groups)}",
+        f"{_found_out(roll, rank)}{_differing(roll)}{_waited(started)}. {_remedy(groups)}",
         missing=roll.missing,
     )
 
 
 def _add_roll_call(
-    error: PeerTimeoutError, groups: StepGroups, device_type: str, purpose: Purpose
+    error: PeerTimeoutError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
 ) -> PeerTimeoutError:
     """The error, and what else is known: ranks of another contract wait in other memory."""
     call = f"{purpose.request}, {purpose.planned}"
     # Of all contracts: the name of the call must not tell them apart.
-    roll = find_missing(groups.flat, groups.members, device_type, "shared memory", call)
+    roll = find_missing(groups.flat, groups.members, device_type, started, "shared memory", call)
     stopped = f". {_ranks(roll.stopped, 'is', 'are')} stopped" * bool(roll.stopped)
     return PeerTimeoutError(
-        f"{error.args[0]}{stopped}{_differing(roll)}",
+        f"{error.args[0]}{stopped}{_differing(roll)}{_waited(started)}",
         rank=error.rank,
         block=error.block,
         phase=error.phase,
     )
+
+
+def _waited(started: float) -> str:
+    return f". This rank waited {time.perf_counter() - started:.1f} s"
 
 
 def _remedy(groups: StepGroups) -> str:

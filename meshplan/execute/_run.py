@@ -119,6 +119,7 @@ def _guarded(
     run: Callable[[], _Result], groups: StepGroups, device_type: str, purpose: Purpose
 ) -> _Result:
     """Run one reduction at a time on a process group; turn a backend's error into ours."""
+    started = time.perf_counter()
     mine = [threading.current_thread()]
     taken = []
     try:
@@ -137,7 +138,7 @@ def _guarded(
             check_aborted()
         return run()
     except RuntimeError as error:
-        raise_failure(error, groups, device_type, purpose)
+        raise_failure(error, groups, device_type, purpose, started)
     finally:
         for group in taken:
             del _busy[group]

@@ -65,7 +65,7 @@ class SteadyReduction:
         try:
             self._call(message, out, ticket)
         except RuntimeError as error:
-            raise_failure(error, StepGroups(pg), "cpu", self._purpose)
+            raise_failure(error, StepGroups(pg), "cpu", self._purpose, started)
         seconds = time.perf_counter() - started
         record(self._event, elements=message.numel(), nbytes=message.nbytes, seconds=seconds)
         return True

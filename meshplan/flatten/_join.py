@@ -37,7 +37,12 @@ from meshplan.flatten._create import (
     group_name,
     warm_up,
 )
-from meshplan.flatten._missing import format_failure, note_process, started_before
+from meshplan.flatten._missing import (
+    format_failure,
+    note_process,
+    roll_call_seconds,
+    started_before,
+)
 from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
 
@@ -146,8 +151,6 @@ def agree_on_place(
 
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
-# Who has failed waits so long for the others, to say which of them did not come.
-_ROLL_CALL_SECONDS = 10.0
 
 Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
@@ -398,6 +401,7 @@ def _connect(
     rank: int,
     timeout: float,
 ) -> Group:
+    started = time.perf_counter()
     failure: Exception | None = None
     group: Group | None = None
     # A backend may fail on some members only. The second vote tells the others, so that all keep
@@ -408,6 +412,8 @@ def _connect(
     except (RuntimeError, ValueError) as error:
         failure = error
     ready = False
+    # The creation has the default group's time.
+    wait = roll_call_seconds(max(timeout, default_timeout(device_type)), started)
     try:
         verdict = vote(
             AnsweringStore(store_of(None), timeout),
@@ -416,7 +422,7 @@ def _connect(
             rank=rank,
             token=Record.of(group="ready"),
             timeout=timeout,
-            veto=None if failure is None else _reason(failure, prefix, ranks, rank, timeout),
+            veto=None if failure is None else _reason(failure, prefix, ranks, rank, wait),
         )
         ready = verdict.unanimous
     finally:
@@ -436,16 +442,13 @@ def _connect(
     ) from failure
 
 
-def _reason(
-    failure: Exception, prefix: str, ranks: tuple[int, ...], rank: int, timeout: float
-) -> str:
+def _reason(failure: Exception, prefix: str, ranks: tuple[int, ...], rank: int, wait: float) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
-    wait = min(timeout, _ROLL_CALL_SECONDS)
     store = AnsweringStore(store_of(None), wait)
     # Present, so that others that have failed do not name this rank.
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
     missing = wait_for_ranks(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
-    absent = f" ({format_ranks(missing)} had not come {wait:g} s later)" if missing else ""
+    absent = f" ({format_ranks(missing)} had not come {wait:.1f} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
 
 

@@ -103,7 +103,17 @@ def format_failure(failure: BaseException) -> str:
     return re.sub(r"^\[\S*\] ", "", first).split(". This is typically")[0]
 
 
+# A roll call waits at most so long, and at most this share of a timeout longer than that.
 _SECONDS = 10.0
+_SHARE = 0.125
+
+
+def roll_call_seconds(timeout: float, started: float) -> float:
+    """How long ranks may report a failure of what has ``timeout`` seconds, and started at
+    ``started`` of ``time.perf_counter``: what is left of them, and a share of their own.
+    """
+    left = max(timeout - (time.perf_counter() - started), 0.0)
+    return min(_SECONDS, left + _SHARE * timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +136,19 @@ class RollCall:
 
 
 def find_missing(
-    group: ProcessGroup, ranks: tuple[int, ...], device_type: str, name: str = "", note: str = ""
+    group: ProcessGroup,
+    ranks: tuple[int, ...],
+    device_type: str,
+    started: float,
+    name: str = "",
+    note: str = "",
 ) -> RollCall:
-    """Call the roll of ``ranks``, whose reduction over ``group`` has failed on this rank. The
-    timeout of the group's collectives bounds the wait. ``name``, the same on all, distinguishes
-    groups of the same ranks; ``note`` is the failed call, for the others. Without a store nothing
-    is known.
+    """Call the roll of ``ranks``, whose reduction over ``group`` has failed on this rank after it
+    ``started``: the wait is a part of the timeout of the group's collectives. ``name``, the same on
+    all, distinguishes groups of the same ranks; ``note`` is the failed call, for the others.
+    Without a store nothing is known.
     """
-    wait = min(_SECONDS, default_timeout(device_type, group))
+    wait = roll_call_seconds(default_timeout(device_type, group), started)
     if is_forked():
         return RollCall()
     name = f"{'-'.join(map(str, ranks))} {name}"

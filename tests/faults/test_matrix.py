@@ -24,7 +24,7 @@ from tests.marks import full
 
 pytestmark = pytest.mark.processes
 
-SECONDS = 5.0
+SECONDS = 8.0
 ODD = 1
 SET_TIMEOUT = getattr(dist, "set_timeout", c10d._set_pg_timeout)
 FAULTS = ("killed", "stopped", "late", "shape", "contract")
@@ -78,9 +78,9 @@ def fault_on(fault: str, mesh: DeviceMesh, how: dict[str, Any]) -> Found:
     if fault == "killed":
         die()
     if fault == "stopped":
-        stop_for(4 * SECONDS)
+        stop_for(2 * SECONDS)
     if fault == "late":
-        time.sleep(4 * SECONDS)
+        time.sleep(2 * SECONDS)
     if fault == "contract":
         other = meshplan.Contract(rounding="node")
         with meshplan.installed(**{**how, "contract": other}):

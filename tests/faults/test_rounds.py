@@ -44,8 +44,8 @@ FORMS = {
 
 STRIKES: dict[str, Callable[[], object]] = {
     "killed": die,
-    "stopped": lambda: stop_for(4 * SECONDS),
-    "late": lambda: time.sleep(4 * SECONDS),
+    "stopped": lambda: stop_for(2 * SECONDS),
+    "late": lambda: time.sleep(2 * SECONDS),
 }
 
 
