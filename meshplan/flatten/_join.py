@@ -39,6 +39,7 @@ from meshplan.flatten._create import (
 )
 from meshplan.flatten._missing import (
     format_failure,
+    keep_processes,
     note_process,
     roll_call_seconds,
     started_before,
@@ -276,8 +277,10 @@ def _agreed(
             call=call,
         )
         if verdict.unanimous:
-            # The verdict stays, for ranks that come later; what led to it is not read again.
+            # The verdict stays, for ranks that come later; what led to it is not read again. All go
+            # on: no member may fail here alone.
             with suppress(RuntimeError):
+                keep_processes(store, pg, ranks, rank)
                 for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
                     store.delete_key(key)
             return prefix

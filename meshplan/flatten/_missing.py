@@ -1,7 +1,8 @@
 """Which ranks are missing after a reduction has failed in the backend.
 
-Each rank notes its process in the store when it agrees on a group. After a failure, ranks of the
-same host look these processes up. The state of a rank on another host, or in another namespace of
+Each rank notes its process in the store when it agrees on a group, and keeps the notes of ranks
+near it, since the store may be lost with the rank that fails. After a failure, ranks of the same
+host look these processes up. The state of a rank on another host, or in another namespace of
 processes, is unknown.
 """
 
@@ -12,16 +13,18 @@ import os
 import re
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan._calls import restarted_before
-from meshplan._torch import Store
-from meshplan.flatten._across_jobs import rank_in, store_of
+from meshplan._torch import Store, default_group
+from meshplan.flatten._across_jobs import is_across_jobs, rank_in, store_of
 from meshplan.flatten._agree import roll_call
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._create import default_timeout
@@ -42,6 +45,30 @@ def note_process(store: Store, rank: int) -> None:
         except OSError:
             return
         store.set(_key(rank), json.dumps([where, number, started]))
+
+
+# Ranks of one host have numbers that differ by less. In a large job nobody reads all notes.
+_NEAR = 128
+_POLL_SECONDS = 0.05
+# By the group that numbers the ranks: the default group, or one across jobs.
+_kept: WeakKeyDictionary[ProcessGroup, dict[int, bytes]] = WeakKeyDictionary()
+
+
+def keep_processes(
+    store: Store, group: ProcessGroup | None, ranks: Sequence[int], rank: int
+) -> None:
+    """Keep what the ``ranks`` near ``rank`` have noted in ``store``; all of them have agreed on
+    ``group``, or on one to be created.
+    """
+    near = [r for r in ranks if abs(r - rank) < _NEAR]
+    keys = [_key(r) for r in near]
+    if store.check(keys):
+        notes = zip(near, store.multi_get(keys), strict=True)
+        _kept.setdefault(_numbering(group), {}).update(notes)
+
+
+def _numbering(group: ProcessGroup | None) -> ProcessGroup:
+    return group if group is not None and is_across_jobs(group) else default_group()
 
 
 # The first one of this process that has come here.
@@ -67,9 +94,11 @@ def started_before(moment: float) -> bool:
 
 def process_state(store: Store, rank: int) -> ProcessState:
     """What the process of global rank ``rank`` does; ``unknown`` unless it is on this host."""
-    if not store.check([_key(rank)]):
-        return "unknown"
-    where, number, started = json.loads(store.get(_key(rank)))
+    return _state(store.get(_key(rank))) if store.check([_key(rank)]) else "unknown"
+
+
+def _state(note: bytes) -> ProcessState:
+    where, number, started = json.loads(note)
     try:
         if where != host():
             return "unknown"
@@ -128,6 +157,7 @@ class RollCall:
     # for a missing rank.
     silent: tuple[int, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()  # the call in which each reporting rank was
+    lost: bool = False  # the store could not be asked, and no process near this one has ended
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -146,7 +176,7 @@ def find_missing(
     """Call the roll of ``ranks``, whose reduction over ``group`` has failed on this rank after it
     ``started``: the wait is a part of the timeout of the group's collectives. ``name``, the same on
     all, distinguishes groups of the same ranks; ``note`` is the failed call, for the others.
-    Without a store nothing is known.
+    Without a store only the state of processes on this host is known.
     """
     wait = roll_call_seconds(default_timeout(device_type, group), started)
     if is_forked():
@@ -160,12 +190,32 @@ def find_missing(
         states = {rank: process_state(store, rank) for rank in absent}
     except (RuntimeError, ValueError):
         # The store has gone with the rank that served it, or the default group with its owner.
-        return RollCall()
+        return _without_store(group, ranks, time.perf_counter() + wait)
     return RollCall(
         seconds=wait,
         late=late,
-        ended=tuple(rank for rank, state in states.items() if state == "ended"),
-        stopped=tuple(rank for rank, state in states.items() if state == "stopped"),
-        silent=tuple(rank for rank, state in states.items() if state in ("alive", "unknown")),
+        ended=_in_state(states, "ended"),
+        stopped=_in_state(states, "stopped"),
+        silent=_in_state(states, "alive", "unknown"),
         notes=notes,
     )
+
+
+def _without_store(group: ProcessGroup, ranks: tuple[int, ...], deadline: float) -> RollCall:
+    """What the notes say that this rank has kept. A process that closes its connections, as after
+    Ctrl-C, may take a moment to end.
+    """
+    try:
+        kept, own = _kept.get(_numbering(group), {}), rank_in(group)
+    except ValueError:
+        return RollCall()
+    while True:
+        states = {r: _state(kept[r]) if r in kept else "unknown" for r in ranks if r != own}
+        ended, stopped = _in_state(states, "ended"), _in_state(states, "stopped")
+        if ended or stopped or time.perf_counter() > deadline:
+            return RollCall(ended=ended, stopped=stopped, lost=not (ended or stopped))
+        time.sleep(_POLL_SECONDS)
+
+
+def _in_state(states: Mapping[int, ProcessState], *wanted: ProcessState) -> tuple[int, ...]:
+    return tuple(rank for rank, state in states.items() if state in wanted)

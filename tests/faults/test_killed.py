@@ -34,6 +34,7 @@ from tests.faults.jobs import (
     right_bits,
     run_job,
 )
+from tests.processes import arrive, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -169,6 +170,59 @@ def test_kill_before_group_creation_is_named_on_every_path(path: str) -> None:
     for name, message in found:
         assert name == "GroupAgreementError"
         assert message.startswith("MP501: rank 1 did not come within 4 s to the first reduction")
+
+
+def stop_serving(store: list[dist.TCPStore]) -> None:
+    """As after Ctrl-C: the interpreter takes the store and the connections down, and then ends."""
+    store.clear()
+    dist.destroy_process_group()
+    threading.Event().wait(1.0)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+@pytest.mark.parametrize(
+    "path", ["exchange", *(pytest.param(p, marks=pytest.mark.dist) for p in ("auto", "halving"))]
+)
+def test_rank_that_takes_the_store_with_it_is_named(how: str, path: str) -> None:
+    def ranks(rank: int) -> tuple[str, str]:
+        store = join_over_tcp(rank, 3, timeout=20.0)
+        with meshplan.installed(timeout=NEVER, path=path):
+            mesh = init_device_mesh("cpu", (3,))
+            right_bits(mesh)
+            dist.barrier()
+            if rank == 0:
+                die() if how == "killed" else stop_serving(store)
+            found = attempt(lambda: right_bits(mesh))
+        # Without a store, a rank that leaves after its own failure is one that has ended.
+        arrive("failed")
+        wait_for("failed", 2)
+        end()
+        return found
+
+    outcomes = run_job(ranks, 3, init=False)
+    assert outcomes[0].exit_code == (-9 if how == "killed" else 1)
+    for name, message in (outcome.value for outcome in outcomes[1:]):
+        assert name == ("PeerTimeoutError" if path == "auto" else "CollectiveError")
+        assert "rank 0 has ended" in message, message
+
+
+def test_lost_store_is_why_ranks_on_other_hosts_are_not_named() -> None:
+    def ranks(rank: int) -> str:
+        _missing.host = lambda: f"host {rank}"
+        store = join_over_tcp(rank, 2, timeout=20.0)
+        with meshplan.installed(timeout=NEVER, path="exchange"):
+            mesh = init_device_mesh("cpu", (2,))
+            right_bits(mesh)
+            if rank == 0:
+                die()
+            _, message = attempt(lambda: right_bits(mesh))
+        assert not store
+        end()
+        return message
+
+    message = run_job(ranks, 2, init=False)[1].value
+    assert "the store is lost, so no rank can be asked, and none on this host has ended" in message
 
 
 class TestMessages(TestCase):
