@@ -25,6 +25,11 @@ from meshplan.cli._doctor_run import diagnose
 from meshplan.topology._location import Fabric, Gpu, RankLocation
 from tests.emulated_nvml import in_process, switched
 
+INSTALLED = Installation(
+    "installed in /site-packages",
+    "meshplan was installed without a C++ compiler",
+    "pip install --force-reinstall --no-deps /src",
+)
 HERE = RankLocation("node1 0123", "node1", "0123-4567", reason="this host shows no GPU")
 H100 = Gpu(
     "GPU-1", "0000:1b:00.0", "nvidia", model="NVIDIA H100", links=18, switch=True, on_host=8, domain=8
@@ -37,7 +42,7 @@ def machine(
     gpus: int = 0, place: RankLocation = HERE, nccl: bool = False, compilers: tuple[str, ...] = ()
 ) -> Iterator[None]:
     """All that differs from one machine to another, but for meshplan's own library."""
-    found = [kernel._compilers.Program("cuda", path) for path in compilers]
+    found = [kernel._device_code.Program("cuda", path) for path in compilers]
     with ExitStack() as patches:
 
         def patch(where: Any, name: str, **how: Any) -> None:
@@ -45,8 +50,7 @@ def machine(
 
         patch(torch, "__version__", new="2.13.0")
         patch(_doctor_run, "__version__", new="0.1.0")
-        here = Installation("installed", Path("/site-packages"), "/src")
-        patch(_doctor_run, "installation", return_value=here)
+        patch(_doctor_run, "installation", return_value=INSTALLED)
         patch(torch.cuda, "is_available", return_value=bool(gpus))
         patch(torch.cuda, "device_count", return_value=gpus)
         patch(torch.cuda.nccl, "version", return_value=(2, 29, 3))

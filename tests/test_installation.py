@@ -13,22 +13,19 @@ from typing import Any
 import pytest
 
 import meshplan
-from meshplan._installation import Installation, installation
+from meshplan._installation import installation
 from tests.installed import ROOT, Installed
 
 
-def package(folder: Path, *, compiled: bool = False) -> Path:
+def package(folder: Path) -> Path:
     """A folder ``meshplan``, as far as it is looked at."""
     found = folder / "meshplan"
-    (found / "kernel").mkdir(parents=True)
-    (found / "__init__.py").touch()
-    if compiled:
-        (found / "kernel" / "_cpu.so").touch()
+    found.mkdir(parents=True)
     return found
 
 
-def tree(folder: Path, **how: bool) -> Path:
-    found = package(folder, **how)
+def tree(folder: Path) -> Path:
+    found = package(folder)
     (folder / "setup.py").touch()
     (folder / "csrc").mkdir()
     return found
@@ -83,17 +80,17 @@ VCS = {"vcs": "git", "commit_id": "0123abc", "requested_revision": "main"}
 def test_installation_names_its_source(site: Path, direct: Any, remedy: str) -> None:
     metadata(site, direct)
     found = installation(package(site))
-    assert (found.kind, found.folder, found.hidden) == ("installed", site, None)
-    assert str(found) == f"installed in {site}"
-    assert found.why_uncompiled() == "meshplan was installed without a C++ compiler"
-    assert found.remedy() == remedy
+    assert found.about == f"installed in {site}"
+    assert found.uncompiled == "meshplan was installed without a C++ compiler"
+    assert found.remedy == remedy
+    assert _FROM_AN_INDEX.search(found.remedy) is None
 
 
 def test_installed_folder_is_named(site: Path, tmp_path: Path) -> None:
     tree(tmp_path / "a clone")
     url = (tmp_path / "a clone").as_uri()
     metadata(site, {"url": url, "dir_info": {}})
-    remedy = installation(package(site)).remedy()
+    remedy = installation(package(site)).remedy
     assert remedy == f"pip install --force-reinstall --no-deps '{tmp_path}/a clone'"
 
 
@@ -102,82 +99,30 @@ def test_editable_install_is_named(site: Path, tmp_path: Path) -> None:
     url = (tmp_path / "clone").as_uri()
     metadata(site, {"url": url, "dir_info": {"editable": True}})
     found = installation(inside)
-    assert str(found) == f"editable install of {tmp_path}/clone"
-    assert found.remedy() == f"pip install --no-deps --editable {tmp_path}/clone"
+    assert found.about == f"editable install of {tmp_path}/clone"
+    assert found.remedy == f"pip install --no-deps --editable {tmp_path}/clone"
 
 
 @pytest.mark.parametrize("built", [False, True])
-def test_source_tree_is_named(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool
-) -> None:
+def test_source_tree_is_named(site: Path, tmp_path: Path, built: bool) -> None:
     inside = tree(tmp_path / "clone")
     if built:  # the metadata that a build leaves in the tree is not an installation
         metadata(tmp_path / "clone", kind="meshplan.egg-info")
     sys.path.insert(0, str(tmp_path / "clone"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "clone"))
+    package(site)
+    metadata(site)  # of another installation
     found = installation(inside)
-    assert (found.kind, found.hidden) == ("source", None)
-    assert str(found) == f"source tree {tmp_path}/clone, found through PYTHONPATH"
-    assert found.why_uncompiled() == "this source tree of meshplan has no compiled library"
-    assert found.remedy() == f"pip install --editable {tmp_path}/clone"
+    assert found.about == f"source tree {tmp_path}/clone, not installed by pip"
+    assert found.uncompiled == "this source tree of meshplan has no compiled library"
+    assert found.remedy == f"pip install --editable {tmp_path}/clone"
 
 
-@pytest.mark.parametrize("through", ["current folder", "PYTHONPATH", "sys.path"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_source_tree_hiding_an_installation_is_reported(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str, compiled: bool
-) -> None:
-    package(site, compiled=compiled)
-    metadata(site)
-    clone = tmp_path / "clone"
-    inside = tree(clone)
-    metadata(clone, kind="meshplan.egg-info")
-    sys.path.insert(0, str(clone))
-    if through == "current folder":
-        monkeypatch.chdir(clone)
-        leave = "run it from another folder, or as the command meshplan instead of python -m"
-    else:
-        leave = f"take {clone} out of {through}"
-    if through == "PYTHONPATH":
-        monkeypatch.setenv("PYTHONPATH", f"/nowhere:{clone}")
-    found = installation(inside)
-    assert found.hidden == site
-    assert str(found).endswith(f"{through}; it hides the one in {site}")
-    again = f"pip install --force-reinstall --no-deps {clone} (then {leave})"
-    assert found.remedy() == (leave if compiled else again)
-
-
-def test_source_tree_hiding_an_editable_install_is_reported(site: Path, tmp_path: Path) -> None:
-    tree(tmp_path / "first", compiled=True)
-    editable = {"url": (tmp_path / "first").as_uri(), "dir_info": {"editable": True}}
-    metadata(site, editable)
-    found = installation(tree(tmp_path / "second"))
-    assert (found.kind, found.hidden, found.hidden_compiled) == ("source", tmp_path / "first", True)
-    assert found.remedy() == f"take {tmp_path}/second out of sys.path"
-
-
-@pytest.mark.parametrize("hides", ["nothing", "an installation", "a complete installation"])
-def test_copied_package_is_named(site: Path, tmp_path: Path, hides: str) -> None:
+def test_copied_package_is_named(site: Path, tmp_path: Path) -> None:
     """Such as a copy next to a user's scripts, which pip cannot install."""
-    if hides != "nothing":
-        package(site, compiled="complete" in hides)
-        metadata(site)
     found = installation(package(tmp_path))
-    assert str(found).startswith(f"copy {tmp_path}, found through the current folder")
-    assert found.why_uncompiled() == "this copy of meshplan has no compiled library"
-    again = "in a clone of the repository: pip install --force-reinstall --no-deps . (then run it "
-    leave = "from another folder, or as the command meshplan instead of python -m"
-    assert found.remedy() == (f"run it {leave}" if "complete" in hides else f"{again}{leave})")
-
-
-def test_removed_current_folder_is_handled(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert installation(tree(tmp_path / "clone")).named_by == "sys.path"
+    assert found.about == f"copy {tmp_path}, not installed by pip"
+    assert found.uncompiled == "this copy of meshplan has no compiled library"
+    assert found.remedy == "in a clone of the repository: pip install --editable ."
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -206,22 +151,12 @@ def test_doctor_names_the_clone_or_the_wheel(installed: Installed, tmp_path: Pat
         installed.run([installed.python, "-P", "-m", "meshplan", "doctor"], installed.source),
     ):
         assert lines(done)[:2] == complete
-    hidden = "; it hides the one in"
-    missing = (
-        "missing compiled reductions on CPUs: this source tree of meshplan has no compiled library"
+    about, missing, remedy = lines(installed.run(module, installed.source))
+    assert about == (
+        f"ok      meshplan: {version}, source tree {installed.source}, not installed by pip"
     )
-    assert lines(installed.run(module, installed.source)) == [
-        f"ok      meshplan: {version}, source tree {installed.source}, "
-        f"found through the current folder{hidden} {site}",
-        missing,
-        "        run it from another folder, or as the command meshplan instead of python -m",
-    ]
-    assert lines(installed.run(module, tmp_path, PYTHONPATH=str(installed.source))) == [
-        f"ok      meshplan: {version}, source tree {installed.source}, "
-        f"found through PYTHONPATH{hidden} {site}",
-        missing,
-        f"        take {installed.source} out of PYTHONPATH",
-    ]
+    assert "this source tree of meshplan has no compiled library" in missing
+    assert remedy.endswith(f"pip install --editable {installed.source}")
 
 
 @pytest.mark.timeout(1500)
@@ -275,16 +210,3 @@ def test_no_text_names_an_unpublished_package() -> None:
             seen += "pip install" in text
             assert _FROM_AN_INDEX.search(text) is None, path
     assert seen > 5
-
-
-def test_every_remedy_names_a_place() -> None:
-    folder = Path("/a/meshplan")
-    for one in (
-        Installation("installed", folder),
-        Installation("installed", folder, "/a/meshplan"),
-        Installation("editable", folder),
-        Installation("source", folder),
-        Installation("source", folder, hidden=Path("/b")),
-        Installation("source", folder, hidden=Path("/b"), hidden_compiled=True),
-    ):
-        assert _FROM_AN_INDEX.search(one.remedy()) is None, one

@@ -262,7 +262,11 @@ class TestMissingLibrary(TestCase):
                 _library.load.cache_clear()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Path, "glob", lambda self, pattern, names=names: map(Path, names))
-                    here = Installation("installed", Path("/site-packages"), "/src")
+                    here = Installation(
+                        "installed in /site-packages",
+                        "meshplan was installed without a C++ compiler",
+                        "pip install --force-reinstall --no-deps /src",
+                    )
                     patch.setattr(_library, "installation", lambda here=here: here)
                     assert not kernel.available()
                     reasons.append(re.sub(r" \(.*\)", "", str(kernel.why_not())))

@@ -25,8 +25,6 @@ _SHM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of ``meshplan doctor``."""
-
     what: str  # e.g. ``GPUs``
     found: str  # the state, in words
     remedy: str = ""  # what to do; empty if nothing is missing
@@ -37,13 +35,11 @@ class Diagnosis:
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     what = "list the paths that this machine supports, and how to get the others"
     add_verb(verbs, "doctor", _run, what, description=f"{what.capitalize()}.")
 
 
 def _run(_: argparse.Namespace) -> int:
-    """Print the diagnoses; 1 if something is missing that this machine could have."""
     try:
         doctor_run = import_with_torch("meshplan.cli._doctor_run", "meshplan doctor")
         found = doctor_run.diagnose()
@@ -57,7 +53,7 @@ def _diagnose_without_torch() -> list[Diagnosis]:
     location = locate_rank(os.environ)
     found = "not installed: the linter and the planner work, reductions do not"
     return [
-        Diagnosis("meshplan", f"{__version__}, {installation()}"),
+        Diagnosis("meshplan", f"{__version__}, {installation().about}"),
         Diagnosis("torch", found, INSTALL_TORCH),
         check_host(location, os.environ),
         check_shared_folder(False),
@@ -66,7 +62,6 @@ def _diagnose_without_torch() -> list[Diagnosis]:
 
 
 def check_host(location: RankLocation, environ: Mapping[str, str]) -> Diagnosis:
-    """How ranks recognise this host."""
     what = "host, as ranks identify it"
     for name in ("MESHPLAN_HOST", "NCCL_HOSTID"):
         if environ.get(name):
@@ -137,7 +132,6 @@ def check_shared_folder(gpus: bool) -> Diagnosis:
 
 
 def check_cache() -> Diagnosis:
-    """The folder of compiled kernels."""
     from meshplan.kernel._device_code import cache_folder
 
     what = "cache of compiled kernels"

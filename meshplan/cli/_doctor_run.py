@@ -25,11 +25,10 @@ from meshplan.topology._locate import locate_rank
 
 
 def diagnose() -> list[Diagnosis]:
-    """All diagnoses of this machine."""
     gpus = torch.cuda.is_available()
     location = locate_rank(os.environ)
     return [
-        Diagnosis("meshplan", f"{__version__}, {installation()}"),
+        Diagnosis("meshplan", f"{__version__}, {installation().about}"),
         _check_torch(),
         _check_backends(gpus),
         _check_library(),
@@ -76,13 +75,10 @@ def _check_library() -> Diagnosis:
     reason = kernel.why_not()
     if reason is None:
         return Diagnosis(what, "as fast as memory")
-    here = installation()
-    if here.hidden_compiled:
-        return Diagnosis(what, here.why_uncompiled(), here.remedy())
     has_compiler = shutil.which("g++") or shutil.which("clang++")
     first = "" if has_compiler else "apt-get install g++, and then: "
     # The reason ends with a remedy too.
-    return Diagnosis(what, reason.rpartition("; ")[0] or reason, first + here.remedy())
+    return Diagnosis(what, reason.rpartition("; ")[0] or reason, first + installation().remedy)
 
 
 def _check_memory() -> Diagnosis:

@@ -46,8 +46,6 @@ class Signature(ctypes.Structure):
 
 
 class Peers(ctypes.Structure):
-    """Addresses of all ranks' regions in this process."""
-
     _fields_ = (
         ("region", _POINTER * MAX_PEERS),
         ("world", _INT),
@@ -86,8 +84,6 @@ class PeerCall(ctypes.Structure):
 
 
 class DeviceCall(ctypes.Structure):
-    """A ``PeerCall`` as kernels for GPUs take it, by value, with the ``Plan`` of its order."""
-
     _fields_ = (
         *_CALL,
         ("piece", _UINT),
@@ -144,7 +140,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def available() -> bool:
-    """Whether the compiled library is there and has this version's interface."""
     return load()[0] is not None
 
 
@@ -168,19 +163,17 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     files = sorted(Path(__file__).parent.glob("_cpu*.so"), reverse=True)
     if not files:
         here = installation()
-        reason = f"{here.why_uncompiled()}, so that reductions on CPUs run in plain torch"
-        if here.hidden_compiled:
-            return None, f"{reason}; {here.remedy()}"
-        return None, f"{reason}; install g++ or clang++, and then: {here.remedy()}"
+        reason = f"{here.uncompiled}, so that reductions on CPUs run in plain torch"
+        return None, f"{reason}; install g++ or clang++, and then: {here.remedy}"
     try:
         found = ctypes.CDLL(str(files[0]))
         version = int(found.mp_abi_version())
     except (OSError, AttributeError) as error:
-        return None, f"{files[0].name} cannot be loaded ({error}); {installation().remedy()}"
+        return None, f"{files[0].name} cannot be loaded ({error}); {installation().remedy}"
     if version != ABI:
         return None, (
             f"{files[0].name} speaks interface {version}, this version of meshplan {ABI}; "
-            f"{installation().remedy()}"
+            f"{installation().remedy}"
         )
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(found, name)
