@@ -1,4 +1,4 @@
-"""Totals of steps and comparisons, as text, numbers, Prometheus' format and spans."""
+"""Totals of steps and comparisons, as text, numbers, gauges of Prometheus and spans."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import assert_expected_inline
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from meshplan.errors import PolicyError, ReplicaDivergenceError
+from meshplan.errors import ReplicaDivergenceError
 from meshplan.replicas import CoverageStep, ReplicaReport, StepMonitor
 from meshplan.replicas._coverage import CoverageRow
 
@@ -75,56 +74,6 @@ def test_scalars_are_totals_by_name() -> None:
     assert found["meshplan/replicas/differing_tensors"] == 0
 
 
-def test_prometheus_text() -> None:
-    text = monitored().to_prometheus({"job": 'a"b\\c\nd'})
-    assert_expected_inline(
-        text,
-        """\
-# HELP meshplan_reductions_total Reductions of this process by kind of order.
-# TYPE meshplan_reductions_total counter
-meshplan_reductions_total{kind="outside",job="a\\"b\\\\c\\nd"} 2
-meshplan_reductions_total{kind="native",job="a\\"b\\\\c\\nd"} 0
-meshplan_reductions_total{kind="any_order",job="a\\"b\\\\c\\nd"} 2
-meshplan_reductions_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
-# HELP meshplan_reduction_bytes_total Bytes of the summands of this process.
-# TYPE meshplan_reduction_bytes_total counter
-meshplan_reduction_bytes_total{kind="outside",job="a\\"b\\\\c\\nd"} 16
-meshplan_reduction_bytes_total{kind="native",job="a\\"b\\\\c\\nd"} 0
-meshplan_reduction_bytes_total{kind="any_order",job="a\\"b\\\\c\\nd"} 32
-meshplan_reduction_bytes_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
-# HELP meshplan_reduction_seconds_total Seconds of the host in reductions.
-# TYPE meshplan_reduction_seconds_total counter
-meshplan_reduction_seconds_total{kind="outside",job="a\\"b\\\\c\\nd"} 0.5
-meshplan_reduction_seconds_total{kind="native",job="a\\"b\\\\c\\nd"} 0
-meshplan_reduction_seconds_total{kind="any_order",job="a\\"b\\\\c\\nd"} 1
-meshplan_reduction_seconds_total{kind="contract",job="a\\"b\\\\c\\nd"} 0
-# HELP meshplan_steps_total Steps that have ended.
-# TYPE meshplan_steps_total counter
-meshplan_steps_total{job="a\\"b\\\\c\\nd"} 2
-# HELP meshplan_replicas_checks_total Comparisons of replicas.
-# TYPE meshplan_replicas_checks_total counter
-meshplan_replicas_checks_total{job="a\\"b\\\\c\\nd"} 2
-# HELP meshplan_replicas_failed_checks_total Comparisons that found different bits.
-# TYPE meshplan_replicas_failed_checks_total counter
-meshplan_replicas_failed_checks_total{job="a\\"b\\\\c\\nd"} 1
-# HELP meshplan_replicas_differing_tensors Different tensors in the last comparison.
-# TYPE meshplan_replicas_differing_tensors gauge
-meshplan_replicas_differing_tensors{job="a\\"b\\\\c\\nd"} 0
-""",
-    )
-
-
-def test_invalid_labels_are_refused() -> None:
-    with pytest.raises(PolicyError, match="label 'kind' is not a free name"):
-        StepMonitor().to_prometheus({"kind": "0"})
-    with pytest.raises(PolicyError) as raised:
-        StepMonitor().to_prometheus({"my-rank": "0"})
-    assert_expected_inline(
-        str(raised.value),
-        """MP402: label 'my-rank' is not a free name of Prometheus; use letters, digits and _, such as {"rank": "0"}""",
-    )
-
-
 def test_spans_have_the_numbers_of_a_step() -> None:
     spans = Spans()
     monitored(spans)
@@ -152,13 +101,6 @@ def test_tracer_of_opentelemetry_accepts_the_spans() -> None:
     assert found[0].end_time >= found[0].start_time
 
 
-def test_prometheus_reads_any_label() -> None:
-    label = 'a"b\\c\nd\\n'
-    families = list(text_string_to_metric_families(monitored().to_prometheus({"job": label})))
-    assert len(families) == 7
-    assert {sample.labels["job"] for family in families for sample in family.samples} == {label}
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks exports by the lines of the page."""
@@ -176,20 +118,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def samples(text: str) -> dict[str, float]:
-    """By the names of ``to_scalars``."""
-    found = {}
-    for family in text_string_to_metric_families(text):
-        assert family.documentation
-        for sample in family.samples:
-            name = sample.name.removesuffix("_total")
-            assert (sample.name != name) == (family.type == "counter")
-            kind = sample.labels.get("kind")
-            unit = {"reductions": "count", "reduction_bytes": "bytes"}
-            unit["reduction_seconds"] = "seconds"
-            name = name.removeprefix("meshplan_").replace("replicas_", "replicas/")
-            name = name if kind is None else f"{kind}/{unit[name]}"
-            found[f"meshplan/{name}"] = sample.value
-    return found
+    """By the names of ``to_scalars``, which are the texts of the gauges."""
+    return {
+        family.documentation: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 @pytest.mark.full

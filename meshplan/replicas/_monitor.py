@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from meshplan.errors import PolicyError, ReplicaDivergenceError
+from meshplan.errors import ReplicaDivergenceError
 from meshplan.replicas._comparison import ReplicaReport
 from meshplan.replicas._coverage import KINDS, CoverageStep
-
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_REDUCTIONS = {
-    "count": ("meshplan_reductions_total", "Reductions of this process by kind of order."),
-    "bytes": ("meshplan_reduction_bytes_total", "Bytes of the summands of this process."),
-    "seconds": ("meshplan_reduction_seconds_total", "Seconds of the host in reductions."),
-}
 
 
 class StepMonitor:
@@ -37,11 +29,7 @@ class StepMonitor:
         self._totals = dict.fromkeys(_names(), 0.0)
 
     def __call__(self, step: CoverageStep) -> None:
-        """Add a step that has ended.
-
-        Args:
-            step: from ``meshplan.coverage``.
-        """
+        """Add a step that has ended."""
         scalars = step.to_scalars()
         with self._lock:
             began, self._step_began = self._step_began, time.time_ns()
@@ -74,41 +62,6 @@ class StepMonitor:
         with self._lock:
             return dict(self._totals)
 
-    def to_prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """The totals in Prometheus' text format, version 0.0.4.
-
-        Args:
-            labels: added to each sample, such as ``{"rank": "0"}``.
-
-        Raises:
-            PolicyError: the name of a label is invalid, or `kind`.
-        """
-        for name in labels or {}:
-            if _LABEL.fullmatch(name) is None or name == "kind":
-                raise PolicyError(
-                    f"label {name!r} is not a free name of Prometheus; use letters, digits and _, "
-                    'such as {"rank": "0"}'
-                )
-        totals = self.to_scalars()
-        lines = []
-        for unit, (metric, text) in _REDUCTIONS.items():
-            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} counter"]
-            for kind in KINDS:
-                word = kind.replace(" ", "_")
-                number = totals[f"meshplan/{word}/{unit}"]
-                lines.append(_sample(metric, {"kind": word, **(labels or {})}, number))
-        for name, sort, text in (
-            ("steps", "counter", "Steps that have ended."),
-            ("replicas/checks", "counter", "Comparisons of replicas."),
-            ("replicas/failed_checks", "counter", "Comparisons that found different bits."),
-            ("replicas/differing_tensors", "gauge", "Different tensors in the last comparison."),
-        ):
-            total = "_total" if sort == "counter" else ""
-            metric = f"meshplan_{name.replace('/', '_')}{total}"
-            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} {sort}"]
-            lines.append(_sample(metric, labels or {}, totals[f"meshplan/{name}"]))
-        return "\n".join(lines) + "\n"
-
     def __str__(self) -> str:
         totals = self.to_scalars()
         words = {kind: kind.replace(" ", "_") for kind in KINDS}
@@ -129,12 +82,3 @@ def _names() -> list[str]:
     checks = ("checks", "failed_checks", "differing_tensors")
     reductions = CoverageStep(0).to_scalars()
     return ["meshplan/steps", *reductions, *(f"meshplan/replicas/{one}" for one in checks)]
-
-
-def _sample(metric: str, labels: Mapping[str, str], number: float) -> str:
-    shown = ",".join(f'{name}="{_escape(text)}"' for name, text in labels.items())
-    return f"{metric}{{{shown}}} {number:.17g}" if shown else f"{metric} {number:.17g}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
