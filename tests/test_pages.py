@@ -22,13 +22,6 @@ RUN_BY = {
     "examples": "tests/test_pages_run.py",
     "docs/explanation": "tests/test_explanations.py",
 }
-# What makes a picture, and a word of it that names the picture.
-MADE_BY = {
-    "docs/images/elastic.png": ("examples/elastic.py", '"--picture"'),
-    "docs/images/jagged-mesh.svg": ("tools/draw_jagged_mesh.py", '"jagged-mesh.svg"'),
-    "docs/training/hsdp_tp.png": ("examples/train_hsdp_tp.py", '"hsdp_tp.png"'),
-    "docs/performance/{name}.png": ("benchmarks/{name}.py", "SUITE = Suite("),
-}
 
 _LINK = re.compile(r"\]\(\s*([^()\s]+(?:\([^()\s]*\)[^()\s]*)*)\s*\)")
 _ADDRESS = re.compile(r"(?<![\w(])(https?://[^\s<>)\]`|]+)")
@@ -167,27 +160,3 @@ def test_every_python_block_is_run() -> None:
     assert tests["tests/test_pages_run.py"] > 10
     for test in tests:
         assert (ROOT / test).exists(), test
-
-
-def pictures() -> list[str]:
-    found = (path for path in (ROOT / "docs").rglob("*") if path.suffix in (".png", ".svg"))
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
-
-
-@pytest.mark.parametrize("picture", pictures())
-def test_a_script_makes_every_picture(picture: str) -> None:
-    name = Path(picture).stem
-    made = {one.format(name=name): script for one, script in MADE_BY.items()}
-    assert picture in made
-    script, word = (part.format(name=name) for part in made[picture])
-    assert word in (ROOT / script).read_text(encoding="utf-8")
-
-
-def test_every_picture_is_shown() -> None:
-    shown = {
-        target(page, link)[0]
-        for page in pages()
-        for link in links(text_of(page))
-        if "://" not in link
-    }
-    assert [one for one in pictures() if (ROOT / one).resolve() not in shown] == []
