@@ -46,7 +46,6 @@ def _count_from_zero(pattern: Tensor) -> Tensor:
 
 
 def element_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of an element by its row-major number."""
     index = []
     for size in reversed(shape):
         flat, here = divmod(flat, size)

@@ -140,7 +140,6 @@ class GroupCalls:
 
     @property
     def name(self) -> str:
-        """As above."""
         return self._name
 
     def agree_on(self, name: str) -> None:
@@ -188,7 +187,6 @@ class GroupCalls:
         return base
 
     def stop(self, error: BaseException) -> None:
-        """Refuse all later calls, because of ``error``."""
         self._failure = self._failure or str(error) or type(error).__name__
 
     def restart(self) -> None:
@@ -253,7 +251,6 @@ def take_named(name: str, lane: str) -> Ticket:
 
 
 def restart_calls() -> None:
-    """``restart`` for all groups."""
     global _restarted
     _restarted = time.time()
     for known in list(_CALLS.values()):

@@ -33,10 +33,8 @@ def itemsize(name: str) -> int:
 
 
 def is_floating_point(name: str) -> bool:
-    """As ``torch.dtype.is_floating_point``."""
     return "float" in name
 
 
 def is_complex(name: str) -> bool:
-    """As ``torch.dtype.is_complex``."""
     return name.startswith("complex")

@@ -74,7 +74,6 @@ def finish_exactly(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _by_columns(function: Callable[[Sequence[Tensor]], Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """``function`` of the rows, some columns at a time."""
     columns = range(0, max(rows[0].shape[-1], 1), _COLUMNS)
     parts = [function([row[..., i : i + _COLUMNS] for row in rows]) for i in columns]
     return torch.cat(parts, dim=-1)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """The text, or its beginning and an ellipsis, in at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -22,7 +21,6 @@ def format_first(items: Sequence[object], most: int = 8) -> str:
 
 
 def find_near(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known words that are similar to an unknown one, the most similar first."""
     import difflib  # only messages of errors need it
 
     return difflib.get_close_matches(word[:60], list(known), n=most, cutoff=cutoff)

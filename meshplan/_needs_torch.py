@@ -29,7 +29,6 @@ def import_with_torch(module: str, what: str) -> ModuleType:
 
 
 def torch_missing(what: str) -> TorchMissingError:
-    """The error of a call that needs torch."""
     return TorchMissingError(
         f"{what} needs torch, which is not installed; {INSTALL_TORCH}. The verbs lint, topo, rule, "
         "plan and simulate run without it"

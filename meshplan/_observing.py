@@ -20,8 +20,6 @@ requested in the backend's own order, one of which the contract does not define 
 
 
 class Origin(Protocol):
-    """The caller of a reduction."""
-
     def count(self, what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
         """Count a reduction under the contract, on any thread.
 
@@ -61,19 +59,16 @@ _THREAD = _ThisThread()
 
 
 def current_extent() -> Extent:
-    """Of this thread."""
     return _THREAD.extent
 
 
 def find_origin() -> Origin | None:
-    """The caller for whom this thread reduces; ``None`` if reductions are not counted."""
     if OBSERVING.observer is None:
         return None
     return OBSERVING.observer() if _THREAD.origin is None else _THREAD.origin
 
 
 def count_contract(what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
-    """Count a reduction under the contract, unless it is a part of a counted one."""
     if _THREAD.extent != "counted" and (origin := find_origin()) is not None:
         origin.count(what, dtype, ranks, nbytes, seconds)
 

@@ -21,7 +21,6 @@ _NOTHING = nullcontext()
 
 
 def span(*words: str) -> AbstractContextManager[None]:
-    """A span named ``meshplan::`` and the words, for a ``with`` block."""
     profiled = profiler_enabled()
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not profiled and not on_cuda:

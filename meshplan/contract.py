@@ -182,28 +182,12 @@ class Contract:
 
 
 def is_exact(op: str, dtype: str) -> bool:
-    """Whether every order of combining has the same bits.
-
-    Args:
-        op: the reduction.
-        dtype: the name of the leaves' dtype.
-    """
+    """Whether every order of combining has the same bits."""
     return op in ("max", "min") or dtype in INTEGERS
 
 
 def check_dtype(op: str, dtype: torch.dtype | str, contract: Contract | None = None) -> None:
-    """Refuse what the contract does not define, before anything is sent.
-
-    Args:
-        op: the reduction, a word of ``OPS``.
-        dtype: of the leaves, or its name.
-        contract: also refuse what this one does not define.
-
-    Raises:
-        ContractError: unknown ``op``.
-        ContractTypeError: ``dtype`` is outside the contract, ``op="avg"`` on integers, or
-            ``op="product"`` on floats in an exact order.
-    """
+    """Refuse what the contract does not define, before anything is sent."""
     if op not in OPS:
         raise ContractError(f"no reduction {op!r} in the contract; use one of {', '.join(OPS)}")
     name = name_of(dtype)

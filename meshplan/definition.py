@@ -35,7 +35,6 @@ _checked_threads = threading.local()
 
 
 def accumulator(contract: Contract, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which leaves of ``dtype`` are combined under ``contract``."""
     found: torch.dtype = getattr(torch, contract.accumulator(name_of(dtype)))
     return found
 
@@ -296,7 +295,6 @@ def _fold(
 
 
 def _round_to(result: Tensor, dtype: torch.dtype, leaf: Tensor | None) -> Tensor:
-    """``result`` rounded to ``dtype``, contiguous, in memory that is not ``leaf``'s."""
     return result.to(dtype, copy=result is leaf).contiguous()
 
 

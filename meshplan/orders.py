@@ -40,7 +40,6 @@ class PartialResult(NamedTuple):
 
     @classmethod
     def number(cls, dtype: str) -> PartialResult:
-        """One number of ``dtype`` for each element."""
         return cls(dtype, itemsize(dtype))
 
 
@@ -113,7 +112,6 @@ def order_named(name: str) -> Order:
 
 
 def order_of_code(code: int) -> Order | None:
-    """The order of that code, if this release has one."""
     return next((order for order in _orders.values() if order.code == code), None)
 
 

@@ -93,7 +93,6 @@ class Record:
         return cls(tuple((name, str(value)) for name, value in fields.items() if value is not None))
 
     def adding(self, **fields: object) -> Record:
-        """This record and more fields, as for ``of``."""
         return Record(self.fields + Record.of(**fields).fields, self.version)
 
     def get(self, name: str) -> str | None:

@@ -71,7 +71,6 @@ def _differences(entry: Entry) -> Iterator[str]:
 
 
 def _is_of_objects(entry: Entry) -> bool:
-    """Whether it is an attribute of the objects of a class, which the class need not have."""
     owner = Entry(entry.module, entry.owner, entry.use).found() if entry.owner else None
     return not entry.parameters and (is_absent(owner) or isinstance(owner, type))
 
@@ -115,7 +114,6 @@ def _called(entry: Entry, caller: Entry) -> Iterator[str]:
 
 
 def _stores(owner: Any, attribute: str) -> bool:
-    """Whether objects of a class have an attribute: the class has it, or its functions set it."""
     if not isinstance(owner, type) or is_absent(owner):
         return False
     return hasattr(owner, attribute) or any(

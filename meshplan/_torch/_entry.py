@@ -69,7 +69,6 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -84,7 +83,6 @@ class Entry:
 
     @property
     def is_expected(self) -> bool:
-        """Whether this torch must have it."""
         return not self.optional and series() >= self.since
 
     def found(self) -> Any:
@@ -129,7 +127,6 @@ def is_absent(*found: object) -> bool:
 
 
 def tested_range() -> str:
-    """The tested versions, in words."""
     (low_major, low), (high_major, high) = TESTED_TORCH
     return f"{low_major}.{low} to {high_major}.{high}"
 

@@ -66,7 +66,6 @@ _OPTIONS = {
 
 
 def reducing_operators() -> list[str]:
-    """The operators of c10d that take a ``ReduceOp``, in this version of torch."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("c10d::") and "." not in name:

@@ -46,8 +46,6 @@ class Follow(Protocol):
 
 
 class _Notes:
-    """What the executor has called, in order."""
-
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.wrong: list[str] = []

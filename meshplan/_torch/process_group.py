@@ -185,7 +185,6 @@ class _Python(dist.ProcessGroup):
         self.inner: Any = None
 
     def pass_on(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of ``inner``."""
         return getattr(self.inner, method)(*arguments, **options)
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -272,11 +271,9 @@ class WrappingProcessGroup(_Python):
     get_backend = _get_backend
 
     def start_block(self, device: torch.device) -> None:
-        """Begin a block of calls that are launched together."""
         raise NotImplementedError
 
     def end_block(self) -> dist.Work | None:
-        """End the block; the work of its calls, if there were any."""
         raise NotImplementedError
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -286,7 +283,6 @@ class WrappingProcessGroup(_Python):
         return self.end_block()
 
     def _groups(self) -> list[Any]:
-        """The groups that it consists of."""
         return [self.inner]
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:

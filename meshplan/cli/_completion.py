@@ -17,7 +17,6 @@ to enable it in every new shell:
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "completion",

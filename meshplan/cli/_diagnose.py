@@ -34,7 +34,6 @@ _FIXES = (
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "diagnose",
@@ -99,7 +98,6 @@ def _list_files(name: str) -> list[str]:
 
 
 def _write_command(mesh: str, files: list[str]) -> str:
-    """The command that lints the mesh on the placement in the logs, which it reads as one text."""
     lint = f"meshplan lint --mesh {mesh} --topology"
     if len(files) > 1:
         return f"cat FILES | {lint} -"

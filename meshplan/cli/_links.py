@@ -14,7 +14,6 @@ from meshplan.errors import PolicyError
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "links",

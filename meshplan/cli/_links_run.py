@@ -122,7 +122,6 @@ def time_exchanges(
 def _open_groups(
     groups: Sequence[Sequence[int]], timeout: timedelta
 ) -> Iterator[dist.ProcessGroup | None]:
-    """The one among ``groups`` that this rank is in."""
     # Every rank takes part in the creation of every group. Without a timeout torch waits half an
     # hour.
     made = [dist.new_group(list(group), timeout=timeout) for group in groups]
@@ -187,7 +186,6 @@ def _time_steadily(call: Callable[[], object] | None, device: torch.device, repe
 
 
 def _group_ranks(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Ranks with the same key, in the order of the first rank of each."""
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, key in enumerate(keys):
         found[key].append(rank)

@@ -66,21 +66,18 @@ def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
 
 
 def add_mesh(parser: Any, **options: Any) -> None:
-    """Add the option with the mesh, whose text `parse_mesh` reads."""
     parser.add_argument(
         "--mesh", metavar="AXES", help="names and sizes, outermost first: ddp=8,fsdp=5", **options
     )
 
 
 def add_output(parser: Any, formats: Sequence[str] = ("text", "json")) -> Any:
-    """Add the group of the options about the report, and return it; it is the last one."""
     group = parser.add_argument_group("output")
     group.add_argument("--output-format", choices=formats, help="default: text")
     return group
 
 
 def add_timeout(parser: Any, default: float | None = 300.0) -> None:
-    """Add the option for the seconds that the verb waits."""
     parser.add_argument(
         "--timeout",
         type=float,
@@ -99,7 +96,6 @@ def add_placement(parser: argparse.ArgumentParser) -> Any:
 
 
 def list_placement_options(given: argparse.Namespace) -> list[str]:
-    """The options of `add_placement` on the command line."""
     return [_format_flag(name) for name in PLACEMENT_OPTIONS if getattr(given, name)]
 
 
@@ -108,7 +104,6 @@ def _format_flag(name: str) -> str:
 
 
 def read_inputs(given: argparse.Namespace) -> Inputs:
-    """The options of `add_placement`; ``TopologyError`` for an invalid number."""
     from meshplan.topology import Inputs
 
     def number(text: str | None, option: str) -> int | None:
@@ -124,7 +119,6 @@ def read_inputs(given: argparse.Namespace) -> Inputs:
 
 
 def read_hosts(text: str) -> tuple[int, ...]:
-    """The numbers of ``--hosts``."""
     return tuple(read_number(n, "--hosts", error=TopologyError) for n in text.split(","))
 
 
@@ -141,7 +135,6 @@ def find_cluster(
 
 
 def require_cluster(cluster: Cluster | None) -> Cluster:
-    """The cluster; ``TopologyError`` if it is unknown."""
     if cluster is None:
         raise TopologyError(
             "the placement of ranks is unknown; use --domain-size 8, --node-size 8, --hosts 5, or "
@@ -151,7 +144,6 @@ def require_cluster(cluster: Cluster | None) -> Cluster:
 
 
 def add_links(parser: Any) -> None:
-    """Add the option that `read_links` reads."""
     parser.add_argument(
         "--links",
         metavar="FILE",
@@ -171,7 +163,6 @@ def read_links(given: argparse.Namespace) -> Links | None:
 
 
 def replace_links(topology: Topology, links: Links | None) -> Topology:
-    """The topology, with these links if there are any."""
     return topology if links is None else replace(topology, links=links)
 
 

@@ -30,7 +30,6 @@ def say(text: str, *, fits: bool = False) -> None:
 
 
 def _find_columns() -> int | None:
-    """The width of the terminal that standard output is; ``None`` if it is not one."""
     stream: TextIO | None = sys.stdout
     return None if stream is None or not stream.isatty() else max(20, _read_width())
 

@@ -35,7 +35,6 @@ _MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 62
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "plan",

@@ -30,8 +30,6 @@ _SEEN = "observed in this run; equal bits prove nothing about other sizes, place
 
 @dataclass(frozen=True, slots=True)
 class ProbeRow:
-    """One reduction, on all its groups."""
-
     axes: tuple[str, ...]  # labels of the reduced axes
     groups: int  # number of groups
     size: int  # ranks in each group
@@ -43,7 +41,6 @@ class ProbeRow:
 
     @property
     def differs(self) -> bool:
-        """Whether anything did that should not."""
         return self.results > 1 or not self.consistent
 
 
@@ -68,7 +65,6 @@ class RoundingRow:
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "probe",

@@ -13,7 +13,6 @@ from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "rule",

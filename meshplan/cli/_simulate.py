@@ -61,7 +61,6 @@ _MOST, _LEAST, _DRAWN = 1 << 14, 1 << 8, 1 << 26
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "simulate",
@@ -119,8 +118,6 @@ def simulate_or_predict(given: argparse.Namespace) -> str:
 
 
 class _Options:
-    """The options that all simulations of one call share."""
-
     def __init__(self, given: argparse.Namespace) -> None:
         self.algorithms = [name for name in _ALGORITHMS if given.algorithm in (name, "both")]
         self.dtype = read_dtype(given.dtype)
@@ -128,7 +125,6 @@ class _Options:
         self.seed = read_number(given.seed or "0", "--seed", least=0)
 
     def choose_numel(self, ranks: int, orders: int) -> int:
-        """Elements, for so many different orders on a mesh of so many ranks."""
         if self.given is not None:
             return self.given
         room = _DRAWN // (ranks * max(orders, 1) * len(self.algorithms))
@@ -142,7 +138,6 @@ class _Options:
         numel: int,
         src: list[str] | None = None,
     ) -> list[Simulation]:
-        """One for each algorithm."""
         from meshplan.planner import simulate
 
         return [
@@ -212,7 +207,6 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
 def _read_sequences(
     given: argparse.Namespace, layout: Layout, src: list[str] | None
 ) -> list[Steps]:
-    """The steps of each simulation."""
     every = [
         axis
         for i, axis in enumerate(layout.axes)

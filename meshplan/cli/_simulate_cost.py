@@ -54,7 +54,6 @@ class _Row:
 
 
 def predict_costs(given: argparse.Namespace) -> str:
-    """The predictions as text or JSON; ``MeshplanError`` for invalid options."""
     if given.seed is not None:
         raise PolicyError("--cost uses no random numbers; leave out --seed")
     if given.table and given.mesh is not None:

@@ -14,7 +14,6 @@ from meshplan.topology._files import read_file
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "topo",

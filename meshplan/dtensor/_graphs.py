@@ -81,14 +81,8 @@ def is_graph_traced() -> bool:
 
 def guard_on(module: str, *attributes: str) -> None:
     """Add a guard: the frame that dynamo compiles now is compiled again when a string changes.
-
     Nothing happens without such a frame (``torch.export`` without dynamo, ``make_fx``), whose
     results have no guards.
-
-    Args:
-        module: the name of the module that holds the string.
-        attributes: the names that lead from the module to the string; each is read in every call of
-            the compiled code.
     """
     tx = _frame()
     if tx is None or TracingContext.try_get() is None:
@@ -100,7 +94,6 @@ def guard_on(module: str, *attributes: str) -> None:
 
 
 def forget_graphs() -> bool:
-    """Drop all graphs of this process, which are compiled again; whether there were any."""
     if not frames_compiled():
         return False
     torch.compiler.reset()
@@ -167,16 +160,11 @@ class _CacheTag(str):
 
 
 def set_tag(more: Callable[[], str]) -> None:
-    """Add ``more()`` and the process groups to the key by which graphs on disk are looked up.
-
-    Args:
-        more: called in every look-up, on the thread that compiles.
-    """
+    """Add ``more()`` and the process groups to the key by which graphs on disk are looked up."""
     _entry().env_value_force = _CacheTag(more)
 
 
 def remove_tag() -> None:
-    """Restore the user's tag."""
     _entry().env_value_force = UNSET_SENTINEL
 
 

@@ -68,7 +68,6 @@ def watch_shards(mesh: MeshEntry, transform_infos: Iterable[Any], strict: bool) 
 
 
 def _mark(mesh: MeshEntry, axis: int, shard: Tensor) -> Tensor:
-    """Mark ``shard`` as one by coordinate, if that is not torch's order."""
     global _any_marked
     if axis in mesh.descending:
         setattr(shard, _MARK, True)
@@ -166,17 +165,7 @@ def merge_safely(
     infos: Sequence[TransformInfo], layout: Layout, rank: int, merge: Merge, flattened: bool
 ) -> tuple[list[TransformInfo], list[str]]:
     """Hand each run that torch would merge to ``merge``, unless the merge would be wrong.
-
-    Args:
-        infos: torch's steps, in order.
-        layout: of the mesh.
-        rank: this process's global rank.
-        merge: torch's own optimisation of a list of steps.
-        flattened: whether the user has flattened any part of the mesh; otherwise torch merges
-            nothing, and no run needs a check.
-
-    Returns:
-        The steps, and the reason for each run that is not merged.
+    Without a flattened part of the mesh torch merges nothing. Returns the reasons too.
     """
     result: list[TransformInfo] = []
     reasons: list[str] = []
@@ -193,11 +182,7 @@ def merge_safely(
 def safe_runs(
     infos: Sequence[TransformInfo], layout: Layout, rank: int
 ) -> list[list[TransformInfo]] | None:
-    """The runs of ``infos``, if torch may merge each of them, whatever is flattened; else ``None``.
-
-    Args:
-        infos, layout, rank: as for ``merge_safely``.
-    """
+    """The runs of ``infos`` if torch may merge each, whatever is flattened; else ``None``."""
     runs = _runs(infos)
     unsafe = any(len(run) > 1 and _objection(run, layout, rank) for run in runs)
     return None if unsafe else runs

@@ -62,15 +62,7 @@ from meshplan.topology import Topology
 
 
 def check_version(version: str, allow_untested: bool) -> None:
-    """Check that this version of torch was tested with meshplan.
-
-    Args:
-        version: of torch.
-        allow_untested: accept any version.
-
-    Raises:
-        UnsupportedTorchError: an untested version, or not a version number.
-    """
+    """Check that this version of torch was tested with meshplan."""
     if allow_untested:
         return
     low, high = TESTED_TORCH
@@ -84,12 +76,8 @@ def check_version(version: str, allow_untested: bool) -> None:
 
 
 def check_seam() -> None:
-    """Check the private names of torch that meshplan uses.
-
-    Nothing is replaced or sent, and no process group is needed.
-
-    Raises:
-        UnsupportedTorchError: lists all names that have moved or were replaced by others.
+    """Check the private names of torch that meshplan uses. Nothing is replaced or sent, and no
+    process group is needed.
     """
     watched = WATCHED_FSDP_NAMES["FSDPParamGroup"].module in sys.modules
     refuse_moved(
@@ -108,8 +96,6 @@ _lock = threading.RLock()
 
 @dataclass(eq=False)
 class _InstalledBlock:
-    """A ``with installed()`` block that has not ended, and the state to restore after it."""
-
     before: Active | None
 
 

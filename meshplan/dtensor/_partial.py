@@ -84,12 +84,7 @@ def reduce_simulated(
     reduce: Callable[..., Tensor], summand: Tensor, *arguments: Any, **options: Any
 ) -> Tensor:
     """``reduce(summand, ...)``, where the ranks' summands may have different sizes.
-
-    Args:
-        reduce: an elementwise reduction over groups, of summands of one size. The members of a
-            group have summands of one shape.
-        summand: of all ranks.
-        *arguments, **options: for ``reduce``.
+    The members of a group have summands of one shape.
     """
     ranks: dict[int, Tensor] = tensors_of_ranks(summand)
     if len({local.shape for local in ranks.values()}) == 1:
@@ -281,11 +276,9 @@ class PlannedPartial(PartialHooks):
 
     @property
     def asked(self) -> str:
-        """The requested redistribution, as text."""
         return self._asked
 
     def _any_group(self) -> ProcessGroup:
-        """A group of the last reduction."""
         pg = None if self._last is None else self._last.handles[0].process_group()
         assert pg is not None
         return pg
@@ -360,7 +353,6 @@ class PlannedPartial(PartialHooks):
     def _compare(
         self, tensor: torch.Tensor, mesh: DeviceMesh, found: _MeshGroups, more: str = ""
     ) -> None:
-        """Check over the store that all members bring the same tensor and step."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         contract = self._step.contract
         mine = Record.of(
@@ -384,7 +376,6 @@ class PlannedPartial(PartialHooks):
         return self._layout.group_of(this_rank(), self._step.axes) or ()
 
     def _text(self, groups: Sequence[Group]) -> str:
-        """The groups for the report."""
         roles = [f"{block.kind} " if block else "" for block in self._blocks()]
         roles += ["gathered on "] if self._step.gather_axes else []
         return "; ".join(f"{role}{group}" for role, group in zip(roles, groups, strict=True))

@@ -71,7 +71,6 @@ class _GatheredCluster:
     configs: dict[str, Config] = field(default_factory=dict)
 
     def complete(self, config: Config) -> Config:
-        """``config`` with the topology."""
         if self.cluster is None:
             return config
         known = self.configs.get(config.key)
@@ -86,7 +85,6 @@ _GATHER_LOCK = threading.Lock()
 
 
 def discovered_cluster() -> Cluster | None:
-    """The cluster of the default group, if it was gathered."""
     world = dist.group.WORLD
     gathered = None if world is None else _GATHERED.get(world)
     return None if gathered is None else gathered.cluster
@@ -102,15 +100,11 @@ def with_gathered_topology(config: Config) -> Config:
 def with_topology_for(
     config: Config, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
 ) -> Config:
-    """``config`` with the gathered topology, if it has none of its own.
-
-    If none was gathered yet and this redistribution makes every rank of the job wait for every
-    other, they gather it now, unless in a worker thread. A worker thread uses the topology only if
-    ``prepare`` or ``install`` gathered it: whether a redistribution of the main thread has gathered
-    it by now differs between ranks.
-
-    Raises:
-        GroupAgreementError, TopologyInputError: as ``gather_topology``.
+    """``config`` with the gathered topology, if it has none of its own. If none was gathered yet
+    and this redistribution makes every rank of the job wait for every other, they gather it now,
+    unless in a worker thread. A worker thread uses the topology only if ``prepare`` or ``install``
+    gathered it: whether a redistribution of the main thread has gathered it by now differs between
+    ranks.
     """
     world = dist.group.WORLD
     worker = is_worker_thread()
@@ -131,19 +125,8 @@ def with_topology_for(
 def gather_topology(
     config: Config, layout: Layout | None, what: str, timeout: float | None = None
 ) -> Config:
-    """``config`` with a topology, if it has none of its own; the ranks gather it if need be.
-
-    Every rank of the default group calls it, or none where ``layout`` does not hold all of them.
-
-    Args:
-        config: as installed.
-        layout: of the mesh whose ranks have come; ``None``: all ranks have.
-        what: the reason of the agreement round, for an error.
-        timeout: seconds to wait for the others; as installed if not given.
-
-    Raises:
-        GroupAgreementError: ranks that did not come.
-        TopologyInputError: the description that some rank published is invalid.
+    """``config`` with a topology, if it has none of its own; the ranks gather it if need be. Every
+    rank of the default group calls it, or none where ``layout`` does not hold all of them.
     """
     world = dist.group.WORLD
     if config.topology is not None or world is None:
@@ -260,7 +243,6 @@ def change_facts() -> None:
 
 
 def mesh_entry(device_mesh: DeviceMesh) -> MeshEntry:
-    """The entry of a mesh; the same object while the mesh, or an equal one, lives."""
     found: MeshEntry | None = _MESHES.get(device_mesh)  # type: ignore[no-untyped-call]
     if found is not None:
         return found
@@ -328,13 +310,7 @@ def find_route(
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
 ) -> Route:
-    """The route of a redistribution; checked and planned the first time.
-
-    Raises:
-        AxisNameError, PolicyError, TopologyError: the configuration does not fit the mesh, the job
-            or the environment.
-        FallbackRefusedError: ``strict``, and a reduction would fall through to PyTorch.
-    """
+    """The route of a redistribution; checked and planned the first time."""
     by_placement = (src_placements, dst_placements, config.key)
     route: Route | None = mesh.by_placement.get(by_placement)
     if route is None:
@@ -390,7 +366,6 @@ def plan_route(
     dst_placements: tuple[Placement, ...],
     scatter: bool = True,
 ) -> Route:
-    """The route, cached by the text of the problem; ``scatter`` allows reduce-scatters."""
     pending = [
         i
         for i, (src, dst) in enumerate(zip(src_placements, dst_placements, strict=True))

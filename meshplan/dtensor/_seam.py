@@ -90,7 +90,6 @@ _read_override = OVERRIDE.get
 
 
 def active() -> Active | None:
-    """The installed configuration and torch's own function; ``None`` if not installed."""
     return _active
 
 
@@ -102,7 +101,6 @@ def activate(now: Active | None) -> None:
 
 
 def current_config() -> Config | None:
-    """The configuration of a redistribution on this thread; ``None`` if not installed."""
     now = _active
     if now is None:
         return None
@@ -132,7 +130,6 @@ def _guard_graph() -> None:
 
 
 def current_key() -> str:
-    """The part of the key of graphs on disk that depends on the configuration."""
     # A graph that is loaded from disk is not traced, so it gets its guard here. Nothing else would
     # add one if only its backward reduces.
     _guard_graph()
@@ -213,12 +210,7 @@ def planned_transform_infos(
     src_placements: Placements,
     dst_placements: Placements,
 ) -> list[TransformInfo]:
-    """Torch's steps with the reductions planned by meshplan.
-
-    Args:
-        transform_infos, device_mesh, src_placements, dst_placements: as torch passes them to its
-            ``_optimize_transform_infos``.
-    """
+    """Torch's steps with the reductions planned by meshplan."""
     if OBSERVING.observer is not None:
         _note_policy(sys._getframe(1), device_mesh, src_placements, dst_placements)
     # Every redistribution pays for this function. So there is one look-up of the thread's state,
@@ -449,10 +441,8 @@ def carrier_step(carrier: Carrier, logical_shape: Any, device_mesh: DeviceMesh) 
 def torch_order_steps(
     route: Route, transform_infos: Sequence[TransformInfo], device_mesh: DeviceMesh
 ) -> list[TransformInfo]:
-    """Put each reduction where torch's first step of its axes stood.
-
-    Reductions commute with the moves of other axes, and the earliest place is never after a gather
-    of unfinished values.
+    """Put each reduction where torch's first step of its axes stood. Reductions commute with the
+    moves of other axes, and the earliest place is never after a gather of unfinished values.
     """
     if not route.carriers:
         return list(transform_infos)

@@ -119,13 +119,6 @@ class TrackedSteps(list[Any]):
 
 
 def track_steps(steps: list[Any], carriers: list[Any], caller: FrameType) -> list[Any]:
-    """``TrackedSteps`` for torch's executor; unchanged steps for other callers.
-
-    Args:
-        steps: of a redistribution.
-        carriers: the source placements that carry a planned reduction.
-        caller: the frame that called the seam.
-    """
     if not carriers or not _is_executor(caller):
         return steps
     tracked = TrackedSteps(steps, carriers, caller.f_code)
@@ -163,21 +156,16 @@ def _flattened_step_class() -> Any:
 
 
 def note_reduction(carrier: object) -> None:
-    """Note that the planned reduction of ``carrier`` is about to return."""
     state = THREAD.state
     state.reduced = carrier
     state.waiting = None
 
 
 def check_last_plan(state: ThreadState) -> None:
-    """Check that torch has started on the last plan of this thread.
-
-    A plan waits from the seam's return until the executor's loop begins. If another redistribution
-    starts meanwhile, there are three cases: it is nested in the first one, which goes on later; the
-    first one has raised, which is its own error; or it returned without its loop.
-
-    Raises:
-        PlanNotRunError: the redistribution returned and ran no step.
+    """Check that torch has started on the last plan of this thread. A plan waits from the seam's
+    return until the executor's loop begins. If another redistribution starts meanwhile, there are
+    three cases: it is nested in the first one, which goes on later; the first one has raised, which
+    is its own error; or it returned without its loop.
     """
     assert state.waiting is not None
     frame, asked = state.waiting

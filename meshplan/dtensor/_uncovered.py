@@ -71,8 +71,6 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds awaited modules by the finders after it, and wraps their loaders."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -93,12 +91,6 @@ _FINDER = _Finder()
 
 
 def call_when_imported(name: str, call: _Call) -> None:
-    """Call ``call(module)`` now if the module is imported, else after its import.
-
-    Args:
-        name: of the module, in full.
-        call: its exceptions propagate out of the import.
-    """
     module = sys.modules.get(name)
     if module is not None:
         call(module)
@@ -109,7 +101,6 @@ def call_when_imported(name: str, call: _Call) -> None:
 
 
 def forget_imports() -> None:
-    """Stop waiting for imports."""
     _waiting.clear()
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
@@ -138,11 +129,7 @@ class UncoveredReductionWarning(UserWarning):
 
 
 def watch(current: _ReadConfig) -> None:
-    """Wrap imported libraries now and others at their import. Nothing happens the second time.
-
-    Args:
-        current: returns the configuration of a reduction on this thread.
-    """
+    """Wrap imported libraries now and others at their import. Nothing happens the second time."""
     global _read_config
     watching, _read_config = _read_config is not None, current
     if watching:

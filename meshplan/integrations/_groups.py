@@ -12,15 +12,7 @@ from meshplan.errors import IntegrationError
 
 
 def check_group(group: Any, owner: str) -> MeshplanProcessGroup:
-    """``group``, if it is one of the backend.
-
-    Args:
-        group: a process group that this rank is a member of.
-        owner: whose group it is, for the error.
-
-    Raises:
-        IntegrationError: a group of another backend.
-    """
+    """``group``, if it is one of the backend."""
     if isinstance(group, MeshplanProcessGroup):
         return group
     raise IntegrationError(

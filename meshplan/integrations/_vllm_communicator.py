@@ -41,5 +41,4 @@ class Communicator(resolve_obj_by_qualname(_base)):  # type: ignore[misc] # has 
     def reduce_scatterv_into_output(
         self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> Tensor:
-        """The same, in ``output``."""
         return output.copy_(self.reduce_scatterv(input_, dim, sizes))

@@ -66,7 +66,6 @@ def reduce_bucket(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     op: Any,
 ) -> torch.futures.Future[torch.Tensor]:
-    """As ``average_bucket``, by another operation."""
     gradients: Tensor = bucket.buffer()
     if gradients.layout is not torch.strided:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in bucket.parameters())

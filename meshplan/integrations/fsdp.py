@@ -76,19 +76,13 @@ class ReduceScatter:
     """FSDP's reduce-scatter, with whose sums the all-reduce over the replicas goes on."""
 
     def check(self, dtype: torch.dtype, op: Any = None) -> None:
-        """Raise an error for reductions that a subclass does not accept.
-
-        FSDP allocates before each reduction, also where one shard needs none.
-
-        Args:
-            dtype: of the reduction.
-            op: of the reduction; ``None``: at the allocation.
+        """Raise an error for reductions that a subclass does not accept. FSDP allocates before each
+        reduction, also where one shard needs none.
         """
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate FSDP's flat gradients."""
         self.check(dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -100,15 +94,6 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor``, one row for each rank of ``group``, to this rank's row.
-
-        Args:
-            output_tensor: 1-D, this rank's row.
-            input_tensor: 1-D, this rank's summand.
-            group: of the shards.
-            op: ``SUM``, ``AVG`` or ``PREMUL_SUM``.
-            async_op: return a ``Work``, which is finished.
-        """
         self.check(input_tensor.dtype, op)
         shards = check_group(group, "the reduce-scatter of FSDP2")
         shards.scatter_partial_sum(output_tensor, input_tensor, op)
@@ -116,11 +101,6 @@ class ReduceScatter:
 
 
 def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:
-    """Have an FSDP module, which has a name in the model, reduce by ``comm``.
-
-    Raises:
-        IntegrationError: its parameters are on several meshes.
-    """
     try:
         module.set_custom_reduce_scatter(comm)
     except ValueError as error:
@@ -131,7 +111,6 @@ def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:
 
 
 def _check_replicas(name: str, module: nn.Module) -> bool:
-    """Whether parameters of the module are replicated outside of their shards."""
     found = False
     for parameter in _own_parameters(module):
         if not isinstance(parameter, DTensor):
@@ -184,7 +163,6 @@ _hooks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def _keep_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Have autograd keep gradients in ``dtype``; replaces an earlier call for the module."""
     if dtype is None:
         return
     earlier = _hooks.pop(module, None)

@@ -46,7 +46,6 @@ class ProcessGroupMeshplan(ProcessGroupWrapper):  # type: ignore[misc] # has no 
         self._wait = timeout
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
-        """The name that torchft prints."""
         return "torchft-meshplan"
 
     def abort(self, errored: bool = True) -> None:

@@ -75,8 +75,6 @@ class Arithmetic(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """What a call is prepared for."""
-
     mode: str  # ``one_shot``, ``two_shot`` or ``scatter``
     shape: tuple[int, ...]  # shape and dtype are of the message, which is contiguous
     # For ``scatter``: elements of each rank's part of the message; else empty.
@@ -164,7 +162,6 @@ def _check(key: CallKey, ranks: int) -> None:
 
 
 def communicator(name: str) -> Communicator[object]:
-    """The communicator of that name in this process; ``GroupStateError`` if there is none."""
     found = _communicators.get(name)
     if found is None:
         raise GroupStateError(
@@ -204,11 +201,9 @@ class Communicator(ABC, Generic[_Call]):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of later calls; it does not wait for the one under way."""
         self.timeout = seconds
         self._calls.clear()
 
@@ -222,7 +217,6 @@ class Communicator(ABC, Generic[_Call]):
         """Up to how many bytes one-shot is the faster mode. It cannot change a bit."""
 
     def faster_mode(self, nbytes: int) -> PeerMode:
-        """The faster mode for a message of ``nbytes``."""
         return "one_shot" if nbytes <= self.one_shot_bytes else "two_shot"
 
     @abstractmethod

@@ -55,15 +55,12 @@ class CompileError(RuntimeError):
 
 
 def sources() -> Path:
-    """The folder of the kernels' sources: in the installed package, or in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "csrc"
     return inside if inside.is_dir() else package.parent / "csrc"
 
 
 class Compiler(Protocol):
-    """Makes what a driver loads."""
-
     @property
     def identity(self) -> str:
         """Version and flags: with sources and architecture, all that the result depends on."""

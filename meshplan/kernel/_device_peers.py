@@ -126,8 +126,6 @@ _BLOCKS_PER_PROCESSOR = 4
 
 
 class LeafTable(ctypes.Structure):
-    """Addresses of leaves, and the plan of their batches."""
-
     _fields_ = (
         ("leaf", ctypes.c_void_p * TABLE_LEAVES),
         ("plan", ctypes.c_ubyte * TABLE_LEAVES),
@@ -135,8 +133,6 @@ class LeafTable(ctypes.Structure):
 
 
 class FoldCall(ctypes.Structure):
-    """The only parameter of the kernels."""
-
     _fields_ = (
         ("table", LeafTable),
         ("tables", ctypes.c_void_p),
@@ -383,7 +379,6 @@ def device_region_bytes(ranks: int, blocks: int) -> int:
 
 
 def tile_bytes(ranks: int) -> int:
-    """Bytes of a piece at most, of a group of ``ranks``."""
     return max(_STAGED_BYTES // ranks, 4 << 10) // 64 * 64
 
 
@@ -397,7 +392,6 @@ def share_out(longest: int, blocks: int, tile: int) -> tuple[int, int]:
 
 
 def device_call(call: PeerCall, plan: Plan) -> DeviceCall:
-    """The call as kernels take it, in the order of ``plan``."""
     words = DeviceCall(
         timeout_ns=call.timeout_ns,
         starts=call.starts,
@@ -413,26 +407,13 @@ def device_call(call: PeerCall, plan: Plan) -> DeviceCall:
 
 
 class DeviceCommunicator(Communicator[_Call]):
-    """Regions in the memory of GPUs, one for each rank. A call is under way when it returns.
-
-    Calls are ordered as they are issued, and replays of graphs as they are launched, whatever the
+    """Regions in the memory of GPUs, one for each rank. A call is under way when it returns. Calls
+    are ordered as they are issued, and replays of graphs as they are launched, whatever the
     streams: see ``StreamOrder``. A graph that has captured calls must not be replayed after
-    ``close``.
-
-    After a failure every call raises it, on every rank, until ``meshplan.shutdown`` releases the
-    groups: ranks see it at different calls, and must not reconnect by themselves.
-
-    Args:
-        device: this rank's.
-        regions: all ranks', of ``device_region_bytes``, zeroed; the communicator closes them.
-        blocks: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all ranks. The device must be
-            able to run all of them at once.
-        lanes: of a block, 1 to 512.
-        one_shot_bytes: as it was timed on this GPU; of published times if not given.
-        name, ranks, rank, timeout: as for ``Communicator``.
-
-    Raises:
-        DriverError: the driver refuses events, or memory of the host.
+    ``close``. After a failure every call raises it, on every rank, until ``meshplan.shutdown``
+    releases the groups: ranks see it at different calls, and must not reconnect by themselves.
+    ``blocks``: at most, of a kernel: 1 to ``MAX_BLOCKS``, equal on all ranks. The device must be
+    able to run all of them at once.
     """
 
     def __init__(
@@ -626,7 +607,6 @@ class StreamOrder:
         return self._driver.is_done(self._last)
 
     def close(self) -> None:
-        """Release the events."""
         self._driver.destroy_event(self._last)
         self._driver.destroy_event(self._inside)
 

@@ -77,7 +77,6 @@ def digest_table(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def digest_words(tensor: Tensor) -> Tensor:
-    """The digest of one tensor: int64 [2], on the tensor's device, without synchronisation."""
     head = _head(tensor.dtype, tuple(tensor.shape))
     if tensor.device.type == "cpu" and available():
         return torch.tensor(_compiled(tensor, head), dtype=torch.int64, device="cpu")

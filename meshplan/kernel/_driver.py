@@ -224,7 +224,6 @@ class Driver:
             self._run("capture_mode", ctypes.byref(mode))
 
     def function(self, module: int, name: str) -> int:
-        """A kernel of a module."""
         return self._create(self._functions["function"], module, name.encode())
 
     def launch(
@@ -242,7 +241,6 @@ class Driver:
         return address
 
     def free(self, address: int) -> None:
-        """Release memory of ``malloc``."""
         self._run("free", address)
 
     def host_malloc(self, nbytes: int) -> int:
@@ -252,11 +250,9 @@ class Driver:
         return address
 
     def host_free(self, address: int) -> None:
-        """Release memory of ``host_malloc``."""
         self._run("host_free", address)
 
     def share(self, address: int) -> bytes:
-        """A handle of memory of ``malloc``, for other processes of this host."""
         handle = _IpcHandle()
         self._run("share", ctypes.byref(handle), address)
         return bytes(handle)
@@ -266,15 +262,12 @@ class Driver:
         return self._create(self._open, _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def unmap(self, address: int) -> None:
-        """Undo ``map``."""
         self._run("unmap", address)
 
     def event(self) -> int:
-        """A new event, without timing."""
         return self._create(self._functions["create_event"], _NO_TIMING)
 
     def destroy_event(self, event: int) -> None:
-        """Release an event."""
         self._run("destroy_event", event)
 
     def record(self, event: int, stream: int) -> None:
@@ -282,7 +275,6 @@ class Driver:
         self._run("record", event, stream)
 
     def is_done(self, event: int) -> bool:
-        """Whether the work that the event stands for is done."""
         code = self._functions["query"](event)
         if code == _NOT_READY:
             return False
@@ -290,7 +282,6 @@ class Driver:
         return True
 
     def wait(self, event: int, stream: int) -> None:
-        """Let later work on the stream wait for the event."""
         self._run("wait", stream, event, 0)
 
     def capture(self, stream: int) -> int | None:
@@ -314,11 +305,9 @@ class Driver:
         self._run("wait", stream, event, _EXTERNAL)
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
         self._run("synchronize")
 
     def _create(self, function: Any, *arguments: Any) -> int:
-        """The value that a function writes to its first argument."""
         result = ctypes.c_void_p()
         self._check(function(ctypes.byref(result), *arguments))
         return result.value or 0

@@ -99,7 +99,6 @@ def finish_partials(
     dtype: torch.dtype,
     divisor: int | None = None,
 ) -> Tensor:
-    """As ``meshplan.definition.finish_partials``, bit for bit, with its arguments and errors."""
     wanted = partial_dtype(op, dtype, contract)
     missing = op == "avg" and divisor is None
     if not _serves(partials, contract) or partials[0].dtype is not wanted or missing:

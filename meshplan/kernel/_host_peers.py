@@ -116,7 +116,6 @@ class SharedMemory:
         self._map[start : start + 4] = number.to_bytes(4, "little")
 
     def read_note(self, place: int) -> int:
-        """The number that a process wrote at ``place``."""
         assert self._map is not None
         start = _NOTES + 4 * place
         return int.from_bytes(self._map[start : start + 4], "little")

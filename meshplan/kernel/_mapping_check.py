@@ -68,7 +68,6 @@ class HostProbe:
         self._nbytes = nbytes
 
     def write(self, seed: str) -> None:
-        """Write a word to each peer."""
         for reader, address in enumerate(self._addresses):
             for place in _places(self._nbytes, self._rank):
                 if reader != self._rank:

@@ -52,7 +52,6 @@ class _Format:
     grain: int
 
     def tops(self, codes: Tensor) -> Tensor:
-        """The largest field of each code."""
         return ((codes.to(torch.int64) - 2).clamp_(min=0) << self.grain) + (1 << self.grain)
 
 

@@ -37,8 +37,6 @@ class TransportError(RuntimeError):
 
 
 class Regions(Protocol):
-    """One region for each rank, mapped."""
-
     addresses: tuple[int, ...]  # of the regions in this process, in group order
 
     def close(self) -> None:
@@ -46,8 +44,6 @@ class Regions(Protocol):
 
 
 class Transport(Protocol):
-    """A way to share memory."""
-
     @property
     def name(self) -> str:
         """Name in the report."""

@@ -36,7 +36,6 @@ class GroupFacts:
         self.blocks = lru_cache(maxsize=None)(self._find_blocks)
 
     def _count_nodes(self, axes: tuple[int, ...]) -> int:
-        """The most nodes that a group over ``axes`` spans; one for each rank if unknown."""
         if self._nodes is None:
             return self.count_ranks(axes)
         ordered = np.sort(self._nodes[self._find_members(axes, 1, False)], axis=1)
@@ -58,7 +57,6 @@ class GroupFacts:
         return 1 if self._domains is None else min(largest(self._domains), node), node
 
     def _find_runs(self, axes: tuple[int, ...]) -> tuple[int, int]:
-        """How many consecutive ranks of a group are in one domain, and on one node."""
         if self._nodes is None:
             return 1, 1
         group = self._find_members(axes, 1, False)
@@ -92,7 +90,6 @@ class GroupFacts:
         )
 
     def list_missing(self, strategy: ReductionStrategy) -> tuple[str, ...]:
-        """The groups of ``strategy`` that are to be created, in words."""
         axes, inner, sharded = strategy.axes, strategy.inner, strategy.sharded
         found = self.find_missing(axes, inner)
         if inner > 1:
@@ -118,7 +115,6 @@ class GroupFacts:
         return PeerCounts(in_domain - 1, in_node - in_domain, size - in_node)
 
     def count_ranks(self, axes: tuple[int, ...]) -> int:
-        """Ranks in a group over ``axes``."""
         return math.prod(self.layout.sizes[i] for i in axes)
 
     def find_missing(
@@ -171,7 +167,6 @@ class GroupFacts:
 
 @lru_cache(maxsize=MAX_LAYOUTS)
 def find_groups(layout: Layout, topology: Topology | None) -> GroupFacts:
-    """The facts about a layout, cached for the ``MAX_LAYOUTS`` that were used last."""
     return GroupFacts(layout, topology)
 
 
@@ -183,7 +178,6 @@ def intra_node_blocks(
 
 
 def _count_fewest_equal(values: Integers) -> int:
-    """The smallest number of equal values in a row."""
     ordered = values
     if bool((values[:, 1:] < values[:, :-1]).any()):
         ordered = np.sort(values, axis=1)

@@ -42,8 +42,6 @@ _TAIL_BITS = 4
 
 
 class HalvingMessage(NamedTuple):
-    """One message of a round."""
-
     peer: int  # position of the other rank in the group
     start: int  # start and stop of the interval, in parts of the summand
     stop: int
@@ -80,8 +78,6 @@ class HalvingTraffic(NamedTuple):
 
 
 class Halving(NamedTuple):
-    """The schedule of one rank."""
-
     # Rounds of the reduction, in order. Rounds that follow do not concern this rank.
     rounds: tuple[HalvingRound, ...]
     turns: int  # rounds of all ranks
@@ -209,7 +205,6 @@ def _count_rounds(size: int) -> int:
 
 
 def _list_owners(size: int) -> list[int]:
-    """The index of the owner of each interval of an axis."""
     if size == 3:
         return [0, 1, 2]
     owners = [0]
@@ -288,7 +283,6 @@ def _list_classes(size: int) -> list[tuple[int, int, int]]:
 
 
 def _represent_index(size: int, index: int) -> int:
-    """The index that stands for ``index`` on an axis."""
     if size == 3:
         return 0
     first, mask, rest = next(one for one in _list_classes(size) if one[0] <= index)
@@ -310,7 +304,6 @@ def _list_represented(size: int) -> list[int]:
 def _exchange_thirds(
     index: int, leaf: Summand, whole: tuple[int, int]
 ) -> tuple[list[HalvingRound], tuple[int, int]]:
-    """The round of an axis of 3."""
     start, third = whole[0], (whole[1] - whole[0]) // 3
 
     def message(peer: int, owner: int) -> HalvingMessage:

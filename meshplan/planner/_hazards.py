@@ -9,9 +9,6 @@ One step at a time is enough. All members of a group get the same bits, in whate
 adds, so every group hands one value to all siblings of the next step. The rule is also exact in
 the model: a subtree of the final association is identified by its set of leaves, so equal results
 need equal associations in every step.
-
-The model can show that siblings may disagree. It cannot show that they agree on a real machine:
-it excludes in-switch reductions (NVLS, CollNet), RCCL and GPUs without NVSwitch.
 """
 
 from __future__ import annotations
@@ -108,7 +105,6 @@ class Hazard:
 
     @property
     def may_differ(self) -> tuple[Algorithm, ...]:
-        """The modelled algorithms under which siblings may differ."""
         return tuple(name for name, count in self.classes if count > 1)
 
     @property
@@ -225,7 +221,6 @@ class Siblings:
 
     @cached_property
     def _nodes(self) -> list[tuple[tuple[int, ...], ...]]:
-        """NCCL ranks of each node for each pattern."""
         return [_list_nodes(row) for row in self._labels]
 
     @cached_property
@@ -391,7 +386,6 @@ class Siblings:
 def cache_siblings(
     layout: Layout, topology: Topology, *, sort_ranks: bool = True, channels: int | None = None
 ) -> Callable[[tuple[int, ...]], Siblings]:
-    """A function from axes to their groups, which computes each once for as long as it lives."""
     return cache(
         lambda axes: Siblings(layout, axes, topology, sort_ranks=sort_ranks, channels=channels)
     )
@@ -526,8 +520,6 @@ def are_uniform(
 
 
 class _Analysis:
-    """One call of `hazards`. The groups of a reduction are computed once for all fixes."""
-
     def __init__(
         self,
         problem: Problem,
@@ -605,7 +597,6 @@ class _Analysis:
         )
 
     def _explain(self, hazard: Hazard, fixes: tuple[str, ...]) -> Hazard:
-        """The hazard with fixes, and with examples if its siblings may differ."""
         if hazard.verdict == "none":
             return hazard
         hazard = replace(hazard, fixes=fixes)

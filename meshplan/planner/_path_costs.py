@@ -58,8 +58,6 @@ class PeerCounts:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a plan or a part of it, on the rank with the highest cost."""
-
     nanoseconds: int = 0  # predicted time, with one use's share of the creation of groups
     collectives: int = 0  # number of collectives
     # Bytes that leave the rank that sends the most in all, by class of link. Others may send more
@@ -81,7 +79,6 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; bytes and nanoseconds."""
         return {**asdict(self), "creates": list(self.creates)}
 
     @property
@@ -190,7 +187,6 @@ Stage = Collective | Round
 
 
 def predict_turns(links: Links, chunks: Sequence[Sequence[Stage]]) -> float:
-    """Seconds of chunks, each of which goes through as many stages."""
     # In each turn one more chunk starts, the batch of all rounds is sent, and every chunk but the
     # new one waits for what it has under way, and goes on. As in LogGP (Alexandrov et al., 1995), a
     # rank sends the bytes of one message after the other through the port of a class of links, and
@@ -236,11 +232,9 @@ class _Clocks:
         return ends
 
     def wait(self, ends: Sequence[float]) -> None:
-        """Let each rank wait until ``ends``."""
         self.now = [*map(max, self.now, ends)]
 
     def exchange(self, batch: Sequence[Round]) -> None:
-        """Send all messages of a batch, and wait for them."""
         sent: list[list[list[tuple[float, LinkName, float]]]] = []
         self.wait(self._free["between"])
         for rank, before in enumerate(self.now):
@@ -315,7 +309,6 @@ class Reach:
         return cls(links, sizes, PeerCounts(0, 0, math.prod(sizes) - 1))
 
     def find_link_between(self, one: int, other: int) -> LinkName:
-        """The link between the ranks at two positions."""
         domain, node = (one // run == other // run for run in self.runs)
         return "domain" if domain else "node" if node else "network"
 
@@ -362,8 +355,6 @@ class ReductionStrategy:
 
 @dataclass(frozen=True, slots=True)
 class PlannedReduction:
-    """One reduction, for the cost of a path."""
-
     reach: Reach  # its ranks and their links
     elements: int  # elements of the largest summand
     part: int  # elements of the largest shard of the result; ``elements`` if it is not sharded
@@ -373,7 +364,6 @@ class PlannedReduction:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one group."""
         return math.prod(self.reach.sizes)
 
 
@@ -420,7 +410,6 @@ def _hierarchical_cost(reduction: PlannedReduction) -> Cost:
 
 
 def _list_stages(reduction: PlannedReduction, elements: int) -> list[Stage]:
-    """The stages of a chunk of so many elements of a hierarchical reduction."""
     reach, width, inner = reduction.reach, reduction.width, reduction.inner
     assert reach.inside is not None
     assert reach.across is not None
@@ -438,7 +427,6 @@ def _list_stages(reduction: PlannedReduction, elements: int) -> list[Stage]:
 
 
 def _predict_stages(links: Links, chunks: Sequence[Sequence[Stage]]) -> Cost:
-    """The cost of all chunks; bytes of the rank that sends the most in rounds."""
     stages = [one for chunk in chunks for one in chunk]
     rounds = [one for one in stages if isinstance(one, Round)]
     once = [one.cost for one in stages if isinstance(one, Collective)]
@@ -460,7 +448,6 @@ def _predict_stages(links: Links, chunks: Sequence[Sequence[Stage]]) -> Cost:
 
 
 def _total(reduction: PlannedReduction, stages: Sequence[Cost], partial: int = 0) -> Cost:
-    """The sum of ``stages``, with the gather of a shard that several ranks have parts of."""
     reach, width = reduction.reach, reduction.width
     last = []
     if reach.rest is not None:
@@ -563,7 +550,6 @@ def _list_round_links(
 
 
 def find_chunk_unit(reach: Reach, inner: int, between: Between) -> int:
-    """The unit of ``count_chunks``; 0 without blocks."""
     if inner == 1 or reach.inside is None:
         return 0
     links, peers = reach.links, math.prod(reach.sizes) // inner - 1

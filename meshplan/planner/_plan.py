@@ -80,7 +80,6 @@ class Step:
 
     @property
     def inner_sizes(self) -> tuple[int, ...]:
-        """Axis sizes of the tree inside a block, outermost first; its product is ``inner``."""
         return split_sizes(self.sizes, self.inner)[1]
 
     @property
@@ -93,11 +92,9 @@ class Step:
 
     @property
     def group_size(self) -> int:
-        """Ranks of one group."""
         return math.prod(self.sizes)
 
     def line(self, layout: Layout) -> str:
-        """One line, with the axis labels of ``layout`` and the reason."""
         bits = ""
         if self.kind not in ("slice", "torch"):
             named = f"contract {self.contract.id}" if self.contract else "no contract"
@@ -105,12 +102,10 @@ class Step:
         return f"{self._summarize(layout)}{bits}: {self.why}"
 
     def brief(self, layout: Layout) -> str:
-        """One line without the reason."""
         path = "" if self.kind in ("slice", "torch") else f", {self.describe_path()}"
         return f"{self._summarize(layout)}{path}"
 
     def describe_path(self) -> str:
-        """The path in words."""
         halving = self.between == "halving"
         if self.inner == 1:
             return "halving" if halving else f"{self.path}"
@@ -133,7 +128,6 @@ class Step:
         return f"{self.kind} {op} over {over}{to}"
 
     def to_json(self, layout: Layout) -> dict[str, Any]:
-        """A JSON-ready dict; axes by label."""
         return {
             "kind": self.kind,
             "axes": [layout.axes[i] for i in self.axes],
@@ -154,8 +148,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A whole plan: its steps, in the order of execution, and their total cost."""
-
     steps: tuple[Step, ...]
     cost: Cost
 
@@ -213,7 +205,6 @@ class Plan:
         return "\n".join(step.line(self.problem.layout) for step in self.steps)
 
     def explain(self) -> str:
-        """The request, the chosen plan, and the rejected plans with the reason, as text."""
         return "\n".join((str(self.problem), *self._explain()))
 
     def _explain(self) -> Iterator[str]:

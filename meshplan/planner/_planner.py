@@ -66,7 +66,6 @@ def plan(problem: Problem) -> Plan:
 
 
 def _plan_ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...]) -> Plan:
-    """The cheapest plan for the whole redistribution."""
     found, compared = search(problem, axes, MAX_CANDIDATES)
     rest = tuple(_list_other_moves(problem, changed))
     candidates = tuple(Candidate((*_make_steps(problem, one), *rest), one.cost) for one in found)
@@ -153,7 +152,6 @@ def may_be_native(problem: Problem, axes: Sequence[int]) -> bool:
 
 
 def _make_steps(problem: Problem, found: MoveSequence) -> list[Step]:
-    """A candidate as steps."""
     steps = []
     for move in found.path:
         if isinstance(move, ReductionStrategy):
@@ -224,7 +222,6 @@ def _find_halving(
 
 
 def _chunk_unit(problem: Problem, strategy: ReductionStrategy) -> int:
-    """The unit of ``count_chunks``; 0 without blocks."""
     if strategy.inner == 1:
         return 0
     reach = find_groups(problem.layout, problem.topology).find_reach(strategy)
@@ -296,7 +293,6 @@ def check_ascending(problem: Problem, axis: int) -> None:
 
 
 def find_uncovered_reductions(plan: Plan) -> tuple[Step, ...]:
-    """The reductions that torch runs although the policy requires the contract."""
     # Without reductions whose bits do not depend on the order: bitwise ones, and those with at most
     # one nonzero summand per element.
     steps = tuple(_find_torch_reductions(plan))

@@ -65,11 +65,7 @@ class Spec:
 
     @classmethod
     def of(cls, placement: Placement | str) -> Spec:
-        """From a torch placement, or from ``R``, ``S(0)``, ``P`` or ``P(avg)``.
-
-        Raises:
-            PlacementError: text of another form, or a reduction that does not exist.
-        """
+        """From a torch placement, or from ``R``, ``S(0)``, ``P`` or ``P(avg)``."""
         if isinstance(placement, str):
             return cls._read_text(placement)
         return cls._read_placement(placement)
@@ -247,7 +243,6 @@ def check_reach(topology: Topology, layout: Layout) -> None:
 
 
 def check_policy(policy: str, path: str) -> None:
-    """Raise ``PolicyError`` for a policy or a contract path that does not exist."""
     for what, value, known in (
         ("policy", policy, POLICIES),
         ("contract path", path, ("auto", *CONTRACT_PATHS)),
@@ -257,7 +252,6 @@ def check_policy(policy: str, path: str) -> None:
 
 
 def check_audit(audit: object) -> None:
-    """Raise ``PolicyError`` unless it is a number of calls, from 1, or ``None``."""
     if audit is not None and (type(audit) is not int or audit < 1):
         raise PolicyError(
             f"audit={audit!r} is not a number of calls; pass audit=100 to compare every "
@@ -283,7 +277,6 @@ def is_exact(problem: Problem, axes: Sequence[int]) -> bool:
 
 
 def has_contract(problem: Problem, axes: Sequence[int]) -> bool:
-    """Whether the contract defines one reduction over ``axes``."""
     specs = [problem.src[i] for i in axes]
     if not can_merge(specs) or specs[0].kind == "opaque":
         return False

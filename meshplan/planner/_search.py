@@ -50,8 +50,6 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MoveSequence:
-    """A candidate: moves around one reduction, in order, and the cost of all of them."""
-
     path: tuple[Move | ReductionStrategy, ...]
     cost: Cost
 
@@ -160,7 +158,6 @@ class _StateGraph:
         return replace(predict_collective(self.groups.links, peers, piece), peak=there + here)
 
     def count_elements(self, state: State) -> int:
-        """Elements of the largest local tensor in a state."""
         shards = [
             (size, held)
             for size, held in zip(self.problem.layout.sizes, state, strict=True)
@@ -177,7 +174,6 @@ class _StateGraph:
 def _list_strategies(
     problem: Problem, groups: GroupFacts, axes: tuple[int, ...], state: State, goal: State
 ) -> Iterator[ReductionStrategy]:
-    """The strategies to reduce over ``axes`` from ``state``; the simplest first."""
     exchange = problem.path in ("auto", "exchange")
     # Not every order permits blocks. float32 stands for all dtypes: plans do not use the greater
     # freedom of integers.
@@ -195,7 +191,6 @@ def _list_strategies(
 
 
 def find_ends(problem: Problem, reduced: Sequence[int]) -> tuple[State, State]:
-    """The first and the last state of a redistribution that reduces over ``reduced`` at once."""
     # Axes of size 1 are APART: their placement does not matter.
 
     def read_entry(axis: int, spec: Spec, other: Spec) -> int:
@@ -240,7 +235,6 @@ def find_scatter_axes(state: State, goal: State) -> tuple[int, ...]:
 
 
 def apply_reduction(state: State, goal: State, sharded: Sequence[int]) -> State:
-    """The state after the reduction, which shards the axes ``sharded``."""
     return tuple(
         held if held != PENDING else goal[axis] if axis in sharded else REPLICATE
         for axis, held in enumerate(state)
@@ -272,7 +266,6 @@ def _may_shard(state: State, goal: State, axis: int, dim: int) -> bool:
 
 
 def _is_inside(state: State, axis: int, dim: int) -> bool:
-    """Whether no later axis shards ``dim`` inside this one."""
     return dim not in state[axis + 1 :]
 
 

@@ -124,7 +124,6 @@ def draw_row(
 
 
 def scale(row: Row, factor: float, dtype: str) -> Row:
-    """``row`` times ``factor``, both of ``dtype``."""
     return _round(row * _round(np.float64(factor), dtype), dtype)
 
 
@@ -157,7 +156,6 @@ class Adder:
         self._trees: dict[int, order.Tree] = {}
 
     def add(self, rows: Sequence[Row], group: int) -> Row:
-        """The sum in ``group`` (a position in ``siblings``) of ``rows``, by mesh coordinate."""
         if self._algorithm == "ring":
             return self._add_along_ring(rows, self._siblings.ring(group))
         return order.fold(self._find_tree(group), rows.__getitem__, self._sum)
@@ -192,7 +190,6 @@ def count_distinct(rows: Sequence[Row], dtype: str) -> int:
 
 
 def measure_share(one: Row, other: Row, dtype: str) -> float:
-    """The share of elements in which two rows have different bits."""
     return int((_view_bits(one, dtype) != _view_bits(other, dtype)).sum()) / one.size
 
 
@@ -202,7 +199,6 @@ def count_ulps(one: Row, other: Row, dtype: str) -> int:
 
 
 def _round(values: Any, dtype: str) -> Row:
-    """Finite values in ``dtype``, to nearest even."""
     if dtype != "bfloat16":
         return np.asarray(values, dtype)
     wide = np.asarray(values, np.float32).view(np.uint32)
@@ -224,7 +220,6 @@ def _count_from_zero(row: Row, dtype: str) -> Integers:
 
 
 def _pair_patterns(siblings: Siblings, along: Sequence[int]) -> list[tuple[int, int]]:
-    """The pattern of the first sibling and another one in some set, each pair once."""
     patterns = siblings.pattern[siblings.sets(along)]
     count = int(patterns.max()) + 1
     # With return_index, np.unique does not import numpy.ma.
@@ -407,7 +402,6 @@ class _Stages:
         self.held = np.broadcast_to(np.arange(self.leaves).reshape(own), self.layout.sizes)
 
     def append(self, axes: tuple[int, ...]) -> None:
-        """Add a step."""
         sizes, labels = self.layout.sizes, self.layout.axes
         siblings = Siblings(
             self.layout, axes, self.topology, sort_ranks=self.sort_ranks, channels=1
@@ -455,7 +449,6 @@ class _Stages:
             )
 
     def compute_sums(self, numel: int, seed: int) -> list[Row]:
-        """The rows after the last step, by their numbers; none without a step."""
         rows: list[Row] = []
 
         def find_row(number: int, step: int) -> Row:
@@ -515,8 +508,6 @@ class _Stages:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The cost of a sequence of all-reduces, on the rank with the highest cost."""
-
     steps: tuple[tuple[str, ...], ...]  # labels of the axes of each reduction, in order
     how: tuple[str, ...]  # for each step, ``"ring"``, ``"tree"``, or the path of meshplan in words
     # Time in nanoseconds, messages in bytes that leave a rank; no creation of groups, and no memory
@@ -524,7 +515,6 @@ class Prediction:
     cost: Cost
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; bytes and nanoseconds."""
         steps = [
             {"axes": list(axes), "how": how} for axes, how in zip(self.steps, self.how, strict=True)
         ]

@@ -1,11 +1,4 @@
-"""Replica checks for live jobs: compare the bits of replicas.
-
-* ``verify_replicas``: compare a module, an optimizer or tensors over a mesh, once.
-* ``ReplicaCheck``: the same every so many steps of a training loop.
-* ``digest``: 128 bits of one tensor, for logs and checkpoints.
-* ``StepMonitor``: totals of both for loggers, Prometheus and OpenTelemetry.
-* ``coverage``: which reductions of the job are under the contract, by call site.
-"""
+"""Replica checks for live jobs: compare the bits of replicas."""
 
 from __future__ import annotations
 

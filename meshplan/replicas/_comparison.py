@@ -61,14 +61,6 @@ _Coordinates = dict[int, tuple[int, ...] | None]
 
 
 class ReplicaAxes:
-    """The axes of one mesh along which tensors of one rank are replicated, with a cache.
-
-    Args:
-        mesh: that replicas are compared on; this rank is in it.
-        layout: of ``mesh``.
-        rank: this process's global rank.
-    """
-
     def __init__(self, mesh: DeviceMesh, layout: Layout, rank: int) -> None:
         self.mesh = mesh
         self.layout = layout
@@ -77,16 +69,10 @@ class ReplicaAxes:
         self._cache: dict[tuple[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]] = {}
 
     def find(self, tensor: NamedTensor) -> tuple[int, ...]:
-        """The axes, ascending, along which ranks hold replicas of ``tensor``; none of size 1.
-
-        A plain tensor has replicas everywhere. A DTensor has them along the axes of its own mesh
+        """The axes, ascending, along which ranks hold replicas of ``tensor``; none of size 1. A
+        plain tensor has replicas everywhere. A DTensor has them along the axes of its own mesh
         where it is ``Replicate``, and along axes of the root mesh that its own mesh is a slice of.
         Its mesh need not be the one of the comparison: the coordinates of ranks in both count.
-
-        Raises:
-            PlacementError: the tensor is a partial sum along an axis; an axis runs along a
-                replicated and a sharded axis of the tensor at once; or the axes of the tensor's
-                mesh are not axes of this one.
         """
         if tensor.mesh is None:
             return self.wide
@@ -177,18 +163,7 @@ _MOST_RANKS = 16
 
 
 class ReplicaChannel:
-    """The ranks of a mesh, by position: row-major coordinates.
-
-    Args:
-        mesh: this rank is in it, and one other at least.
-        layout: of ``mesh``.
-
-    Raises:
-        GroupAgreementError: at the first use of a mesh, a rank did not arrive in time, or arrived
-            with another version.
-        GroupCreationError: the backend failed on some rank.
-        GroupStateError: there is no group, and none can be made.
-    """
+    """The ranks of a mesh, by position: row-major coordinates."""
 
     def __init__(self, mesh: DeviceMesh, layout: Layout) -> None:
         axes = tuple(range(len(layout.sizes)))
@@ -237,7 +212,6 @@ class ReplicaChannel:
         return json.loads(bytes_of(text))
 
     def send(self, data: Tensor, to: int) -> None:
-        """Send a 1-D tensor to the rank at position ``to``, which calls ``receive``."""
         dist.send(data.to(self._device).contiguous(), group=self._group, group_dst=to)
 
     def receive(self, like: Tensor, source: int) -> Tensor:
@@ -257,18 +231,7 @@ def hash_lines(lines: Sequence[str]) -> tuple[int, int]:
 def check_lists(
     channel: ReplicaChannel, layout: Layout, gathered: Tensor, lines: Sequence[str]
 ) -> None:
-    """Raise, on all ranks, unless all brought the same list.
-
-    Args:
-        channel: the ranks of the mesh.
-        layout: of the mesh.
-        gathered: ``hash_lines`` of all ranks: [ranks, 2].
-        lines: this rank's list.
-
-    Raises:
-        SignatureMismatchError: with the lines by which the first rank that differs does. The
-            common list is that of most ranks, of equally many that of the lowest coordinate.
-    """
+    """Raise, on all ranks, unless all brought the same list."""
     words = [tuple(row) for row in gathered.tolist()]
     # Every rank computes the following from the same words, so all take the same branches and join
     # the same broadcasts.
@@ -308,8 +271,6 @@ _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Difference:
-    """The difference of two tensors of one dtype and shape; fields as of ``Elements``."""
-
     count: int = 0
     index: tuple[int, ...] | None = None
     value: str = ""
@@ -318,13 +279,7 @@ class Difference:
     unrelated: int = 0
 
     def add_piece(self, theirs: Tensor, mine: Tensor, start: int, like: Tensor) -> None:
-        """Count a further piece of both tensors.
-
-        Args:
-            theirs, mine: uint8 [bytes], whole elements on one device.
-            start: bytes before it.
-            like: any tensor of the dtype and shape of the whole.
-        """
+        """Count a further piece of both tensors."""
         size = like.dtype.itemsize
         differs = (theirs != mine).view(-1, size).any(1)
         count = int(differs.sum())
@@ -355,14 +310,6 @@ class Difference:
 def compare_elements(
     channel: ReplicaChannel, tensor: Tensor, reference: int, other: int, rank: int
 ) -> Elements:
-    """Compare this tensor between two ranks. All ranks of the mesh call it and get the result.
-
-    Args:
-        channel: the ranks of the mesh.
-        tensor: this rank's; only read by the two.
-        reference, other: positions of the two.
-        rank: the global rank at ``other``.
-    """
     # Shapes first: local shapes may differ between replicas, and then elements do not correspond.
     mine, theirs = (
         tuple(channel.broadcast(list(tensor.shape), position)) for position in (other, reference)
@@ -395,12 +342,7 @@ def group_positions(layout: Layout, axes: Sequence[int]) -> Tensor:
 
 
 def find_differing_groups(digests: Tensor, groups: Tensor) -> list[tuple[int, int]]:
-    """Row and group wherever the ranks of a group do not agree, by row.
-
-    Args:
-        digests: [ranks of the mesh, rows, words], ranks by position.
-        groups: from ``group_positions``.
-    """
+    """Row and group wherever the ranks of a group do not agree, by row."""
     # Every member is compared with the first: equality is transitive.
     found = digests[groups]
     differs = (found != found[:, :1]).any(3).any(1)
@@ -410,17 +352,8 @@ def find_differing_groups(digests: Tensor, groups: Tensor) -> list[tuple[int, in
 def split_by_digest(
     layout: Layout, group: Sequence[int], digests: Tensor, axes: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """The classes of one group of ranks, and the axes along which two neighbours differ.
-
-    Args:
-        layout: of the mesh.
-        group: positions in the mesh (row-major coordinates), ascending.
-        digests: [ranks of the mesh, words] of one tensor.
-        axes: of the group.
-
-    Returns:
-        Positions, those of one digest together: the class of the most ranks first, of equally
-        large ones that of the lowest position; and axes, ascending.
+    """The classes of one group of ranks, and the axes along which two neighbours differ. The class
+    of the most ranks is first, of equally large ones that of the lowest position.
     """
     of = {position: tuple(digests[position].tolist()) for position in group}
     classes: dict[tuple[int, ...], list[int]] = {}
@@ -518,16 +451,7 @@ def format_divergences(
     step: int | None,
     order: str,
 ) -> str:
-    """The text of the error.
-
-    Args:
-        layout: of the mesh.
-        divergences: the first of them.
-        tensors, compared: how many differ, and out of how many.
-        groups: how many divergences there are in all.
-        step: if given.
-        order: how to reduce these tensors in one order; empty if they are on the backend already.
-    """
+    """The text of the error; ``order`` is how to reduce these tensors in one order."""
     at = "" if step is None else f" at step {step}"
     lines = [f"replicas differ{at} in {tensors} of {compared} tensors, on mesh {layout}"]
     for divergence in divergences:
@@ -538,7 +462,6 @@ def format_divergences(
 
 
 def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
-    """What the evidence in the divergences suggests."""
     elements = [one for divergence in divergences for one in divergence.elements]
     compared = [one for one in elements if one.count]
     numel, count, unrelated = (
@@ -590,8 +513,6 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The tensors that are replicated along the same axes, and their digests."""
-
     axes: tuple[int, ...]
     tensors: list[NamedTensor]
     digests: Tensor
@@ -614,7 +535,6 @@ def axis_labels(layout: Layout, axes: Sequence[int]) -> tuple[str, ...]:
 def group_by_axes(
     tensors: Sequence[NamedTensor], axes: ReplicaAxes, header: str
 ) -> tuple[list[ReplicaSet], list[str]]:
-    """The replicated tensors by axes, and a list that must be the same on all ranks."""
     by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
     lines = [f"{header}, mesh {axes.layout}"]
     for tensor in tensors:

@@ -130,8 +130,6 @@ _ANY_ORDER = ("MAX", "MIN", "BAND", "BOR", "BXOR")
 
 
 class CoverageRow(NamedTuple):
-    """What reductions of one row have in common."""
-
     kind: Kind
     reduction: str
     dtype: str

@@ -58,7 +58,6 @@ class MeshTensors:
         self.sets, self.lines = group_by_axes(self.tensors, axes, header)
 
     def compare(self, options: CheckOptions) -> None:
-        """Compare the sets, which ``group`` has made, with the other ranks of the layout."""
         if self.layout.world_size > 1:
             channel = ReplicaChannel(self.mesh, self.layout)
             compare_sets(channel, self.layout, self.sets, self.lines, options)
@@ -71,7 +70,6 @@ def compare_scope(
     header: str,
     options: CheckOptions,
 ) -> None:
-    """Compare the tensors of ``scope`` and those on ``others``; all ranks of the scope call it."""
     # Ranks that wait for each other on several meshes take them in the same order.
     others.sort(key=lambda part: (tuple(part.layout.ranks), part.layout.sizes, part.layout.axes))
     first = scope

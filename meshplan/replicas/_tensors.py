@@ -52,26 +52,14 @@ class NamedTensor:
 
 
 def named_tensors(source: TensorSource, *, grads: bool = False) -> list[NamedTensor]:
-    """All tensors of ``source``, in an order that does not depend on the containers.
-
-    Args:
-        source: a module (its parameters and buffers), an optimizer (its state; numbers in it count
-            as tensors), a tensor, or a mapping or an iterable of these, nested at will.
-        grads: gradients of parameters too, under ``<name>.grad``.
-
-    Returns:
-        Sorted by name, numbers in names by their value.
-
-    Raises:
-        ReplicaInputError: a value is not a tensor, or is one without data of its own: on the meta
-            device, fake, not yet initialised, sparse, nested or quantized.
+    """All tensors of ``source``, in an order that does not depend on the containers: by name,
+    numbers in names by their value. Numbers in the state of an optimizer count as tensors.
     """
     found = [one for name, value in _collect("", source, grads) for one in _unwrap(name, value)]
     return sorted(found, key=lambda one: [_key(part) for part in re.split(r"(\d+)", one.name)])
 
 
 def holds_fsdp(source: Any) -> bool:
-    """Whether FSDP2 reduces gradients of a module in ``source``."""
     if isinstance(source, nn.Module):
         # Of a module that torch has not imported there are no instances.
         fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -1,13 +1,4 @@
-"""Test tools, for users and for the project's own tests.
-
-* ``reference_reduce``, ``reference_reduce_tensors``: the contract by exact rational arithmetic.
-* ``order_sensitive``: inputs whose sums show the order of additions.
-* ``bits``, ``first_difference``, ``assert_bitwise_equal``: compare by bits on one rank.
-* ``replica_fingerprints``, ``assert_replicas_equal``: compare by bits between ranks.
-* ``nccl_model``: a process group that adds in the order NCCL would, on CPUs.
-* ``tp``: references of tensor-parallel reductions, the same bits for any number of ranks.
-* ``dp``: gradients that do not depend on the number of data-parallel ranks.
-"""
+"""Test tools, for users and for the project's own tests."""
 
 from __future__ import annotations
 

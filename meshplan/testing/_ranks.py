@@ -59,12 +59,6 @@ class RankGroup:
     def run(
         self, work: Callable[[], tuple[_T, Any]], error: type[MeshplanError]
     ) -> tuple[_T, list[Any]]:
-        """Call ``work`` on all ranks; its result on this one, and the JSON records of all.
-
-        Raises:
-            Exception: the exception of ``work`` on this rank.
-            MeshplanError: of type ``error``: ``work`` raised on another rank.
-        """
         failure, record, message = None, None, ""
         try:
             result, record = work()
@@ -79,7 +73,6 @@ class RankGroup:
         return result, [record for record, _ in outcomes]
 
     def gather_records(self, record: Any) -> list[Any]:
-        """The JSON records of all ranks."""
         data = json.dumps(record).encode()
         length = torch.tensor([len(data)], device="cpu")
         sizes = [int(one) for one in self.gather_tensors(length)]
@@ -89,11 +82,7 @@ class RankGroup:
     def check_equal(
         self, records: Sequence[Mapping[str, Any]], advice: str = "pass the same on all ranks"
     ) -> None:
-        """Compare the gathered records entry by entry.
-
-        Raises:
-            SignatureMismatchError: with the first entry that differs between ranks.
-        """
+        """Compare the gathered records entry by entry."""
         for name, first in records[0].items():
             values = [record[name] for record in records]
             differing = [i for i, value in enumerate(values) if value != first]
@@ -120,13 +109,7 @@ class RankGroup:
     def gather_blocks(
         self, blocks: Sequence[tuple[LeafRange, Tensor]], ranges: Sequence[LeafRange], like: Tensor
     ) -> list[tuple[LeafRange, Tensor]]:
-        """The blocks of all ranks, given those of this one.
-
-        Args:
-            blocks: of this rank: those of ``cover_range`` of its range, in order.
-            ranges: the range of each rank, in the order of the group.
-            like: any tensor of the shape, dtype and device of one block's value.
-        """
+        """The blocks of all ranks, given those of this one."""
         of_rank = [cover_range(start, stop) for start, stop in ranges]
         # all_gather needs one shape on all ranks.
         sent = like.new_zeros((max(map(len, of_rank)), *like.shape))

@@ -40,14 +40,7 @@ def cover_range(start: int, stop: int) -> list[LeafRange]:
 
 def sum_blocks(values: Tensor, start: int) -> list[tuple[LeafRange, Tensor]]:
     """Sums along the last dim for each block of the range, one addition of tensors per level.
-
-    Args:
-        values: [..., length], the leaves ``start`` to ``start + length - 1``; any dtype with an
-            addition, in which all additions are done.
-        start: position of the first.
-
-    Returns:
-        For each block of ``cover_range(start, start + length)``, in order, its sum [...].
+    ``values``: [..., length]. The blocks are those of ``cover_range(start, start + length)``.
     """
     left: list[tuple[LeafRange, Tensor]] = []
     right: list[tuple[LeafRange, Tensor]] = []
@@ -75,17 +68,7 @@ def join_blocks(
     skip_gaps: bool = False,
 ) -> _T:
     """The value of ``T(n)`` from the values of blocks that fill the positions 0 to n - 1.
-
-    Args:
-        blocks: ``((start, stop), value)`` in any order, of blocks of ``cover_range``.
-        n: number of leaves.
-        combine: of two values, the left one first.
-        skip_gaps: leave out positions without a block: a node with one empty half has the value of
-            its other half.
-
-    Raises:
-        ContractError: no blocks; a block that is not aligned, or not inside 0 to n - 1; blocks that
-            overlap; positions without a block (unless ``skip_gaps``).
+    With ``skip_gaps`` a node with one empty half has the value of its other half.
     """
     # A generator is read once. Sorted, the blocks of any subtree are neighbours.
     ordered = sorted(blocks, key=lambda item: item[0])

@@ -51,7 +51,6 @@ class NcclModelConfig:
     algorithm: Literal["ring", "tree"]
 
     def node_of(self, rank: int) -> int:
-        """Node number of a global rank; `LayoutError` if ``node_of_rank`` is too short."""
         if self.domain_size is not None:
             return rank // self.domain_size
         nodes = self.node_of_rank or ()
@@ -124,7 +123,6 @@ class NcclModelProcessGroup(PythonProcessGroup):
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
 
     def describe(self) -> str:
-        """The ranks and the model, in one line."""
         return f"{_NAME} process group of ranks {self._ranks}: {ABOUT}"
 
     def __repr__(self) -> str:
@@ -176,7 +174,6 @@ class NcclModelProcessGroup(PythonProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: _List, inputs: _List, opts: Any) -> Work:  # type: ignore[override]
-        """`reduce_scatter_single` of each pair in turn."""
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_blocks(output, source.reshape(-1), [output.numel()] * self.size(), opts)
         return _FinishedWork(outputs)
@@ -295,7 +292,6 @@ class _Algebra:
         )
 
     def scale(self, leaf: Tensor) -> Tensor:
-        """This rank's leaf, as it is sent."""
         return leaf if self.own is None else leaf * self.own
 
     def evaluate(self, tree: order.Tree, parts: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class HostKind:
 
     @classmethod
     def of(cls, source: str, reading: Reading) -> HostKind:
-        """Of a reading about one host; without GPUs if it does not list them."""
         gpus = sorted(gpu for group in reading.domains or reading.nodes or () for gpu in group)
         number = {gpu: i for i, gpu in enumerate(gpus)}
         domains = reading.domains and tuple(
@@ -119,7 +118,6 @@ class HostPlan:
 
     @property
     def assignment(self) -> Assignment:
-        """Host and GPU of each rank."""
         return self.given or assign_in_order(self.per_host, self.order)
 
     @property
@@ -132,11 +130,7 @@ class HostPlan:
 
 
 def is_rank_order(text: str) -> bool:
-    """True for ``block``, ``cyclic`` and ``plane=N``, False for the name of a file.
-
-    Raises:
-        TopologyError: a plane of another size.
-    """
+    """True for ``block``, ``cyclic`` and ``plane=N``, False for the name of a file."""
     found = _ORDERS.fullmatch(text) is not None
     if not found and text.lower().startswith("plane="):
         raise TopologyError(
@@ -147,11 +141,7 @@ def is_rank_order(text: str) -> bool:
 
 
 def assign_in_order(per_host: Sequence[int], order: str) -> Assignment:
-    """Assign ranks to hosts of ``per_host[i]`` ranks each: ``block``, ``cyclic``, ``plane=N``.
-
-    Raises:
-        TopologyError: another order.
-    """
+    """Assign ranks to hosts of ``per_host[i]`` ranks each: ``block``, ``cyclic``, ``plane=N``."""
     hosts = assign_nodes(len(per_host), per_host, order) if is_rank_order(order) else None
     if hosts is None:
         raise TopologyError(
@@ -162,7 +152,6 @@ def assign_in_order(per_host: Sequence[int], order: str) -> Assignment:
 
 
 def number_gpus(hosts: Sequence[int], names: tuple[str, ...] = ()) -> Assignment:
-    """The assignment with the given host of each rank."""
     taken: Counter[int] = Counter()
     gpus = []
     for host in hosts:
@@ -172,13 +161,9 @@ def number_gpus(hosts: Sequence[int], names: tuple[str, ...] = ()) -> Assignment
 
 
 def read_rank_file(name: str) -> Assignment:
-    """Read a file with the host of each rank; ``-`` is standard input.
-
-    A line is the name of the host of the next rank. ``name slots=8`` (as in Open MPI's hostfiles)
-    and ``name:8`` (as in MPICH's) are the next eight ranks. ``#`` starts a comment.
-
-    Raises:
-        TopologyInputError: it cannot be read, has no host in it, or a line of another form.
+    """Read a file with the host of each rank; ``-`` is standard input. A line is the name of the
+    host of the next rank. ``name slots=8`` (as in Open MPI's hostfiles) and ``name:8`` (as in
+    MPICH's) are the next eight ranks. ``#`` starts a comment.
     """
     numbers: dict[str, int] = {}
     hosts: list[int] = []
@@ -206,14 +191,9 @@ def read_rank_file(name: str) -> Assignment:
 def plan_hosts(
     inputs: Inputs, world_size: int, environ: Mapping[str, str], kinds: Sequence[HostKind]
 ) -> HostPlan | None:
-    """The hosts of a job; ``None`` if no input describes them.
-
-    Without hosts from the user the environment counts: Slurm's variables of a job step, and
-    torchrun's ``LOCAL_WORLD_SIZE`` if there are no files either.
-
-    Raises:
-        TopologyError: numbers that do not fit each other, the files or the job.
-        TopologyInputError: an invalid file of ranks, or invalid variables.
+    """The hosts of a job; ``None`` if no input describes them. Without hosts from the user the
+    environment counts: Slurm's variables of a job step, and torchrun's ``LOCAL_WORLD_SIZE`` if
+    there are no files either.
     """
     # The most specific input decides: a file with the host of each rank, files of several kinds of
     # hosts, ranks of each host, Slurm's variables, torchrun's, and last the plain numbers.
@@ -308,7 +288,6 @@ def _plan_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) 
 
 
 def _plan_numbers(inputs: Inputs, world_size: int, kind: HostKind | None) -> HostPlan:
-    """Hosts of one kind and one size, except that the last may have fewer ranks."""
     hosts = inputs.hosts[0] if inputs.hosts else None
     room = kind.gpus if kind else None
     size = inputs.node_size or room or inputs.domain_size

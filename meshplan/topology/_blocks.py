@@ -28,18 +28,7 @@ def join_blocks(
     domain_size: int | None,
     notes: tuple[SourcedNote, ...],
 ) -> Cluster | None:
-    """The cluster whose nodes and domains are blocks; ``None`` if NVLink does not join them.
-
-    Args:
-        files: names of files, and the blocks in each.
-        plan: the hosts of the job, with their names.
-        domain_size: GPUs that NVLink joins, if the user gave it.
-        notes: those of the inputs.
-
-    Raises:
-        TopologyError: several files with blocks, a host in no block or in two, or blocks of another
-            size than ``domain_size``.
-    """
+    """The cluster whose nodes and domains are blocks; ``None`` if NVLink does not join them."""
     if len(files) > 1:
         shown = " and ".join(show_file(name) for name, _ in files)
         raise TopologyError(f"{shown} each specify blocks of hosts; pass one of them")
@@ -87,7 +76,6 @@ def join_blocks(
 
 
 def explain_unused(source: str, plan: HostPlan) -> SourcedNote:
-    """The note on blocks that place no rank."""
     names = plan.given.names if plan.given is not None else ()
     why = (
         f"hosts have {max(plan.per_host)} ranks, and blocks of such hosts may be parts of a "

@@ -68,11 +68,7 @@ def pack_cluster(cluster: Cluster) -> str:
 
 
 def unpack_cluster(text: str) -> Cluster:
-    """The cluster from a text of ``pack_cluster``.
-
-    Raises:
-        TopologyInputError: it is not such a text.
-    """
+    """The cluster from a text of ``pack_cluster``."""
     try:
         fields = json.loads(zlib.decompress(base64.b85decode(text)))
         nodes, domains = (

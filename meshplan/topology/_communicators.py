@@ -38,14 +38,6 @@ class Communicator:
 
 
 def read_communicators(text: str) -> list[Communicator]:
-    """The communicators of which lines of all ranks are in a log, the largest first.
-
-    Args:
-        text: the log of a job with ``NCCL_DEBUG=INFO``; of several files, in sequence.
-
-    Raises:
-        TopologyInputError: it is no log of NCCL, or has more ranks than a job.
-    """
     if MARK not in text:
         raise TopologyInputError(
             "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log"
@@ -54,16 +46,8 @@ def read_communicators(text: str) -> list[Communicator]:
 
 
 def find_global_ranks(communicators: list[Communicator], world_size: int) -> dict[str, int]:
-    """The global rank of each process.
-
-    It is the rank in the communicator of all ranks; without one, the rank that the launcher wrote.
-
-    Args:
-        communicators: of one log.
-        world_size: ranks of the job.
-
-    Raises:
-        TopologyInputError: neither is in the log.
+    """The global rank of each process. It is the rank in the communicator of all ranks; without
+    one, the rank that the launcher wrote.
     """
     for one in communicators:
         if len(set(one.processes)) == world_size:

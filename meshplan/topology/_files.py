@@ -15,12 +15,7 @@ MAX_BYTES = 64 << 20
 
 
 def read_file(name: str) -> Reading:
-    """Read a file; ``-`` is standard input.
-
-    Raises:
-        TopologyInputError: it is unreadable, larger than ``MAX_BYTES``, of no known format, or
-            invalid; the message names the file.
-    """
+    """Read a file; ``-`` is standard input."""
     text = read_content(name)
     try:
         return read_text(text)
@@ -31,11 +26,7 @@ def read_file(name: str) -> Reading:
 
 
 def read_content(name: str) -> str:
-    """The text of a file; ``-`` is standard input. Invalid bytes become U+FFFD.
-
-    Raises:
-        TopologyInputError: it is unreadable, or larger than ``MAX_BYTES``; names the file.
-    """
+    """The text of a file; ``-`` is standard input. Invalid bytes become U+FFFD."""
     try:
         if name == "-":
             stream: TextIO | None = sys.stdin
@@ -59,11 +50,7 @@ def read_content(name: str) -> str:
 
 
 def read_text(text: str) -> Reading:
-    """Read a text in the first format that recognises it.
-
-    Raises:
-        TopologyInputError: it is of no known format, or invalid.
-    """
+    """Read a text in the first format that recognises it."""
     for name in FORMATS:
         module = import_module(f"meshplan.topology.formats.{name}")
         if module.recognises(text):
@@ -84,5 +71,4 @@ def read_text(text: str) -> Reading:
 
 
 def show_file(name: str) -> str:
-    """The name of a file in messages."""
     return "standard input" if name == "-" else name

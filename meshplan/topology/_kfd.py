@@ -33,13 +33,7 @@ class _Node:
 
 
 def find_amd_gpu(environ: Mapping[str, str], index: int, root: Path = KFD_ROOT) -> Gpu | str:
-    """The GPU that this process calls number ``index``; or why it is unknown.
-
-    Args:
-        environ: ``ROCR_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES``, ``CUDA_VISIBLE_DEVICES``.
-        index: as HIP counts; ignored if one GPU is visible.
-        root: the directory that holds ``nodes``.
-    """
+    """The GPU that this process calls number ``index``; or why it is unknown."""
     try:
         nodes, hidden = _read_nodes(root)
     except OSError as error:

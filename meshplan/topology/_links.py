@@ -186,23 +186,11 @@ class TimedExchange:
 
 
 def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
-    """Fit links to measured exchanges.
-
-    Least squares over the launch, the time of a batch and, for each measured class, its latency and
-    the inverse of its bandwidth; none below zero. Of times s and predictions p, the sum of
-    p / s + s / p is smallest: half the time is as far off as twice the time. An exchange counts as
-    often as it has peers, as predictions are for groups rather than pairs. Exchanges with different
-    numbers of peers separate launch and latencies.
-
-    Args:
-        found: two sizes or more for each class; without batches, theirs takes no time.
-
-    Returns:
-        The links, with the defaults of other figures; and the median over ``found`` of
-        ``|predicted / measured - 1|``.
-
-    Raises:
-        TopologyError: no measurement, or sizes of a class that do not show a bandwidth.
+    """Fit links to measured exchanges. Least squares over the launch, the time of a batch and, for
+    each measured class, its latency and the inverse of its bandwidth; none below zero. Of times s
+    and predictions p, the sum of p / s + s / p is smallest: half the time is as far off as twice
+    the time. An exchange counts as often as it has peers, as predictions are for groups rather than
+    pairs. Also returns the median over ``found`` of ``|predicted / measured - 1|``.
     """
     classes = [name for name in _CLASSES if any(one.link == name for one in found)]
     if not classes or any(one.seconds <= 0 for one in found):
@@ -233,7 +221,6 @@ def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
 
 
 def predict_seconds(links: Links, one: TimedExchange) -> float:
-    """The time of an exchange in the model."""
     link: Link = getattr(links, one.link)
     starts = one.peers * (links.launch + links.batch) if one.batched else links.launch
     return starts + one.peers * (link.latency + one.size / link.bandwidth)

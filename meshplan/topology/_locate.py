@@ -18,17 +18,10 @@ _NO_GPU = "this host shows no GPU"
 
 
 def locate_rank(environ: Mapping[str, str], root: Path = Path("/")) -> RankLocation:
-    """The location of this process. Never raises, and takes a bounded time.
-
-    The GPU is the current one if CUDA is initialised, else by convention number ``LOCAL_RANK``
-    (``SLURM_LOCALID``) of the visible ones, or the only one.
-
-    Args:
-        environ: ``MESHPLAN_HOST`` names the host: ranks with equal values share one. Without it
-            hosts are identified as in NCCL: by ``NCCL_HOSTID``, else by host name and boot id.
-            Further ``LOCAL_RANK`` and ``GROUP_RANK`` of torchrun, and the variables that select
-            GPUs and that steer multi-node NVLink in NCCL.
-        root: of the file system, another one for tests.
+    """The location of this process. Never raises, and takes a bounded time. The GPU is the current
+    one if CUDA is initialised, else by convention number ``LOCAL_RANK`` (``SLURM_LOCALID``) of the
+    visible ones, or the only one. Ranks with one ``MESHPLAN_HOST`` share a host. Without it hosts
+    are identified as in NCCL: by ``NCCL_HOSTID``, else by host name and boot id.
     """
     host, name, machine = _find_host(environ, root)
     number = _read_number(environ, "LOCAL_RANK", "SLURM_LOCALID") or 0

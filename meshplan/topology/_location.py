@@ -49,7 +49,6 @@ class Fabric:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """The reported faults, in words."""
         mask = self.health or 0
         found = [words for shift, words in _FAULTS if mask >> shift & 3 == 1]
         if mask >> _MISCONFIGURED_SHIFT & 0xF > _NOT_MISCONFIGURED:
@@ -92,7 +91,6 @@ class Gpu:
 
     @property
     def links_known(self) -> bool:
-        """True if all GPUs that its links reach are known."""
         return self.links is not None and (self.switch or not self.unread)
 
 
@@ -126,27 +124,16 @@ class RankLocation:
 
     @classmethod
     def from_json(cls, found: Any) -> RankLocation:
-        """The location from the value that ``to_json`` returns.
-
-        Raises:
-            TopologyInputError: it is not of that form.
-        """
+        """The location from the value that ``to_json`` returns."""
         location: RankLocation = _decode(cls, found)
         return location
 
 
 def select_devices(text: str | None, ids: Sequence[str]) -> list[int | str]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` or a similar variable selects, in order.
-
-    As in the CUDA Programming Guide: numbers, or ids that may be abbreviated while they stay
-    unambiguous. Entries after one that is not a device are invisible.
-
-    Args:
-        text: value of the variable; ``None`` if it is not set: all devices are visible.
-        ids: of all devices, in the order of their numbers.
-
-    Returns:
-        Positions in ``ids``, or verbatim the ids of parts of devices (``MIG-...``).
+    """The devices that ``CUDA_VISIBLE_DEVICES`` or a similar variable selects, in order. As in the
+    CUDA Programming Guide: numbers, or ids that may be abbreviated while they stay unambiguous.
+    Entries after one that is not a device are invisible. Returns positions in ``ids``, or the ids
+    of parts of devices (``MIG-...``).
     """
     if text is None:
         return list(range(len(ids)))

@@ -26,11 +26,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
-    """Merge the locations of ranks 0, 1, 2, ...; equal locations make equal clusters on all ranks.
-
-    Raises:
-        TopologyError: no location.
-    """
+    """Merge the locations of ranks 0, 1, 2, ...; equal ones make equal clusters on all ranks."""
     if not locations:
         raise TopologyError("no rank has published its location; pass the location of every rank")
     hosts = _number(location.host for location in locations)
@@ -131,7 +127,6 @@ def _count_domain_gpus(
 
 
 def _name_hosts(locations: Sequence[RankLocation], hosts: Sequence[int]) -> list[str]:
-    """A name for each host, with a number where several share one."""
     firsts: dict[int, str] = {}
     for location, host in zip(locations, hosts, strict=True):
         firsts.setdefault(host, location.name or "host")
@@ -237,7 +232,6 @@ def _describe_gpu(gpu: Gpu) -> str:
 def _check_gpus(
     locations: Sequence[RankLocation], hosts: Sequence[int], names: Sequence[str]
 ) -> Iterator[Note]:
-    """GPUs that are unknown, and GPUs that several ranks use."""
     gpus = list(_list_gpus(locations))
     unknown = _invert((one.reason, rank) for rank, one in enumerate(locations) if not one.gpu)
     for reason in sorted(unknown)[:_SHOWN] if gpus else ():
@@ -253,7 +247,6 @@ def _check_gpus(
 def _check_hosts(
     locations: Sequence[RankLocation], hosts: Sequence[int], names: Sequence[str]
 ) -> Iterator[Note]:
-    """One agent of torchrun on several hosts, or one machine that is several hosts."""
     located = list(zip(locations, hosts, strict=True))
     of_agent = _invert((one.agent, host) for one, host in located if one.agent is not None)
     of_machine = _invert((one.machine, host) for one, host in located if one.machine)

@@ -44,11 +44,7 @@ class NcclChoice:
 
 
 def parse_choice(text: str, elements: Sequence[str]) -> NcclChoice:
-    """Reads the value of ``NCCL_ALGO`` (``elements=ALGORITHMS``) or ``NCCL_PROTO`` (``PROTOCOLS``).
-
-    Raises:
-        PolicyError: a value that NCCL 2.24 and later refuse, or ignore silently.
-    """
+    """Read the value of ``NCCL_ALGO`` (of ``ALGORITHMS``) or ``NCCL_PROTO`` (of ``PROTOCOLS``)."""
     allowed = dict.fromkeys(COLLECTIVES, frozenset(elements))
     named: set[str] = set()
     for entry in re.finditer(r"[^;]+", text):

@@ -26,13 +26,7 @@ class _UnknownGpuError(Exception):
 
 
 def find_nvidia_gpu(environ: Mapping[str, str], index: int, uuid: str = "") -> Gpu | str:
-    """The GPU that this process calls ``cuda:<index>``; or why it is unknown.
-
-    Args:
-        environ: ``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``, ``NCCL_MNNVL_*``.
-        index: as CUDA counts; ignored if one GPU is visible.
-        uuid: of that GPU without ``GPU-``, if CUDA is initialised.
-    """
+    """The GPU that this process calls ``cuda:<index>``; or why it is unknown."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
@@ -133,7 +127,6 @@ def _find_uuid(nvml: Any, uuid: str) -> tuple[Any, str, bool]:
 
 
 def _read_links(nvml: Any, handle: Any, bus: str, buses: set[str]) -> dict[str, Any]:
-    """The fields ``links``, ``unread``, ``peers`` and ``switch`` of a ``Gpu``."""
     # Errors for the number of a link that this GPU does not have.
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT)
     active, unread, ends = 0, [], set()

@@ -29,18 +29,6 @@ def read_cluster(
     *,
     read: Callable[[str], Reading] = read_file,
 ) -> Cluster | None:
-    """The cluster of a job of ``world_size`` ranks; ``None`` if no input describes it.
-
-    Args:
-        inputs: the user's.
-        world_size: ranks of the job.
-        environ: variables of the process; those of Slurm define nodes.
-        read: reads a file; standard input can be read only once.
-
-    Raises:
-        TopologyError: numbers that do not fit each other, the files or the job.
-        TopologyInputError: an invalid file, or invalid variables.
-    """
     readings = [(name, read(name)) for name in inputs.files]
     notes = tuple(SourcedNote(name, note) for name, reading in readings for note in reading.notes)
     kinds = [HostKind.of(name, reading) for name, reading in readings if reading.scope == "host"]
@@ -69,7 +57,6 @@ def _build_from_nodes(
     whole: Sequence[tuple[str, Reading]],
     notes: tuple[SourcedNote, ...],
 ) -> Cluster:
-    """Nodes given by rank, or by GPU of all hosts in sequence, which ranks then use."""
     if len(whole) > 1:
         names = " and ".join(show_file(name) for name, _ in whole)
         raise TopologyError(f"{names} each specify the nodes of all ranks; pass one of them")
@@ -122,7 +109,6 @@ def _build_from_plan(
 
 
 def _join_cliques(size: int, plan: HostPlan, kinds: Sequence[HostKind], gpus: int) -> Topology:
-    """Consecutive hosts are one node until it has ``size`` GPUs."""
     if size % gpus or any(kind.gpus != gpus for kind in kinds):
         raise TopologyError(
             f"--domain-size {size} is not a number of whole hosts of {gpus} GPUs; pass "
@@ -137,7 +123,6 @@ def _join_cliques(size: int, plan: HostPlan, kinds: Sequence[HostKind], gpus: in
 def _build_topology(
     size: int | None, plan: HostPlan, kinds: Sequence[HostKind]
 ) -> tuple[Topology, int | None]:
-    """The topology, and the number of GPUs of a domain; ``None`` if it is unknown."""
     of_kind = [_find_domains(kind, size) for kind in kinds]
     of_kind = of_kind or [_split(max(plan.per_host), size)]
     sizes = {len(group) for domains in of_kind for group in domains or ()}

@@ -1,12 +1,4 @@
-"""Gradients that do not depend on the number of data-parallel ranks.
-
-* ``dp_gradients``: as N ranks compute them, in one process.
-* ``distributed_dp_gradients``: the same bits over a process group.
-* ``sample_gradients``: their leaves.
-* ``split_batch``: the part of each rank.
-* ``compare_gradients``, ``gradient_summary``: two sets of gradients, by bits and in numbers.
-* ``deterministic_controls``: the settings under which one machine repeats itself.
-"""
+"""Gradients that do not depend on the number of data-parallel ranks."""
 
 from __future__ import annotations
 

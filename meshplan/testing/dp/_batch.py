@@ -53,7 +53,6 @@ def samples_per_rank(samples: int, world: int, uneven: bool, samples_per_leaf: i
 
 
 def count_leaves(samples: int, samples_per_leaf: int) -> int:
-    """The number of leaves; ``ContractError`` if it is not a whole number."""
     if samples_per_leaf < 1:
         raise ContractError(
             f"samples_per_leaf={samples_per_leaf}; pass the number of samples of a leaf, at least 1"
@@ -67,7 +66,6 @@ def count_leaves(samples: int, samples_per_leaf: int) -> int:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples; ``ContractError`` without tensors, or for sizes that differ."""
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
     if not shapes:
         raise ContractError("a batch without tensors has no samples; pass e.g. inputs [8, 3]")
@@ -81,7 +79,6 @@ def batch_size(batch: Any) -> int:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors of a batch."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 

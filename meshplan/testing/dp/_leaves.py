@@ -81,7 +81,6 @@ def sample_gradients(
 
 
 def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, after checks of the model."""
     for name, module in model.named_modules():
         shown = f"'{name}'" if name else "the model"
         if any(cls.__name__ in _REDUCE_THEMSELVES for cls in type(module).__mro__):
@@ -142,7 +141,6 @@ class SampleLeaves:
         ]
 
     def gradients(self, index: int) -> dict[str, Tensor | None]:
-        """The gradients of the leaf at ``index`` of the global batch, as autograd returns them."""
         start = (index - self.first) * self._size
         # Leaving inference mode first: copies made in it could not be differentiated.
         with (

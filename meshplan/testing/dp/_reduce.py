@@ -34,11 +34,7 @@ PartialGradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How the leaves are combined.
-
-    Raises:
-        ContractError: an unknown ``op``, or a divisor that is not positive or goes with ``"sum"``.
-    """
+    """How the leaves are combined."""
 
     op: Op
     divisor: int | None
@@ -46,7 +42,6 @@ class Reduction:
 
     @classmethod
     def read(cls, op: AnyOp, divisor: int | None, contract: Contract | None) -> Reduction:
-        """The reduction of the arguments of ``dp_gradients``."""
         return cls(read_op(op), divisor, Contract() if contract is None else contract)
 
     def __post_init__(self) -> None:
@@ -75,11 +70,9 @@ class Reduction:
             )
 
     def leaf(self, gradient: Tensor) -> Tensor:
-        """A gradient as it enters the tree, in new memory."""
         return combine_leaves([gradient], "sum", (1,), self.contract)
 
     def combine(self, left: Tensor, right: Tensor) -> Tensor:
-        """A node of the tree."""
         # Rounded once, partials have the accumulator's dtype already, which is not raised again.
         contract = self.contract if self.contract.rounding == "node" else Contract()
         return combine_leaves([left, right], "sum", (2,), contract)
@@ -87,7 +80,6 @@ class Reduction:
     def finish(
         self, blocks: Iterable[tuple[LeafRange, Tensor]], count: int, dtype: torch.dtype
     ) -> Tensor:
-        """The batch gradient of one parameter of ``dtype`` from the blocks of ``count`` leaves."""
         total = join_blocks(blocks, count, self.combine, skip_gaps=True)
         divisor = (self.divisor or count) if self.op == "avg" else None
         return finish_partials([total], self.op, (1,), self.contract, dtype, divisor)
@@ -137,10 +129,7 @@ def dp_gradients(
     of torch, the same settings and the same number of threads (``deterministic_controls``), and
     kernels that return the same bits when they run twice. The model must return the same result
     for a sample whatever ran before: plain Python attributes and random numbers other than torch's
-    are not restored. torch's own full-batch gradient, which sums over samples in its kernels, is
-    equal in exact arithmetic only. One forward and backward for each leaf is slow:
-    ``samples_per_leaf`` makes fewer and larger leaves, with other bits, and again the same for any
-    number of ranks.
+    are not restored. Larger ``samples_per_leaf`` are faster, and have other bits.
 
     Args:
         model, loss_fn, inputs, targets, samples_per_leaf, seed: as for ``sample_gradients``; here
@@ -179,7 +168,6 @@ def dp_gradients(
 
 
 def _rank_ranges(world: int | Sequence[int], samples: int, samples_per_leaf: int) -> list[range]:
-    """The indices of the leaves of each rank."""
     if isinstance(world, int):
         counts = samples_per_rank(samples, world, True, samples_per_leaf)
     else:
@@ -209,10 +197,8 @@ def distributed_dp_gradients(
     """``dp_gradients`` where every rank of ``group`` holds a part of the global batch.
 
     The global batch is the parts in the order of the group's ranks. They may differ in size, and
-    be empty on some ranks. Each rank runs its own samples one by one and combines their gradients
-    into subtrees. The ranks exchange the values of the subtrees, at most ``2 * log2(samples)`` per
-    rank, and every rank joins them. The bits are those of ``dp_gradients`` over the whole batch,
-    on all ranks.
+    be empty on some ranks. The bits are those of ``dp_gradients`` over the whole batch, on all
+    ranks. A rank sends at most ``2 * log2(samples)`` gradients.
 
     Before a sample is run the ranks compare parameters and buffers bit by bit, arguments, torch's
     version, threads, kind of processor. Every rank of ``group`` must call this; if one raises, all
@@ -310,7 +296,6 @@ def _check_not_empty(count: int) -> None:
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
-    """Conditions that the bits of a leaf depend on, by their names in a message."""
     processor = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         processor = f"{torch.cuda.get_device_name(device)} and {processor}"
@@ -327,7 +312,6 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 
 def _hash_model(model: nn.Module) -> str:
-    """Of names and bits of parameters and buffers, and of the training mode of modules."""
     whole = hashlib.sha256()
     for name, module in model.named_modules():
         whole.update(f"{name} {module.training} ".encode())

@@ -14,11 +14,6 @@ from meshplan.errors import ShardError
 
 
 def check_shards(shards: Sequence[Tensor], name: str) -> None:
-    """Refuse anything but a list of real tensors of one dtype on one device.
-
-    Raises:
-        ContractStateError: the CPU flushes subnormal numbers to zero.
-    """
     if isinstance(shards, Tensor):
         raise ShardError(f"{name} is one tensor; pass a list of shards, [x] for a single one")
     if not shards:
@@ -34,7 +29,6 @@ def check_shards(shards: Sequence[Tensor], name: str) -> None:
 
 
 def check_logits(shards: Sequence[Tensor], token_ids: Tensor, name: str) -> None:
-    """``check_shards``, and refuse shards that are not floats [*tokens, part of the vocabulary]."""
     check_shards(shards, name)
     for i, shard in enumerate(shards):
         shown = name if len(shards) == 1 else f"{name}[{i}]"
@@ -49,7 +43,6 @@ def check_logits(shards: Sequence[Tensor], token_ids: Tensor, name: str) -> None
 
 
 def read_ids(token_ids: Tensor) -> Tensor:
-    """Token ids as int64."""
     _check_plain(token_ids, "token_ids")
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
         raise ShardError(f"token_ids are {token_ids.dtype}; pass integers")
@@ -74,7 +67,6 @@ def check_dtypes(reduction_dtype: torch.dtype, output_dtype: torch.dtype | None 
 
 
 def check_temperature(temperature: float, reduction_dtype: torch.dtype) -> None:
-    """Refuse a temperature that is not positive and finite in ``reduction_dtype``."""
     rounded = float(torch.tensor(float(temperature), dtype=reduction_dtype, device="cpu"))
     if not 0.0 < rounded < math.inf:
         raise ShardError(
@@ -90,11 +82,7 @@ def check_eps(eps: float) -> None:
 
 
 def check_pair(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
-    """Refuse two tensors that cannot be compared element by element.
-
-    Raises:
-        ContractStateError: the CPU flushes subnormal numbers to zero.
-    """
+    """Refuse two tensors that cannot be compared element by element."""
     _check_real(first, names[0])
     _check_real(second, names[1])
     check_same_shape(names[0], first.shape, second, names[1])
@@ -108,7 +96,6 @@ def check_pair(first: Tensor, second: Tensor, names: tuple[str, str]) -> None:
 def check_same_shape(
     what: str, shape: torch.Size, other: Tensor, other_name: str = "token_ids"
 ) -> None:
-    """Refuse a shape that is not that of ``other``."""
     if shape != other.shape:
         raise ShardError(
             f"{what} has shape {tuple(shape)}, {other_name} has shape {tuple(other.shape)}; "

@@ -228,7 +228,6 @@ class _Selection:
         output_dtype: torch.dtype,
         reduction_dtype: torch.dtype,
     ) -> _Selection:
-        """Check the arguments other than ``shards``."""
         check_dtypes(reduction_dtype, output_dtype)
         check_temperature(temperature, reduction_dtype)
         ids = read_ids(token_ids).to(shards[0].device)
@@ -239,7 +238,6 @@ class _Selection:
         )
 
     def find_owned(self, start: int, size: int) -> Tensor:
-        """Active tokens that the shard ``[start, start + size)`` holds, bool [*tokens]."""
         return self.active & (self.ids >= start) & (self.ids < start + size)
 
     def local_index(self, start: int, size: int) -> Tensor:
@@ -251,7 +249,6 @@ class _Selection:
         return self.apply_temperature(shard.detach().to(self.reduction_dtype))
 
     def apply_temperature(self, values: Tensor) -> Tensor:
-        """``values`` divided by the temperature, in their dtype."""
         if self.temperature == 1.0:
             return values
         # CUDA multiplies by the reciprocal of a Python number, which is not the IEEE division.

@@ -261,8 +261,6 @@ def distributed_masked_mean(
 
 @dataclass(frozen=True)
 class _RankShard:
-    """The values and the mask of this rank, of one shape, and the sizes on all ranks."""
-
     values: Tensor
     active: Tensor
     dtype: torch.dtype

@@ -35,11 +35,7 @@ _CPU_PIECE, _PIECE = 1 << 15, 1 << 24
 
 
 def exp(values: Tensor) -> Tensor:
-    """e to the power of each element; a new contiguous tensor of the same shape and dtype.
-
-    Args:
-        values: float16, bfloat16, float32 or float64, any strides. Not differentiated through.
-    """
+    """e to the power of each element; a new contiguous tensor of the same shape and dtype."""
     return _in_pieces(_exp, values)
 
 
@@ -62,7 +58,6 @@ def k3(values: Tensor) -> Tensor:
 
 
 def without_nan_payload(values: Tensor) -> Tensor:
-    """``values`` with every NaN made the canonical quiet one."""
     return values.masked_fill(values.isnan(), torch.nan)
 
 

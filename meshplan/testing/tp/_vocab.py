@@ -78,7 +78,6 @@ def owner_ranks_for_token_ids(
 def read_ranges(
     ranges: Sequence[tuple[int, int]], name: str = "shard_ranges"
 ) -> list[tuple[int, int]]:
-    """``(start, stop)`` of each rank as ints; ``ShardError`` for invalid or overlapping ranges."""
     found = [(int(start), int(stop)) for start, stop in ranges]
     for rank, (start, stop) in enumerate(found):
         if not 0 <= start <= stop:
@@ -97,12 +96,6 @@ def read_ranges(
 
 
 def start_indices(starts: Sequence[int] | None, shards: Sequence[Tensor]) -> list[int]:
-    """The first token of each shard; without ``starts`` they are consecutive from zero.
-
-    Raises:
-        ShardError: another number of starts than of shards, or shards that would overlap, are not
-            sorted, or start below zero.
-    """
     sizes = [shard.shape[-1] for shard in shards]
     if starts is None:
         return [sum(sizes[:i]) for i in range(len(sizes))]
@@ -122,14 +115,7 @@ def start_indices(starts: Sequence[int] | None, shards: Sequence[Tensor]) -> lis
 
 
 def check_coverage(ids: Tensor, active: Tensor, covered_by: Tensor) -> None:
-    """Refuse active tokens that are not held by exactly one shard.
-
-    Args:
-        ids, active, covered_by: [*tokens]: int64, bool, and the number of shards that hold a token.
-
-    Raises:
-        TokenCoverageError: about the first such token.
-    """
+    """Refuse active tokens that are not held by exactly one shard."""
     wrong = active & (covered_by != 1)
     if not bool(wrong.any()):
         return

@@ -35,13 +35,9 @@ _FIRST = frozenset("[0123456789>`~|")
 
 
 def clean_lines(text: str) -> list[tuple[int, str]]:
-    """Each line with its number from 1 up, blank ones too.
-
-    Without escape sequences, carriage returns, prefixes of launchers, quote marks, fences, and the
-    pipes of a Markdown table (each becomes a tab).
-
-    Raises:
-        TopologyInputError: larger than any output of this sort.
+    """Each line with its number from 1 up, blank ones too. Without escape sequences, carriage
+    returns, prefixes of launchers, quote marks, fences, and the pipes of a Markdown table (each
+    becomes a tab).
     """
     for what, count, most in (
         ("characters", len(text), _MOST_CHARACTERS),
@@ -80,6 +76,5 @@ def _clean_line(line: str) -> str:
 
 
 def format_some(names: list[str]) -> str:
-    """The first eight names, and the number of the others."""
     more = len(names) - 8
     return ", ".join(names[:8]) + (f" and {more} more" if more > 0 else "")

@@ -42,14 +42,11 @@ class Row:
 
 
 class CellWords:
-    """The words in the cells of one kind of table."""
-
     def __init__(self, pattern: str) -> None:
         self.one = re.compile(pattern)
         self.run = re.compile(rf"(?:\s*+(?:{pattern}))*+")
 
     def split(self, text: str) -> tuple[list[str], str]:
-        """The cells that ``text`` starts with, glued ones too, and the text after them."""
         run = self.run.match(text)
         assert run is not None
         return self.one.findall(run[0]), text[run.end() :]
@@ -162,7 +159,6 @@ class _Parser:
             row.tail, self.last_line = tail, number
 
     def find_columns(self) -> list[int]:
-        """The GPU of each column."""
         most = max(self.rows)
         if self.header and set(self.header) >= set(self.rows):
             return self.header

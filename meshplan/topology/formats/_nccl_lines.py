@@ -53,8 +53,6 @@ CommunicatorKey = tuple[int, str]
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """The lines of one rank about one communicator."""
-
     process: str
     host: str
     line: int
@@ -106,15 +104,8 @@ class Member:
 
 
 def list_communicators(text: str) -> list[dict[int, Member]]:
-    """The members of each communicator by rank, the largest first.
-
-    A communicator is left out if a rank of it is missing, or if no line sets it apart.
-
-    Args:
-        text: the log of a job with ``NCCL_DEBUG=INFO``.
-
-    Raises:
-        TopologyInputError: more ranks of communicators than a job has.
+    """The members of each communicator by rank, the largest first. A communicator is left out if a
+    rank of it is missing, or if no line sets it apart.
     """
     found = group_members(scan(text)[0]).values()
     return [index_by_rank(members) or {} for members in found if is_whole(members)]
@@ -140,7 +131,6 @@ def _start_member(process: str, host: str, line: int, prefix: str) -> Member:
 
 
 def scan(text: str) -> tuple[list[Member], list[int]]:
-    """Members in order of their first line, and the lines where a graph begins."""
     threads: dict[str, tuple[str, str, str]] = {}
     current: dict[str, Member] = {}
     known: dict[tuple[str, str], Member] = {}

@@ -37,7 +37,6 @@ class Element:
     parent: Element | None
 
     def find_above(self, tag: str, attribute: str) -> str | None:
-        """The attribute of the nearest element around this one with that tag."""
         around = self.parent
         while around is not None and around.tag != tag:
             around = around.parent
@@ -68,13 +67,7 @@ def find_root_tag(text: str) -> str:
 
 def parse(text: str, wanted: Iterable[str]) -> list[Element]:
     """The elements with the tags ``wanted``, in the order of the document; the root is first.
-
-    Args:
-        text: the document; blank lines before it are allowed, as files in the field have them.
-        wanted: tags of elements to keep; the others are only counted.
-
-    Raises:
-        TopologyInputError: not well-formed, a DTD or an entity, or too deep or too large.
+    ``text``: the document; blank lines before it are allowed, as files in the field have them.
     """
     body = text.removeprefix("\ufeff").lstrip()
     # An XML declaration must be the first thing expat sees, blank lines or not.
@@ -92,8 +85,6 @@ def parse(text: str, wanted: Iterable[str]) -> list[Element]:
 
 
 class _Handler:
-    """The callbacks of expat."""
-
     def __init__(self, wanted: frozenset[str], above: int) -> None:
         self.wanted = wanted
         self.above = above

@@ -23,19 +23,11 @@ _ASK = ASK.format("amd-smi topology")
 
 
 def recognises(text: str) -> bool:
-    """Whether one of the headings of the tables is in ``text``."""
     return _TABLE.search(text) is not None
 
 
 def read(text: str) -> Reading:
-    """Domains by the table of link types; one host, so its GPUs are one node.
-
-    Args:
-        text: the output of ``amd-smi topology``.
-
-    Raises:
-        TopologyInputError: no table, an unknown link type, or a row that does not fit.
-    """
+    """Domains by the table of link types; one host, so its GPUs are one node."""
     tables = {match[1]: match.end() for match in _TABLE.finditer(text)}
     if not tables:
         raise TopologyInputError(f"no table of amd-smi topology found; {_ASK}")

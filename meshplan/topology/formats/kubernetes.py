@@ -32,22 +32,14 @@ MAX_GPUS = 1 << 22
 
 
 def recognises(text: str) -> bool:
-    """Whether ``text`` is JSON of Kubernetes that lists nodes."""
     start = text[:200].lstrip("\ufeff \t\r\n")
     return start.startswith("{") and '"apiVersion"' in text and _LIST.search(text) is not None
 
 
 def read(text: str) -> Reading:
-    """Names of hosts; GPUs, counted host after host, by clique if all hosts have their number.
-
-    A host without a clique is a node of its own. If only the capacity of a host shows GPUs, these
+    """Names of hosts; GPUs, counted host after host, by clique if all hosts have their number. A
+    host without a clique is a node of its own. If only the capacity of a host shows GPUs, these
     have no index, and nodes are unknown.
-
-    Args:
-        text: the output of ``kubectl get nodes -o json``.
-
-    Raises:
-        TopologyInputError: not JSON, not a list of nodes, or a malformed label.
     """
     hosts = [_parse_host(item, index) for index, item in enumerate(_parse_items(text))]
     cliques: dict[str, list[int]] = {}

@@ -26,19 +26,11 @@ _SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
 
 
 def recognises(text: str) -> bool:
-    """Whether there is a line of NCCL in ``text``."""
     return MARK in text
 
 
 def read(text: str) -> Reading:
-    """Nodes of the largest communicator, if lines of all its ranks are in the log.
-
-    Args:
-        text: the log of a job with ``NCCL_DEBUG=INFO``.
-
-    Raises:
-        TopologyInputError: no line of NCCL, or more ranks of communicators than a job has.
-    """
+    """Nodes of the largest communicator, if lines of all its ranks are in the log."""
     if not recognises(text):
         raise TopologyInputError(
             "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log"
@@ -90,7 +82,6 @@ def _find_nodes(
 
 
 def _group_ranks(members: Sequence[Member]) -> dict[str, list[int]] | None:
-    """Ranks by name of their node; members are in order of ranks and none is missing."""
     counts = {member.number("nNodes") for member in members} - {None}
     # A clique is one node of NCCL, whatever its hosts are.
     if any(member.number("MNNVL") for member in members):
@@ -152,7 +143,6 @@ def _is_cut(ring: str, size: int) -> bool:
 
 
 def _compare_channels(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]:
-    """Ranks of one communicator, or communicators of one size, with other channel counts."""
     notes: dict[int, list[Note]] = defaultdict(list)
     sizes: dict[int, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
     for (size, name), members in communicators.items():

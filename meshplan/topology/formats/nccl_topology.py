@@ -43,21 +43,13 @@ _HIDDEN_SWITCH = -1
 
 
 def recognises(text: str) -> bool:
-    """Whether the root of ``text`` is ``<system>``."""
     return find_root_tag(text) == "system"
 
 
 def read(text: str) -> Reading:
-    """Domains and nodes; GPUs are numbered by ``rank``, else by ``dev``, else in file order.
-
-    All switches of one host count as one, as for NCCL: the links between them are not listed. The
+    """Domains and nodes; GPUs are numbered by ``rank``, else by ``dev``, else in file order. All
+    switches of one host count as one, as for NCCL: the links between them are not listed. The
     hidden switch is one for the whole file, as only a clique of hosts is dumped into one file.
-
-    Args:
-        text: the file of ``NCCL_TOPO_DUMP_FILE``.
-
-    Raises:
-        TopologyInputError: not XML, or not this format.
     """
     elements = parse(text, ("system", "cpu", "pci", "gpu", *_LINKS))
     root = elements[0]
@@ -97,8 +89,6 @@ class _Gpu:
 
 
 class _System:
-    """The GPUs of one file and their links."""
-
     def __init__(self, elements: Sequence[Element]) -> None:
         found = [element for element in elements if element.tag == "gpu"]
         dump = all(name in gpu.attributes for gpu in found for name in _DUMPED)

@@ -43,14 +43,7 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """GPUs joined by NVLink, and the number of links of each pair. Hosts are unknown.
-
-    Args:
-        text: the output of ``nvidia-smi topo -m``.
-
-    Raises:
-        TopologyInputError: no such table, tables of several hosts, or more than one host can have.
-    """
+    """GPUs joined by NVLink, and the number of links of each pair. Hosts are unknown."""
     table = GpuTable.read(text, _WORDS)
     notes = list(table.notes)
     # A link that only one of the two reports cannot be used.
@@ -147,7 +140,6 @@ def _is_tray(table: GpuTable, counts: dict[Pair, int]) -> bool:
 
 
 def _is_grace(row: Row) -> bool | None:
-    """Whether the columns after the cells look like a Grace; ``None`` if they are empty."""
     words = row.tail.split()
     # CPU Affinity, NUMA Affinity, GPU NUMA ID: the third exists only if CPUs reach GPU memory.
     if len(words) == 3 and words[2].isdecimal():

@@ -30,20 +30,11 @@ _Rows = dict[str, tuple[int, list[str]]]
 
 
 def recognises(text: str) -> bool:
-    """Whether one of the headings of rocm-smi is in ``text``."""
     return _BANNER.search(text) is not None
 
 
 def read(text: str) -> Reading:
-    """Domains by the table of link types; one host, so its GPUs are one node.
-
-    Args:
-        text: the output of ``rocm-smi --showtopo``.
-
-    Raises:
-        TopologyInputError: no heading of rocm-smi, an unknown link type, or a row that does not
-            fit the table.
-    """
+    """Domains by the table of link types; one host, so its GPUs are one node."""
     if not recognises(text):
         raise TopologyInputError(f"no heading of rocm-smi found; {_ASK}")
     tables = {match[1]: match for match in _TABLE.finditer(text)}

@@ -41,14 +41,7 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Names of blocks or switches; notes have the number of hosts of each.
-
-    Args:
-        text: ``topology.conf`` or ``topology.yaml``.
-
-    Raises:
-        TopologyInputError: neither file, a line of another form, or an invalid list of hosts.
-    """
+    """Names of blocks or switches; notes have the number of hosts of each."""
     if _CONF.search(text):
         return _read_conf(text)
     if _YAML.search(text):
@@ -59,15 +52,7 @@ def read(text: str) -> Reading:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The names in a list of hosts, in its order: ``tux[08-10],foo`` is four names.
-
-    Args:
-        text: as Slurm writes it.
-
-    Raises:
-        TopologyInputError: brackets that are nested or left open, an invalid range, or more than
-            ``MAX_HOSTS`` names.
-    """
+    """The names in a list of hosts, in its order: ``tux[08-10],foo`` is four names."""
     names: list[str] = []
     for pieces in _parse_hosts(text, MAX_HOSTS):
         made = [""]
@@ -191,7 +176,6 @@ def _split_key(content: str, line: int) -> tuple[str, str]:
 
 
 def _split_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, by number, with their indentation."""
     line, counted = 1, 0
     for number, match in enumerate(re.finditer(r"\S[^\n]*", text)):
         line += text.count("\n", counted, match.start())
@@ -221,8 +205,6 @@ def _join_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 class _Outline:
-    """Names in order, with notes on the children of each."""
-
     def __init__(self) -> None:
         self.notes: list[Note] = []
         self.names: list[str] = []
@@ -260,7 +242,6 @@ class _Outline:
             self.notes.append(Note(f"sizes of blocks: {sizes[:80]} hosts", line=line))
 
     def add_key(self, key: str, value: str, line: int) -> None:
-        """One line of topology.yaml."""
         if key == "block_sizes":
             self.add_sizes(value.strip("[]"), line)
         elif key == "topology":

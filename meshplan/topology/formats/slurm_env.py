@@ -18,19 +18,10 @@ _MOST_NODES, _MOST_RANKS = 1_000_000, 2_000_000
 
 
 def read_nodes(environ: Mapping[str, str], default: str = "block") -> tuple[int, ...] | None:
-    """Node of each rank, by position in the list of nodes; ``None`` if unknown.
-
-    It is unknown if the list of nodes or their tasks are missing, or with a distribution other than
-    block, cyclic and ``plane=N``. The parts of a distribution after the first ``:`` or ``,`` are
-    about sockets and cores and change no node, except for ``Pack``.
-
-    Args:
-        environ: variables of the process.
-        default: the distribution without ``SLURM_DISTRIBUTION``, which sbatch does not set; srun's
-            own default is block.
-
-    Raises:
-        TopologyInputError: malformed or contradicting values.
+    """Node of each rank, by position in the list of nodes; ``None`` if unknown, as with a
+    distribution other than block, cyclic and ``plane=N``. Its parts after the first ``:`` or ``,``
+    are about sockets and cores and change no node, except for ``Pack``. sbatch sets no
+    ``SLURM_DISTRIBUTION``, and then ``default`` holds.
     """
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     tasks = environ.get("SLURM_TASKS_PER_NODE")
@@ -78,18 +69,9 @@ def _parse_counts(text: str) -> list[int]:
 
 
 def assign_nodes(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ...] | None:
-    """Node of each rank if node i has ``per_node[i]`` of them, assigned by ``order``.
-
-    ``block`` fills nodes sequentially, ``cyclic`` places one rank on each node in turn, ``plane=N``
-    places N on each in turn; a full node is skipped. Any other order: ``None``.
-
-    Args:
-        nodes: number of nodes.
-        per_node: ranks of each.
-        order: as in ``SLURM_DISTRIBUTION``.
-
-    Raises:
-        TopologyInputError: ``per_node`` has not ``nodes`` counts, or N is below 1.
+    """Node of each rank if node i has ``per_node[i]`` of them, assigned by ``order``. ``block``
+    fills nodes sequentially, ``cyclic`` places one rank on each node in turn, ``plane=N`` places N
+    on each in turn; a full node is skipped. Any other order: ``None``.
     """
     if len(per_node) != nodes or any(count < 0 for count in per_node):
         raise TopologyInputError(f"expected the ranks of {nodes} nodes, got {len(per_node)}")
