@@ -147,7 +147,7 @@ register(Order("rank", 1, _rank, undivided="is one fold from the first leaf to t
 EXACT_WORDS = {"float32": 11, "float64": 68}
 """Words of 32 bits in an exact sum of some of the leaves, by the accumulator's dtype.
 
-They hold every sum of less than 2^31 leaves. ``meshplan/_exact_sum.py`` has their meaning."""
+They hold every sum of less than 2^31 leaves. ``meshplan/definition.py`` has their meaning."""
 
 
 def _exact_partial(dtype: str) -> PartialResult:

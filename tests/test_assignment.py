@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.topology._assignment import (
+from meshplan.topology._read_cluster import (
     assign_in_order,
     is_rank_order,
     number_gpus,
@@ -86,7 +86,7 @@ class TestMessages(TestCase):
     def refusal(self, text: str) -> str:
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("meshplan.topology._assignment.read_content", lambda name: text)
+                patch.setattr("meshplan.topology._read_cluster.read_content", lambda name: text)
                 read_rank_file("hosts")
         except TopologyInputError as error:
             return str(error)
@@ -110,7 +110,7 @@ MP212: hosts:17: more than 16,777,216 ranks""",
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshplan.topology._assignment.read_content", lambda name: text)
+        patch.setattr("meshplan.topology._read_cluster.read_content", lambda name: text)
         try:
             placed = read_rank_file("hosts")
         except TopologyInputError:

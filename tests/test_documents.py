@@ -16,7 +16,7 @@ import pytest
 import meshplan
 from meshplan.lint import _read_jobs, _spec
 from meshplan.topology import _files
-from meshplan.topology.formats import _xml, kubernetes, slurm
+from meshplan.topology.formats import kubernetes, nccl_topology, slurm
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,8 +97,8 @@ def test_file_size_limits_match_the_sources() -> None:
     assert re.findall(r"[\d,]+\d", bounds) == [
         str(_files.MAX_BYTES >> 20),
         f"{_read_jobs.MAX_CHARACTERS:,}",
-        f"{_xml.MAX_ELEMENTS:,}",
-        str(_xml.MAX_DEPTH),
+        f"{nccl_topology.MAX_ELEMENTS:,}",
+        str(nccl_topology.MAX_DEPTH),
         f"{slurm.MAX_HOSTS:,}",
         f"{_spec.MAX_RANKS:,}",
     ]

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from meshplan.errors import ContractError
 from meshplan.testing.dp import split_batch
-from meshplan.testing.dp._batch import copy_range
+from meshplan.testing.dp._leaves import copy_range
 
 
 @pytest.mark.parametrize(

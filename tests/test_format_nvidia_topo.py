@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
-from meshplan.topology.formats import _clean
+from meshplan.topology.formats import _gpu_table
 from meshplan.topology.formats.nvidia_topo import read, recognises
 from tests.readings import read_or_refused
 
@@ -382,7 +382,7 @@ def test_reading_time_is_linear(unit: str) -> None:
 
 
 def test_lines_keep_their_numbers() -> None:
-    assert _clean.clean_lines(
+    assert _gpu_table.clean_lines(
         "[1,3]<stderr>:a\n\n```\n2: \x1b[1mb\x1b[0m\n| c | d |\n|--|--|\ne|f"
     ) == [
         (1, "a"),
@@ -393,8 +393,8 @@ def test_lines_keep_their_numbers() -> None:
         (6, ""),
         (7, "e|f"),
     ]
-    assert [line for _, line in _clean.clean_lines("a\r\nb\rc")] == ["a", "b c"]
-    assert [line for _, line in _clean.clean_lines("[default0]:[rank0]: a")] == [" a"]
+    assert [line for _, line in _gpu_table.clean_lines("a\r\nb\rc")] == ["a", "b c"]
+    assert [line for _, line in _gpu_table.clean_lines("[default0]:[rank0]: a")] == [" a"]
 
 
 # For tests/test_formats.py.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology.formats._xml import (
+from meshplan.topology.formats.nccl_topology import (
     find_root_tag,
     format_spans,
     parse,

@@ -11,9 +11,8 @@ from expecttest import TestCase
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology import Topology
-from meshplan.topology._assignment import Inputs
 from meshplan.topology._cluster import Cluster
-from meshplan.topology._read_cluster import read_cluster
+from meshplan.topology._read_cluster import Inputs, read_cluster
 
 
 def matrix(gpus: int, domain: int, cpus: str = "0-31") -> str:

@@ -10,9 +10,8 @@ from expecttest import assert_expected_inline
 
 from meshplan.errors import TopologyError
 from meshplan.topology import Topology
-from meshplan.topology._assignment import Inputs
 from meshplan.topology._cluster import Cluster
-from meshplan.topology._read_cluster import read_cluster
+from meshplan.topology._read_cluster import Inputs, read_cluster
 from tests.cli import meshplan
 
 CONF = "BlockName=r1 Nodes=n[00-17]\nBlockName=r2 Nodes=n[18-35]\nBlockSizes=18,36\n"

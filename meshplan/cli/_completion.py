@@ -30,7 +30,6 @@ def add(verbs: Any) -> None:
 
 
 def _write_script(given: argparse.Namespace) -> str:
-    """The script, from the parser of the command line; ``PolicyError`` without shtab."""
     try:
         import shtab
     except ModuleNotFoundError as error:

@@ -31,8 +31,8 @@ from meshplan.lint._read_jobs import RankOptions, read_arguments
 from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
 from meshplan.topology import Cluster, Inputs, Reading
-from meshplan.topology._assignment import is_rank_order
 from meshplan.topology._files import read_content, read_file
+from meshplan.topology._read_cluster import is_rank_order
 
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
 _MOST_PARENTS = 32

@@ -187,7 +187,6 @@ def read_dtype(text: str) -> str:
 
 
 def read_placements(text: str, option: str) -> list[str]:
-    """The text of each placement in ``P,S(0),R``; ``PolicyError`` for another text."""
     items = [item.strip() for item in _COMMA.split(text)]
     for item in items:
         if not _PLACEMENT.fullmatch(item):

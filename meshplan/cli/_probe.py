@@ -1,9 +1,4 @@
-"""``meshplan probe``: whether the backend's all-reduces return the same bits in sibling groups.
-
-Run it on all ranks with ``torchrun``. Sibling groups reduce the same inputs with the backend's
-all-reduce, and the results are compared bit by bit. The report covers this run only: equal bits
-prove nothing about other sizes, other days and other placements.
-"""
+"""``meshplan probe``: whether the backend's all-reduces return the same bits in sibling groups."""
 
 from __future__ import annotations
 

@@ -118,7 +118,6 @@ def _probe_axes(
 
 
 def _count_differing(result: Tensor) -> int:
-    """The largest number of elements in which a rank differs from the first rank."""
     first = result.clone()
     dist.broadcast(first, 0)
     count = (bits(result) != bits(first)).sum().reshape(1)

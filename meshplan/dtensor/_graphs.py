@@ -106,7 +106,6 @@ def forget_graphs() -> bool:
 
 
 def _frame() -> Any:
-    """Dynamo's translator of the frame that is compiled on this thread, if any."""
     translator = frame_translator()
     if translator is None:
         return None

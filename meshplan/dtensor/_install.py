@@ -4,9 +4,6 @@ One function of torch is replaced: ``torch.distributed.tensor._redistribute`` lo
 ``_optimize_transform_infos`` up as a module global on every redistribution. While meshplan is
 installed, one setting keeps compiled graphs on disk apart (``_graphs``), and methods of other
 libraries are wrapped to report reductions outside the contract (``_uncovered``).
-
-Before it replaces anything, ``install`` checks every private name of torch that meshplan uses. One
-error lists all names that have moved.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class MeshEntry:
         device_type: of the mesh.
         descending: axes along which ranks do not ascend in every group.
         by_coordinate: those of them along which tensors were sharded in the order of coordinates
-            (``_shard_order``).
+            (``_guards``).
         routes, by_placement: the caches of ``_routes``.
     """
 

@@ -497,7 +497,6 @@ def _in_default_order(problem: Problem, transform_infos: Sequence[TransformInfo]
 
 
 def _move(step: Step, transform_infos: Sequence[TransformInfo]) -> TransformInfo | None:
-    """A ``slice`` or ``torch`` step for torch's executor; ``None`` if its shape is unknown."""
     (axis,) = step.axes
     assert step.src is not None
     assert step.dst is not None

@@ -59,8 +59,6 @@ _communicators: weakref.WeakValueDictionary[str, Communicator[object]] = (
 
 
 class Arithmetic(NamedTuple):
-    """The operation on each element; as ``meshplan.definition.reduce_leaves`` has it."""
-
     op: str
     shape: tuple[int, ...]
     order: str
@@ -70,7 +68,6 @@ class Arithmetic(NamedTuple):
 
     @property
     def contract(self) -> Contract:
-        """Order, accumulator and rounding; ``ContractError`` for an unknown word."""
         return Contract(self.order, self.accumulate, self.rounding)  # type: ignore[arg-type]
 
 
@@ -286,7 +283,6 @@ class Communicator(ABC, Generic[_Call]):
             )
 
     def _error(self, outcome: Outcome, signature: Signature, next_step: str) -> Exception:
-        """What went wrong in a call of ``signature``, and what becomes of the communicator."""
         who, me = self.ranks[outcome.rank], self.ranks[self.rank]
         mine = str(read_words(signature.words))
         among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")

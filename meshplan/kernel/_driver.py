@@ -229,7 +229,6 @@ class Driver:
     def launch(
         self, function: int, blocks: int, lanes: int, stream: int, arguments: ctypes.Array[Any]
     ) -> None:
-        """Start a kernel; ``arguments`` are addresses of its parameters, which are copied."""
         self._run("launch", function, blocks, 1, 1, lanes, 1, 1, 0, stream, arguments, None)
 
     def malloc(self, nbytes: int) -> int:

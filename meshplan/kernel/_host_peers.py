@@ -110,7 +110,6 @@ class SharedMemory:
         return MemoryHandle(os.getpid(), self._descriptor, nonce, self.size)
 
     def note(self, place: int, number: int) -> None:
-        """Write a number of 32 bits into the header, at ``place`` 0 or above, for the others."""
         assert self._map is not None
         start = _NOTES + 4 * place
         self._map[start : start + 4] = number.to_bytes(4, "little")
@@ -290,7 +289,6 @@ def _release(memory: SharedMemory, processes: list[int]) -> None:
 
 
 def _open_process(number: int) -> int:
-    """A descriptor that reports the end of a process, as the library takes it."""
     try:
         return os.pidfd_open(number)
     except ProcessLookupError:

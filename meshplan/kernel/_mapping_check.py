@@ -109,7 +109,6 @@ class DeviceProbe:
             self._launch(staging, None)
 
     def take(self) -> list[list[bytes]]:
-        """The words in this rank's region, by writer; ``DriverError`` as for ``write``."""
         size = self._peers.world
         with self._staging(2 * size * _WORD_BYTES) as staging:
             self._launch(None, staging)

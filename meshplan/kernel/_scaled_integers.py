@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshplan._exact_sum import round_digits
+from meshplan.definition import round_digits
 from meshplan.kernel._host_peers import large_pages
 from meshplan.kernel._library import DTYPES, available, library
 

@@ -21,8 +21,7 @@ own an interval; all other ranks send early and receive late.
 A rank sends at most ``2 * ceil(log2(ranks))`` messages in groups of a power of two, and at most
 ``4 * ceil(log2(ranks))`` otherwise. Of a summand of S bytes in float32 it sends below 2 S in groups
 of a power of two, at most 2.13 S in others, and 2.25 S on meshes of up to 72 ranks. The mean over
-the ranks is 2.01 S at most, and 2.03 S on meshes. The schedule of one rank takes O(log(ranks)) time
-and memory.
+the ranks is 2.01 S at most, and 2.03 S on meshes.
 """
 
 from __future__ import annotations

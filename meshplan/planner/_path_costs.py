@@ -174,8 +174,6 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of halving of a chunk, for each of the ranks that stand for all."""
-
     # For each rank, the class of link and the bytes of its messages.
     sends: tuple[tuple[tuple[LinkName, int], ...], ...]
     # For each rank, from which of them its messages are, and the number of each among those of its

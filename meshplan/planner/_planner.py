@@ -15,7 +15,6 @@ from meshplan.planner._group_facts import find_groups
 from meshplan.planner._hazards import hazards
 from meshplan.planner._path_costs import (
     ReductionStrategy,
-    SizeRange,
     find_chunk_unit,
     find_halving_sizes,
 )
@@ -192,6 +191,12 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
             blocks = ", no blocks: exact partials cost more than they save"
     if strategy.inner > 1 and problem.shape is None:
         blocks += f", cheapest for {NOMINAL_ELEMENTS} elements"
+    halving, chunk = None, 0
+    if problem.path == "auto" or strategy.inner > 1:
+        reach = find_groups(layout, problem.topology).find_reach(strategy)
+        chunk = find_chunk_unit(reach, strategy.inner, strategy.between)
+        # Decides about halving when the size is known, where nothing else has decided.
+        halving = find_halving_sizes(reach) if strategy.inner == 1 else None
     to = ", ".join(problem.dst[i].text if i in strategy.sharded else "R" for i in wide)
     return Step(
         kind="reduce_scatter" if strategy.sharded else "all_reduce",
@@ -207,25 +212,9 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
         scatter=tuple((i, problem.dst[i].dim or 0) for i in strategy.sharded),
         inner=strategy.inner,
         between=strategy.between,
-        halving=_find_halving(problem, strategy),
-        chunk=_chunk_unit(problem, strategy),
+        halving=halving,
+        chunk=chunk,
     )
-
-
-def _find_halving(
-    problem: Problem, strategy: ReductionStrategy
-) -> tuple[SizeRange, SizeRange] | None:
-    """What decides about halving when the size is known, where nothing else has decided."""
-    if problem.path != "auto" or strategy.inner > 1:
-        return None
-    return find_halving_sizes(find_groups(problem.layout, problem.topology).find_reach(strategy))
-
-
-def _chunk_unit(problem: Problem, strategy: ReductionStrategy) -> int:
-    if strategy.inner == 1:
-        return 0
-    reach = find_groups(problem.layout, problem.topology).find_reach(strategy)
-    return find_chunk_unit(reach, strategy.inner, strategy.between)
 
 
 def _find_operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | None]:

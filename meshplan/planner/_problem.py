@@ -233,7 +233,6 @@ def _check_shape(shape: tuple[int, ...], specs: Sequence[Spec]) -> None:
 
 
 def check_reach(topology: Topology, layout: Layout) -> None:
-    """Refuse a topology that does not reach the highest rank of the layout: ``TopologyError``."""
     highest = layout.highest_rank
     if highest >= topology.world_size:
         raise TopologyError(

@@ -115,7 +115,6 @@ def predict_divergence(
 def draw_row(
     seed: int, number: int, numel: int, dtype: str, random: np.random.RandomState | None = None
 ) -> Row:
-    """Row ``number`` of the inputs: N(0, 1), ``numel`` elements of ``dtype``."""
     # ``random`` is seeded again: another generator would cost ten times as much as a short row.
     # The only generator with the same numbers in all versions of numpy. Its seed has 32 bits.
     random = np.random.RandomState() if random is None else random

@@ -215,7 +215,6 @@ class ReplicaChannel:
         dist.send(data.to(self._device).contiguous(), group=self._group, group_dst=to)
 
     def receive(self, like: Tensor, source: int) -> Tensor:
-        """The tensor that ``source`` sends: of the length, dtype and device of ``like``."""
         found = torch.empty_like(like, device=self._device, memory_format=torch.contiguous_format)
         dist.recv(found, group=self._group, group_src=source)
         return found.to(like.device)
@@ -520,8 +519,6 @@ class ReplicaSet:
 
 @dataclass(frozen=True, slots=True)
 class _DivergentGroup:
-    """A divergence whose elements have not been compared; ``classes`` are positions."""
-
     tensor: NamedTensor
     replicated: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]

@@ -414,6 +414,5 @@ def _op_name(op: Any) -> str:
 
 
 def _short(name: str) -> str:
-    """The name of a reduction by that of an operator of c10d, or of a method of a group."""
     words = (("allreduce", "all_reduce"), ("scatter", "reduce_scatter"), ("reduce", "reduce"))
     return next((found for part, found in words if part in name), name)

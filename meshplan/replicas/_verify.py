@@ -119,7 +119,6 @@ def verify_replicas(
 
 
 def _default_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh:
-    """All ranks as a mesh of one axis, on the device that the tensors and the group share."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise GroupStateError(

@@ -9,11 +9,10 @@ multiplies each contribution by ``1/n`` in the storage dtype and then adds (NCCL
 src/enqueue.cc); that a device compiler may fuse this multiplication with the next addition is not
 modelled. PREMUL_SUM multiplies each rank's contribution by that rank's factor, which is rounded to
 the storage dtype, rounds the product to it as well, and then adds (NCCL 2.30.7,
-src/device/reduce_kernel.h). As under torch it is for floats only, and a factor that is a tensor has
-their dtype. The integer average divides the sum, toward zero (src/device/reduce_kernel.h). MIN and
-MAX return the operand that is not a NaN. A coalesced call is modelled as separate calls, and a
-message that is not contiguous in its logical order. Reduce-scatter and reduce have no Tree in NCCL:
-they go round the ring whatever the configured algorithm.
+src/device/reduce_kernel.h). The integer average divides the sum, toward zero
+(src/device/reduce_kernel.h). MIN and MAX return the operand that is not a NaN. A coalesced call is
+modelled as separate calls. Reduce-scatter and reduce have no Tree in NCCL: they go round the ring
+whatever the configured algorithm.
 
 All other collectives only move data and are those of gloo.
 """
@@ -44,8 +43,6 @@ _List: TypeAlias = list[Tensor]
 
 @dataclass(frozen=True)
 class NcclModelConfig:
-    """The nodes of ranks (one of the two maps), and the algorithm of all-reduce."""
-
     node_of_rank: tuple[int, ...] | None
     domain_size: int | None
     algorithm: Literal["ring", "tree"]

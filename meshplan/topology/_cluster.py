@@ -15,8 +15,6 @@ from meshplan.topology._reading import Note
 
 @dataclass(frozen=True, slots=True)
 class SourcedNote:
-    """A note with the file, variable or probe that it is about (``-`` is standard input)."""
-
     source: str
     note: Note
 

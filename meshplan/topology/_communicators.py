@@ -113,7 +113,6 @@ def _read_trees(members: Mapping[int, Member]) -> dict[int, tuple[tuple[int, ...
 
 
 def _is_tree(down: Mapping[int, tuple[int, ...]], size: int) -> bool:
-    """Whether every rank but one is a child once, and all are below that one."""
     children = [child for ranks in down.values() for child in ranks]
     roots = set(range(size)) - set(children)
     if sorted(down) != list(range(size)) or len(roots) != 1 or len(children) != size - 1:

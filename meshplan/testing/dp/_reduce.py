@@ -22,8 +22,13 @@ from meshplan.errors import ContractError, GroupError
 from meshplan.testing._bitwise import digest
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import LeafRange, cover_range, join_blocks
-from meshplan.testing.dp._batch import batch_size, count_leaves, samples_per_rank
-from meshplan.testing.dp._leaves import LossFn, SampleLeaves
+from meshplan.testing.dp._leaves import (
+    LossFn,
+    SampleLeaves,
+    batch_size,
+    count_leaves,
+    samples_per_rank,
+)
 
 # Elements of one exchange, over all blocks of all ranks.
 _CHUNK = 1 << 24

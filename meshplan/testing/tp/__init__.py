@@ -1,8 +1,6 @@
 """References of tensor-parallel reductions: the same bits for any number of ranks and any shards.
 
-A trainer with tensor parallelism of 1 and a generator with 8 agree on log-probabilities and losses
-only if no bit depends on how a vocabulary or a batch is split. These references define the common
-value, down to the last bit:
+These references define the common value, down to the last bit:
 
 * sums follow one tree, the contract's, over absolute positions: token ids of the vocabulary for
   the softmax, positions of the flattened values for sums and means. A shard contributes the
@@ -17,7 +15,7 @@ Each has three forms: over one tensor, over local shards, and over the ranks of 
 All three return the same bits on CPUs. torch must run eagerly: a compiler that fuses a
 multiplication with an addition rounds once where these round twice.
 
-They are oracles to test kernels with, too slow for training.
+They are oracles, too slow for training.
 """
 
 from __future__ import annotations

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from meshplan._bits import FLOATS, element_index, max_ulps
 from meshplan.testing._bitwise import bits
-from meshplan.testing.tp._checks import check_pair, check_same_shape, read_ids, read_mask
 from meshplan.testing.tp._masked import sharded_masked_sum
-from meshplan.testing.tp._vocab import read_ranges
+from meshplan.testing.tp._vocab import (
+    check_pair,
+    check_same_shape,
+    read_ids,
+    read_mask,
+    read_ranges,
+)
 
 _LEAST_REFERENCE = 1e-12
 

@@ -30,15 +30,16 @@ from meshplan.errors import ShardError
 from meshplan.testing._bitwise import bits, digest
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import LeafRange, join_blocks, sum_blocks
-from meshplan.testing.tp._checks import (
+from meshplan.testing.tp._math import exp, log, without_nan_payload
+from meshplan.testing.tp._vocab import (
+    check_coverage,
     check_dtypes,
     check_logits,
     check_temperature,
     read_ids,
     read_mask,
+    start_indices,
 )
-from meshplan.testing.tp._math import exp, log, without_nan_payload
-from meshplan.testing.tp._vocab import check_coverage, start_indices
 
 
 def selected_logprobs_reference(

@@ -20,13 +20,13 @@ from torch import Tensor
 from meshplan.errors import ShardError
 from meshplan.testing._ranks import RankGroup
 from meshplan.testing._segments import join_blocks, sum_blocks
-from meshplan.testing.tp._checks import (
+from meshplan.testing.tp._math import without_nan_payload
+from meshplan.testing.tp._vocab import (
     check_dtypes,
     check_eps,
     check_shards,
     read_mask,
 )
-from meshplan.testing.tp._math import without_nan_payload
 
 
 def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from meshplan.testing.tp._checks import check_pair, read_mask
 from meshplan.testing.tp._math import exp, expm1, k3
+from meshplan.testing.tp._vocab import check_pair, read_mask
 
 _Function = Callable[[Tensor], Tensor]
 
