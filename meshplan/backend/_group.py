@@ -45,12 +45,14 @@ from meshplan.errors import BackendError, ContractError, GroupStateError, Meshpl
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
+from meshplan.flatten._join import create_beside
 from meshplan.flatten._threads import is_forked, refuse_forked
+from meshplan.record import Record
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors = list[Tensor]
-_Run = Callable[[Ticket], None]
+_Run = Callable[[dist.ProcessGroup, Ticket], object]
 
 
 def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -112,9 +114,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         super().__init__(inner, made.timeout, backend, across_jobs)
         inside = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
         timeout = options.timeout or made.timeout
+        # Of the reductions on CPUs: their group, once there is one, and what creates it.
         self._lane: dist.ProcessGroup | None = None
+        self._create_lane: Callable[..., dist.ProcessGroup] | None = None
+        self._lane_timeout = timeout
         if "cpu" in inside:
-            self._lane = create("reductions", backend=str(inside["cpu"]), timeout=timeout)
+            self._create_lane = partial(create, "reductions", backend=str(inside["cpu"]))
         # Devices that the backend was named for. Torch does not know groups of torchft.
         self._checked = set(inside) if across_jobs and origin is None else set[str]()
         # The group that torch has created; not this one, which would keep itself alive.
@@ -125,7 +130,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         keep_calls(self, self._calls)
         self._has_agreed = False
         self._followed = self.inner_timeout
-        self._steady = SteadyTable(options, self._lane)
+        self._steady = SteadyTable(options)
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
             create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
@@ -146,8 +151,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if partial_sum is not None and self.size() > 1:
             operation = self._operation(opts, tensors)
             if sums.continues(partial_sum, operation, self.options):
-                args = operation, self.options, self._lane_of(tensors)
-                run = partial(sums.reduce_partial_sums, tensors[0].detach(), partial_sum, *args)
+                args = tensors[0].detach(), partial_sum, operation, self.options
+                run = partial(sums.reduce_partial_sums, *args)
                 return self._start(in_caller_mode(run, tensors), tensors, opts)
         return self.allreduce_coalesced(tensors, opts, kind="allreduce")
 
@@ -167,8 +172,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if len(tensors) == 1 and tensors[0].is_cpu:
             first = self._steady.first(ALL_REDUCE, tensors[0], tensors[0], operation)
             return self._start(first, tensors, opts)
-        lane = self._lane_of(tensors)
-        run = partial(reduce_all, [*map(writable, tensors)], operation, self.options, lane)
+        run = partial(reduce_all, [*map(writable, tensors)], operation, self.options)
         return self._start(in_caller_mode(run, tensors), tensors, opts)
 
     @_counts_refused
@@ -184,8 +188,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         found = writable(tensors[0])
         flat = found.reshape(-1)
         output = found if mine else flat[:0]
-        lane = self._lane_of(tensors)
-        run = partial(reduce_blocks, [output], [flat], [lengths], operation, self.options, lane)
+        run = partial(reduce_blocks, [output], [flat], [lengths], operation, self.options)
         return self._start(in_caller_mode(run, tensors), tensors, opts, writes=mine)
 
     @_counts_refused
@@ -226,35 +229,34 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             return
         check_equal_blocks(output, input, self.size())
         found: list[sums.PartialSum] = []
-        args = input.detach().reshape(-1), operation, self.options, self._lane_of([output]), found
+        args = input.detach().reshape(-1), operation, self.options, found
         run = partial(sums.scatter_partial_sum, output.detach(), *args)
         self._start(in_caller_mode(run, [output]), [output], opts)
         sums.keep_partial_sum(output, found[0])
 
-    @property
-    def lane(self) -> dist.ProcessGroup:
-        """The inner group for reductions of CPU tensors.
-
-        Raises:
-            BackendError: the inner backend has none for CPUs.
-        """
-        if self._lane is None:
-            raise BackendError(
-                f"the inner backend {self.options.inner!r} has no CPU tensors; pass e.g. "
-                "inner='cpu:gloo,cuda:nccl'"
+    def _find_lane(self, call: int) -> dist.ProcessGroup:
+        """The inner group for reductions of CPU tensors, which all ranks create in ``call``."""
+        inner: dist.ProcessGroup = self.inner
+        if self._lane is None and self.size() > 1:
+            assert self._create_lane is not None
+            self._lane = create_beside(
+                inner,
+                partial(self._create_lane, timeout=self._lane_timeout),
+                token=Record.of(policy=self.options.policy),
+                timeout=self._lane_timeout.total_seconds(),
+                call=call,
             )
-        return self._lane
+        return self._lane or inner
 
-    def _lane_of(self, tensors: Sequence[Tensor]) -> dist.ProcessGroup:
-        return self.lane if tensors[0].is_cpu else self._lane_on(tensors[0].device).find_group()
-
-    def _lane_on(self, device: torch.device) -> DeviceLane:
-        if self._device_lane is None or device.type != "cuda":
+    def _lane_on(self, device: torch.device) -> DeviceLane | None:
+        """``None`` on CPUs."""
+        lane = self._device_lane if device.type == "cuda" else None
+        if lane is None and (device.type != "cpu" or self._create_lane is None):
             raise BackendError(
                 f"the inner backend {self.options.inner or _inner.default_inner()!r} does not "
                 f"reduce {device.type} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
             )
-        return self._device_lane
+        return lane
 
     def _derive(
         self,
@@ -270,6 +272,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the inner groups, for calls that begin later."""
         super().set_timeout(timeout)
+        self._lane_timeout = timeout
         if self._device_lane is not None:
             self._device_lane.timeout = timeout
         for group in self._groups():
@@ -300,8 +303,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             self._thread.join()
         self._steady.clear()
         everything = dist.group.WORLD is self or dist.group.WORLD is None
+        # Functions of meshplan reduce over this group itself.
+        registry().release(self)
         for group in self._groups():
+            registry().release(group)
             _inner.destroy_inner_group(group, all_are_destroyed=everything)
+        self._lane = None
 
     def _groups(self) -> list[Any]:
         on_devices = None if self._device_lane is None else self._device_lane.group
@@ -364,10 +371,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     ) -> Work:
         for output, sizes in zip(outputs, lengths, strict=True):
             check_blocks(output, sizes, self.rank(), self.size())
-        lane = self._lane_of(outputs)
-        run = partial(
-            reduce_blocks, [*map(writable, outputs)], inputs, lengths, operation, self.options, lane
-        )
+        args = [*map(writable, outputs)], inputs, lengths, operation, self.options
+        run = partial(reduce_blocks, *args)
         return self._start(in_caller_mode(run, outputs), outputs, opts)
 
     def count_refused(self, written: Tensor | _Tensors) -> None:
@@ -391,6 +396,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 collective, shape = "reduce_scatter", (self.size(), *shape)
             return run_as_one(again, collective, op, shape, first.dtype, lambda: self)
         refuse_forked()
+        lane = self._lane_on(written[0].device)
+        on_device = None if lane is None else lane.find_group()
         if writes:
             mark_written(written)
         if self.lent:
@@ -402,10 +409,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
             with self._calls.take(first.device.type) as ticket:
-                run(ticket)
+                run(on_device or self._lane or self._find_lane(ticket.number), ticket)
 
-        if not first.is_cpu:
-            lane = self._lane_on(first.device)
+        if lane is not None:
             start: Callable[[], Work] = partial(
                 lane.start, partial(self._thread.call, guarded), written, is_async
             )
@@ -417,10 +423,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self, method: str, operation: Operation, tensors: Sequence[Tensor], *given: Any
     ) -> Work:
         """Let the inner backend reduce what the contract does not define, or all by policy."""
-        if self.options.policy == "fast" and self._lane is not None and not self._has_agreed:
-            # A rank of another policy would wait on another group.
-            run = partial(agree_on_policy, self._lane, self.options.policy)
-            self._thread.run(run)
+        if self.options.policy == "fast" and self._create_lane and not self._has_agreed:
+            # A rank of another policy would reduce on another group, which is of one policy.
+            self._thread.run(partial(agree_on_policy, self.inner, self.options.policy))
             self._has_agreed = True
         try:
             return reduce_inside(operation, tensors, method, self.options, self, *given)

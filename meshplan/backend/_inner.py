@@ -1,7 +1,8 @@
 """The groups of the inner backend that a group of the backend ``meshplan`` consists of.
 
 One carries the calls that move data. The other one carries reductions and nothing else: they run
-on a thread of their own, and two threads may not order one group's messages.
+on a thread of their own, and two threads may not order one group's messages. It is created in the
+first reduction: many groups of a job never reduce, and each one takes descriptors and threads.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshplan._torch import WORLD, GroupName, PrefixStore, new_process_group
 from meshplan.backend._options import NAME
-from meshplan.errors import BackendError
+from meshplan.errors import BackendError, GroupStateError
 from meshplan.flatten import keep_store
-from meshplan.flatten._create import rest_at_end
+from meshplan.flatten._create import attempt_store, descriptor_objection, rest_at_end
 
 
 def default_inner() -> str:
@@ -31,6 +32,7 @@ def default_inner() -> str:
 
 def create_inner_group(
     use: str,
+    attempt: str = "",
     *,
     name: str,
     backend: str,
@@ -42,10 +44,11 @@ def create_inner_group(
     options: Any = None,
     across_jobs: bool = False,
 ) -> ProcessGroup:
-    """Create a plain group of the same ranks; every member calls it while the group is created.
+    """Create a plain group of the same ranks; every member calls it at the same time.
 
     Args:
         use: separates the groups of one group of the backend.
+        attempt: separates the attempts that its members have agreed on; empty for the first group.
         name: of the group of the backend.
         backend: as ``init_process_group`` accepts it.
         store: of the group of the backend.
@@ -57,6 +60,7 @@ def create_inner_group(
 
     Raises:
         BackendError: torch does not have the backend.
+        GroupStateError: this process may not open as many descriptors.
         RuntimeError: from torch, if the backend cannot connect the members.
     """
     for part in backend.split(","):
@@ -66,12 +70,15 @@ def create_inner_group(
                 f"torch has no backend {one!r} for inner={backend!r}; register it, or pass one "
                 "that torch has, such as inner='gloo'"
             )
+    objection = descriptor_objection(backend, size)
+    if objection is not None:
+        raise GroupStateError(f"group {name} of {size} ranks cannot be created: {objection}")
     group, _ = new_process_group(
         size,
         rank,
         list(ranks),
         c10d.Backend(backend),
-        PrefixStore(use, store),
+        PrefixStore(use, attempt_store(attempt, backend, store) if attempt else store),
         group_name=GroupName(f"{name}/{use}"),
         backend_options=options,
         timeout=timeout,

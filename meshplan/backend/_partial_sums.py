@@ -104,8 +104,8 @@ def scatter_partial_sum(
     message: Tensor,
     operation: Operation,
     options: BackendOptions,
-    group: ProcessGroup,
     found: list[PartialSum],
+    group: ProcessGroup,
     ticket: Ticket,
 ) -> None:
     """Reduce equal blocks of ``message`` to ``output``, and append the partial sum to ``found``.
@@ -117,8 +117,8 @@ def scatter_partial_sum(
         message: flat; one block for each rank.
         operation: one that ``keeps`` accepts.
         options: of the group.
-        group: the inner group for reductions, of several ranks.
         found: appended to.
+        group: the inner group for reductions, of several ranks.
         ticket: of the call.
     """
     contract, dtype = options.contract, output.dtype

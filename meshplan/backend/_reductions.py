@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from meshplan.errors import ContractError, FallbackRefusedError
 from meshplan.execute import Event, SteadyReduction, record
 from meshplan.flatten import registry
 from meshplan.record import Record
+
+Kind = Literal["all_reduce", "reduce_scatter"]
 
 
 def options_of(operation: Operation, options: BackendOptions) -> ReductionOptions:
@@ -121,67 +123,43 @@ def _request(kind: str, operation: Operation) -> str:
     return f"{kind} {operation.name} of backend {NAME}"
 
 
-class Form(NamedTuple):
-    """A reduction of one tensor into another one of the group.
-
-    Attributes:
-        run: reduces a message into an output, both detached, by an operation and the options of
-            the group, over the inner group for reductions, in the call of a ticket.
-        find: the steady form of it, after ``run`` has returned; the output is not needed.
-    """
-
-    run: Callable[[Tensor, Tensor, Operation, BackendOptions, ProcessGroup, Ticket], None]
-    find: Callable[[Tensor, Operation, BackendOptions, ProcessGroup], SteadyReduction | None]
-
-
-def _all_reduce(
-    message: Tensor,
-    out: Tensor,
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-    ticket: Ticket,
-) -> None:
-    assert message.data_ptr() == out.data_ptr()
-    reduce_all([out], operation, options, group, ticket)
-
-
-def _find_all_reduce(
-    message: Tensor, operation: Operation, options: BackendOptions, group: ProcessGroup
-) -> SteadyReduction | None:
-    how = options_of(operation, options)
-    return find_steady_reduction(message, how, group, _request("all_reduce", operation))
-
-
-def _scatter(
-    message: Tensor,
-    out: Tensor,
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-    ticket: Ticket,
-) -> None:
-    lengths = [out.numel()] * group.size()
-    reduce_blocks([out], [message.reshape(-1)], [lengths], operation, options, group, ticket)
-
-
-def _find_scatter(
-    message: Tensor, operation: Operation, options: BackendOptions, group: ProcessGroup
-) -> SteadyReduction | None:
-    how, request = options_of(operation, options), _request("reduce_scatter", operation)
-    lengths = (message.numel() // group.size(),) * group.size()
-    flat = message.view(-1)
-    return find_steady_reduction(flat, how, group, request, dim=0, lengths=lengths)
-
-
-ALL_REDUCE = Form(_all_reduce, _find_all_reduce)
+ALL_REDUCE: Kind = "all_reduce"
 """In place: the output is the message."""
-SCATTER = Form(_scatter, _find_scatter)
+SCATTER: Kind = "reduce_scatter"
 """Equal blocks of the message, one for each rank."""
 
 
+def reduce_one(
+    kind: Kind,
+    message: Tensor,
+    out: Tensor,
+    operation: Operation,
+    options: BackendOptions,
+    group: ProcessGroup,
+    ticket: Ticket,
+) -> None:
+    """Reduce ``message`` into ``out``, both detached; otherwise as ``reduce_all``."""
+    if kind == SCATTER:
+        lengths = [out.numel()] * group.size()
+        reduce_blocks([out], [message.reshape(-1)], [lengths], operation, options, group, ticket)
+    else:
+        assert message.data_ptr() == out.data_ptr()
+        reduce_all([out], operation, options, group, ticket)
+
+
+def find_steady(
+    kind: Kind, message: Tensor, operation: Operation, options: BackendOptions, group: ProcessGroup
+) -> SteadyReduction | None:
+    """The steady form of ``reduce_one``, after that has returned; the output is not needed."""
+    how, request = options_of(operation, options), _request(kind, operation)
+    if kind == ALL_REDUCE:
+        return find_steady_reduction(message, how, group, request)
+    lengths = (message.numel() // group.size(),) * group.size()
+    return find_steady_reduction(message.view(-1), how, group, request, dim=0, lengths=lengths)
+
+
 def agree_on_policy(group: ProcessGroup, policy: str) -> None:
-    """Agree with the other members, before the first reduction by the inner backend.
+    """Agree with the other members of the inner ``group``, before it reduces for the first time.
 
     Raises:
         GroupAgreementError: on every rank, if the members differ in their policy.

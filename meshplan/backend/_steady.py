@@ -6,7 +6,7 @@ order: a reduction that is not found runs the ordinary way, and meets those that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from meshplan._calls import Ticket
 from meshplan._torch import dispatch_modes, profiler_enabled
 from meshplan.backend._operations import Operation, read_operation
 from meshplan.backend._options import BackendOptions
-from meshplan.backend._reductions import Form
-from meshplan.backend._work import in_caller_mode, writable
+from meshplan.backend._reductions import Kind, find_steady, reduce_one
+from meshplan.backend._work import Reduce, in_caller_mode, writable
 from meshplan.execute import SteadyReduction
 
 MAX_STEADY = 256
@@ -30,69 +30,68 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class SteadyTable:
-    """Steady reductions of one group, by form, operation, dtype and shape.
+    """Steady reductions of one group, by kind, operation, dtype and shape.
 
     Args:
         options: of the group.
-        lane: the inner group for reductions; ``None``: there are none.
     """
 
-    def __init__(self, options: BackendOptions, lane: ProcessGroup | None) -> None:
+    def __init__(self, options: BackendOptions) -> None:
         self._options = options
-        self._lane = lane
         self._known: dict[Hashable, SteadyReduction] = {}
 
-    def find(
-        self, form: Form, message: Tensor, out: Tensor, op: Any
-    ) -> Callable[[Ticket], None] | None:
+    def find(self, kind: Kind, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
         """The reduction of ``message`` into ``out`` by a ``ReduceOp``, to be run once in its turn.
 
         Returns:
             ``None`` if none like it was run before, or if operators or spans are watched.
         """
-        found = self._known.get((form, op.op, message.dtype, message.shape))
+        found = self._known.get((kind, op.op, message.dtype, message.shape))
         if found is None or not _are_steady(message, out) or _is_watched():
             return None
-        return partial(self._repeat, found, form, message, out, op)
+        return partial(self._repeat, found, kind, message, out, op)
 
-    def first(
-        self, form: Form, message: Tensor, out: Tensor, operation: Operation
-    ) -> Callable[[Ticket], None]:
+    def first(self, kind: Kind, message: Tensor, out: Tensor, operation: Operation) -> Reduce:
         """The reduction the ordinary way, whose decisions are kept; to be run once in its turn."""
-        return in_caller_mode(partial(self._run, form, message, out, operation), [out])
+        return in_caller_mode(partial(self._run, kind, message, out, operation), [out])
 
     def clear(self) -> None:
         """Forget all reductions."""
         self._known.clear()
 
     def _run(
-        self, form: Form, message: Tensor, out: Tensor, operation: Operation, ticket: Ticket
+        self,
+        kind: Kind,
+        message: Tensor,
+        out: Tensor,
+        operation: Operation,
+        lane: ProcessGroup,
+        ticket: Ticket,
     ) -> None:
-        lane = self._lane
-        assert lane is not None
-        form.run(message.detach(), writable(out), operation, self._options, lane, ticket)
+        reduce_one(kind, message.detach(), writable(out), operation, self._options, lane, ticket)
         if operation.factor is not None or lane.size() == 1 or not _are_steady(message, out):
             return
-        found = form.find(message.detach(), operation, self._options, lane)
+        found = find_steady(kind, message.detach(), operation, self._options, lane)
         if found is None:
             return
         if len(self._known) >= MAX_STEADY:
             self._known.clear()
-        kind = getattr(dist.ReduceOp, operation.name.upper())
-        self._known[form, kind, message.dtype, message.shape] = found
+        op = getattr(dist.ReduceOp, operation.name.upper())
+        self._known[kind, op, message.dtype, message.shape] = found
 
     def _repeat(
         self,
         found: SteadyReduction,
-        form: Form,
+        kind: Kind,
         message: Tensor,
         out: Tensor,
         op: Any,
+        lane: ProcessGroup,
         ticket: Ticket,
     ) -> None:
         if not found.run(message, out, ticket.word):
             operation = read_operation(op, message, self._options.contract)
-            self.first(form, message, out, operation)(ticket)
+            self.first(kind, message, out, operation)(lane, ticket)
 
 
 def _is_watched() -> bool:

@@ -183,14 +183,16 @@ def writable(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def in_caller_mode(
-    run: Callable[[Ticket], object], tensors: Sequence[Tensor]
-) -> Callable[[Ticket], None]:
+Reduce = Callable[[dist.ProcessGroup, Ticket], object]
+"""Reduces over the inner group for reductions, in a call."""
+
+
+def in_caller_mode(run: Reduce, tensors: Sequence[Tensor]) -> Reduce:
     """``run`` on any thread, without gradients, where ``tensors`` can be written."""
     # Tensors of inference mode can be written to in that mode only, which is each thread's own.
     return partial(_run, run, any(tensor.is_inference() for tensor in tensors))
 
 
-def _run(run: Callable[[Ticket], object], inference: bool, ticket: Ticket) -> None:
+def _run(run: Reduce, inference: bool, group: dist.ProcessGroup, ticket: Ticket) -> None:
     with torch.inference_mode(inference), torch.no_grad():
-        run(ticket)
+        run(group, ticket)

@@ -8,7 +8,10 @@ part, the name is a digest of the group's identity, and no counter of torch chan
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
+import os
+import resource
 import sys
 import threading
 import time
@@ -61,6 +64,8 @@ def rest_at_end() -> None:
 # How much earlier than the backend a reduction in shared memory gives up: the smaller of the two.
 _EARLIER_SHARE = 0.1
 _EARLIER_SECONDS = 60.0
+# Descriptors that a new group of gloo has open for a moment, to look up addresses.
+_LOOKUPS = 8
 
 
 def group_name(
@@ -125,6 +130,26 @@ def capture_objection(device_type: str) -> str | None:
     return (
         "a CUDA graph is being captured, in which no communicator can be created; "
         "call meshplan.prepare(mesh) before the capture"
+    )
+
+
+def descriptor_objection(backend: str, ranks: int) -> str | None:
+    """Why this process may not open the descriptors of a group of so many ranks."""
+    # Of gloo: a queue of events, both ends of a pipe, a port, and a connection to each other rank.
+    # Without one for a connection its thread aborts the process.
+    needed = ranks + 3 + _LOOKUPS if "gloo" in backend else 0
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        # Without the one that lists them.
+        used = len(os.listdir("/proc/self/fd")) - 1
+    except OSError as error:
+        used = limit if error.errno == errno.EMFILE else 0
+    if used + needed <= limit or limit == resource.RLIM_INFINITY:
+        return None
+    return (
+        f"it needs {needed} file descriptors, and this process has opened {used} of {limit}, the "
+        "limit of ulimit -n; raise the limit before the job starts, such as with ulimit -n 65536, "
+        "or destroy groups that the job does not use any more"
     )
 
 
@@ -214,12 +239,12 @@ hidden_device = _BOUND_DEVICE.hidden
 """While it is open, torch does not split the communicator of the default group."""
 
 
-def attempt_store(prefix: str, backend: str) -> Store:
-    """A store for one creation. ``prefix`` names the vote that allowed it: addresses that an
-    earlier, failed creation left behind are never read. Raises GroupStateError in a thread other
-    than the main thread if the store cannot be cloned.
+def attempt_store(prefix: str, backend: str, store: Store | None = None) -> Store:
+    """A part of ``store`` (``None``: the default group's) for one creation. ``prefix`` names the
+    vote that allowed it: addresses that an earlier, failed creation left behind are never read.
+    Raises GroupStateError in a thread other than the main thread if the store cannot be cloned.
     """
-    store = default_store()
+    store = store or default_store()
     # The fake backend connects no ranks.
     if is_worker_thread() and backend != "fake":
         # Who waits on a store keeps other threads from using it, on which ranks may wait in turn.

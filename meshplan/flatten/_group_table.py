@@ -229,13 +229,24 @@ class GroupTable:
         """Let ``alive`` and ``kept`` find ``group``; let go of groups that were destroyed."""
         with self._lock:
             groups = [*self._groups.items()]
-        for gone, known in groups:
-            if known.bare() is None:
-                if known.peers is not None:
-                    known.peers.close()
-                self._groups.pop(gone, None)
+        self._drop([gone for gone, known in groups if known.bare() is None])
         with self._lock:
             self._groups[key] = GroupEntry.of(group)
+
+    def release(self, pg: ProcessGroup) -> None:
+        """Forget ``pg``, and close the memory of its ranks once the call under way has ended."""
+        with self._lock:
+            gone = [key for key, known in self._groups.items() if known.pg() is pg]
+            found = self._shortcuts
+            self._shortcuts = {key: one for key, one in found.items() if one.pg() is not pg}
+        self._drop(gone)
+
+    def _drop(self, keys: list[GroupKey]) -> None:
+        for key in keys:
+            known = self._groups.pop(key, None)
+            # A fork cannot wait for a call that is under way in its parent.
+            if known is not None and known.peers is not None and not is_forked():
+                known.peers.close()
 
     def alive(self, key: GroupKey) -> Group | None:
         """The group of ``key``, if it lives."""
@@ -331,13 +342,9 @@ class GroupTable:
         return known is not None and current is not None and known() is current
 
     def _forget(self) -> None:
-        for known in self._groups.values():
-            # A fork cannot wait for a call that is under way in its parent.
-            if known.peers is not None and not is_forked():
-                known.peers.close()
+        self._drop([*self._groups])
         # Handles compare it by identity: from here on none of them is current.
         self.life = object()
-        self._groups.clear()
         self._shortcuts.clear()
         self._meetings.clear()
         self._signatures.clear()

@@ -30,6 +30,7 @@ from meshplan.flatten._create import (
     Sharing,
     capture_objection,
     default_timeout,
+    descriptor_objection,
     peer_timeout,
     possible_sharing,
     rest_at_end,
@@ -182,6 +183,10 @@ class GroupRegistry:
                 group = self._join(found, key, across_jobs.rank_in(pg), wait, token, call)
             self._table.add_shortcut(shortcut, group)
             return group
+
+    def release(self, pg: ProcessGroup) -> None:
+        """Forget ``pg``, which is about to be destroyed, and release the memory of its ranks."""
+        self._table.release(pg)
 
     def meet(
         self,
@@ -340,7 +345,7 @@ class GroupRegistry:
             key.device_type,
             rank=rank,
             token=token,
-            objection=None if found else self._objection(key.device_type),
+            objection=None if found else self._objection(key),
             timeout=timeout,
             use=key.use,
             call=call,
@@ -363,14 +368,15 @@ class GroupRegistry:
             rest_at_end()
         return group
 
-    def _objection(self, device_type: str) -> str | None:
+    def _objection(self, key: GroupKey) -> str | None:
         count = self._table.created()
         if count >= self.max_groups:
             return (
                 f"{count} groups exist and the limit is {self.max_groups}; "
                 "call meshplan.shutdown() between phases that use different meshes"
             )
-        return capture_objection(device_type)
+        lacking = descriptor_objection(key.backend, len(key.ranks))
+        return capture_objection(key.device_type) or lacking
 
     def _peers_objection(self, device_type: str) -> str | None:
         sharing = self._table.sharing()

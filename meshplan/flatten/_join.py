@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._calls import GroupCalls
 from meshplan._spans import span
-from meshplan._torch import WORLD, default_group, flattened_meshes_of, root_mesh_of
+from meshplan._torch import WORLD, Store, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import (
     UNLIKE_CALLS,
     GroupAgreementError,
@@ -26,7 +26,7 @@ from meshplan.errors import (
     GroupStateError,
     SignatureMismatchError,
 )
-from meshplan.flatten._across_jobs import store_of
+from meshplan.flatten._across_jobs import rank_in, store_of
 from meshplan.flatten._agree import VoteResult, gave_up_on, open_round, vote, wait_for_ranks
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
@@ -34,6 +34,7 @@ from meshplan.flatten._create import (
     attempt_store,
     create_members_only,
     default_timeout,
+    descriptor_objection,
     group_name,
     warm_up,
 )
@@ -199,7 +200,8 @@ def join_group(
     name = group_name(ranks, backend, device_type, use, pg)
     if backend == "fake":
         # One process simulates one rank: there are no others to vote.
-        return found or _create(ranks, backend, device_type, "meshplan/fake", name), ""
+        pg = pg or _create(ranks, backend, device_type, "meshplan/fake", name)
+        return found or Group(pg, ranks, "created", name), ""
     # Also for a group that this rank has: a member without it would create one, alone.
     how = found.origin if found else "new"
     prefix = _agreed(
@@ -215,7 +217,32 @@ def join_group(
     if found is not None:
         return found, prefix
     with span("group"):
-        return _connect(ranks, backend, device_type, prefix, name, rank, timeout), prefix
+        create = partial(_create, ranks, backend, device_type, prefix, name)
+        pg = _connect(create, store_of(None), ranks, prefix, rank, timeout, device_type)
+        return Group(pg, ranks, "created", name), prefix
+
+
+def create_beside(
+    pg: ProcessGroup,
+    create: Callable[[str], ProcessGroup],
+    *,
+    token: Record,
+    timeout: float,
+    call: int,
+) -> ProcessGroup:
+    """Agree with the other members of ``pg`` on a second group of them, for CPUs, and let all of
+    them ``create`` it, from the prefix of the round. Raises as ``GroupRegistry.get``.
+    """
+    ranks, rank = tuple(dist.get_process_group_ranks(pg)), rank_in(pg)
+    backend: str = getattr(c10d, WORLD).pg_map[pg][0]
+    if backend == "fake":
+        return create("meshplan/fake")
+    # The round of who reduces over the first one: members that differ in that meet there.
+    name = group_name(ranks, backend, "cpu", f"given {pg.group_name}", pg)
+    objection = descriptor_objection(backend, len(ranks))
+    how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
+    prefix = _agreed(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
+    return _connect(partial(create, prefix), store_of(pg), ranks, prefix, rank, timeout)
 
 
 def agree_on(
@@ -396,42 +423,44 @@ def existing_group(
 
 
 def _connect(
+    create: Callable[[], ProcessGroup],
+    store: Store,
     ranks: tuple[int, ...],
-    backend: str,
-    device_type: str,
     prefix: str,
-    name: str,
     rank: int,
     timeout: float,
-) -> Group:
+    device_type: str = "",  # of a group that is not known to work; it is warmed up
+) -> ProcessGroup:
     started = time.perf_counter()
     failure: Exception | None = None
-    group: Group | None = None
+    group: ProcessGroup | None = None
     # A backend may fail on some members only. The second vote tells the others, so that all keep
     # the group or all drop it.
     try:
-        group = _create(ranks, backend, device_type, prefix, name)
-        warm_up(group.pg, device_type, timeout)
+        group = create()
+        if device_type:
+            warm_up(group, device_type, timeout)
     except (RuntimeError, ValueError) as error:
         failure = error
     ready = False
-    # The creation has the default group's time.
-    wait = roll_call_seconds(max(timeout, default_timeout(device_type)), started)
+    # The creation of a group that is warmed up has the default group's time.
+    limit = max(timeout, default_timeout(device_type)) if device_type else timeout
+    wait = roll_call_seconds(limit, started)
     try:
         verdict = vote(
-            AnsweringStore(store_of(None), timeout),
+            AnsweringStore(store, timeout),
             f"{prefix}/ready",
             ranks=ranks,
             rank=rank,
             token=Record.of(group="ready"),
             timeout=timeout,
-            veto=None if failure is None else _reason(failure, prefix, ranks, rank, wait),
+            veto=None if failure is None else _reason(failure, store, prefix, ranks, rank, wait),
         )
         ready = verdict.unanimous
     finally:
         # After an error of the vote too: others may have dropped theirs.
         if group is not None and not ready:
-            dist.destroy_process_group(group.pg)
+            dist.destroy_process_group(group)
     if ready and group is not None:
         return group
     who, reason = verdict.veto or (None, "")
@@ -445,9 +474,11 @@ def _connect(
     ) from failure
 
 
-def _reason(failure: Exception, prefix: str, ranks: tuple[int, ...], rank: int, wait: float) -> str:
+def _reason(
+    failure: Exception, store: Store, prefix: str, ranks: tuple[int, ...], rank: int, wait: float
+) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
-    store = AnsweringStore(store_of(None), wait)
+    store = AnsweringStore(store, wait)
     # Present, so that others that have failed do not name this rank.
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
     missing = wait_for_ranks(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
@@ -457,15 +488,9 @@ def _reason(failure: Exception, prefix: str, ranks: tuple[int, ...], rank: int, 
 
 def _create(
     ranks: tuple[int, ...], backend: str, device_type: str, prefix: str, name: str
-) -> Group:
-    pg = create_members_only(
-        ranks,
-        name=name,
-        backend=backend,
-        store=attempt_store(prefix, backend),
-        timeout=default_timeout(device_type),
-    )
-    return Group(pg=pg, ranks=ranks, origin="created", name=name)
+) -> ProcessGroup:
+    store, timeout = attempt_store(prefix, backend), default_timeout(device_type)
+    return create_members_only(ranks, name=name, backend=backend, store=store, timeout=timeout)
 
 
 def refusal(

@@ -360,9 +360,10 @@ def try_options(rank: int) -> dict[str, Any]:
     reduced(group(BackendOptions(path="exchange")))
     paths = [entry["ran"] for entry in meshplan.report().entries]
     timed = group(BackendOptions(timeout=timedelta(seconds=3)))
+    reduced(timed)
     seconds = [
         one._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for one in (timed.lane, timed.inner)
+        for one in (timed._lane, timed.inner)
     ]
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     within = mesh.get_group()
