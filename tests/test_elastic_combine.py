@@ -1,132 +1,208 @@
-"""Sums of rounds are those of all micro-batches, for every number of ranks."""
+"""The leaves of micro-batches are added as in one tree, on any mesh of any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from expecttest import TestCase
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from meshplan import Contract, reduce_leaves
-from meshplan.definition import combine_leaves
-from meshplan.elastic import combine
-from meshplan.elastic._combine import TreeSum
-from meshplan.elastic._micro_batches import working_ranks
-from meshplan.errors import ContractError, ContractTypeError, ElasticError
+from meshplan.backend._work import FinishedWork
+from meshplan.elastic import MicroBatches
+from meshplan.elastic._combine import TreeSum, block_sizes, check_contract
+from meshplan.elastic._hooks import LeafSums
+from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 
-F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-CONTRACTS = (Contract(), Contract(accumulate="float64"), Contract(rounding="node"))
+F32, F64 = torch.float32, torch.float64
+CONTRACTS = (Contract(), Contract(rounding="node"))
 
 
-def leaves_of(count: int, dtype: torch.dtype = F32) -> list[Tensor]:
-    leaves = [order_sensitive(999, rank=g, world_size=count, dtype=dtype) for g in range(count)]
-    leaves[0][:3] = torch.tensor([-0.0, float("nan"), float("inf")])
-    for leaf in leaves[1:]:
-        leaf[:3] = torch.tensor([-0.0, 1.0, float("inf")])
+def leaves_of(count: int, numel: int, dtype: torch.dtype = F32) -> list[Tensor]:
+    leaves = [order_sensitive(numel, rank=g, world_size=count, dtype=dtype) for g in range(count)]
+    specials = torch.tensor([-0.0, float("inf"), float("nan")], dtype=dtype)
+    for g, leaf in enumerate(leaves):
+        leaf[: len(specials)] = specials[:numel]
+        leaf[2:3] = float("nan") if g == 0 else 1.0
     return leaves
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda one: one.id)
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
-@pytest.mark.parametrize("count", [1, 12, 16, 40])
-def test_any_number_of_ranks_has_the_bits_of_all_micro_batches(
-    count: int, dtype: torch.dtype, contract: Contract
-) -> None:
-    leaves = leaves_of(count, dtype)
-    wanted = reduce_leaves(leaves, "avg", (count,), contract)
-    by_tokens = reduce_leaves(leaves, "avg", (count,), contract, divisor=77)
-    total = reduce_leaves(leaves, "sum", (count,), contract)
-    for ranks in working_ranks(count):
-        rounds = [
-            combine_leaves(leaves[at : at + ranks], "sum", (ranks,), contract)
-            for at in range(0, count, ranks)
-        ]
-        before = [bits(one).clone() for one in rounds]
-        name = f"{ranks} ranks"
-        assert_bitwise_equal(combine(rounds, count, "avg", contract, dtype=dtype), wanted, name)
-        found = combine(rounds, count, contract=contract, dtype=dtype, divisor=77)
-        assert_bitwise_equal(found, by_tokens, name)
-        assert_bitwise_equal(combine(rounds, count, "sum", contract, dtype=dtype), total, name)
-        assert all(torch.equal(bits(one), old) for one, old in zip(rounds, before, strict=True))
-    assert_bitwise_equal(combine(leaves, count, contract=contract), wanted, "one rank")
+@dataclass
+class Board:
+    """Where the threads of one group put the rows of a collective."""
+
+    size: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
 
 
-def test_accumulation_in_order_has_other_bits() -> None:
-    """What ``combine`` replaces."""
-    leaves = leaves_of(16)[:]
-    added = leaves[0].clone()
-    for leaf in leaves[1:]:
-        added += leaf
-    differing = bits(added / 16) != bits(reduce_leaves(leaves, "avg", (16,)))
-    assert differing.float().mean() > 0.3
+@dataclass
+class ThreadGroup:
+    """The collectives of a process group, with a thread for each rank."""
+
+    board: Board
+    position: int
+    contract: Contract
+
+    def size(self) -> int:
+        return self.board.size
+
+    def rank(self) -> int:
+        return self.position
+
+    def exchange_rows(self, rows: Tensor) -> Tensor:
+        self.board.rows[self.position] = rows.clone()
+        self.board.barrier.wait(3600)
+        found = torch.stack([self.board.rows[r][self.position] for r in range(self.size())])
+        self.board.barrier.wait(3600)
+        return found
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor) -> FinishedWork:
+        leaves = list(self.exchange_rows(input.view(self.size(), -1)))
+        output.copy_(reduce_leaves(leaves, "sum", (self.size(),), self.contract))
+        return FinishedWork([output])
 
 
-def test_integers_wrap() -> None:
-    leaves = [torch.full((3,), 100, dtype=torch.int8) for _ in range(8)]
-    assert combine(leaves, 8, "sum").tolist() == [32] * 3
+def on_threads(
+    replicas: int, shards: int, call: Callable[..., Any], contract: Contract
+) -> list[Any]:
+    """``call(rank, groups)`` of each rank of a mesh."""
+    across = [Board(replicas) for _ in range(shards)]
+    inside = [Board(shards) for _ in range(replicas)]
+
+    def run(rank: int) -> Any:
+        r, s = divmod(rank, shards)
+        boards = [(across[s], r), (inside[r], s)]
+        return call(rank, [ThreadGroup(board, at, contract) for board, at in boards])
+
+    with ThreadPoolExecutor(replicas * shards) as pool:
+        return list(pool.map(run, range(replicas * shards)))
 
 
-def test_few_rounds_are_kept() -> None:
-    """At most log2(n) + 1 of n rounds, the new one included."""
-    most = 0
-    tree = TreeSum(Contract())
-    for count in range(1, 65):
-        tree.add([torch.ones(1)], copy=False)
-        most = max(most, len(tree._kept))
-        assert len(tree._kept) == count.bit_count()
-    assert tree.take()[0].item() == 64
-    assert most == 6
-
-
-def test_generator_is_consumed_one_round_at_a_time() -> None:
-    def rounds() -> Iterator[Tensor]:
-        buffer = torch.empty(5)
-        for leaf in leaves_of(8):
-            yield buffer.copy_(leaf[:5])
-
-    assert_bitwise_equal(
-        combine(rounds(), 8), reduce_leaves([leaf[:5] for leaf in leaves_of(8)], "avg", (8,))
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Replicas, shards, and at least as many micro-batches."""
+    replicas, shards = draw(
+        st.sampled_from([(w, r) for w in range(1, 13) for r in range(1, 13) if w * r < 13])
     )
+    return replicas, shards, draw(st.integers(replicas * shards, 30))
+
+
+def sum_step(
+    rank: int,
+    groups: list[Any],
+    count: int,
+    leaves: list[list[Tensor]],
+    contract: Contract,
+    ddp: bool,
+) -> list[Tensor]:
+    """What a rank has of the sums after a step: its shard of the first one, or all of DDP's."""
+    ranks = groups[0].size() * groups[1].size()
+    dealt = MicroBatches(count, ranks=ranks, rank=rank)
+    sums = LeafSums(contract, groups[:1] if ddp else groups, ddp)
+    shards = groups[1].size()
+    for round in range(dealt.rounds):
+        repeated, last = dealt.is_repeated(round), round + 1 == dealt.rounds
+        sums.begin(round * ranks, repeated=repeated, last=last)
+        found = [leaf.clone() for leaf in leaves[dealt.index(round)]]
+        if ddp:
+            sums.add_buckets(found)
+            continue
+        output = found[0].new_empty(len(found[0]) // shards)
+        if shards == 1:
+            output.copy_(found[0])
+        else:
+            sums.scatter(output, found[0])
+        sums.add("module", output)
+        found = [output]
+    return found
+
+
+@pytest.mark.soak
+@given(runs(), st.integers(0, 9), st.sampled_from((F32, F64)), st.sampled_from(CONTRACTS))
+def test_sums_on_any_mesh_are_those_of_all_micro_batches(
+    run: tuple[int, int, int], width: int, dtype: torch.dtype, contract: Contract
+) -> None:
+    replicas, shards, count = run
+    leaves = leaves_of(count, width * shards, dtype)
+    wanted = reduce_leaves(leaves, "sum", (count,), contract)
+    flat = [[leaf] for leaf in leaves]
+    found = on_threads(
+        replicas, shards, lambda *at: sum_step(*at, count, flat, contract, False), contract
+    )
+    for rank, (shard,) in enumerate(found):
+        mine = wanted.view(shards, -1)[rank % shards]
+        assert_same_sums(shard, mine, f"rank {rank} of {replicas} x {shards}, {count}")
+
+
+@pytest.mark.soak
+@given(st.integers(1, 9), st.integers(0, 12), st.lists(st.integers(0, 9), min_size=1, max_size=4))
+def test_slices_of_ddp_are_those_of_all_micro_batches(
+    ranks: int, more: int, sizes: list[int]
+) -> None:
+    count, contract = ranks + more, Contract()
+    by_size = [leaves_of(count, size, F64 if at % 3 == 2 else F32) for at, size in enumerate(sizes)]
+    leaves = [[row[g] for row in by_size] for g in range(count)]
+    every = on_threads(ranks, 1, lambda *at: sum_step(*at, count, leaves, contract, True), contract)
+    for found in every:
+        for total, row in zip(found, by_size, strict=True):
+            assert_same_sums(total, reduce_leaves(row, "sum", (count,)), f"{ranks} ranks, {count}")
+
+
+def assert_same_sums(found: Tensor, wanted: Tensor, name: str) -> None:
+    """``GradientAccumulator.finish`` makes NaNs canonical."""
+    assert_bitwise_equal(reduce_leaves([found], "sum", (1,)), wanted, name)
+
+
+def test_accumulation_on_each_rank_has_other_bits() -> None:
+    """What data parallelism does: a sum on each rank, and the sum of these."""
+    leaves = leaves_of(13, 999)
+    wanted = reduce_leaves(leaves, "sum", (13,))
+    for ranks in range(1, 13):
+        added = [torch.stack(leaves[rank::ranks]).sum(0) for rank in range(ranks)]
+        differing = bits(reduce_leaves(added, "sum", (ranks,))) != bits(wanted)
+        assert differing.float().mean() > 0.1, ranks
+
+
+def test_few_sums_are_kept() -> None:
+    """At most log2(n) + 1 of n leaves, the new one included, from any leaf on."""
+    for start in range(9):
+        tree = TreeSum(Contract(), start)
+        for count in range(1, 65):
+            tree.add([torch.ones(1)])
+            sizes = [size for _, size, _ in tree._kept]
+            assert sizes == block_sizes(start, count)
+            assert start or len(sizes) == count.bit_count()
+        blocks: Sequence[tuple[int, Any]] = tree.take_blocks()
+        assert sum(total.item() for _, (total,) in blocks) == 64
+
+
+def test_leaves_are_not_written_to() -> None:
+    leaves = leaves_of(7, 20)
+    before = [bits(leaf).clone() for leaf in leaves]
+    tree = TreeSum(Contract())
+    for leaf in leaves:
+        tree.add([leaf])
+    tree.take()
+    assert all(torch.equal(bits(leaf), old) for leaf, old in zip(leaves, before, strict=True))
 
 
 class TestErrors(TestCase):
-    maxDiff = None
-
-    def test_calls_that_do_not_fit_are_refused(self) -> None:
-        one, node = torch.ones(3), Contract(order="rank")
-        wide = torch.ones(2)
-        messages = []
-        for error, call in (
-            (ElasticError, lambda: combine([one] * 3, 16)),
-            (ElasticError, lambda: combine([], 12)),
-            (ElasticError, lambda: combine([one] * 4, 12)),
-            (ElasticError, lambda: combine([one], 0)),
-            (ContractError, lambda: combine([one], 1, "max")),  # type: ignore[arg-type]
-            (ContractError, lambda: combine([one], 1, "sum", divisor=3)),
-            (ContractError, lambda: combine([one], 1, contract=node)),
-            (ContractTypeError, lambda: combine([one, wide], 2)),
-            (ContractTypeError, lambda: combine([one.to(BF16)] * 2, 4)),
-            (ContractTypeError, lambda: combine([one.to(F64)], 1, dtype=F32)),
-            (ContractTypeError, lambda: combine([one.to(torch.int32)], 1)),
-        ):
-            with pytest.raises(error) as caught:
-                call()
-            messages.append(str(caught.value))
+    def test_order_without_subtrees_is_refused(self) -> None:
+        with pytest.raises(ContractError) as caught:
+            check_contract(Contract(order="rank"))
         self.assertExpectedInline(
-            "\n".join(messages),
-            """\
-MP902: got 3 rounds of 16 micro-batches; pass one sum for each round, 16, 8, 4, 2 or 1 of them
-MP902: got 0 rounds of 12 micro-batches; pass one sum for each round, 12, 6 or 3 of them
-MP902: got 4 rounds of 12 micro-batches; pass one sum for each round, 12, 6 or 3 of them
-MP902: 0 micro-batches in a step; pass an integer of at least 1
-MP411: no sum over rounds with op='max'; use 'sum' or 'avg'
-MP411: divisor=3 with op='sum'; a divisor is a whole number from 1 to 2**63 - 1 and needs op='avg'
-MP411: sums under v1/rank/wide/once cannot be made of rounds; use Contract(order='tree')
-MP412: round 1 is torch.float32 (2,) on cpu, round 0 is torch.float32 (3,) on cpu; all rounds must match
-MP412: rounds of 2 micro-batches are torch.bfloat16, which rounds each of them; pass rounds of torch.float32 and dtype=torch.bfloat16
-MP412: rounds are torch.float64, and sums of torch.float32 are torch.float32 under v1/tree/wide/once; pass rounds of torch.float32
-MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first""",
+            str(caught.value),
+            """MP411: sums under v1/rank/wide/once cannot be made of subtrees; use Contract(order='tree')""",
         )

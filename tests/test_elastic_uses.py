@@ -243,7 +243,7 @@ def test_uses_have_the_bits_of_one_rank(kind: str) -> None:
     wanted = run_ranks(partial(run, ranks=1), 1, backend="meshplan")[0]
     assert wanted["stored"] == wanted["recomputed"]
     assert wanted["stored"] == wanted.get("begun_again", wanted["stored"])
-    for ranks in (2, 4):
+    for ranks in (2, 3):
         for found in run_ranks(partial(run, ranks=ranks), ranks, backend="meshplan"):
             for name, value in found.items():
                 assert value == wanted[name], f"{name}, {ranks} ranks"
@@ -282,8 +282,9 @@ def test_micro_batches_that_call_different_fsdp_modules_are_refused(ranks: int) 
         return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
 
     text = (
-        "MP902: micro-batches of the step call different FSDP modules; call the same ones in the "
-        "same order in each, or shard a module that some do not call with its parent"
+        "MP902: micro-batches of the step call different FSDP modules, or parameters were frozen "
+        "within it; call the same modules in the same order in each, or shard a module that some "
+        "do not call with its parent"
     )
     assert run_ranks(run, ranks, backend="meshplan") == [text] * ranks
 

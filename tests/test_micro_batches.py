@@ -23,7 +23,10 @@ def deal(ranks: int, steps: int, state: dict[str, int] | None = None) -> list[li
         batches = iter(MicroBatchSampler(dealt, samples=50, size=3, seed=7))
         for step in range(steps):
             for round in range(dealt.rounds):
-                found[step * M + dealt.index(round)] = next(batches)
+                at, batch = step * M + dealt.index(round), next(batches)
+                # Ranks without a micro-batch in the last round repeat one of their own.
+                assert dealt.is_repeated(round) is (at in found)
+                assert found.setdefault(at, batch) == batch
             dealt.finish_step()
     assert sorted(found) == list(range(steps * M))
     return [found[g] for g in sorted(found)]
@@ -31,7 +34,7 @@ def deal(ranks: int, steps: int, state: dict[str, int] | None = None) -> list[li
 
 def test_micro_batches_do_not_depend_on_the_number_of_ranks() -> None:
     wanted = deal(1, 3)
-    for ranks in (2, 4, 8, 16):
+    for ranks in range(2, M + 1):
         assert deal(ranks, 3) == wanted
     stream = [sample for batch in wanted for sample in batch]
     for epoch in range(2):
@@ -49,7 +52,7 @@ def test_checkpoint_is_dealt_again() -> None:
     dealt = MicroBatches(M, ranks=8, rank=3)
     for _ in range(2):
         dealt.finish_step()
-    for ranks in (1, 4, 16):
+    for ranks in (1, 3, 4, 7, 16):
         assert deal(ranks, 2, dealt.state_dict()) == wanted[2 * M :]
 
 
@@ -83,9 +86,9 @@ class TestErrors(TestCase):
         dealt, other = MicroBatches(16), MicroBatches(8)
         messages = []
         for call in (
-            lambda: MicroBatches(16, ranks=3),
-            lambda: MicroBatches(12, ranks=8),
-            lambda: MicroBatches(7, ranks=2),
+            lambda: MicroBatches(16, ranks=17),
+            lambda: MicroBatches(1, ranks=2),
+            lambda: MicroBatches(7, ranks=0),
             lambda: MicroBatches(16, ranks=4, rank=4),
             lambda: MicroBatches(0),
             lambda: dealt.load_state_dict(other.state_dict()),
@@ -97,9 +100,9 @@ class TestErrors(TestCase):
         self.assertExpectedInline(
             "\n".join(messages),
             """\
-MP902: 3 data-parallel ranks for 16 micro-batches in a step; use 1, 2, 4, 8 or 16: a power of two that divides 16
-MP902: 8 data-parallel ranks for 12 micro-batches in a step; use 1, 2 or 4: a power of two that divides 12
-MP902: 2 data-parallel ranks for 7 micro-batches in a step; use 1: a power of two that divides 7
+MP902: 17 data-parallel ranks for 16 micro-batches in a step; use 1 to 16 ranks, so that each has a micro-batch
+MP902: 2 data-parallel ranks for 1 micro-batches in a step; use 1 to 1 ranks, so that each has a micro-batch
+MP902: 0 data-parallel ranks for 7 micro-batches in a step; use 1 to 7 ranks, so that each has a micro-batch
 MP902: rank 4 of 4 ranks; pass one from 0 to 3
 MP902: 0 micro-batches in a step; pass an integer of at least 1
 MP902: the checkpoint has 8 micro-batches in a step, this job 16; their number is fixed for a run, pass 8

@@ -119,7 +119,7 @@ NOT_RUN = {
     ): "a pattern: tests/multinode/test_restarts.py",
     (
         "docs/howto/elastic.md",
-        "python examples/elastic.py --schedule 8:10,4:10,2:5,8:5 --micro-batches 16",
+        "python examples/elastic.py --schedule 8:10,7:10,5:5,3:5,8:5 --micro-batches 16",
     ): "tests/test_elastic_training.py",
     ("docs/faults.md", "torchrun --max-restarts"): "a pattern: tests/multinode/test_restarts.py",
     ("docs/faults.md", "destroy_process_group()"): "torch's: tests/faults/test_remade.py",

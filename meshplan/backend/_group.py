@@ -38,9 +38,16 @@ from meshplan.backend._reductions import (
 )
 from meshplan.backend._steady import SteadyTable
 from meshplan.backend._streams import DeviceLane
-from meshplan.backend._work import in_caller_mode, mark_written, start_reduction, writable
+from meshplan.backend._work import (
+    FinishedWork,
+    in_caller_mode,
+    mark_written,
+    start_reduction,
+    writable,
+)
 from meshplan.collectives._lanes import OrderedThread
-from meshplan.collectives._options import check_destination
+from meshplan.collectives._options import ReductionOptions, check_destination
+from meshplan.collectives._reduction import reduce_tensor
 from meshplan.errors import BackendError, ContractError, GroupStateError, MeshplanError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
@@ -147,6 +154,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 f"allreduce got {len(tensors)} tensors of one rank; pass one, or call "
                 "allreduce_coalesced"
             )
+        if sums.LEFT_OUT and sums.LEFT_OUT.pop(tensors[0], False):
+            return FinishedWork(tensors)
         partial_sum = sums.take_partial_sum(tensors[0])
         if partial_sum is not None and self.size() > 1:
             operation = self._operation(opts, tensors)
@@ -233,6 +242,21 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         run = partial(sums.scatter_partial_sum, output.detach(), *args)
         self._start(in_caller_mode(run, [output]), [output], opts)
         sums.keep_partial_sum(output, found[0])
+
+    @_counts_refused
+    def exchange_rows(self, rows: Tensor) -> Tensor:
+        """Send row r to rank r; the rows for this rank, in the order of ranks."""
+        how = ReductionOptions("sum", "exchange", self.options.contract, False, leaves=True)
+        opts, found, lengths = dist.ReduceScatterOptions(), [rows], (rows[0].numel(),) * len(rows)
+        opts.asyncOp = False
+
+        def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
+            flat, cut = rows.detach().reshape(-1), dict[str, Any](dim=0, lengths=lengths)
+            found.append(reduce_tensor(flat, how, group, "exchange of leaves", ticket, **cut))
+
+        if self.size() > 1:
+            self._begin(in_caller_mode(run, found), [rows], opts, writes=False)
+        return found[-1].view_as(rows)
 
     def _find_lane(self, call: int) -> dist.ProcessGroup:
         """The inner group for reductions of CPU tensors, which all ranks create in ``call``."""

@@ -246,6 +246,7 @@ def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple
         contract=None if options.native else options.contract,
         scatter=() if dim is None else ((0, dim),),
         lengths=lengths,
+        leaves=options.leaves,
     )
 
 

@@ -15,18 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshplan.elastic._combine import TreeSum, check_contract, exact_sum
+from meshplan.elastic._combine import check_contract, exact_sum
 from meshplan.elastic._hooks import (
+    LeafSums,
     check_batch_norms,
     find_batch_norms,
+    keep_buckets,
     reduces_zeros,
     reset_shards,
-    sum_buckets,
     sum_shards,
     watch_gradients,
 )
 from meshplan.elastic._meshes import check_options, check_order, check_parameter
-from meshplan.elastic._micro_batches import MicroBatches, mix, seed_micro_batch, working_ranks
+from meshplan.elastic._micro_batches import MicroBatches, check_count, mix, seed_micro_batch
 from meshplan.errors import ElasticError
 from meshplan.integrations._groups import check_group
 from meshplan.kernel import reduce_into
@@ -36,14 +37,15 @@ class GradientAccumulator:
     """Adds the gradients of a step's micro-batches with the same bits on any number of ranks.
 
         accumulator = GradientAccumulator(model, 16, mesh)
-        for batch in batches:  # M / W of them
+        for batch in batches:  # M / W of them, rounded up
             with accumulator.round():
                 loss(model(batch)).backward()
         accumulator.finish()
         meshplan.clip_grad_norm_(model.parameters(), 1.0)
 
-    Each round is reduced, as without accumulation, but not divided. At most ``log2(M / W) + 1``
-    copies of this rank's gradients are kept: of its shards in FSDP2, of all of them in DDP.
+    In each round the gradients of a slice go to the rank that owns the slice, which adds them in
+    the contract's tree over all micro-batches. At most ``log2(M) + 1`` partial sums of its slice
+    are kept: of its shards in FSDP2, of one of W slices in DDP.
 
     Attributes:
         micro_batches: those of this rank, and the number of finished steps.
@@ -72,14 +74,14 @@ class GradientAccumulator:
                 dropout does not depend on the number of ranks; ``None``: leave them.
 
         Raises:
-            ElasticError: a number of ranks that is no power of two or does not divide M, a model
-                that is not supported, or other numbers on another rank.
+            ElasticError: more ranks than micro-batches, a model that is not supported, or other
+                numbers on another rank.
             IntegrationError: groups of another backend, or parameters on several meshes.
             ContractError: a contract of another order than ``"tree"``.
         """
         self._model = model
         self._parameters = dict(model.named_parameters())
-        self._buckets, self._mesh = None, mesh
+        self._mesh = mesh
         if isinstance(model, DistributedDataParallel):
             groups = [check_group(model.process_group, "the model")]
         elif mesh is not None and any(isinstance(one, FSDPModule) for one in model.modules()):
@@ -105,8 +107,7 @@ class GradientAccumulator:
         self._norms = find_batch_norms(model)
         self._unreduced = self._failed = False
         self._round = 0
-        self._sums = TreeSum(self._contract)
-        # The first gradient of each parameter. FSDP2's have the memory into which all are added.
+        # A gradient of each parameter, whose memory gets the mean.
         self._gradients: dict[str, Tensor] = {}
         # Parameters that this rank's micro-batches of the step use, and how many gradients this
         # rank gave them in the round. Of those that are not watched, all with one are used.
@@ -120,10 +121,12 @@ class GradientAccumulator:
         self._repeated: set[str] = set()
         for name in self._checked:
             self._count(name)
-        if isinstance(model, DistributedDataParallel):
-            self._buckets = sum_buckets(model)
-        else:
-            sum_shards(model, self._ranks)
+        over_ddp = isinstance(model, DistributedDataParallel)
+        self._sums = LeafSums(self._contract, groups, over_ddp)
+        # The ``id`` of each parameter in DDP's buckets of the round.
+        self._reached = keep_buckets(model) if isinstance(model, DistributedDataParallel) else None
+        if not over_ddp:
+            sum_shards(model, self._ranks, self._sums)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             watch_gradients(model, names, self._counts, self._watched, self._calls)
 
@@ -139,29 +142,30 @@ class GradientAccumulator:
                 reduced several times.
         """
         self._check_start()
-        step, at = self.micro_batches.step, self.micro_batches.index(self._round)
+        dealt, at = self.micro_batches, self.micro_batches.index(self._round)
+        repeated = dealt.is_repeated(self._round)
+        first, last = self._round * dealt.ranks, self._round + 1 == dealt.rounds
+        self._sums.begin(first, repeated=repeated, last=last)
         self._reduced, self._repeated = set(), set()
-        self._counts.clear()
-        self._calls.clear()
-        if self._buckets:
-            self._buckets.reduced.clear()
+        for noted in (self._counts, self._calls, self._reached or set()):
+            noted.clear()
         self._failed = True
-        with nullcontext() if self._seed is None else seed_micro_batch(self._seed, step, at):
+        # What is computed again draws random numbers, but leaves those of the rank as they were.
+        seeded = repeated or self._seed is not None
+        with seed_micro_batch(self._seed or 0, dealt.step, at) if seeded else nullcontext():
             yield
         found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
         self._check_found(found)
-        # Autograd would record each access to the local tensor of a DTensor.
-        with torch.no_grad():
-            # DDP's gradients may be views of buckets, which the next round writes to.
-            copy = self._buckets is not None
-            parts = [
-                _local_of(found[name]).contiguous() if name in found else None
-                for name in self._parameters
-            ]
-            self._sums.add(parts, copy=copy)
-        self._gradients = found | self._gradients
         self._used |= self._counts.keys() | (found.keys() - self._watched)
-        self._sequences.add(" ".join(self._calls))
+        for name, parameter in self._parameters.items():
+            if id(parameter) in (self._reached or ()) and name not in found:
+                found[name] = torch.zeros_like(parameter)
+        # Flat gradients are added: in all rounds they have the same parameters.
+        self._sequences.add(" ".join([*self._calls, *sorted(found)]))
+        if self._reached is not None:
+            with torch.no_grad():
+                self._sums.add_buckets(found[name] for name in self._parameters if name in found)
+        self._gradients = found
         self._round += 1
         for name in found:
             self._parameters[name].grad = None
@@ -190,17 +194,22 @@ class GradientAccumulator:
                 )
 
     def _check_found(self, found: dict[str, Tensor]) -> None:
-        if not found or (self._buckets and not self._buckets.reduced):
-            self._unreduced = self._buckets is None
+        if not found or (self._reached is not None and not self._reached):
+            self._unreduced = self._reached is None
             raise ElasticError(
                 f"no gradient was reduced in round {self._round}; call backward once in it, "
                 "without no_sync, and with set_requires_gradient_sync(True)"
             )
-        if self._buckets:
-            self._buckets.check({name: self._parameters[name] for name in found}, self._round)
+        for name in found:
+            if self._reached and id(self._parameters[name]) not in self._reached:
+                raise ElasticError(
+                    f"parameter {name!r} has a gradient that DDP did not reduce in round "
+                    f"{self._round}; freeze parameters before DDP is constructed, and have DDP "
+                    "ignore none that is trained"
+                )
         # Without zeros in their place, FSDP2 adds gradients of different parameters that ranks use.
         idle = {name for name in self._watched if not self._counts[name]}
-        if idle and self._ranks > 1 and not reduces_zeros():
+        if idle and not reduces_zeros():
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
                 f"torch {torch.__version__} would add those of other parameters to it; use every "
@@ -247,15 +256,14 @@ class GradientAccumulator:
         self._check_step(divisor)
         used = self._used_by_any_rank()
         with torch.no_grad():
-            for name, total in zip(self._parameters, self._sums.take(), strict=True):
-                if name not in used or total is None:
-                    continue
-                first = self._gradients[name]
-                reduce_into(total, [total], "avg", (1,), self._contract, divisor=divisor)
-                gradient = _local_of(first)
-                if gradient.data_ptr() != total.data_ptr():
-                    gradient.copy_(total)
-                self._parameters[name].grad = first
+            for name in used & self._gradients.keys():
+                # Autograd would record each access to the local tensor of a DTensor.
+                gradient = _local_of(self._gradients[name])
+                mean = gradient.contiguous()
+                reduce_into(mean, [mean], "avg", (1,), self._contract, divisor=divisor)
+                if mean.data_ptr() != gradient.data_ptr():
+                    gradient.copy_(mean)
+                self._parameters[name].grad = self._gradients[name]
         self._forget()
         self.micro_batches.finish_step()
 
@@ -285,7 +293,6 @@ class GradientAccumulator:
         self._round, self._gradients, self._failed = 0, {}, False
         self._used.clear()
         self._sequences.clear()
-        self._sums = TreeSum(self._contract)
 
     def sum_scalars(self, values: Sequence[Tensor | float]) -> float:
         """The exact sum of a number of each micro-batch, rounded once: a loss, a token count.
@@ -294,7 +301,7 @@ class GradientAccumulator:
 
         Args:
             values: one for each round of this rank, such as losses: numbers, or tensors of one
-                element. Integers are exact up to 2^53.
+                element. Integers are exact up to 2^53. That of a repeated micro-batch is left out.
 
         Returns:
             The sum over all M micro-batches, the same on any number of ranks. Infinite if the sum
@@ -308,7 +315,10 @@ class GradientAccumulator:
                 f"got {len(values)} values for {self.micro_batches.rounds} rounds; pass one for "
                 "each round of this rank"
             )
-        return exact_sum(self._gather([float(value) for value in values], torch.float64))
+        # A rank without a micro-batch in the last round adds nothing.
+        repeated = self.micro_batches.is_repeated(len(values) - 1)
+        numbers = [*map(float, values[: len(values) - repeated]), *[0.0] * repeated]
+        return exact_sum(self._gather(numbers, torch.float64))
 
     def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """The numbers of all ranks, in mesh order."""
@@ -336,7 +346,7 @@ class GradientAccumulator:
 
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
         """Refuse numbers that differ between ranks, on all of them."""
-        working_ranks(micro_batches)
+        check_count(micro_batches)
         found = self._differing_rank([micro_batches, seed is not None, *divmod(seed or 0, 1 << 32)])
         if found:
             rank, *facts = found
@@ -350,38 +360,24 @@ class GradientAccumulator:
             )
 
     def _check_step(self, divisor: int) -> None:
-        """Refuse steps that differ between ranks, on all of them.
-
-        FSDP2 reduces the gradients that each rank has, in one flat tensor: those of other
-        parameters would be added.
-        """
-        parts = divisor, self.micro_batches.step, len(self._sequences)
-        hashes = (mix(*sorted(names)) >> 1 for names in (self._sequences, self._gradients))
-        found = self._differing_rank([*parts, *hashes])
-        if not found and len(self._sequences) == 1:
-            return
-        if not found or found[1][2:4] != found[2][2:4]:
-            # One rank alone would reduce them, and several ranks those of each other.
-            raise ElasticError(
-                "micro-batches of the step call different FSDP modules; call the same ones in the "
-                "same order in each, or shard a module that some do not call with its parent"
-            )
-        rank, other, first = found
-        if other[:2] != first[:2]:
+        """Refuse steps that differ between ranks, on all of them."""
+        calls = mix(*sorted(self._sequences)) >> 1
+        numbers = [divisor, self.micro_batches.step, len(self._sequences), calls]
+        found = self._differing_rank(numbers)
+        if found and found[1][:2] != found[2][:2]:
+            rank, other, first = found
             raise ElasticError(
                 f"data-parallel rank {rank} has (divisor, finished steps) = {tuple(other[:2])}, "
                 f"rank 0 {tuple(first[:2])}; pass the same divisor and load the same checkpoint on "
                 "all ranks"
             )
-        found = self._differing_rank([int(name in self._gradients) for name in self._parameters])
-        assert found is not None
-        rank, other, first = found
-        at = next(at for at, pair in enumerate(zip(other, first, strict=True)) if len({*pair}) > 1)
-        with_gradient, without = (rank, 0) if other[at] else (0, rank)
-        raise ElasticError(
-            f"parameter {list(self._parameters)[at]!r} has gradients on data-parallel rank "
-            f"{with_gradient} and none on rank {without}; use all parameters in each micro-batch"
-        )
+        if found or len(self._sequences) > 1:
+            # One rank alone would reduce them, and several ranks those of each other.
+            raise ElasticError(
+                "micro-batches of the step call different FSDP modules, or parameters were frozen "
+                "within it; call the same modules in the same order in each, or shard a module "
+                "that some do not call with its parent"
+            )
 
     def _used_by_any_rank(self) -> set[str]:
         """The parameters that some micro-batch of the step uses."""

@@ -1,70 +1,170 @@
-"""Reductions of FSDP2 and DDP that sum each round and do not divide it."""
+"""Reductions of FSDP2 and DDP that bring the leaves of each round to the owners of slices."""
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshplan._torch import BatchNorm
+from meshplan.backend._group import MeshplanProcessGroup
+from meshplan.backend._partial_sums import LEFT_OUT
+from meshplan.contract import Contract
+from meshplan.elastic._combine import TreeSum, block_sizes
 from meshplan.errors import ElasticError
-from meshplan.integrations.ddp import reduce_bucket
+from meshplan.execute._wire import split_equally
+from meshplan.integrations.ddp import check_bucket
 from meshplan.integrations.fsdp import ReduceScatter, set_reduce_scatter
 
-
-@dataclass
-class Buckets:
-    """The state of DDP's hook: its group, and the ``id`` of each parameter that it reduced."""
-
-    group: dist.ProcessGroup
-    reduced: set[int] = field(default_factory=set)
-
-    def check(self, parameters: Mapping[str, nn.Parameter], round: int) -> None:
-        """Refuse parameters that have a gradient of this rank only."""
-        for name, parameter in parameters.items():
-            if id(parameter) not in self.reduced:
-                raise ElasticError(
-                    f"parameter {name!r} has a gradient that DDP did not reduce in round {round}; "
-                    "freeze parameters before DDP is constructed, and have DDP ignore none that "
-                    "is trained"
-                )
+# A rank without a leaf brings -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
+# the other leaves. All ranks of a round then send messages of one size.
+_NO_LEAF = -0.0
+# Of DDP's gradients that travel together; DDP's own buckets change after the first backward.
+_BUCKET_ELEMENTS = 25 << 18
 
 
-def sum_buckets(model: DistributedDataParallel) -> Buckets:
-    """Have a DDP model sum its gradients; the result notes what was reduced."""
-    state = Buckets(model.process_group)
-    model.register_comm_hook(state, _sum_bucket)
-    return state
+class LeafSums:
+    """Sums of flat gradients over the micro-batches of a step, of a slice of them on each rank.
+
+    FSDP2 reduces over the shards by ``scatter``, then over the replicas, which is left out, and
+    calls a hook, ``add``. There, replicas exchange slices of the shard. The leaves of a slice are
+    added on one rank, in the order of micro-batches. After the last round the sums are FSDP2's
+    result. DDP's ranks are replicas of one shard.
+    """
+
+    def __init__(self, contract: Contract, groups: Sequence[MeshplanProcessGroup], ddp: bool):
+        self._contract = contract
+        self.replicas, self._shards = (groups, []) if ddp else (groups[:-1], groups[-1:])
+        self._width = self._shards[0].size() if self._shards else 1
+        # Of each FSDP module, and of each time that the backward of a round reduces it.
+        self._trees: dict[tuple[object, int], TreeSum] = {}
+        self._turns: Counter[object] = Counter()
+        self._blocks: list[tuple[int, Sequence[Tensor]]] = []
+
+    def begin(self, first: int, *, repeated: bool, last: bool) -> None:
+        """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
+        self._first, self._repeated, self._last, self._blocks = first, repeated, last, []
+        self._turns.clear()
+        if first == 0:
+            self._trees.clear()
+
+    def scatter(self, output: Tensor, input: Tensor) -> None:
+        """Keep the sums of the leaves of this rank's replica, for this rank's shard."""
+        (shards,) = self._shards
+        if self._repeated:
+            input.fill_(_NO_LEAF)
+        if self._width & (self._width - 1) == 0:
+            # They are an aligned subtree, for any number of replicas.
+            shards.reduce_scatter_single(output, input).wait()
+            self._blocks = [(self._width, [output])]
+            return
+        replica = self.replicas[0].rank() if self.replicas else 0
+        tree = TreeSum(self._contract, self._first + replica * self._width)
+        for row in shards.exchange_rows(input.view(self._width, -1)):
+            tree.add([row])
+        self._blocks = tree.take_blocks()
+
+    def add(self, name: object, output: Tensor) -> None:
+        """Add the leaves of a round; in the last one, write the sums to ``output``."""
+        blocks, self._blocks = self._blocks, []
+        if self._width == 1:
+            blocks = [(1, [torch.full_like(output, _NO_LEAF) if self._repeated else output])]
+        if not blocks:
+            raise ElasticError(
+                f"FSDP2 reduced the shards of module {name!r} by another reduce-scatter; set "
+                "yours, or call meshplan.integrations.fsdp.apply, before GradientAccumulator"
+            )
+        key = name, self._turns[name]
+        self._turns[name] += 1
+        tree = self._trees.setdefault(key, TreeSum(self._contract))
+        for group in self.replicas:
+            blocks = self._exchange(group, [block for _, (block,) in blocks])
+        for size, block in blocks:
+            if output.is_cuda:
+                # Its memory may belong to the stream of the reduce-scatter.
+                block[0].record_stream(torch.cuda.current_stream(output.device))
+            tree.add(block, size)
+        if self._last:
+            (total,) = tree.take()
+            for group in self.replicas:
+                # Each rank sends its slice to all.
+                whole = group.exchange_rows(total.expand(group.size(), -1))
+                total = whole.reshape(-1)[: output.numel()]
+            output.copy_(total)
+
+    def _exchange(
+        self, group: MeshplanProcessGroup, blocks: Sequence[Tensor]
+    ) -> list[tuple[int, Sequence[Tensor]]]:
+        """The blocks of all replicas, for this replica's slice of the shard."""
+        starts = range(self._first, self._first + group.size() * self._width, self._width)
+        sizes = [block_sizes(start, self._width) for start in starts]
+        slices = torch.stack([split_equally(block, group.size()) for block in blocks], dim=1)
+        # Replicas may have different numbers of blocks.
+        missing = max(map(len, sizes)) - len(blocks)
+        rows = group.exchange_rows(nn.functional.pad(slices, (0, 0, 0, missing)))
+        return [
+            (size, [row[at]])
+            for own, row in zip(sizes, rows, strict=True)
+            for at, size in enumerate(own)
+        ]
+
+    def add_buckets(self, gradients: Iterable[Tensor]) -> None:
+        """``add`` gradients of DDP, and write the sums to them: the same ones in each round."""
+        buckets: list[list[Tensor]] = []
+        for one in gradients:
+            last = buckets[-1] if buckets else []
+            full = sum(map(Tensor.numel, last)) + one.numel() > _BUCKET_ELEMENTS
+            if not last or full or last[0].dtype is not one.dtype:
+                buckets.append(last := [])
+            last.append(one)
+        for at, bucket in enumerate(buckets):
+            flat = torch.cat([one.reshape(-1) for one in bucket])
+            self.add(at, flat)
+            totals = torch.split(flat, [one.numel() for one in bucket])
+            for one, total in zip(bucket, totals, strict=True) if self._last else ():
+                one.copy_(total.view(one.shape))
 
 
-def _sum_bucket(
-    state: Buckets,
+def keep_buckets(model: DistributedDataParallel) -> set[int]:
+    """Have a DDP model reduce nothing. The result gets the ``id`` of each parameter in a bucket."""
+    reached: set[int] = set()
+    model.register_comm_hook(reached, _keep_bucket)
+    return reached
+
+
+def _keep_bucket(
+    reached: set[int],
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    state.reduced.update(map(id, bucket.parameters()))
-    _check_dtype(bucket.buffer().dtype)
-    return reduce_bucket(state.group, bucket, dist.ReduceOp.SUM)
+    reached.update(map(id, bucket.parameters()))
+    buffer = check_bucket(bucket)
+    _check_dtype(buffer.dtype)
+    found: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    found.set_result(buffer)
+    return found  # type: ignore[no-any-return]
 
 
-def sum_shards(model: nn.Module, ranks: int) -> None:
-    """Have all FSDP modules of ``model``, on so many data-parallel ranks, sum their gradients."""
+def sum_shards(model: nn.Module, ranks: int, sums: LeafSums) -> None:
+    """Have all FSDP modules of ``model``, on so many data-parallel ranks, reduce by ``sums``."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             # FSDP divides by 1 then, and asks for sums. On one rank it would divide in a pass of
             # its own, and divides by nothing without a factor.
             factor: Any = 1.0 if ranks > 1 else None
             FSDPModule.set_gradient_divide_factor(module, factor)
-            module.set_gradient_divide_factor = _refuse_factor  # type: ignore[method-assign]
+            module.set_gradient_divide_factor = _refuse  # type: ignore[method-assign]
             module.set_force_sum_reduction_for_comms(True)
-            set_reduce_scatter(name, module, _SumScatter())
+            set_reduce_scatter(name, module, _SumScatter(sums))
+            FSDPModule.set_all_reduce_hook(module, partial(sums.add, name))
+            module.set_all_reduce_hook = _refuse  # type: ignore[method-assign]
             # Ranks whose micro-batches use other parameters would reduce other gradients.
             if reduces_zeros():
                 module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -124,9 +224,9 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
-def _refuse_factor(factor: float) -> None:
+def _refuse(*_: object, **__: object) -> None:
     raise ElasticError(
-        f"set_gradient_divide_factor({factor}) would divide each round; divide once, by "
+        "GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by "
         "GradientAccumulator.finish(divisor=...)"
     )
 
@@ -153,11 +253,7 @@ def check_batch_norms(norms: Mapping[str, nn.Module]) -> None:
 
 
 def reset_shards(module: nn.Module) -> None:
-    """Forget what an exception left of a step in FSDP modules: gradients, and where it was.
-
-    Raises:
-        ElasticError: torch cannot do so.
-    """
+    """Forget what an exception left of a step in FSDP modules: gradients, and where it was."""
     if not isinstance(module, FSDPModule):
         for child in module.children():
             reset_shards(child)
@@ -175,6 +271,26 @@ def reset_shards(module: nn.Module) -> None:
 
 class _SumScatter(ReduceScatter):
     """FSDP's reduce-scatter, which accepts sums in float32 and float64 only."""
+
+    def __init__(self, sums: LeafSums) -> None:
+        self._sums = sums
+
+    def allocate(self, *size: Any, **options: Any) -> Tensor:
+        found = super().allocate(*size, **options)
+        if self._sums.replicas:
+            LEFT_OUT[found] = True
+        return found
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: Any = False,
+    ) -> None:
+        self.check(input_tensor.dtype, op)
+        self._sums.scatter(output_tensor, input_tensor)
 
     def check(self, dtype: torch.dtype, op: Any = None) -> None:
         _check_dtype(dtype)

@@ -17,11 +17,7 @@ from meshplan.errors import ElasticError
 
 
 def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
-    """Refuse groups that do not reduce under the contract of the first one.
-
-    Raises:
-        ElasticError: such a group.
-    """
+    """Refuse groups that do not reduce under the contract of the first one."""
     contract = groups[0].options.contract
     for group in groups:
         options = group.options
@@ -34,11 +30,7 @@ def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """Refuse replicas whose shards are in different orders.
-
-    Raises:
-        ElasticError: such a mesh.
-    """
+    """Refuse replicas whose shards are in different orders."""
     for axis in range(mesh.ndim):
         # Torch orders the ranks of a group by their numbers, whatever their order in the mesh.
         places = mesh.mesh.argsort(axis).argsort(axis).movedim(axis, 0)
@@ -54,11 +46,7 @@ def check_order(mesh: DeviceMesh) -> None:
 def check_parameter(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, contract: Contract
 ) -> None:
-    """Refuse a parameter to whose dtype rounds are rounded, or as ``_check_shards``.
-
-    Raises:
-        ElasticError: such a parameter.
-    """
+    """Refuse a parameter to whose dtype rounds are rounded, or as ``_check_shards``."""
     if mesh is not None:
         _check_shards(name, parameter, mesh)
     if parameter.dtype not in (torch.float32, torch.float64):
@@ -75,11 +63,7 @@ def check_parameter(
 
 
 def _check_shards(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that is not replicated and sharded over ``mesh``.
-
-    Raises:
-        ElasticError: such a parameter.
-    """
+    """Refuse a parameter that is not replicated and sharded over ``mesh``."""
     wanted = [(_ranks_along(mesh, axis), axis < mesh.ndim - 1) for axis in range(mesh.ndim)]
     found = []
     if isinstance(parameter, DTensor):

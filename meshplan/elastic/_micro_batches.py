@@ -6,7 +6,7 @@ Nothing here depends on the number of ranks, except which rank does the work.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,34 +16,25 @@ from torch.utils.data import Sampler
 from meshplan.errors import ElasticError
 
 
-def working_ranks(count: int) -> list[int]:
-    """The numbers of ranks among which ``count`` micro-batches can be divided, ascending.
-
-    Raises:
-        ElasticError: ``count`` is not a positive integer.
-    """
+def check_count(count: int) -> None:
+    """Refuse a number of micro-batches that is not a positive integer."""
     if not isinstance(count, int) or count < 1:
         raise ElasticError(f"{count!r} micro-batches in a step; pass an integer of at least 1")
-    return [1 << bit for bit in range((count & -count).bit_length())]
-
-
-def list_numbers(numbers: Sequence[int]) -> str:
-    """The numbers as text, such as ``1, 2 or 4``."""
-    *rest, last = map(str, numbers)
-    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 class MicroBatches:
     """The micro-batches of each step, those of them that this rank computes, and finished steps.
 
-    Of M micro-batches and W ranks, rank g mod W computes micro-batch g in round g div W. The state
-    (``state_dict``) does not depend on W: load it in a job of any other W.
+    Of M micro-batches and W ranks, rank g mod W computes micro-batch g in round g div W. If W does
+    not divide M, ranks without a micro-batch in the last round repeat their one before: all ranks
+    take part in the collectives of a round. The state (``state_dict``) does not depend on W: load
+    it in a job of any other W.
 
     Attributes:
         count: M, micro-batches of a step on all ranks. It is fixed for a run.
-        ranks: W, data-parallel ranks: a power of two that divides M.
+        ranks: W, data-parallel ranks: any number from 1 to M.
         rank: of this process among them.
-        rounds: M / W.
+        rounds: M / W, rounded up.
         step: finished steps.
     """
 
@@ -53,20 +44,28 @@ class MicroBatches:
         Raises:
             ElasticError: numbers that do not fit, with those that do.
         """
-        fitting = working_ranks(count)
-        if ranks not in fitting:
+        check_count(count)
+        if ranks not in range(1, count + 1):
             raise ElasticError(
-                f"{ranks} data-parallel ranks for {count} micro-batches in a step; use "
-                f"{list_numbers(fitting)}: a power of two that divides {count}"
+                f"{ranks} data-parallel ranks for {count} micro-batches in a step; use 1 to "
+                f"{count} ranks, so that each has a micro-batch"
             )
         if rank not in range(ranks):
             raise ElasticError(f"rank {rank} of {ranks} ranks; pass one from 0 to {ranks - 1}")
         self.count, self.ranks, self.rank, self.step = count, ranks, rank, 0
-        self.rounds = count // ranks
+        self.rounds = -(-count // ranks)
 
     def index(self, round: int) -> int:
         """The micro-batch of the step, 0 to M - 1, that this rank computes in ``round``."""
-        return round * self.ranks + self.rank
+        return (round - self.is_repeated(round)) * self.ranks + self.rank
+
+    def is_repeated(self, round: int) -> bool:
+        """Whether this rank computes a micro-batch in ``round`` that it has computed before.
+
+        Then its gradients, its value in ``sum_scalars`` and its random numbers are left out of the
+        step. Leave it out of your own logs and counts too.
+        """
+        return round * self.ranks + self.rank >= self.count
 
     def finish_step(self) -> None:
         """Count one more finished step. ``GradientAccumulator.finish`` calls it."""
@@ -98,7 +97,8 @@ class MicroBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader``: samples of this rank's micro-batches.
 
     Micro-batch g of a step holds the samples from g b to (g + 1) b - 1 of that step, for b samples
-    each. Steps and epochs follow each other without a gap and without an end. Iteration starts
+    each. A repeated micro-batch (``MicroBatches.is_repeated``) has its samples again. Steps and
+    epochs follow each other without a gap and without an end. Iteration starts
     behind the finished steps of ``micro_batches``, so that workers of the loader may read ahead.
     """
 
@@ -126,9 +126,10 @@ class MicroBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         dealt = self._micro_batches
         epoch, order = -1, range(0)
-        for round in range(dealt.step * dealt.rounds, 1 << 62):
+        for at in range(dealt.step * dealt.rounds, 1 << 62):
             batch = []
-            first = dealt.index(round) * self._size
+            step, round = divmod(at, dealt.rounds)
+            first = (step * dealt.count + dealt.index(round)) * self._size
             for place in range(first, first + self._size):
                 if place // self._samples != epoch:
                     epoch = place // self._samples

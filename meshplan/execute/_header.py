@@ -73,7 +73,7 @@ def step_header(step: Step, dtype: torch.dtype, shape: tuple[int, ...], path: st
     # Which rank gets which shard. Without shards the positions of the axes do not matter.
     cut = ""
     if step.scatter or step.lengths:
-        cut = f"{step.axes} {step.scatter} {step.lengths}"
+        cut = f"{step.axes} {step.scatter} {step.lengths}{' leaves' * step.leaves}"
     # The backend's own all-reduce runs under no contract, so ranks need not agree on one.
     contract = None if path == "native" else step.contract
     return Header(

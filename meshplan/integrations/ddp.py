@@ -6,8 +6,6 @@ sum once more. The hook sums first. Without it the replicas have equal bits, too
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,14 +56,15 @@ def average_bucket(
     Raises:
         IntegrationError: a bucket that is not dense.
     """
-    return reduce_bucket(group, bucket, dist.ReduceOp.AVG)
+    work = dist.all_reduce(check_bucket(bucket), dist.ReduceOp.AVG, group, async_op=True)
+    assert work is not None
+    # In a callback: DDP takes an error that is set on a future for a value.
+    found: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    return found
 
 
-def reduce_bucket(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-    op: Any,
-) -> torch.futures.Future[torch.Tensor]:
+def check_bucket(bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+    """The flat gradients of a bucket. Raises IntegrationError if they are not dense."""
     gradients: Tensor = bucket.buffer()
     if gradients.layout is not torch.strided:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in bucket.parameters())
@@ -73,11 +72,7 @@ def reduce_bucket(
             f"the gradient of a parameter of shape {shapes} is {gradients.layout}, and the "
             "contract is for dense ones; pass sparse=False to its module"
         )
-    work = dist.all_reduce(gradients, op, group, async_op=True)
-    assert work is not None
-    # In a callback: DDP takes an error that is set on a future for a value.
-    found: torch.futures.Future[Tensor] = work.get_future().then(_first)
-    return found
+    return gradients
 
 
 def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:

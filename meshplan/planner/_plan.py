@@ -52,6 +52,7 @@ class Step:
         halving: for a flat ``exchange``: the sizes of ``find_halving_sizes``; ``None`` if the links
             are unknown.
         chunk: for a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
+        leaves: for a flat ``exchange``: a rank's shard is the leaves of its sum, in order.
     """
 
     kind: Literal["all_reduce", "reduce_scatter", "slice", "torch"]
@@ -70,6 +71,7 @@ class Step:
     between: Between = "exchange"
     halving: tuple[tuple[int, int], tuple[int, int]] | None = None
     chunk: int = 0
+    leaves: bool = False
     src: Spec | None = None
     dst: Spec | None = None
 

@@ -9,6 +9,7 @@ short, so headers are compared before.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,6 +41,8 @@ class ExchangePath(Path):
         """As in ``Path``: ranks of one shard reduce a part each and gather the parts."""
         group = groups.flat
         leaves = wire.exchange(list(split_parts(tensor, step, group.size())), group)
+        if step.leaves:
+            return Outcome(torch.cat(list(leaves)), wire.log)
         shard = select_shard(tensor, step, group.rank())
         found, pending = gather_shard(fold(leaves, step), shard.shape, groups, wire)
         return Outcome(found, wire.log, pending)
