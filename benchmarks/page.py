@@ -55,7 +55,6 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
         parts += [
             suite["about"] + "\n",
             f"    {suite['command']}\n",
-            f"{suite['seconds']:.0f} s in all.\n",
         ]
         drawn = draw(suite["name"], title, cases, pictures)
         if drawn:
@@ -130,22 +129,22 @@ def _bars(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(cases: Sequence[Case]) -> Iterator[str]:
-    """A table for each group of neighbours that ran the same things."""
-    before: tuple[object, ...] = ()
+    """A table for each group of cases that ran the same things, by its first case."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        runs = tuple(case.runs)
-        ratios = [(of, to) for of, to, _ in case.ratios]
-        if before != (runs, case.unit, ratios):
-            if before:
-                yield ""
-            heads = [*(f"{name}, {case.unit}" for name in runs)]
-            heads += [f"{of} / {to}" for of, to in ratios]
-            yield f"| | ranks | {' | '.join(heads)} |"
-            yield "|---" * (2 + len(heads)) + "|"
-            before = (runs, case.unit, ratios)
-        cells = [
-            f"{run.median:.4g} ({run.p95:.4g})" if run.samples > 1 else f"{run.median:.4g}"
-            for run in case.runs.values()
-        ]
-        cells += [f"{value:.3g}" for _, _, value in case.ratios]
-        yield f"| {case.name} | {case.ranks} | {' | '.join(cells)} |"
+        ratios = tuple((of, to) for of, to, _ in case.ratios)
+        groups.setdefault((tuple(case.runs), case.unit, ratios), []).append(case)
+    for number, same in enumerate(groups.values()):
+        if number:
+            yield ""
+        heads = [*(f"{name}, {same[0].unit}" for name in same[0].runs)]
+        heads += [f"{of} / {to}" for of, to, _ in same[0].ratios]
+        yield f"| | ranks | {' | '.join(heads)} |"
+        yield "|---" * (2 + len(heads)) + "|"
+        for case in same:
+            cells = [
+                f"{run.median:.4g} ({run.p95:.4g})" if run.samples > 1 else f"{run.median:.4g}"
+                for run in case.runs.values()
+            ]
+            cells += [f"{value:.3g}" for _, _, value in case.ratios]
+            yield f"| {case.name} | {case.ranks} | {' | '.join(cells)} |"

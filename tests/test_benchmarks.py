@@ -256,8 +256,6 @@ How.
 
     python -m benchmarks.allreduce_cpu
 
-1 s in all.
-
 ![All-reduces](performance/allreduce_cpu.png)
 
 | | ranks | gloo, ms | ordered, ms | peer, ms | peer / gloo | peer / ordered |
