@@ -35,7 +35,7 @@ def main() -> None:
                 optimizer.zero_grad()
         coverage.end_step()
     mesh = init_device_mesh("cpu", (accelerator.num_processes,), mesh_dim_names=("ddp",))
-    report = meshplan.verify_replicas(model, mesh)
+    report = meshplan.verify_replicas(model, mesh)  # raises if a bit differs
     accelerator.print(coverage.steps[-1])
     accelerator.print(f"{report.tensors} tensors have equal bits on all ranks")
     dist.destroy_process_group()

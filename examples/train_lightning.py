@@ -31,7 +31,7 @@ class Regression(lightning.LightningModule):
 
     def on_train_end(self) -> None:
         mesh = init_device_mesh("cpu", (self.trainer.world_size,), mesh_dim_names=("ddp",))
-        report = meshplan.verify_replicas(self.model, mesh)
+        report = meshplan.verify_replicas(self.model, mesh)  # raises if a bit differs
         if self.global_rank == 0:
             print(f"{report.tensors} tensors have equal bits on all ranks")
 

@@ -179,6 +179,7 @@ READ_BY = {
     ("docs/howto/rl-parity.md", "ini"): "tests/backend/test_sglang.py",
     ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/lint-a-cluster.md", "python"): "test_diff_of_a_mesh_removes_the_finding",
+    ("docs/index.md", "sh"): "tests/test_documents.py",
     ("README.md", "sh"): "tests/test_documents.py::test_readme_sets_up_a_fresh_clone",
 }
 # Output that no block of its page prints.

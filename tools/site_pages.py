@@ -107,16 +107,12 @@ def _collect_pages() -> dict[str, tuple[str, str]]:
 
 
 def on_config(config: Any) -> Any:
-    """List the pages of codes and decisions in the navigation."""
+    """List the pages of codes in the navigation."""
     for section in config.nav:
         for title, entries in section.items():
             if title == "Reference":
                 (codes,) = (one["Codes"] for one in entries if "Codes" in one)
                 codes += [f"codes/{code}.md" for code in (*RULES, *ERRORS)]
-            if title == "Developers":
-                (decisions,) = (one for one in entries if "Decisions" in one)
-                names = sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
-                decisions["Decisions"] = [f"adr/{name}" for name in names]
     return config
 
 
