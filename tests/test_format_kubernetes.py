@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ def test_cliques_become_domains() -> None:
     ("label", "values"),
     [
         ("network.topology.nvidia.com/accelerator", ("u-1.7", "u-1.9")),
+        ("network.topology.kubernetes.io/accelerator", ("rack-7", "rack-9")),
         ("topology.k8s.aws/ultraserver-id", ("us-1234abcd", "us-5678")),
         ("topology.k8s.aws/capacity-block-id", None),
         ("topology.k8s.aws/network-node-layer-1", None),
@@ -133,8 +135,42 @@ def test_json_error_has_its_line() -> None:
 
 def test_format_is_recognised() -> None:
     assert not recognises('{"blockdevices": []}')
-    assert not recognises("apiVersion: v1\nkind: List\n")
+    assert recognises("apiVersion: v1\nitems: []\nkind: List\n")
+    assert not recognises("apiVersion: v1\nkind: Pod\nspec:\n  kind: List\n")
     assert not recognises("{" * 1_000_000)
+
+
+def write_yaml(text: str) -> str:
+    return str(yaml.safe_dump(json.loads(text), sort_keys=True))
+
+
+def test_yaml_has_the_reading_of_json() -> None:
+    text = listed(
+        node("t0", "12.1", "2"), node("login"), node("t1", "12.1", "2"), node("9", None, "2")
+    )
+    found = write_yaml(text)
+    assert recognises(found)
+    assert read(found) == read(text)
+    single = json.dumps(node("a", "u.1", "4"))
+    assert recognises(write_yaml(single))
+    assert read(write_yaml(single)) == read(single)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("apiVersion: v1\nkind: List\nitems: [\n", 4),
+        ("apiVersion: v1\nkind: List\nitems: \x07\n", None),
+        ("apiVersion: v1\nkind: List\nitems: " + "[" * 100_000, None),
+        ("apiVersion: v1\nkind: List\nitems: *missing\n", 3),
+        ("apiVersion: v1\nkind: List\nitems:\n- [a]\n", None),
+    ],
+)
+def test_invalid_yaml_is_refused(text: str, line: int | None) -> None:
+    assert recognises(text)
+    with pytest.raises(TopologyInputError) as error:
+        read(text)
+    assert error.value.line == line
 
 
 VALUES = st.recursive(
@@ -160,7 +196,10 @@ def test_any_json(items: list[Any], metadata: Any) -> None:
         json.dumps(metadata),
     ):
         read_or_refused("kubernetes", text)
+        read_or_refused("kubernetes", f"apiVersion: v1\nkind: List\n{text[1:]}")
 
 
 # For tests/test_formats.py.
-SAMPLES = (listed(node("a", "u.1", "4"), node("b", None, "2")),)
+SAMPLES = tuple(
+    write(listed(node("a", "u.1", "4"), node("b", None, "2"))) for write in (str, write_yaml)
+)

@@ -84,6 +84,27 @@ line 3: switch top: 2 switches
 """,
         )
 
+    def test_output_of_scontrol_is_read(self) -> None:
+        shown = """\
+BlockName=b1 BlockIndex=0 Nodes=n[01-18] BlockSize=18
+BlockName=b2 BlockIndex=1 Nodes=n[19-36] BlockSize=18
+AggregatedBlock=b[1-2] BlockIndex=2 Nodes=n[01-36] BlockSize=36
+"""
+        found = read(shown)
+        assert found.blocks == (("b1", "n[01-18]"), ("b2", "n[19-36]"))
+        self.assertExpectedInline(
+            format_reading(found),
+            """\
+Slurm topology/block
+b1
+b2
+line 1: block b1: 18 hosts
+line 2: block b2: 18 hosts
+""",
+        )
+        tree = "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[0-3]\nSwitchName=s1 Level=1 LinkSpeed=1 Nodes=n[0-3] Switches=s0\n"
+        assert not [note for note in read(tree).notes if "not known" in note.message]
+
     def test_yaml_topology_is_read(self) -> None:
         self.assertExpectedInline(
             format_reading(read(YAML)),

@@ -141,6 +141,15 @@ def test_two_ranks_always_add_alike() -> None:
     assert ("MP102", "fsdp") in find_harmful("ddp=6,fsdp=2", 3)
 
 
+def test_message_names_a_reduction_of_scalars() -> None:
+    where = Topology.uniform(24, node_size=8)
+    messages = [one.message for one in run_rules("MP101", job("tp=4,dp=6"), where)]
+    assert [one.partition(" groups")[0] for one in messages] == [
+        "replicas may differ: the 4",
+        "replicas may differ in the gradient norm: the 6",
+    ]
+
+
 class TestFrameworks:
     def test_fsdp2_reduces_to_shards(self) -> None:
         # The all-reduce along ddp is of shards that no other rank has; the gradient norm over fsdp

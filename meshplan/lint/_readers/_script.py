@@ -21,7 +21,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=(.*)\}")
 _VALUE = re.compile(
     r"^[ \t]*(?:(?:export|local|declare(?: -a)?)[ \t]+)?([A-Za-z_]\w*)\+?="
-    r"(?:\"([^\"]*)\"|'([^']*)'|\(([^()]*)\))",
+    # An array may have $((...)) and $(...) in it.
+    r"(?:\"([^\"]*)\"|'([^']*)'|\(((?:[^()$]++|\$\((?:[^()]++|\((?:[^()]++|\([^()]*+\))*+\))*+\)|\$)*+)\))",
     re.M,
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")

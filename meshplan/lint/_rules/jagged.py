@@ -50,7 +50,8 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
             for one in hazard.examples
         ]
         simulated = {str(name): share for name, share in facts.simulate(hazard).items()}
-    scalar = jagged.reductions.what.startswith(("the gradient norm", "the loss"))
+    what = jagged.reductions.what.partition(":")[0]
+    scalar = what in ("the gradient norm", "the loss")
     shares = ", ".join(
         f"{name} {share:.0%} of {'draws' if scalar else 'elements'} differ"
         if share
@@ -69,9 +70,10 @@ def _report_jagged(rule: Rule, facts: JobFacts, jagged: JaggedReduction) -> Find
         details.append(f"{fix.name} issues these reductions itself: {remedy}")
     return rule.make_mesh_finding(
         facts,
-        f"replicas may differ: the {hazard.groups} groups of {hazard.group_size} ranks over "
-        f"{join_names(hazard.labels)} are placed on {unit}s in {placement.ways} different ways, "
-        f"but their results must be identical across {join_names(hazard.along)}",
+        f"replicas may differ{f' in {what}' * scalar}: the {hazard.groups} groups of "
+        f"{hazard.group_size} ranks over {join_names(hazard.labels)} are placed on "
+        f"{unit}s in {placement.ways} different ways, but their results must be "
+        f"identical across {join_names(hazard.along)}",
         *details,
         fixes=facts.fixes,
         severity="warning" if facts.job.is_open else rule.severity,

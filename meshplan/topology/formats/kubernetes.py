@@ -1,10 +1,10 @@
-"""Output of ``kubectl get nodes -o json``: cliques of hosts that multi-node NVLink joins.
+"""Output of ``kubectl get nodes -o json`` or ``-o yaml``: cliques of hosts that NVLink joins.
 
 Source: labels of NVIDIA's GPU feature discovery. ``nvidia.com/gpu.clique`` is
 ``<ClusterUUID>.<CliqueID>``, on nodes with multi-node NVLink only; ``nvidia.com/gpu.count`` is the
-number of GPUs of a node. Topograph writes the same value to its accelerator label, and AWS has the
-id of an UltraServer; its capacity blocks are no domains. No label has the GPUs that NVLink joins
-inside a host.
+number of GPUs of a node. Topograph writes the same value to its accelerator label (KEP-4962
+has one of its own), and AWS has the id of an UltraServer; its capacity blocks are no domains. No
+label has the GPUs that NVLink joins inside a host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _CLIQUE = "nvidia.com/gpu.clique"
 _CLIQUES = (
     _CLIQUE,
     "network.topology.nvidia.com/accelerator",
+    "network.topology.kubernetes.io/accelerator",  # KEP-4962
     "topology.k8s.aws/ultraserver-id",
 )
 _COUNT = "nvidia.com/gpu.count"
 _LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
+# YAML as kubectl writes it: keys of the list, or of its only item, are not indented.
+_YAML_LIST = re.compile(r"^kind:[ \t]{1,20}[\"']?(?:NodeList|Node|List)[\"']?[ \t]*$", re.M)
+_MOST_DEEP = 64
 _SHOWN = 64  # cliques in the notes before "... N more"
 _LARGEST = 4096  # GPUs of one host
 MAX_GPUS = 1 << 22
@@ -33,6 +37,8 @@ MAX_GPUS = 1 << 22
 
 def recognises(text: str) -> bool:
     start = text[:200].lstrip("\ufeff \t\r\n")
+    if start.startswith("apiVersion:"):
+        return _YAML_LIST.search(text) is not None
     return start.startswith("{") and '"apiVersion"' in text and _LIST.search(text) is not None
 
 
@@ -81,18 +87,44 @@ def read(text: str) -> Reading:
 
 
 def _parse_items(text: str) -> list[Any]:
-    try:
-        found = json.loads(text.lstrip("\ufeff"))
-    except json.JSONDecodeError as error:
-        raise TopologyInputError(f"not JSON: {error.msg}", line=error.lineno) from None
-    except (RecursionError, ValueError):
-        raise TopologyInputError("JSON that is nested too deep, or a number too long") from None
+    is_yaml = text.lstrip("\ufeff \t\r\n").startswith("apiVersion:")
+    found = (_parse_yaml if is_yaml else _parse_json)(text.lstrip("\ufeff"))
     if isinstance(found, dict) and found.get("kind") == "Node":
         return [found]
     items = found.get("items") if isinstance(found, dict) else None
     if not isinstance(items, list):
         raise TopologyInputError("no items found; pass the output of kubectl get nodes -o json")
     return items
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TopologyInputError(f"not JSON: {error.msg}", line=error.lineno) from None
+    except (RecursionError, ValueError):
+        raise TopologyInputError("JSON that is nested too deep, or a number too long") from None
+
+
+def _parse_yaml(text: str) -> Any:
+    """The first document; every scalar is a text, as the values of labels are."""
+    import yaml  # here, because few inputs are YAML
+
+    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    depth = 0
+    try:
+        # The C library recurses without a limit of its own.
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_DEEP:
+                raise TopologyInputError("YAML that is nested too deep")
+        return yaml.load(text, Loader=loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise TopologyInputError(f"not YAML: {error.problem}", line=line) from None
+    except yaml.YAMLError:
+        raise TopologyInputError("not YAML: a character that it does not allow") from None
 
 
 def _parse_host(item: Any, index: int) -> tuple[str, str, int]:

@@ -1,4 +1,4 @@
-"""Slurm's ``topology.conf`` and ``topology.yaml``, and its lists of hosts.
+"""Slurm's ``topology.conf`` and ``topology.yaml``, ``scontrol show topology``, and lists of hosts.
 
 Source: the manual pages topology.conf(5) and topology.yaml(5) of Slurm, and scontrol(1) for lists
 of hosts. One NVLink switch system joins a block of topology/block; a switch of topology/tree is
@@ -30,6 +30,8 @@ _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
 _ITEM = re.compile(r"( *+)((?:- ++)*+)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
 _CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
+# Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
+_SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.
 _Piece = str | list[tuple[int, int, int]]
@@ -123,12 +125,14 @@ def _read_conf(text: str) -> Reading:
     outline = _Outline()
     blocks, odd = False, set[str]()
     for line, content in _join_lines(text):
-        words = content.split(maxsplit=len(_CONF_KEYS))
+        words = content.split(maxsplit=len(_CONF_KEYS) + len(_SHOWN_KEYS))
         pairs = [_PAIR.fullmatch(word) for word in words]
         values = {pair[1].lower(): pair[2] for pair in pairs if pair}
         if len(values) < len(words):
             raise TopologyInputError(f"expected Name=value, got {content[:60]!r}", line=line)
-        for unknown in sorted(values.keys() - _CONF_KEYS - odd):
+        if "aggregatedblock" in values:
+            continue
+        for unknown in sorted(values.keys() - _CONF_KEYS - _SHOWN_KEYS - odd):
             odd.add(unknown)
             outline.notes.append(Note(f"{unknown} is not known and not read", line=line))
         blocks |= "blockname" in values or "blocksizes" in values
