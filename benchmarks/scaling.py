@@ -38,7 +38,7 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, on_ranks, slowest
 from meshplan import Layout
 from meshplan.cli._links_run import time_exchanges
-from meshplan.cli._simulate_cost import CLUSTERS, NODE, NUMELS
+from meshplan.cli._simulate import CLUSTERS, NODE, NUMELS
 from meshplan.flatten import discover
 from meshplan.planner import Prediction, Problem, plan, predict_backend, predict_plan
 from meshplan.topology import Topology

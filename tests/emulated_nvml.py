@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from meshplan.topology._location import Fabric, Gpu, RankLocation
+from meshplan.topology._locate import Fabric, Gpu, RankLocation
 
 ROOT = Path(__file__).parents[1]
 H100 = "NVIDIA_H100"
@@ -51,7 +51,7 @@ def ask(
     """``find_nvidia_gpu`` in a separate process, whose library shows the GPUs of ``lines``."""
     script = (
         "import sys, json; from dataclasses import asdict; "
-        "from meshplan.topology._nvml import find_nvidia_gpu; "
+        "from meshplan.topology._locate import find_nvidia_gpu; "
         "found = find_nvidia_gpu(*json.loads(sys.argv[1])); "
         "print(found if isinstance(found, str) else json.dumps(asdict(found)))"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from expecttest import TestCase
 
-from meshplan.cli._simulate_cost import CLUSTERS, NUMELS
+from meshplan.cli._simulate import CLUSTERS, NUMELS
 from meshplan.topology import Link, Links
 from tests.test_cli_simulate import cells, refused, simulate
 

@@ -22,7 +22,7 @@ from meshplan._installation import Installation
 from meshplan.cli import _doctor_run, main
 from meshplan.cli._doctor import check_cache, check_host, check_links, check_shared_folder
 from meshplan.cli._doctor_run import diagnose
-from meshplan.topology._location import Fabric, Gpu, RankLocation
+from meshplan.topology._locate import Fabric, Gpu, RankLocation
 from tests.emulated_nvml import in_process, switched
 
 INSTALLED = Installation(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.topology._kfd import find_amd_gpu
-from meshplan.topology._location import Gpu
+from meshplan.topology._locate import Gpu, find_amd_gpu
 
 PCIE, XGMI = 2, 11
 # As a kernel 6.8 writes them for an MI300X; what is not read is left out in part.

@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 
 from meshplan.topology import _locate
-from meshplan.topology._locate import _read_number, locate_rank
-from meshplan.topology._location import Gpu, RankLocation
+from meshplan.topology._locate import Gpu, RankLocation, _read_number, locate_rank
 from tests.emulated_nvml import in_process, switched
 from tests.test_kfd import mi300x
 

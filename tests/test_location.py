@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._location import Fabric, Gpu, RankLocation
+from meshplan.topology._locate import Fabric, Gpu, RankLocation
 
 WHOLE = RankLocation(
     host="node7 0123",

@@ -12,7 +12,7 @@ from expecttest import TestCase
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology import Topology
 from meshplan.topology._cluster import pack_cluster, unpack_cluster
-from meshplan.topology._location import Fabric, Gpu, RankLocation
+from meshplan.topology._locate import Fabric, Gpu, RankLocation
 from meshplan.topology._merge_locations import merge_locations
 
 RACK, OTHER_RACK = "ab" * 16, "cd" * 16

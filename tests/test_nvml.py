@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from meshplan.topology import _nvml
-from meshplan.topology._location import Fabric, Gpu
+from meshplan.topology import _locate
+from meshplan.topology._locate import Fabric, Gpu
 from tests.emulated_nvml import ROOT, TO_SWITCH, ask, bus_of, gpus, switched
 
 pytest.importorskip("pynvml")
@@ -211,7 +211,7 @@ def test_missing_gpu_is_reported() -> None:
 
 
 def test_missing_driver_library_is_reported() -> None:
-    script = "from meshplan.topology._nvml import find_nvidia_gpu; print(find_nvidia_gpu({}, 0))"
+    script = "from meshplan.topology._locate import find_nvidia_gpu; print(find_nvidia_gpu({}, 0))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT
     )
@@ -222,11 +222,11 @@ def test_missing_driver_library_is_reported() -> None:
 def test_missing_binding_is_reported() -> None:
     with mock.patch.dict(sys.modules, {"pynvml": None}):
         assert (
-            _nvml.find_nvidia_gpu({}, 0)
+            _locate.find_nvidia_gpu({}, 0)
             == "nvidia-ml-py is not installed: pip install 'nvidia-ml-py>=13'"
         )
 
 
 def test_foreign_binding_is_reported() -> None:
     with mock.patch.dict(sys.modules, {"pynvml": mock.Mock(spec=["nvmlInit", "nvmlShutdown"])}):
-        assert str(_nvml.find_nvidia_gpu({}, 0)).startswith("NVML: Mock object has no attribute")
+        assert str(_locate.find_nvidia_gpu({}, 0)).startswith("NVML: Mock object has no attribute")

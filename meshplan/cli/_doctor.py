@@ -15,8 +15,7 @@ from meshplan._needs_torch import INSTALL_TORCH, import_with_torch
 from meshplan.cli._options import add_verb
 from meshplan.cli._output import say
 from meshplan.errors import TorchMissingError
-from meshplan.topology._locate import locate_rank
-from meshplan.topology._location import Fabric, Gpu, RankLocation
+from meshplan.topology._locate import Fabric, Gpu, RankLocation, locate_rank
 
 _SHM = "/dev/shm"
 # What NCCL needs for the ranks of a full host; containers often get 64 MB.

@@ -20,8 +20,7 @@ from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._join import refusal
 from meshplan.record import Record
 from meshplan.topology._cluster import Cluster, pack_cluster, unpack_cluster
-from meshplan.topology._locate import locate_rank
-from meshplan.topology._location import RankLocation
+from meshplan.topology._locate import RankLocation, locate_rank
 from meshplan.topology._merge_locations import merge_locations
 
 # No compressed answer begins with it.
