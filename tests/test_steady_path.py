@@ -396,11 +396,11 @@ def test_switch_is_read_when_a_group_is_found() -> None:
 def test_steps_of_collectives_are_bounded_and_go_with_their_group() -> None:
     with mock.patch.object(_reduction, "MAX_STEPS_PER_GROUP", 2):
         gc.collect()
-        before = len(_reduction._STEADY)
+        before = len(_reduction._BOUND)
         with fake():
             for op in ("sum", "avg", "max", "min"):
                 deterministic_all_reduce(torch.ones(3), path="exchange", op=op)  # type: ignore[arg-type]
-            steps = _reduction._STEADY[dist.group.WORLD]
+            steps = _reduction._BOUND[dist.group.WORLD]
             assert len(steps) == 2
         gc.collect()
-        assert len(_reduction._STEADY) == before
+        assert len(_reduction._BOUND) == before

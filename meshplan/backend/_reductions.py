@@ -22,12 +22,12 @@ from meshplan.collectives._coalesced import all_reduce_list, check_distinct, sca
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
     describe_group,
-    find_steady_reduction,
+    find_bound,
     reduce_tensor,
 )
 from meshplan.definition import canonicalize_nans
 from meshplan.errors import ContractError, FallbackRefusedError
-from meshplan.execute import Event, SteadyReduction, record
+from meshplan.execute import BoundReduction, Event, record
 from meshplan.flatten import registry
 from meshplan.record import Record
 
@@ -147,15 +147,17 @@ def reduce_one(
         reduce_all([out], operation, options, group, ticket)
 
 
-def find_steady(
+def find_one(
     kind: Kind, message: Tensor, operation: Operation, options: BackendOptions, group: ProcessGroup
-) -> SteadyReduction | None:
-    """The steady form of ``reduce_one``, after that has returned; the output is not needed."""
+) -> BoundReduction | None:
+    """The reduction that ``reduce_one`` has just made, for ``run_into``; a message is flat there
+    where blocks of it are scattered.
+    """
     how, request = options_of(operation, options), _request(kind, operation)
     if kind == ALL_REDUCE:
-        return find_steady_reduction(message, how, group, request)
+        return find_bound(message, how, group, request)
     lengths = (message.numel() // group.size(),) * group.size()
-    return find_steady_reduction(message.view(-1), how, group, request, dim=0, lengths=lengths)
+    return find_bound(message.view(-1), how, group, request, dim=0, lengths=lengths)
 
 
 def agree_on_policy(group: ProcessGroup, policy: str) -> None:

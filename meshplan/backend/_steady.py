@@ -19,9 +19,9 @@ from meshplan._calls import Ticket
 from meshplan._torch import dispatch_modes, profiler_enabled
 from meshplan.backend._operations import Operation, read_operation
 from meshplan.backend._options import BackendOptions
-from meshplan.backend._reductions import Kind, find_steady, reduce_one
+from meshplan.backend._reductions import SCATTER, Kind, find_one, reduce_one
 from meshplan.backend._work import Reduce, in_caller_mode, writable
-from meshplan.execute import SteadyReduction
+from meshplan.execute import BoundReduction
 
 MAX_STEADY = 256
 """Reductions that a group keeps; where there are more, all are found again."""
@@ -30,7 +30,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class SteadyTable:
-    """Steady reductions of one group, by kind, operation, dtype and shape.
+    """Reductions of one group that were run before, by kind, operation, dtype and shape.
 
     Args:
         options: of the group.
@@ -38,7 +38,7 @@ class SteadyTable:
 
     def __init__(self, options: BackendOptions) -> None:
         self._options = options
-        self._known: dict[Hashable, SteadyReduction] = {}
+        self._known: dict[Hashable, BoundReduction] = {}
 
     def find(self, kind: Kind, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
         """The reduction of ``message`` into ``out`` by a ``ReduceOp``, to be run once in its turn.
@@ -71,7 +71,7 @@ class SteadyTable:
         reduce_one(kind, message.detach(), writable(out), operation, self._options, lane, ticket)
         if operation.factor is not None or lane.size() == 1 or not _are_steady(message, out):
             return
-        found = find_steady(kind, message.detach(), operation, self._options, lane)
+        found = find_one(kind, message.detach(), operation, self._options, lane)
         if found is None:
             return
         if len(self._known) >= MAX_STEADY:
@@ -81,7 +81,7 @@ class SteadyTable:
 
     def _repeat(
         self,
-        found: SteadyReduction,
+        found: BoundReduction,
         kind: Kind,
         message: Tensor,
         out: Tensor,
@@ -89,7 +89,8 @@ class SteadyTable:
         lane: ProcessGroup,
         ticket: Ticket,
     ) -> None:
-        if not found.run(message, out, ticket.word):
+        flat = message.view(-1) if kind == SCATTER else message
+        if not found.run_into(flat, out, ticket.word):
             operation = read_operation(op, message, self._options.contract)
             self.first(kind, message, out, operation)(lane, ticket)
 

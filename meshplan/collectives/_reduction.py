@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial, wraps
-from itertools import count
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,20 +26,17 @@ from meshplan._dtypes import name_of
 from meshplan._observing import within
 from meshplan._spans import span
 from meshplan._torch import dispatch_modes
-from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
 from meshplan.errors import AxisNameError, GroupStateError, MeshplanError
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import step_header
 from meshplan.execute._provenance import Event, Purpose, record
-from meshplan.execute._run import compare_headers, run_reduction
+from meshplan.execute._run import BoundReduction, compare_headers
 from meshplan.execute._shards import select_shard
-from meshplan.execute._steady import SteadyReduction, find_steady
 from meshplan.execute._switches import one_shot_switch
 from meshplan.execute.paths import sharing_of
-from meshplan.flatten import Group, GroupHandle, registry
+from meshplan.flatten import Group, registry
 from meshplan.planner import Step
 from meshplan.record import Record
 
@@ -62,24 +57,7 @@ _TORCH_OPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Steady:
-    """A reduction that has been called before. It holds no process group."""
-
-    step: Step
-    purpose: Purpose
-    one_shot: bool | None
-    handle: GroupHandle
-    prepared: dict[Any, Any] = field(default_factory=dict)
-    calls: Iterator[int] = field(default_factory=partial(count, 1))
-
-    def groups(self, pg: ProcessGroup) -> StepGroups:
-        """Those of a call, over the handle's process group."""
-        known = self.handle.known
-        return StepGroups(pg, peers=known.peers, no_peers=known.no_peers, prepared=self.prepared)
-
-
-_STEADY: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], _Steady]] = WeakKeyDictionary()
+_BOUND: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], BoundReduction]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -173,38 +151,21 @@ def reduce_tensor(
         return _reduce_by_backend(tensor, options, used, request, ticket, in_place, dim, lengths)
     key = (options, tensor.device.type, request, apart, dim, lengths)
     # The entry outlives a shutdown. Its handle knows whether the decision still holds.
-    steps = _STEADY.get(group)
-    steady = None if steps is None else steps.get(key)
-    pg = None if steady is None else steady.handle.process_group()
-    if steady is None or pg is None:
+    bound = _BOUND.get(group, {}).get(key)
+    pg = None if bound is None else bound.handle.process_group()
+    if bound is None or pg is None:
         found, one_shot = find_group(tensor, group, options, ticket, apart=apart)
         step = _step(options, group.size(), dim, lengths)
         planned = f"{step.kind} {step.op} over {group.size()} ranks"
         planned += f", {step.path}, contract {options.contract.id}"
         purpose = Purpose(request, planned, describe_group(found.pg), "collective")
-        steady, pg = _Steady(step, purpose, one_shot, registry().handle(found)), found.pg
-        _keep(group, key, steady)
-    # The number of the call, if it is to be compared. Every call counts, so that all ranks compare
-    # the same ones.
-    call = 0 if options.audit is None else next(steady.calls)
-    if options.audit is not None and (call - 1) % options.audit:
-        call = 0
-    result = run_reduction(
-        tensor.detach(),
-        steady.step,
-        steady.groups(pg),
-        purpose=steady.purpose,
-        path=options.path,
-        strict=options.strict,
-        one_shot=steady.one_shot,
-        audit=call,
-        ticket=ticket.word,
-    )
-    waited: Tensor = _ops.wait_tensor(result)
-    return waited
+        how = options.path, options.strict, one_shot, options.audit
+        bound, pg = BoundReduction(step, purpose, registry().handle(found), *how), found.pg
+        _keep(group, key, bound)
+    return bound.run(tensor, pg, ticket.word)
 
 
-def find_steady_reduction(
+def find_bound(
     tensor: Tensor,
     options: ReductionOptions,
     group: ProcessGroup,
@@ -212,25 +173,15 @@ def find_steady_reduction(
     *,
     dim: int | None = None,
     lengths: tuple[int, ...] = (),
-) -> SteadyReduction | None:
-    """The steady form of a reduction, after ``reduce_tensor`` has returned from these arguments;
-    ``None`` if there is none.
+) -> BoundReduction | None:
+    """The reduction that ``reduce_tensor`` has just returned from with these arguments; ``None`` if
+    it is gone.
     """
     key = (options, tensor.device.type, request, False, dim, lengths)
-    steady = _STEADY.get(group, {}).get(key)
-    pg = None if steady is None else steady.handle.process_group()
-    if steady is None or pg is None or options.audit is not None:
-        return None
-    return find_steady(
-        tensor,
-        steady.step,
-        steady.groups(pg),
-        steady.handle,
-        steady.purpose,
-        options.path,
-        options.strict,
-        steady.one_shot,
-    )
+    bound = _BOUND.get(group, {}).get(key)
+    if bound is not None:
+        bound.keep_kernel(tensor)
+    return bound
 
 
 def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple[int, ...]) -> Step:
@@ -250,12 +201,12 @@ def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple
     )
 
 
-def _keep(group: ProcessGroup, key: tuple[Any, ...], steady: _Steady) -> None:
+def _keep(group: ProcessGroup, key: tuple[Any, ...], bound: BoundReduction) -> None:
     with _LOCK:
-        steps = _STEADY.setdefault(group, {})
+        steps = _BOUND.setdefault(group, {})
         if len(steps) >= MAX_STEPS_PER_GROUP:
             steps.clear()
-        steps[key] = steady
+        steps[key] = bound
 
 
 def _reduce_by_backend(

@@ -14,8 +14,8 @@ from meshplan.execute._provenance import record as record
 from meshplan.execute._provenance import report as report
 from meshplan.execute._report import SCHEMA_VERSION as SCHEMA_VERSION
 from meshplan.execute._report import Report as Report
+from meshplan.execute._run import BoundReduction as BoundReduction
 from meshplan.execute._run import run_reduction as run_reduction
-from meshplan.execute._steady import SteadyReduction as SteadyReduction
 from meshplan.execute._switches import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
 from meshplan.execute._switches import one_shot_switch as one_shot_switch
 from meshplan.execute._wire import Wire as Wire

@@ -1,4 +1,6 @@
-"""Run one planned reduction on one tensor. Out of place; the only choice left is the path."""
+"""Run one planned reduction on one tensor. The only choice left is the path; ``BoundReduction`` has
+made that, too.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ from meshplan.execute._graph import define_operators, trace_reduction
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import Header, RankHeader, tensor_header
 from meshplan.execute._prepared import PreparedReduction
-from meshplan.execute._provenance import MAX_RECORDS, Purpose, record
+from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire, is_traced
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths import _path as registry
+from meshplan.execute.paths._shared_memory import SharedMemoryPath
+from meshplan.flatten import GroupHandle
 from meshplan.planner import Step
 
 _Result = TypeVar("_Result")
+_SMALLEST_SUBNORMAL = math.ulp(0.0)
+_Kernel = tuple[Callable[[Tensor, Tensor, int], None], Event, bool, int]
 
 
 def run_reduction(
@@ -108,6 +114,118 @@ def run_reduction(
         # All ranks raise it: the audit has the same result on each.
         raise _audit.audit_error(difference, purpose.request, step, chosen, tensor, audit)
     return result
+
+
+class BoundReduction:
+    """What all ranks have decided once about a reduction over a group. It holds no process group
+    and no tensor; ``handle`` finds the group. ``audit``: compare the first and then every so many
+    calls. The other arguments are those of ``run_reduction``.
+    """
+
+    __slots__ = ("_audit", "_calls", "_how", "_kernels", "_prepared", "handle", "purpose", "step")
+
+    def __init__(
+        self,
+        step: Step,
+        purpose: Purpose,
+        handle: GroupHandle,
+        path: str,
+        strict: bool,
+        one_shot: bool | None,
+        audit: int | None,
+    ) -> None:
+        self.step, self.purpose, self.handle = step, purpose, handle
+        self._how, self._audit, self._calls = (path, strict, one_shot), audit, 0
+        self._prepared: dict[Any, Any] = {}
+        # By dtype and shape: the call, its event, whether it rounds, and the state of the paths;
+        # ``None`` where the reduction is more than the call of a kernel.
+        self._kernels: dict[tuple[torch.dtype, torch.Size], _Kernel | None] = {}
+
+    def run(
+        self, tensor: Tensor, pg: ProcessGroup, ticket: int, traced: bool | None = None
+    ) -> Tensor:
+        """``run_reduction`` of ``tensor`` over the handle's process group, waited for."""
+        # Every call counts, so that all ranks audit the same ones.
+        self._calls += 1
+        audited = self._audit is not None and (self._calls - 1) % self._audit == 0
+        path, strict, one_shot = self._how
+        result: Tensor = _ops.wait_tensor(
+            run_reduction(
+                tensor.detach(),
+                self.step,
+                self._groups(pg),
+                purpose=self.purpose,
+                path=path,
+                strict=strict,
+                one_shot=one_shot,
+                audit=self._calls if audited else 0,
+                traced=traced,
+                ticket=ticket,
+            )
+        )
+        return result
+
+    def run_into(self, message: Tensor, out: Tensor, ticket: int) -> bool:
+        """Reduce ``message`` into ``out``, of the same dtype, which may be the same tensor; both
+        are contiguous, and nothing is traced. Returns False, with nothing done, where the decisions
+        no longer hold. Raises as ``run_reduction``; ``out`` may then hold NaN (or all ones).
+        """
+        pg = self.handle.process_group()
+        if pg is None:
+            return False
+        key = message.dtype, message.shape
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            with torch.inference_mode(out.is_inference()), torch.no_grad():
+                result = self.run(message, pg, ticket, traced=False)
+                # Whoever reads the version of ``out`` has seen it rise when the call was issued.
+                out.data.copy_(result.view(out.shape))
+            if key not in self._kernels:
+                self.keep_kernel(message)
+            return True
+        call, event, rounds, changes = kernel
+        if changes != registry.changes or (rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0):
+            # Paths were registered, or this thread flushes subnormal numbers, which the ordinary
+            # way refuses. All ranks find the first at the same call; the other concerns no rank.
+            return False
+        started = time.perf_counter()
+        try:
+            call(message, out, ticket)
+        except RuntimeError as error:
+            raise_failure(error, StepGroups(pg), "cpu", self.purpose, started)
+        seconds = time.perf_counter() - started
+        record(event, elements=message.numel(), nbytes=message.nbytes, seconds=seconds)
+        return True
+
+    def keep_kernel(self, tensor: Tensor) -> None:
+        """After ``run`` on CPUs: let ``run_into`` call the kernel for tensors of this dtype and
+        shape, without operators in between, if ranks share memory for them.
+        """
+        pg = self.handle.process_group()
+        if pg is None:
+            return
+        if len(self._kernels) >= MAX_RECORDS:
+            self._kernels.clear()
+        self._kernels[tensor.dtype, tensor.shape] = self._kernel(tensor, self._groups(pg))
+
+    def _kernel(self, tensor: Tensor, groups: StepGroups) -> _Kernel | None:
+        found = prepare_reduction(tensor, self.step, groups, self.purpose, *self._how, False)
+        peers, path = groups.peers, found.path
+        if not isinstance(path, SharedMemoryPath) or peers is None or found.pairs:
+            return None
+        event = found.events.get(path.collectives)
+        if peers.device_type != "cpu" or event is None or self._audit is not None:
+            return None
+        # The parts of a message are blocks of it where it is flat.
+        if self.step.norm is not None or (self.step.scatter and tensor.dim() != 1):
+            return None
+        call = path.prepare(tuple(tensor.shape), tensor.dtype, self.step, peers)
+        rounds = tensor.dtype.is_floating_point and self.step.op not in ("max", "min")
+        return call, event, rounds, registry.changes
+
+    def _groups(self, pg: ProcessGroup) -> StepGroups:
+        known = self.handle.known
+        return StepGroups(pg, peers=known.peers, no_peers=known.no_peers, prepared=self._prepared)
 
 
 # The thread that is in a reduction, by process group. Each call makes a list of its own, whose

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
 import meshplan.backend
-from meshplan.backend import BackendOptions, _steady
+from meshplan.backend import BackendOptions, _reductions, _steady
 from meshplan.backend._steady import is_steady
-from meshplan.collectives import _reduction
+from meshplan.collectives._options import read_options
+from meshplan.execute import _run
 from tests.backend.test_reductions import CONTRACTS, OPS, RANKS, bits, cases, expected, summand
 from tests.processes import run_ranks
 
@@ -25,10 +26,8 @@ pytestmark = pytest.mark.processes
 
 
 def count_decisions() -> Any:
-    """A mock around what decides on a reduction of one tensor."""
-    return mock.patch.object(
-        _reduction, "run_reduction", mock.Mock(side_effect=_reduction.run_reduction)
-    )
+    """A mock around what runs a reduction of one tensor by more than the call of a kernel."""
+    return mock.patch.object(_run, "run_reduction", mock.Mock(side_effect=_run.run_reduction))
 
 
 def repeat_everything(rank: int) -> list[str]:
@@ -184,6 +183,37 @@ def check_like_torch(_: int) -> list[Any]:
 def test_checks_stay() -> None:
     found = run_ranks(check_like_torch, 2, backend="meshplan")
     assert found == [[[2.0] * 4, True, [4.0] * 4, "MP413"]] * 2
+
+
+def repeat_over_gloo(rank: int) -> list[Any]:
+    """Bits of repeated calls, how often options are read, and the audited calls."""
+    wrong, read, contract = [], [], meshplan.Contract()
+    for options in (BackendOptions(path="exchange"), BackendOptions(path="halving", audit=2)):
+        group = dist.new_group(backend="meshplan", pg_options=options)
+        for dtype, op in cases()[:: 4 if options.audit else 1]:
+            whole = expected(dtype, op, contract)
+            meshplan.clear_report()
+            with mock.patch.object(_reductions, "read_options", wraps=read_options) as reads:
+                for number in range(3):
+                    with torch.inference_mode(number == 1):
+                        x, shard = summand(rank, dtype), whole.new_empty(20, 1)
+                    dist.all_reduce(x, OPS[op], group)
+                    wrong += [f"{dtype} {op}"] * (bits(x) != bits(whole))
+                    x = summand(rank, dtype)[:60].clone()
+                    dist.reduce_scatter_single(shard, x, OPS[op], group)
+                    mine = whole[:60].chunk(RANKS)[rank]
+                    wrong += [f"scatter {dtype} {op}"] * (bits(shard) != bits(mine))
+            read.append(reads.call_count)
+            audited = sum(entry["audited"] for entry in meshplan.report().entries)
+            # Of three calls of each kind: the calls of all dtypes count.
+            wanted = (2, 4) if options.audit else (0,)
+            wrong += [f"{audited} audits of {dtype}"] * (audited not in wanted)
+    return [wrong, set(read)]
+
+
+def test_a_repeated_call_over_gloo_reads_no_options() -> None:
+    # In the first call of each kind: to run it, and to keep it.
+    assert run_ranks(repeat_over_gloo, RANKS, backend="meshplan") == [[[], {4}]] * RANKS
 
 
 def keep_few(_: int) -> list[Any]:
