@@ -251,11 +251,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         opts.asyncOp = False
 
         def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
-            flat, cut = rows.detach().reshape(-1), dict[str, Any](dim=0, lengths=lengths)
-            found.append(reduce_tensor(flat, how, group, "exchange of leaves", ticket, **cut))
+            flat, args = rows.detach().reshape(-1), (how, group, "exchange of leaves", ticket)
+            found.append(reduce_tensor(flat, *args, dim=0, lengths=lengths))
 
         if self.size() > 1:
             self._begin(in_caller_mode(run, found), [rows], opts, writes=False)
+            if rows.is_cuda:
+                # Its memory belongs to the stream of the group for reductions.
+                found[-1].record_stream(torch.cuda.current_stream(rows.device))
         return found[-1].view_as(rows)
 
     def _find_lane(self, call: int) -> dist.ProcessGroup:

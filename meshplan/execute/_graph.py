@@ -140,6 +140,7 @@ def _written(step: Step) -> str:
             "between": step.between,
             "halving": step.halving,
             "chunk": step.chunk,
+            "leaves": step.leaves,
         }
     )
 

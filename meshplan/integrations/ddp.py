@@ -58,8 +58,9 @@ def average_bucket(
     """
     work = dist.all_reduce(check_bucket(bucket), dist.ReduceOp.AVG, group, async_op=True)
     assert work is not None
-    # In a callback: DDP takes an error that is set on a future for a value.
-    found: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    # In a callback: DDP takes an error that is set on a future for a value. The value is a list of
+    # real and imaginary parts, if the bucket is complex; DDP reads its own memory then.
+    found: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return found
 
 
@@ -73,8 +74,3 @@ def check_bucket(bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-define
             "contract is for dense ones; pass sparse=False to its module"
         )
     return gradients
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    # Real and imaginary parts, if the bucket is complex; DDP reads its own memory then.
-    return done.value()[0]
