@@ -84,7 +84,16 @@ class Layout:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Layout:
-        """The layout of a torch ``DeviceMesh`` or sub-mesh, unnamed axes included."""
+        """The layout of a torch ``DeviceMesh`` or sub-mesh, unnamed axes included.
+
+        Raises:
+            LayoutError: something else, such as the name of an axis.
+        """
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise LayoutError(
+                f"mesh={mesh!r} is not a DeviceMesh; pass a mesh, or a slice of one such as "
+                "device_mesh['dp', 'tp']"
+            )
         grid = mesh.mesh
         return cls(
             sizes=tuple(grid.shape),

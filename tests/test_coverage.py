@@ -443,7 +443,7 @@ def count_steps(_: int) -> list[Any]:
     sizes = [one["meshplan/outside/bytes"] for one in logged]
     assert all(one["meshplan/outside/seconds"] > 0 for one in logged)
     assert {type(value) for one in logged for value in one.values()} <= {int, float}
-    with pytest.raises(InstallError, match="call it in the block"):
+    with pytest.raises(InstallError, match="between start and stop"):
         found.end_step()
     # A reduction that was issued in a step belongs to it, whenever it runs.
     group = dist.new_group(backend="meshplan")
@@ -459,6 +459,30 @@ def count_steps(_: int) -> list[Any]:
 
 def test_steps_are_counted_apart() -> None:
     assert run_ranks(count_steps, 2) == [[[1, 2, 3], [16, 32, 48], [2, 3]]] * 2
+
+
+def count_without_a_block(_: int) -> tuple[dict[str, int], int]:
+    found = meshplan.coverage(keep=2)
+    dist.all_reduce(ones())
+    with pytest.raises(InstallError, match="nothing is counted"):
+        found.end_step()
+    assert found.start() is found
+    with pytest.raises(InstallError, match="was started before"):
+        found.start()
+    dist.all_reduce(ones())
+    found.end_step()
+    dist.all_reduce(ones())
+    found.stop()
+    found.stop()
+    assert OBSERVING.observer is None
+    dist.all_reduce(ones())
+    with pytest.raises(InstallError, match="was started before"):
+        found.start()
+    return kinds(found), len(found.steps)
+
+
+def test_reductions_between_start_and_stop_are_counted() -> None:
+    assert run_ranks(count_without_a_block, 2) == [({"outside": 1}, 2)] * 2
 
 
 def test_a_number_of_steps_is_checked() -> None:

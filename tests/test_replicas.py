@@ -13,7 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshplan
-from meshplan.errors import GroupAgreementError, ReplicaDivergenceError, SignatureMismatchError
+from meshplan.errors import (
+    GroupAgreementError,
+    LayoutError,
+    ReplicaDivergenceError,
+    SignatureMismatchError,
+)
 from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, verify_replicas
 from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
@@ -143,6 +148,19 @@ def fsdp_and_replicas(rank: int) -> tuple[ReplicaReport | None, list[str], list[
     unseen = verify_replicas(tensors, mesh)
     assert unseen is not None
     return report, [str(unseen).split(", in ")[0]], found
+
+
+def test_name_of_an_axis_is_no_mesh() -> None:
+    model, wanted = (
+        nn.Linear(2, 2),
+        r"MP\d+: mesh='dp' is not a DeviceMesh; pass a mesh, or a slice",
+    )
+    with pytest.raises(LayoutError, match=wanted):
+        verify_replicas(model, "dp")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=wanted):
+        ReplicaCheck(model, "dp", every=1)()  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=wanted):
+        meshplan.prepare("dp")  # type: ignore[arg-type]
 
 
 def test_dtensors_on_a_permuted_mesh_are_compared_along_their_replicas() -> None:

@@ -40,7 +40,7 @@ from meshplan.contract import Contract
 from meshplan.dtensor import _tracking
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._graphs import begin_epoch, forget_graphs, remove_tag, set_tag
-from meshplan.dtensor._routes import gather_topology, mesh_entry
+from meshplan.dtensor._routes import gather_topology
 from meshplan.dtensor._seam import (
     OVERRIDE,
     Active,
@@ -54,6 +54,7 @@ from meshplan.dtensor._uncovered import unwatch, watch
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
 from meshplan.execute import PathChoice, one_shot_switch, select_path
 from meshplan.flatten import Block, Group, registry
+from meshplan.layout import Layout
 from meshplan.planner import intra_node_blocks
 from meshplan.topology import Topology
 
@@ -362,13 +363,13 @@ def prepare(
         The groups of this rank, one per set, each followed by those of hierarchical reductions.
 
     Raises:
-        AxisNameError: an axis that the mesh does not have.
+        AxisNameError, LayoutError: an axis that the mesh does not have, or no DeviceMesh.
         GroupAgreementError, GroupCreationError, GroupStateError: as for a first reduction.
         InstallError: called where torch compiles.
     """
     refuse_in_graph("meshplan.prepare")
     config = current_config() or Config()
-    layout = mesh_entry(mesh).layout
+    layout = Layout.from_mesh(mesh)
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]
     sets = [layout.axis_indices(names) for names in axes] or [
         chosen for count in range(1, len(wide) + 1) for chosen in combinations(wide, count)

@@ -176,7 +176,10 @@ class Group:
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
         thread = f" ({self.thread})" if self.thread else ""
-        return f"{self.origin} group {self.name} of {len(self.ranks)} ranks: {shown}{thread}"
+        # Torch names the group of an axis by a number, and describes it by the axis.
+        desc = getattr(self.pg, "group_desc", "")
+        name = desc.removeprefix("mesh_") if desc.startswith("mesh_") else self.name
+        return f"{self.origin} group {name} of {len(self.ranks)} ranks: {shown}{thread}"
 
 
 def join_group(

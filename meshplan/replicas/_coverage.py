@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -212,14 +211,14 @@ class CoverageStep:
 
 
 class Coverage:
-    """The reductions of this process while a block of ``coverage()`` runs. ``print`` it.
+    """The reductions of this process from ``start`` to ``stop``; ``with`` calls both.
 
     Args:
         strict, on_step, keep: of ``coverage``.
 
     Attributes:
         strict: as above.
-        open_step: the step that has not ended; ``None`` after the block.
+        open_step: the step that has not ended; ``None`` before ``start`` and after ``stop``.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class Coverage:
         self.strict = strict
         self._on_step = on_step
         self._ended: deque[CoverageStep] = deque(maxlen=keep)
-        self.open_step: CoverageStep | None = CoverageStep(1)
+        self.open_step: CoverageStep | None = None
 
     @property
     def steps(self) -> tuple[CoverageStep, ...]:
@@ -239,14 +238,14 @@ class Coverage:
         """End the step: later reductions belong to the next one. Calls ``on_step``.
 
         Raises:
-            InstallError: the block has ended.
+            InstallError: nothing is counted: before ``start``, or after ``stop``.
         """
         with _LOCK:
             step = self.open_step
             if step is None:
                 raise InstallError(
-                    "end_step was called after the block of meshplan.coverage() had ended; call it "
-                    "in the block, after each step"
+                    "end_step was called while nothing is counted; call it after each step, "
+                    "between start and stop of meshplan.coverage(), or in its block"
                 )
             self.open_step = CoverageStep(step.number + 1)
             self._ended.append(step)
@@ -254,12 +253,49 @@ class Coverage:
             self._on_step(step)
         return step
 
-    def close(self) -> None:
-        """End the step that is open, if anything was reduced in it."""
+    @never_compiled
+    def start(self) -> Coverage:
+        """Begin to count.
+
+        Returns:
+            This object, so that ``counted = meshplan.coverage().start()`` is one line.
+
+        Raises:
+            InstallError: it has been started before, or torch compiles.
+        """
+        global _active
+        refuse_in_graph("meshplan.coverage")
+        with _LOCK:
+            if self.open_step is not None or self._ended:
+                raise InstallError(
+                    "this coverage was started before; start a new one: meshplan.coverage().start()"
+                )
+            if not _active:
+                watch_groups(_watch)
+                OBSERVING.observer = _Caller
+            self.open_step = CoverageStep(1)
+            _active += (self,)
+        return self
+
+    @never_compiled
+    def stop(self) -> None:
+        """Count no more, and end the step that is open, if anything was reduced in it."""
+        global _active
         with _LOCK:
             step, self.open_step = self.open_step, None
-            if step is not None and (step.rows or not self._ended):
+            if step is None:
+                return
+            _active = tuple(one for one in _active if one is not self)
+            if not _active:
+                OBSERVING.observer = None
+                unwatch_groups()
+            if step.rows or not self._ended:
                 self._ended.append(step)
+
+    __enter__ = start
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def __str__(self) -> str:
         rows: dict[CoverageRow, _Tally] = {}
@@ -293,15 +329,16 @@ _LOCK = threading.Lock()
 _active: tuple[Coverage, ...] = ()
 
 
-@contextmanager
 @never_compiled
 def coverage(
     *,
     strict: bool = False,
     on_step: Callable[[CoverageStep], object] | None = None,
     keep: int = 1,
-) -> Iterator[Coverage]:
-    """Count the reductions of this process while the block runs, on all threads.
+) -> Coverage:
+    """Count the reductions of this process on all threads, while its block runs.
+
+    Without a block, such as in callbacks of a trainer, call ``start`` and ``stop`` of the result.
 
     A reduction belongs to the step in which it was called. Wait for asynchronous ones before the
     step ends. Enter the first block of a process where no other thread reduces. Outside of blocks
@@ -318,25 +355,10 @@ def coverage(
         InstallError: called where torch compiles.
         FallbackRefusedError: ``strict``, from the reduction; it names the call site.
     """
-    global _active
     refuse_in_graph("meshplan.coverage")
     if keep < 1:
         raise PolicyError(f"keep={keep!r} steps; pass 1 or more")
-    found = Coverage(strict, on_step, keep)
-    with _LOCK:
-        if not _active:
-            watch_groups(_watch)
-            OBSERVING.observer = _Caller
-        _active += (found,)
-    try:
-        yield found
-    finally:
-        with _LOCK:
-            _active = tuple(one for one in _active if one is not found)
-            if not _active:
-                OBSERVING.observer = None
-                unwatch_groups()
-        found.close()
+    return Coverage(strict, on_step, keep)
 
 
 class _Caller:

@@ -71,9 +71,9 @@ def verify_replicas(
         ReplicaDivergenceError: on all ranks, with one text; with several meshes or ``distinct``,
             each slice of a mesh has its own text, and ranks of other slices get the first one.
         SignatureMismatchError: on all ranks: some passed other tensors or another step.
-        ReplicaInputError, PlacementError, PolicyError, AxisNameError: before anything is sent: a
-            tensor that cannot be compared, such as a partial sum, a negative ``details``, or an
-            unknown axis.
+        ReplicaInputError, PlacementError, PolicyError, AxisNameError, LayoutError: before anything
+            is sent: a tensor that cannot be compared, such as a partial sum, a negative
+            ``details``, an unknown axis, or a mesh that is not a DeviceMesh.
         GroupAgreementError, GroupCreationError, GroupStateError: at the first use of a mesh.
     """
     refuse_in_graph("meshplan.verify_replicas")
@@ -82,9 +82,9 @@ def verify_replicas(
         raise PolicyError(f"details={details} is negative; pass 0 or more")
     tensors = named_tensors(source, grads=grads)
     scope_mesh = _default_mesh(tensors) if mesh is None else mesh
+    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
     if scope_mesh.get_coordinate() is None:
         return None
-    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
     for tensor in tensors:
         own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
         # On ranks outside of its mesh a DTensor has no data.
