@@ -92,7 +92,7 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             str(NCCL_PROFILES["ring"]),
             """\
-ring (RL-Kernel, pull request 181): in one group, the same bits for the same inputs, run to run and placed alike; never the same bits in groups that lie differently on nodes
+ring (RL-Kernel, pull request 181): in one group, the same bits for the same inputs, run to run on one placement; never the same bits in groups that are placed on nodes differently
   NCCL_ALGO=Ring: all collectives go round a ring; the place of an element in the message decides its order
   NCCL_PROTO=Simple: one protocol for all sizes, hence one size of chunks
   NCCL_MIN_NCHANNELS=1: one channel for every size of message: the size decides nothing
@@ -101,7 +101,7 @@ ring (RL-Kernel, pull request 181): in one group, the same bits for the same inp
         self.assertExpectedInline(
             str(NCCL_PROFILES["vllm"]),
             """\
-vllm (vLLM, batch_invariant.py, pull request 58179): in one group, an element's all-reduce does not depend on the size of the message or its place in it; never the same bits in groups that lie differently on nodes
+vllm (vLLM, batch_invariant.py, pull request 58179, for what NCCL reduces; its tensor-parallel all-reduce is a kernel of its own and reads no variable): in one group, an element's all-reduce does not depend on the size of the message or its place in it; never the same bits in groups that are placed on nodes differently
   NCCL_LAUNCH_MODE=GROUP [without effect]: none where each process has one GPU; deprecated since NCCL 2.9
   NCCL_COLLNET_ENABLE=0: no reduction in the switches of the network, whose order is undocumented
   NCCL_NVLS_ENABLE=0: no reduction in NVSwitch, whose order is undocumented
@@ -208,7 +208,9 @@ def test_no_profile_claims_more_than_one_group() -> None:
     """Promises are about one group and about nothing else."""
     for profile in NCCL_PROFILES.values():
         assert profile.gives.startswith("in one group, ")
-        assert profile.gives.endswith("never the same bits in groups that lie differently on nodes")
+        assert profile.gives.endswith(
+            "never the same bits in groups that are placed on nodes differently"
+        )
 
 
 def test_profile_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,12 +78,12 @@ class NcclProfile:
 
 
 _ONE_GROUP = (
-    "in one group, the same bits for the same inputs, run to run and placed alike; never the same "
-    "bits in groups that lie differently on nodes"
+    "in one group, the same bits for the same inputs, run to run on one placement; never the same "
+    "bits in groups that are placed on nodes differently"
 )
 _ANY_SIZE = (
     "in one group, an element's all-reduce does not depend on the size of the message or its place "
-    "in it; never the same bits in groups that lie differently on nodes"
+    "in it; never the same bits in groups that are placed on nodes differently"
 )
 _BATCH_INVARIANT = (
     NcclSetting("NCCL_LAUNCH_MODE", "GROUP", _LAUNCH, works=False),
@@ -117,7 +117,11 @@ _ALL = (
         _ANY_SIZE,
     ),
     NcclProfile(
-        "vllm", _BATCH_INVARIANT, "vLLM, batch_invariant.py, pull request 58179", _ANY_SIZE
+        "vllm",
+        _BATCH_INVARIANT,
+        "vLLM, batch_invariant.py, pull request 58179, for what NCCL reduces; its tensor-parallel "
+        "all-reduce is a kernel of its own and reads no variable",
+        _ANY_SIZE,
     ),
     NcclProfile(
         "torchtitan",
