@@ -17,66 +17,43 @@ from meshplan.flatten import RollCall, find_missing, format_failure, is_across_j
 def raise_failure(
     error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
 ) -> NoReturn:
-    """Raise ``translate_failure(...)``, or ``error`` itself if it needs no translation."""
+    """Raise what ``error`` of a backend or of shared memory is to the caller of a reduction that
+    began at ``started`` of ``time.perf_counter``: CollectiveError if the backend failed,
+    PeerTimeoutError with what is known of the other ranks. ``error`` itself, with a note on where,
+    if memory is missing or the backend does not support the dtype.
+    """
+    call, rank = f"{purpose.request}, {purpose.planned}", groups.rank
+    on_cpu = device_type == "cpu"
+    if isinstance(error, PeerTimeoutError) and on_cpu and not error.ended:
+        # Ranks of another contract wait in other memory. Of all contracts: the name of the call
+        # must not tell them apart.
+        shared = "shared memory"
+        roll = find_missing(groups.flat, groups.members, device_type, started, shared, call)
+        stopped = f". {_ranks(roll.stopped, 'is', 'are')} stopped" * bool(roll.stopped)
+        raise PeerTimeoutError(
+            f"{error.args[0]}{stopped}{_differing(roll)}{_waited(started)}",
+            rank=error.rank,
+            block=error.block,
+            phase=error.phase,
+        ) from error
+    if isinstance(error, MeshplanError):
+        raise error
     found = error
-    if not isinstance(error, MeshplanError) or isinstance(error, PeerTimeoutError):
-        found = translate_failure(error, groups, device_type, purpose, started)
+    if not is_unsent(error):
+        if on_cpu:
+            break_connections(groups)
+        name = "" if groups.whole is None else groups.whole.group_name
+        roll = find_missing(groups.levels[0], groups.members, device_type, started, name, call)
+        found = CollectiveError(
+            f"a reduction over {purpose.group} failed on rank {rank}: {format_failure(error)}; "
+            f"{_found_out(roll, rank)}{_differing(roll)}{_waited(started)}. {_remedy(groups)}",
+            missing=roll.missing,
+        )
+    # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
+    found.add_note(f"meshplan: in {call}, on {purpose.group}")
     if found is error:
         raise error
     raise found from error
-
-
-def translate_failure(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
-) -> RuntimeError:
-    """The error to raise for ``error`` of a backend or of shared memory, in a reduction that began
-    at ``started`` of ``time.perf_counter``: CollectiveError if the backend failed, PeerTimeoutError
-    with what is known of the other ranks. ``error`` itself, with a note on where, if memory is
-    missing or the backend does not support the dtype.
-    """
-    if isinstance(error, PeerTimeoutError):
-        if device_type != "cpu" or error.ended:
-            return error
-        return _add_roll_call(error, groups, device_type, purpose, started)
-    # What a backend says of a rank that is gone names no rank, no tensor and no mesh.
-    note = f"meshplan: in {purpose.request}, {purpose.planned}, on {purpose.group}"
-    found = error
-    if not is_unsent(error):
-        found = _failed(error, groups, device_type, purpose, started)
-    found.add_note(note)
-    return found
-
-
-def _failed(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
-) -> CollectiveError:
-    rank = groups.rank
-    if device_type == "cpu":
-        break_connections(groups)
-    name = "" if groups.whole is None else groups.whole.group_name
-    call = f"{purpose.request}, {purpose.planned}"
-    roll = find_missing(groups.levels[0], groups.members, device_type, started, name, call)
-    return CollectiveError(
-        f"a reduction over {purpose.group} failed on rank {rank}: {format_failure(error)}; "
-        f"{_found_out(roll, rank)}{_differing(roll)}{_waited(started)}. {_remedy(groups)}",
-        missing=roll.missing,
-    )
-
-
-def _add_roll_call(
-    error: PeerTimeoutError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
-) -> PeerTimeoutError:
-    """The error, and what else is known: ranks of another contract wait in other memory."""
-    call = f"{purpose.request}, {purpose.planned}"
-    # Of all contracts: the name of the call must not tell them apart.
-    roll = find_missing(groups.flat, groups.members, device_type, started, "shared memory", call)
-    stopped = f". {_ranks(roll.stopped, 'is', 'are')} stopped" * bool(roll.stopped)
-    return PeerTimeoutError(
-        f"{error.args[0]}{stopped}{_differing(roll)}{_waited(started)}",
-        rank=error.rank,
-        block=error.block,
-        phase=error.phase,
-    )
 
 
 def _waited(started: float) -> str:

@@ -65,7 +65,7 @@ def run_reduction(
     """Reduce ``tensor`` over ``groups`` as in ``step``: the result or this rank's shard,
     contiguous. Its last collective may be under way on GPUs and by path ``native``: ``wait_tensor``
     waits for it (where torch traces, the graph does). Later errors are then the backend's own;
-    others are those of ``translate_failure``, on every rank that was in the reduction.
+    others are those of ``raise_failure``, on every rank that was in the reduction.
     """
     assert step.op is not None
     started = time.perf_counter()
