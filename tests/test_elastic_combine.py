@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,9 +17,8 @@ from torch import Tensor
 from meshplan import Contract, reduce_leaves
 from meshplan.backend._work import FinishedWork
 from meshplan.elastic import MicroBatches
-from meshplan.elastic._combine import TreeSum, block_sizes, check_contract
+from meshplan.elastic._combine import TreeSum, block_sizes
 from meshplan.elastic._hooks import LeafSums
-from meshplan.errors import ContractError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 
 F32, F64 = torch.float32, torch.float64
@@ -196,13 +194,3 @@ def test_leaves_are_not_written_to() -> None:
         tree.add([leaf])
     tree.take()
     assert all(torch.equal(bits(leaf), old) for leaf, old in zip(leaves, before, strict=True))
-
-
-class TestErrors(TestCase):
-    def test_order_without_subtrees_is_refused(self) -> None:
-        with pytest.raises(ContractError) as caught:
-            check_contract(Contract(order="rank"))
-        self.assertExpectedInline(
-            str(caught.value),
-            """MP411: sums under v1/rank/wide/once cannot be made of subtrees; use Contract(order='tree')""",
-        )

@@ -26,6 +26,7 @@ from meshplan import Contract, reduce_leaves
 from meshplan.elastic import GradientAccumulator
 from meshplan.elastic._combine import exact_sum
 from meshplan.errors import ContractError, ElasticError, IntegrationError
+from meshplan.integrations.fsdp import ReduceScatter
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.backend.test_hsdp import PLAN, Block
 from tests.marks import full
@@ -279,6 +280,25 @@ def test_tensor_parallel_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Pa
     assert run(1, 1, "second") == wanted[2:]
 
 
+def test_repeated_micro_batch_leaves_random_numbers_as_they_were() -> None:
+    """Of 3 micro-batches on 2 ranks, the second rank repeats its one in the last round."""
+
+    def run(rank: int) -> list[float]:
+        model = DistributedDataParallel(Model())
+        accumulator = GradientAccumulator(model, 3)
+        torch.manual_seed(rank)
+        for round in range(2):
+            with accumulator.round():
+                model(accumulator.micro_batches.index(round)).backward()
+                torch.rand(1)
+        accumulator.finish()
+        return torch.rand(1).tolist()  # type: ignore[no-any-return]
+
+    for rank, found in enumerate(run_ranks(run, 2, backend="meshplan")):
+        torch.manual_seed(rank)
+        assert found == torch.rand(3 - rank)[-1:].tolist()
+
+
 def test_scalar_sums_do_not_depend_on_order() -> None:
     inf = math.inf
     for numbers, wanted in (
@@ -391,6 +411,14 @@ MP902: a group reduces under v1/tree/wide/once with policy='fast', another under
             texts.append(refuse(backward_in_16_bits))
             model = shard(mesh)
             accumulator = GradientAccumulator(model, 4, mesh)
+            texts.append(refuse(lambda: model.set_all_reduce_hook(print)))
+            texts.append(refuse(lambda: model(rank).backward()))
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
+            model.set_custom_reduce_scatter(ReduceScatter())
+            texts.append(refuse(lambda: backward(rank)))
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
             texts += [refuse(lambda: backward(-1)), refuse(accumulator.reset)]
             return texts
 
@@ -412,6 +440,9 @@ MP902: parameter 'weights.0' has a gradient before the round; call optimizer.zer
 MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by GradientAccumulator.finish(divisor=...)
 MP902: FSDP2 does not sum a round; leave set_force_sum_reduction_for_comms as GradientAccumulator sets it
 MP902: gradients are reduced in torch.bfloat16, which rounds the sum of each round; pass MixedPrecisionPolicy(reduce_dtype=torch.float32)
+MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by GradientAccumulator.finish(divisor=...)
+MP902: backward was called outside of GradientAccumulator.round; call it inside
+MP902: FSDP2 reduced the shards of module '' by another reduce-scatter; set yours, or call meshplan.integrations.fsdp.apply, before GradientAccumulator
 MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
 MP902: a round ended without a reduction, and FSDP2 adds its gradients to the next ones; make the model again from the last checkpoint""",
         )
@@ -426,10 +457,15 @@ MP902: a round ended without a reduction, and FSDP2 adds its gradients to the ne
                 with accumulator.round(), model.no_sync():
                     model(rank).backward()
 
-            return refuse(backward)
+            texts = [refuse(backward)]
+            model = DistributedDataParallel(Model())
+            GradientAccumulator(model, M)
+            return "\n".join([*texts, refuse(lambda: model(rank).backward())])
 
         found = run_ranks(run, 2, backend="meshplan")
         self.assertExpectedInline(
             found[0],
-            """MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)""",
+            """\
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
+MP902: backward was called outside of GradientAccumulator.round; call it inside""",
         )

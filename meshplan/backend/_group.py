@@ -256,8 +256,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
         if self.size() > 1:
             self._begin(in_caller_mode(run, found), [rows], opts, writes=False)
-            if rows.is_cuda:
-                # Its memory belongs to the stream of the group for reductions.
+            if rows.is_cuda:  # Its memory belongs to the stream of the group for reductions.
                 found[-1].record_stream(torch.cuda.current_stream(rows.device))
         return found[-1].view_as(rows)
 

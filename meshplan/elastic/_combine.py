@@ -11,7 +11,6 @@ from torch import Tensor
 from meshplan._torch import foreach_add_
 from meshplan.contract import Contract
 from meshplan.definition import refuse_flushed_subnormals
-from meshplan.errors import ContractError
 from meshplan.kernel import combine_leaves
 
 
@@ -73,14 +72,6 @@ def block_sizes(start: int, count: int) -> list[int]:
         sizes.append(1 << min(aligned, left).bit_length() - 1)
         start += sizes[-1]
     return sizes
-
-
-def check_contract(contract: Contract) -> None:
-    """Refuse a contract whose sums have no subtrees."""
-    if contract.order != "tree":
-        raise ContractError(
-            f"sums under {contract.id} cannot be made of subtrees; use Contract(order='tree')"
-        )
 
 
 def exact_sum(numbers: Sequence[float]) -> float:

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshplan.elastic._combine import check_contract, exact_sum
+from meshplan.elastic._combine import exact_sum
 from meshplan.elastic._hooks import (
     LeafSums,
     check_batch_norms,
     find_batch_norms,
-    keep_buckets,
+    keep_bucket,
     reduces_zeros,
     reset_shards,
     sum_shards,
@@ -62,7 +62,7 @@ class GradientAccumulator:
         """Change how ``model`` reduces gradients: call it on every rank, before the first backward.
 
         FSDP2 gets a custom reduce-scatter, a factor of 1 and sums instead of averages; DDP a
-        communication hook. Contract and path are those of the groups (``BackendOptions``).
+        communication hook. The contract is that of the groups (``BackendOptions``).
 
         Args:
             model: after the last ``fully_shard``, or a ``DistributedDataParallel``. Parameters of
@@ -94,7 +94,6 @@ class GradientAccumulator:
             )
         self._contract = groups[0].options.contract
         self._groups = groups
-        check_contract(self._contract)
         check_options(groups)
         self._checked = {name for name, one in self._parameters.items() if one.requires_grad}
         self._check(self._checked)
@@ -117,15 +116,14 @@ class GradientAccumulator:
         # Names of the FSDP modules that the round calls, and the different lists of the step.
         self._calls: list[str] = []
         self._sequences: set[str] = set()
-        self._reduced: set[str] = set()
-        self._repeated: set[str] = set()
+        self._received: Counter[str] = Counter()
         for name in self._checked:
             self._count(name)
-        over_ddp = isinstance(model, DistributedDataParallel)
-        self._sums = LeafSums(self._contract, groups, over_ddp)
-        # The ``id`` of each parameter in DDP's buckets of the round.
-        self._reached = keep_buckets(model) if isinstance(model, DistributedDataParallel) else None
-        if not over_ddp:
+        self._over_ddp = isinstance(model, DistributedDataParallel)
+        self._sums = LeafSums(self._contract, groups, self._over_ddp)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(self._sums, keep_bucket)
+        else:
             sum_shards(model, self._ranks, self._sums)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             watch_gradients(model, names, self._counts, self._watched, self._calls)
@@ -146,9 +144,9 @@ class GradientAccumulator:
         repeated = dealt.is_repeated(self._round)
         first, last = self._round * dealt.ranks, self._round + 1 == dealt.rounds
         self._sums.begin(first, repeated=repeated, last=last)
-        self._reduced, self._repeated = set(), set()
-        for noted in (self._counts, self._calls, self._reached or set()):
-            noted.clear()
+        for counter in (self._counts, self._received):
+            counter.clear()
+        self._calls.clear()
         self._failed = True
         # What is computed again draws random numbers, but leaves those of the rank as they were.
         seeded = repeated or self._seed is not None
@@ -158,13 +156,14 @@ class GradientAccumulator:
         self._check_found(found)
         self._used |= self._counts.keys() | (found.keys() - self._watched)
         for name, parameter in self._parameters.items():
-            if id(parameter) in (self._reached or ()) and name not in found:
+            if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
         # Flat gradients are added: in all rounds they have the same parameters.
         self._sequences.add(" ".join([*self._calls, *sorted(found)]))
-        if self._reached is not None:
+        if self._over_ddp:
             with torch.no_grad():
                 self._sums.add_buckets(found[name] for name in self._parameters if name in found)
+        self._sums.in_round = False
         self._gradients = found
         self._round += 1
         for name in found:
@@ -194,14 +193,15 @@ class GradientAccumulator:
                 )
 
     def _check_found(self, found: dict[str, Tensor]) -> None:
-        if not found or (self._reached is not None and not self._reached):
-            self._unreduced = self._reached is None
+        reached = self._sums.reached
+        if not found or (self._over_ddp and not reached):
+            self._unreduced = not self._over_ddp
             raise ElasticError(
                 f"no gradient was reduced in round {self._round}; call backward once in it, "
                 "without no_sync, and with set_requires_gradient_sync(True)"
             )
         for name in found:
-            if self._reached and id(self._parameters[name]) not in self._reached:
+            if self._over_ddp and id(self._parameters[name]) not in reached:
                 raise ElasticError(
                     f"parameter {name!r} has a gradient that DDP did not reduce in round "
                     f"{self._round}; freeze parameters before DDP is constructed, and have DDP "
@@ -216,7 +216,8 @@ class GradientAccumulator:
                 "parameter in each micro-batch, freeze it, or use torch 2.13 or newer"
             )
         # FSDP2 reduces zeros too, which change no sum.
-        repeated = self._repeated - {name for name in self._watched if self._counts[name] < 2}
+        once = {name for name in self._watched if self._counts[name] < 2}
+        repeated = {name for name, times in self._received.items() if times > 1} - once
         if repeated:
             raise ElasticError(
                 f"parameter {min(repeated)!r} got several gradients in round {self._round}, "
@@ -290,7 +291,7 @@ class GradientAccumulator:
             )
 
     def _forget(self) -> None:
-        self._round, self._gradients, self._failed = 0, {}, False
+        self._round, self._gradients, self._failed, self._sums.in_round = 0, {}, False, False
         self._used.clear()
         self._sequences.clear()
 
@@ -323,9 +324,7 @@ class GradientAccumulator:
     def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
         """The numbers of all ranks, in mesh order."""
         device = next(iter(self._parameters.values())).device
-        for group in reversed(self._groups):
-            if group.size() == 1:
-                continue
+        for group in [one for one in reversed(self._groups) if one.size() > 1]:
             mine = torch.tensor(numbers, dtype=dtype, device=device)
             every = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(every, mine, group=group)
@@ -340,7 +339,7 @@ class GradientAccumulator:
         """Notice a second gradient of a parameter in one round."""
 
         def notice(_: Tensor) -> None:
-            (self._repeated if name in self._reduced else self._reduced).add(name)
+            self._received.update((name,))
 
         self._parameters[name].register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshplan._torch import BatchNorm
@@ -48,13 +47,25 @@ class LeafSums:
         self._trees: dict[tuple[object, int], TreeSum] = {}
         self._turns: Counter[object] = Counter()
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
+        # The ``id`` of each parameter in DDP's buckets of the round.
+        self.reached: set[int] = set()
+        self.in_round = False
 
     def begin(self, first: int, *, repeated: bool, last: bool) -> None:
         """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
         self._first, self._repeated, self._last, self._blocks = first, repeated, last, []
         self._turns.clear()
+        self.reached.clear()
+        self.in_round = True
         if first == 0:
             self._trees.clear()
+
+    def check_round(self) -> None:
+        """Refuse gradients that are of no round."""
+        if not self.in_round:
+            raise ElasticError(
+                "backward was called outside of GradientAccumulator.round; call it inside"
+            )
 
     def scatter(self, output: Tensor, input: Tensor) -> None:
         """Keep the sums of the leaves of this rank's replica, for this rank's shard."""
@@ -133,18 +144,13 @@ class LeafSums:
                 one.copy_(total.view(one.shape))
 
 
-def keep_buckets(model: DistributedDataParallel) -> set[int]:
-    """Have a DDP model reduce nothing. The result gets the ``id`` of each parameter in a bucket."""
-    reached: set[int] = set()
-    model.register_comm_hook(reached, _keep_bucket)
-    return reached
-
-
-def _keep_bucket(
-    reached: set[int],
+def keep_bucket(
+    sums: LeafSums,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    reached.update(map(id, bucket.parameters()))
+    """DDP's hook, which reduces nothing: ``add_buckets`` does after the backward."""
+    sums.check_round()
+    sums.reached.update(map(id, bucket.parameters()))
     buffer = check_bucket(bucket)
     _check_dtype(buffer.dtype)
     found: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -276,6 +282,7 @@ class _SumScatter(ReduceScatter):
         self._sums = sums
 
     def allocate(self, *size: Any, **options: Any) -> Tensor:
+        self._sums.check_round()
         found = super().allocate(*size, **options)
         if self._sums.replicas:
             LEFT_OUT[found] = True

@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
-from meshplan.errors import ElasticError
+from meshplan.errors import ContractError, ElasticError
 
 
 def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
-    """Refuse groups that do not reduce under the contract of the first one."""
+    """Refuse groups that do not reduce under the contract of the first one, or in no tree."""
     contract = groups[0].options.contract
+    if contract.order != "tree":
+        raise ContractError(
+            f"sums under {contract.id} cannot be made of subtrees; use Contract(order='tree')"
+        )
     for group in groups:
         options = group.options
         if options.contract != contract or options.policy == "fast":
