@@ -84,6 +84,8 @@ def accumulate(accumulator: GradientAccumulator, model: nn.Module, **options: An
         with accumulator.round():
             model(accumulator.micro_batches.index(round)).backward()
         assert all(parameter.grad is None for parameter in model.parameters())
+        # A round keeps partial sums only.
+        assert bool(accumulator._gradients) is (round + 1 == accumulator.micro_batches.rounds)
     accumulator.finish(**options)
 
 

@@ -106,7 +106,7 @@ class GradientAccumulator:
         self._norms = find_batch_norms(model)
         self._unreduced = self._failed = False
         self._round = 0
-        # A gradient of each parameter, whose memory gets the mean.
+        # Those of the last round, whose memory gets the means.
         self._gradients: dict[str, Tensor] = {}
         # Parameters that this rank's micro-batches of the step use, and how many gradients this
         # rank gave them in the round. Of those that are not watched, all with one are used.
@@ -164,7 +164,7 @@ class GradientAccumulator:
             with torch.no_grad():
                 self._sums.add_buckets(found[name] for name in self._parameters if name in found)
         self._sums.in_round = False
-        self._gradients = found
+        self._gradients = found if last else {}
         self._round += 1
         for name in found:
             self._parameters[name].grad = None
