@@ -145,6 +145,7 @@ cli/_doctor_run.py
 cli/_links_run.py
 cli/_probe_run.py
 cli/_ranks.py
+lint/_record.py
 planner/_problem.py""",
     )
 

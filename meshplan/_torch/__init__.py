@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     fp16_reduced_precision: Callable[[], Any]
     bf16_reduced_precision: Callable[[], Any]
 
+    FakeStore: type[Store]
+
     # Values of the moment.
     default_group: Callable[[], ProcessGroup]
     default_store: Callable[[], Store]

@@ -52,6 +52,12 @@ _CONTROLS = "settings that reach the bits of gradients"
 _GLOO = "a backend that models NCCL over gloo"
 
 TESTING_NAMES: dict[str, Entry] = {
+    # Its module registers the backend `fake`.
+    "FakeStore": Entry(
+        "torch.testing._internal.distributed.fake_pg",
+        "FakeStore",
+        "runs a script as one rank of many that do not exist",
+    ),
     "tree_leaves": Entry("torch.utils._pytree", "tree_leaves", _BATCHES),
     "tree_map_only": Entry("torch.utils._pytree", "tree_map_only", _BATCHES),
     "BatchNorm": Entry("torch.nn.modules.batchnorm", "_BatchNorm", "refuses batch norms"),

@@ -44,6 +44,13 @@ def add(verbs: Any) -> None:
     )
     group = parser.add_argument_group("files")
     group.add_argument(
+        "--run",
+        dest="script",
+        metavar="SCRIPT",
+        help="execute this script up to its first optimizer step, as one rank of --world-size N on "
+        "torch's fake backend, and check the meshes that it makes. Arguments after -- are its own",
+    )
+    group.add_argument(
         "--exclude",
         action="append",
         default=[],

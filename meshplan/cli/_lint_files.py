@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from meshplan.cli._output import complain
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._finding import Source
 from meshplan.lint._ignores import Ignore, read_ignores
@@ -99,6 +100,22 @@ class FileReader:
             self._files[name] = found
             self.comments[name] = read_ignores(text, file=name)
         return self._files[name]
+
+    def run(self, name: str, arguments: Sequence[str]) -> JobFile:
+        """The jobs that a script makes while it is executed, once."""
+        from meshplan.lint._run_script import run_script
+
+        ranks = self.ranks
+        if ranks.world_size is None:
+            raise PolicyError(f"--run {name[:80]} needs the number of ranks; pass --world-size 40")
+        key = f"--run {name}"
+        if key not in self._files:
+            node = min(ranks.node_size or 8, ranks.world_size)
+            complain(f"meshplan: {name[:200]} is executed, as rank 0 of {ranks.world_size}\n")
+            self._files[key] = run_script(name, arguments, ranks.world_size, node)
+            self.texts[name] = read_content(name)
+            self.comments[name] = read_ignores(self.texts[name], file=name)
+        return self._files[key]
 
     def read_for(self, name: str, ranks: int) -> JobFile:
         """The jobs of a file that `read` has read, with this number of ranks.

@@ -155,10 +155,7 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
             known.add(os.path.abspath(name))
             file = reader.try_to_read(name, named=False, below=None if given.strict else folder)
             files.append(NamedInput(name, "file", file, not given.strict))
-    inputs = [*files, *_read_meshes(given)]
-    if given.arguments:
-        file = read_arguments(given.arguments, options=reader.ranks)
-        inputs.append(NamedInput(shlex.join(given.arguments), "arguments", file))
+    inputs = [*files, *_read_meshes(given), *_read_command(given, reader)]
     if config is not None:
         if not inputs and not given.files and config.file.jobs:
             inputs = [config]
@@ -171,6 +168,16 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     request.inputs = inputs
     request.config = config
     return request
+
+
+def _read_command(given: argparse.Namespace, reader: FileReader) -> list[NamedInput]:
+    """The script of ``--run``, to which the arguments after ``--`` belong, or these arguments."""
+    if given.script is not None:
+        return [NamedInput(given.script, "file", reader.run(given.script, given.arguments))]
+    if not given.arguments:
+        return []
+    file = read_arguments(given.arguments, options=reader.ranks)
+    return [NamedInput(shlex.join(given.arguments), "arguments", file)]
 
 
 def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
