@@ -26,6 +26,7 @@ from meshplan.kernel._digest import ROW_WORDS as ROW_WORDS
 from meshplan.kernel._digest import byte_pieces as byte_pieces
 from meshplan.kernel._digest import carry as carry
 from meshplan.kernel._digest import digest_table as digest_table
+from meshplan.kernel._digest import digest_words as digest_words
 from meshplan.kernel._digest import divide_row as divide_row
 from meshplan.kernel._digest import integers as integers
 from meshplan.kernel._digest import sum_squares as sum_squares

@@ -373,7 +373,7 @@ def split_by_digest(
 def _format_divergence(layout: Layout, found: Divergence) -> list[str]:
     along, replicated = ", ".join(found.axes), ", ".join(found.replicated)
     rest = "" if found.axes == found.replicated else f", though replicated along {replicated}"
-    texts = {one.rank: f": {_format_elements(one, found.reference)}" for one in found.elements}
+    texts = {one.rank: f": {format_elements(one, found.reference)}" for one in found.elements}
     lines = [f"  {found.what}: differs along {along}{rest}"]
     parts = list(zip(found.classes, found.coordinates, strict=True))
     for number, (ranks, coordinates) in enumerate(parts[: 1 + _SHOWN_RANKS]):
@@ -383,7 +383,7 @@ def _format_divergence(layout: Layout, found: Divergence) -> list[str]:
     return lines + ([f"    and {more} more different replicas"] if more > 0 else [])
 
 
-def _format_elements(found: Elements, reference: int) -> str:
+def format_elements(found: Elements, reference: int) -> str:
     if found.shapes is not None:
         mine, theirs = map(list, found.shapes)
         return f"its local shape is {mine}, that of rank {reference} {theirs}"
@@ -457,10 +457,11 @@ def format_divergences(
         lines += _format_divergence(layout, divergence)
     if groups > len(divergences):
         lines.append(f"  and {groups - len(divergences)} more groups of replicas")
-    return "\n".join([*lines, _advise(divergences, order)])
+    return "\n".join([*lines, advise(divergences, order)[1]])
 
 
-def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
+def advise(divergences: tuple[Divergence, ...], order: str) -> tuple[str | None, str]:
+    """The cause that the evidence in the divergences suggests, if any, and what to do."""
     elements = [one for divergence in divergences for one in divergence.elements]
     compared = [one for one in elements if one.count]
     numel, count, unrelated = (
@@ -470,7 +471,7 @@ def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
     # those near zero. Of independent weights three quarters differ by as much.
     if count * 10 >= numel * 9 > 0 and unrelated * 4 >= numel:
         axes = list(dict.fromkeys(axis for one in divergences for axis in one.axes))
-        return (
+        return "never equal", (
             f"{unrelated} of {numel} elements differ in sign or by more than a factor of 2, so "
             "these replicas never held the same weights: initialise them with one seed, broadcast "
             f"them from one rank, or load one checkpoint{order and f', and {order}'}; if ranks "
@@ -481,18 +482,18 @@ def _advise(divergences: tuple[Divergence, ...], order: str) -> str:
     single = all(len(one.classes) == 2 and len(one.ranks) == 1 for one in divergences)
     odd = {rank for one in divergences for rank in one.ranks}
     if single and len(odd) == 1 and all(len(one.classes[0]) > 1 for one in divergences):
-        return (
+        return "one rank", (
             f"only rank {odd.pop()} differs: test its hardware and memory, and go back to an "
             "earlier checkpoint"
         )
     if count:
         order = order or "meshplan.coverage() lists the reductions that are not in one order"
-        return (
+        return "order", (
             f"replicas that drift apart are reduced in different orders: {order}; go back to an "
             "earlier checkpoint, or broadcast the weights from one rank"
         )
     reason = "" if elements else "pass details=4 to compare elements, which shows the reason; "
-    return f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank"
+    return None, f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank"
 
 
 ROWS = 7

@@ -185,13 +185,14 @@ class CoverageStep:
                 for name in _Tally.__slots__
             }
 
-    def add(self, row: CoverageRow, nbytes: int, seconds: float) -> None:
+    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Any = None) -> None:
         """Count one reduction.
 
         Args:
             row: to count it in.
             nbytes: of this rank's summand.
             seconds: of the host.
+            source: group and summands of another backend's reduction, for those who observe a job.
         """
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
@@ -376,10 +377,11 @@ class _Caller:
         nbytes: int,
         seconds: float,
         kind: Kind = "contract",
+        source: Any = None,
     ) -> None:
         row = CoverageRow(kind, what, dtype, ranks, self.site.text)
         for step in self.steps:
-            step.add(row, nbytes, seconds)
+            step.add(row, nbytes, seconds, source)
 
 
 @never_compiled
@@ -407,7 +409,7 @@ def _watch(
     result = _observing.within("counted", reduction)
     seconds = time.perf_counter() - started
     nbytes = sum(one.nbytes for one in tensors if one.layout is torch.strided)
-    caller.count(what, name_of(dtype), group.size(), nbytes, seconds, kind)
+    caller.count(what, name_of(dtype), group.size(), nbytes, seconds, kind, (group, tensors))
     return result
 
 

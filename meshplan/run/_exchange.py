@@ -1,0 +1,224 @@
+"""The thread that exchanges messages with rank 0, over sockets of its own.
+
+Rank 0 listens at a free port, and publishes address and a token in the store of the default group.
+The other ranks connect, post their messages and answer questions. The job's threads only put
+messages into a queue. A connection that fails ends the exchange on that rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from meshplan._torch import PrefixStore, Store, TCPStore
+from meshplan.run._ledger import Ledger, Message
+
+_KEY = "meshplan/run/address"
+_LOOKUP_SECONDS = 120.0
+_CONNECT_SECONDS = 5.0
+# Rank 0 has a socket for each rank, and leaves three quarters of its descriptors to the job.
+_DESCRIPTORS = 4
+
+
+class Exchange(threading.Thread):
+    """Sends what ``post`` gets to rank 0, whose thread reads it into ``ledger``.
+
+    ``answer`` answers questions of rank 0 about this rank's tensors, ``changed`` is called on rank
+    0 after messages, and ``note`` records what could not be observed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        answer: Callable[[Message], Message],
+        changed: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="meshplan run", daemon=True)
+        self.ledger, self.lock = Ledger(world_size), threading.Lock()
+        self.rank, self.world_size = rank, world_size
+        self._store: Any = store
+        self._answer, self._changed, self._note = answer, changed, note
+        self._queue: queue.SimpleQueue[Callable[[], Message]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._ending, self._cleared = threading.Event(), threading.Event()
+        self._peers: dict[Connection, int] = {}  # and the rank of each; -1 before it is known
+        self._gone: set[int] = set()
+
+    def post(self, make: Callable[[], Message]) -> None:
+        """Send a message, which the thread makes, so that it may wait for a device."""
+        self._queue.put(make)
+        os.eventfd_write(self._bell, 1)
+
+    def finish(self, seconds: float) -> None:
+        """Let the thread exchange the last messages and questions, and end it."""
+        self._cleared.wait(seconds)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread; one that waits for the network is left behind."""
+        self._ending.set()
+        os.eventfd_write(self._bell, 1)
+        if self.is_alive():
+            self.join(1.0)
+
+    def run(self) -> None:
+        try:
+            if self.rank == 0:
+                self._serve()
+            else:
+                self._visit()
+        except Exception as error:
+            self._note(f"replicas of other ranks: {type(error).__name__}: {str(error)[:200]}")
+        finally:
+            self._cleared.set()
+            for one in self._peers:
+                one.close()
+
+    def _take(self) -> list[Message]:
+        """The queued messages; a failure of one, such as that of a device, loses this one."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        found = []
+        while not self._queue.empty():
+            try:
+                found.append(self._queue.get()())
+            except Exception as error:
+                self._note(f"tensors of a step: {type(error).__name__}: {str(error)[:200]}")
+        return found
+
+    # Rank 0.
+
+    def _serve(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and self.world_size > limit // _DESCRIPTORS:
+            self._note(
+                f"replicas: rank 0 needs {self.world_size} sockets, and may have {limit} files; "
+                "raise ulimit -n"
+            )
+            return
+        dual, token = socket.has_dualstack_ipv6(), secrets.token_hex(16)
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        with socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=dual
+        ) as server:
+            self._publish(server.getsockname()[1], token)
+            while not self._ending.is_set():
+                ready = wait([server, self._bell, *self._peers], 1.0)
+                if server in ready:
+                    self._peers[Connection(server.accept()[0].detach())] = -1
+                own = [(0, one) for one in self._take()]
+                received = [(one, self._receive(one, token)) for one in ready if one in self._peers]
+                others = [(self._peers[one], json.loads(text)) for one, text in received if text]
+                for rank, message in own + others:
+                    self._read(rank, message)
+                if own or others:
+                    self._changed()
+                    self._clear()
+
+    def _publish(self, port: int, token: str) -> None:
+        store, hosts = self._own_store(), [socket.gethostname()]
+        if isinstance(_root(store), TCPStore):
+            hosts.insert(0, _root(store).host)
+        store.set(_KEY, json.dumps([hosts, port, token]))
+
+    def _receive(self, one: Connection, token: str) -> bytes:
+        """A message; empty if it was the first one, which shows that this is a rank of the job."""
+        try:
+            # Whoever connects may send a short text before it is known.
+            data = one.recv_bytes(200 if self._peers[one] == -1 else None)
+            if self._peers[one] != -1:
+                return data
+            shown, _, rank = data.decode().partition(" ")
+            if secrets.compare_digest(shown, token):
+                self._peers[one] = int(rank)
+                return b""
+        except (EOFError, OSError):
+            self._gone.add(self._peers[one])
+        del self._peers[one]
+        one.close()
+        return b""
+
+    def _read(self, rank: int, message: Message) -> None:
+        with self.lock:
+            questions = self.ledger.add(rank, message)
+        for asked, question in questions:
+            if asked == 0:
+                self._read(0, self._answer(question))
+            for one in [one for one, found in self._peers.items() if found == asked]:
+                with suppress(OSError):  # one that has ended is noticed where it is read
+                    _send(one, question)
+
+    def _clear(self) -> None:
+        """Let ranks go that have ended and of which nothing is needed any more."""
+        clear = {rank for rank in self.ledger.finals if self.ledger.is_clear(rank)}
+        for one, rank in self._peers.items():
+            if rank in clear - self._gone:
+                self._gone.add(rank)
+                with suppress(OSError):
+                    _send(one, {"clear": True})
+        if set(range(self.world_size)) <= clear | self._gone:
+            self._cleared.set()
+
+    # The other ranks.
+
+    def _visit(self) -> None:
+        store, pause, deadline = self._own_store(), 0.02, time.monotonic() + _LOOKUP_SECONDS
+        while not store.check([_KEY]):
+            if time.monotonic() > deadline or self._ending.wait(pause):
+                return
+            pause = min(2 * pause, 1.0)
+        hosts, port, token = json.loads(store.get(_KEY))
+        del store
+        peer = _connect(hosts, port)
+        self._peers[peer] = 0
+        peer.send_bytes(f"{token} {self.rank}".encode())
+        while not self._ending.is_set():
+            for message in self._take():
+                _send(peer, message)
+            if peer in wait([peer, self._bell]):
+                question = json.loads(peer.recv_bytes())
+                if "clear" in question:
+                    return
+                _send(peer, self._answer(question))
+
+    def _own_store(self) -> Any:
+        """The default group's store, over a connection that no request of the job blocks."""
+        store, self._store = self._store, None
+        return store.clone() if isinstance(_root(store), TCPStore) else store
+
+
+def _root(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connect(hosts: list[str], port: int) -> Connection:
+    local = ["localhost"] if socket.gethostname() == hosts[-1] else []
+    failure: OSError | None = None
+    for host in local + hosts:
+        try:
+            client = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        except OSError as error:
+            failure = error
+        else:
+            client.settimeout(None)
+            return Connection(client.detach())
+    raise ConnectionError(f"rank 0 at {', '.join(hosts)}, port {port}: {failure}")
+
+
+def _send(peer: Connection, message: Message) -> None:
+    peer.send_bytes(json.dumps(message).encode())

@@ -1,0 +1,146 @@
+"""Names of a job's parameters, and which ranks hold a replica of each.
+
+A DTensor has replicas along the axes of its mesh where it is ``Replicate``. A plain parameter has
+some only where the job shows it: by DistributedDataParallel, or by an all-reduce of its gradient's
+memory, as FSDP1 issues one over its groups of replicas. Modules and meshes are remembered by weak
+references as they are built. (The collector's list of objects would also have tuples that another
+thread has not finished, and to hold one of these is an error there.)
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing import reductions
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan.layout import Layout
+from meshplan.replicas._tensors import NamedTensor
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+# All-reduces whose memory is remembered.
+_REDUCED = 4096
+
+Ranks = tuple[int, ...]
+
+
+class _Remembered:
+    """Objects by identity, in the order of their first appearance, while they live."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, one: Any, *_: Any) -> None:
+        known = self._found.get(id(one))
+        if known is None or known() is not one:
+            self._found.pop(id(one), None)
+            with suppress(TypeError):  # a class without weak references
+                self._found[id(one)] = weakref.ref(one)
+
+    def alive(self) -> list[Any]:
+        return [one for ref in list(self._found.values()) if (one := ref()) is not None]
+
+
+_MODULES, _MESHES = _Remembered(), _Remembered()
+_LAYOUTS: dict[Layout, None] = {}
+_MOST_LAYOUTS = 64
+
+
+def find_layouts() -> list[Layout]:
+    """Of the device meshes of this process, and of those that it had before."""
+    for mesh in _MESHES.alive() if len(_LAYOUTS) < _MOST_LAYOUTS else ():
+        # A slice reads its ranks from the default group, and only on its own ranks.
+        with suppress(RuntimeError, ValueError):
+            _LAYOUTS.setdefault(Layout.from_mesh(mesh))
+    return list(_LAYOUTS)
+
+
+def remember_modules_and_meshes() -> None:
+    """Remember what is built from now on; once in a process."""
+    register_module_parameter_registration_hook(_MODULES.add)
+    register_module_module_registration_hook(_MODULES.add)
+    owner: Any = DeviceMesh
+    init = owner.__init__
+
+    @functools.wraps(init)
+    def remembered(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
+        init(mesh, *arguments, **options)
+        _MESHES.add(mesh)
+
+    owner.__init__ = remembered
+
+
+class ParameterTable:
+    """What is known of parameters, by identity; read again when an unknown one appears."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._groups: dict[int, Ranks] = {}
+        self._lock = threading.Lock()
+        self._reduced: dict[Any, tuple[int, int, Ranks]] = {}
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Its path in the outermost module that has it; ``None`` if no module does."""
+        found = self._names.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def refresh(self) -> None:
+        """Read the modules of this process."""
+        modules = _MODULES.alive()
+        inner = {id(child) for module in modules for child in module.children()}
+        self._names, self._groups = {}, {}
+        for module in modules:
+            replicated = isinstance(module, DistributedDataParallel)
+            top = module.module if replicated else module
+            named = list(top.named_parameters()) if replicated or id(module) not in inner else []
+            for name, parameter in named:
+                if replicated and name not in module.parameters_to_ignore:
+                    ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+                    self._groups[id(parameter)] = ranks
+                for wrapper in _WRAPPERS:
+                    name = name.replace(wrapper, "")
+                self._names.setdefault(id(parameter), (weakref.ref(parameter), name))
+
+    def note_reduction(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
+        """Remember the memory of an all-reduce."""
+        with self._lock:
+            if len(self._reduced) > _REDUCED:
+                self._reduced = {k: v for k, v in self._reduced.items() if not k.expired()}
+            for one in tensors:
+                start = one.data_ptr()
+                # A weak reference keeps the address of the storage from being used again.
+                self._reduced[_refer(one)] = (start, start + one.nbytes, ranks)
+
+    def holders_of(self, parameter: Tensor, tensor: NamedTensor, rank: int) -> set[Ranks]:
+        """The groups of ranks that hold a replica of a tensor of this parameter."""
+        found = {self._groups.get(id(parameter), ())}
+        gradient = parameter.grad
+        if tensor.mesh is not None:
+            layout, placements = Layout.from_mesh(tensor.mesh), tensor.placements
+            # A strided shard is no shard to torch's is_shard.
+            axes = [axis for axis, one in enumerate(placements) if one.is_replicate()]
+            if axes and not any(one.is_partial() for one in placements):
+                found.add(tuple(sorted(layout.group_of(rank, axes) or ())))
+        elif found == {()} and type(gradient) is Tensor and gradient.numel():
+            with self._lock:
+                start, end, ranks = self._reduced.get(_refer(gradient), (0, 0, ()))
+            at = gradient.data_ptr()
+            found.add(ranks if start <= at and at + gradient.nbytes <= end else ())
+        return {ranks for ranks in found if len(ranks) > 1}
+
+
+def _refer(tensor: Tensor) -> Any:
+    reference: Any = reductions.StorageWeakRef
+    return reference(tensor.untyped_storage())

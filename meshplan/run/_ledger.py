@@ -1,0 +1,265 @@
+"""What ranks post about their steps, compared by rank 0. Pure: messages in, questions out.
+
+A rank posts one digest for each set of tensors that the same ranks hold: of the digests of these
+tensors. Sets are named by their holders and by names, dtypes and shapes of their tensors, so that
+only equal lists are compared. After a difference rank 0 asks one rank of each class for the digests
+of the tensors, then for those of blocks of the first tensor that differs, then for some blocks.
+
+A rank posts about 150 bytes for each set, kind and observed step, and rank 0 holds these of at most
+``PENDING`` steps: 300 kB for each step of 1,000 ranks with 1,000 tensors in two sets. At most
+``ASKED`` ranks answer, with 100 bytes for each tensor and ``VALUE_BYTES`` of elements.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshplan._bits import tensor_of
+from meshplan._message_text import format_first, format_runs
+from meshplan.errors import Divergence, Elements
+from meshplan.replicas._comparison import Difference, advise, format_elements
+
+PENDING = 4
+ASKED = 8
+VALUE_BYTES = 64 << 10
+KINDS = ("gradient", "parameter", "optimizer state")
+"""In the order of a step, after which the first difference is chosen."""
+
+Message = dict[str, Any]
+_Search = Generator[tuple[list[int], Message], list[Message], None]
+
+
+@dataclass(slots=True)
+class _TensorSet:
+    """Tensors of the same holders; these are empty until the first of them has posted."""
+
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    tensors: int = 0
+    compared: int = 0
+    pending: dict[int, dict[int, str]] = field(default_factory=dict)  # by step and rank
+    posted: set[int] = field(default_factory=set)  # ranks
+
+
+class Ledger:
+    """What the ranks of a job have posted, by rank and by set of tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.hellos: dict[int, Message] = {}
+        self.finals: dict[int, Message] = {}
+        self.taken: dict[int, dict[str, int]] = {}
+        self.sets: dict[str, _TensorSet] = {}
+        self.first: Message | None = None
+        self._place = (0, 0)
+        self._search: _Search | None = None
+        self._question: Message = {}
+        self._answers: dict[int, Message | None] = {}
+
+    def add(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        """Read one message of a rank; returns ranks, and a question for each."""
+        if "hello" in message:
+            self.hellos[rank] = message["hello"]
+        if "final" in message:
+            self.finals[rank] = message["final"]
+        self.taken.setdefault(rank, {}).update(message.get("taken", {}))
+        questions = []
+        for post in message.get("posts", ()):
+            questions += self._add_post(rank, post)
+        if "answer" in message and message["answer"] == self._question.get("ask"):
+            self._answers[rank] = message
+            if None not in self._answers.values():
+                questions += self._continue([one for one in self._answers.values() if one])
+        return questions
+
+    def _add_post(self, rank: int, post: Message) -> list[tuple[int, Message]]:
+        name, step = post["set"], post["step"]
+        one = self.sets.setdefault(name, _TensorSet())
+        if "ranks" in post:
+            one.kind, one.ranks, one.tensors = post["kind"], tuple(post["ranks"]), post["tensors"]
+        one.posted.add(rank)
+        words = one.pending.setdefault(step, {})
+        words[rank] = post["words"]
+        if len(one.pending) > PENDING:
+            del one.pending[min(one.pending)]
+        if not one.ranks or len(words) < len(one.ranks):
+            return []
+        # The posts of a rank come in order: no earlier step is completed any more.
+        one.pending = {other: rest for other, rest in one.pending.items() if other > step}
+        one.compared += 1
+        classes = _classes_of(words)
+        place = (step, KINDS.index(one.kind))
+        if len(classes) == 1 or (self.first is not None and self._place <= place):
+            return []
+        self._place = place
+        self._search = self._locate(name, one, step, classes)
+        return self._continue(None)
+
+    def _continue(self, answers: list[Message] | None) -> list[tuple[int, Message]]:
+        assert self._search is not None
+        gone = answers is not None and any("gone" in one for one in answers)
+        try:
+            ranks, question = self._search.send(answers) if not gone else ([], {})  # type: ignore[arg-type]
+        except StopIteration:
+            ranks, question = [], {}
+        self._question = question | {"ask": self._question.get("ask", 0) + 1}
+        self._answers = dict.fromkeys(ranks)
+        return [(rank, self._question) for rank in ranks]
+
+    def _locate(self, name: str, one: _TensorSet, step: int, classes: list[list[int]]) -> _Search:
+        """Find the first tensor that differs, and its elements."""
+        first = self.first = {
+            "step": step,
+            "kind": one.kind,
+            "tensor": f"one of {one.tensors} tensors",
+            "ranks": {"agree": classes},
+            **dict.fromkeys(("tensors", "elements", "of", "largest", "cause", "text")),
+        }
+        about = {"set": name, "step": step}
+        asked = [members[0] for members in classes[:ASKED]]
+        answers = yield asked, about | {"what": "tensors"}
+        rows = _find_differing([found["words"] for found in answers])
+        if not rows:
+            return
+        about["row"] = row = rows[0]
+        # Ranks that differ elsewhere may agree on this tensor.
+        merged: dict[str, list[int]] = {}
+        for members, found in zip(classes, answers, strict=False):
+            merged.setdefault(found["words"][row], []).extend(members)
+        classes = sorted(map(sorted, merged.values()), key=lambda one: (-len(one), one[0]))
+        first |= {"tensor": answers[0]["names"][row], "tensors": len(rows)}
+        what, first["ranks"] = answers[0]["whats"][row], {"agree": classes}
+        self._conclude(first, what, classes, ())
+        asked = [next(rank for rank in members if rank in asked) for members in classes]
+        answers = yield asked, about | {"what": "blocks"}
+        differing = _find_differing([found["blocks"] for found in answers])
+        blocks = differing[: max(1, VALUE_BYTES // answers[0]["block_bytes"])]
+        first |= {"of": answers[0]["numel"], "at_least": blocks != differing}
+        answers = yield asked, about | {"what": "values", "blocks": blocks}
+        pairs = zip(asked[1:], answers[1:], strict=True)
+        elements = [_compare(rank, blocks, answers[0], other) for rank, other in pairs]
+        self._conclude(first, what, classes, tuple(elements))
+
+    def _conclude(
+        self, first: Message, what: str, classes: list[list[int]], elements: tuple[Elements, ...]
+    ) -> None:
+        """Complete the record of the first difference by what is known now."""
+        parts = tuple(map(tuple, classes))
+        divergence = Divergence(first["tensor"], what, (), (), parts, (), elements)
+        ulps = max((one.max_ulps for one in elements if one.max_ulps is not None), default=None)
+        lines = [f"step {first['step']}: {first['kind']} {what} differs"]
+        for members in parts:
+            found = next((one for one in elements if one.rank in members), None)
+            text = format_elements(found, divergence.reference) if found else "the reference"
+            lines.append(f"{format_ranks(members)}: {text}" if elements else format_ranks(members))
+        first["text"] = "\n".join(lines)
+        first["elements"] = max((one.count for one in elements), default=None)
+        first["largest"] = None if ulps is None else f"{ulps} ulp{'' if ulps == 1 else 's'}"
+        first["cause"] = advise((divergence,), "")[0]
+
+    def is_clear(self, rank: int) -> bool:
+        """Whether rank 0 needs nothing more of a rank that has ended."""
+        asked = self._answers.get(rank, {}) is None
+        return not asked and not any(
+            rank in words for one in self.sets.values() for words in one.pending.values()
+        )
+
+    def describe_steps(self) -> Message:
+        """``steps`` of the report."""
+        taken = {rank: max(self.taken[rank].values(), default=0) for rank in sorted(self.taken)}
+        compared = max((one.compared for one in self.sets.values()), default=0)
+        unequal = []
+        for name, one in self.sets.items():
+            counts = {rank: self.taken.get(rank, {}).get(name, 0) for rank in one.ranks}
+            ended = set(one.ranks) <= set(self.finals)
+            if one.kind == "parameter" and ended and len(set(counts.values())) > 1:
+                unequal.append({"tensors": one.tensors, "taken": group_by_value(counts)})
+        return {
+            "taken": {str(rank): count for rank, count in taken.items()},
+            "unequal": unequal,
+            "compared": compared,
+            "not_compared": max(0, max(taken.values(), default=0) - compared),
+        }
+
+    def describe_replicas(self) -> Message:
+        """``replicas`` of the report; ``tensors`` are those of the rank with the most."""
+        sets = self.sets.values()
+        held = dict.fromkeys(range(self.world_size), 0)
+        for one in sets:
+            for rank in one.ranks if one.kind == "parameter" else ():
+                held[rank] += one.tensors
+        return {
+            "tensors": max(held.values()),
+            "compared": sum(one.tensors * one.compared for one in sets),
+            "first_difference": self.first,
+        }
+
+    def find_unposted(self) -> list[str]:
+        """Sets that were never compared, because their holders have other lists of tensors."""
+        return [
+            f"{one.tensors or 'some'} tensors: {format_ranks(sorted(one.posted))} posted "
+            f"their list, and not all of {format_ranks(one.ranks or (0,))}"
+            for one in self.sets.values()
+            if not one.compared and one.posted != set(one.ranks)
+        ]
+
+
+def find_differing_settings(hellos: Mapping[int, Message]) -> Message:
+    """``settings_that_differ`` of the report: setting -> value -> ranks."""
+    found = {}
+    for name in next(iter(hellos.values()), {"settings": {}})["settings"]:
+        values = group_by_value({rank: hello["settings"][name] for rank, hello in hellos.items()})
+        if len(values) > 1:
+            found[name] = values
+    return found
+
+
+def group_by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:
+    """Ranks by their value as text."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        found.setdefault(str(values[rank]), []).append(rank)
+    return found
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """``ranks 0-3, 6``."""
+    runs = format_runs(ranks)
+    one = len(runs) == 1 and "-" not in runs[0]
+    return f"rank{'' if one else 's'} {format_first(runs)}"
+
+
+def _classes_of(words: Mapping[int, str]) -> list[list[int]]:
+    """Ranks by their words: the largest class first, of equally large ones that of the lowest."""
+    return sorted(group_by_value(words).values(), key=lambda members: (-len(members), members[0]))
+
+
+def _find_differing(columns: list[list[str]]) -> list[int]:
+    """Rows in which the columns differ."""
+    rows = enumerate(zip(*columns, strict=True))
+    return [row for row, words in rows if len(set(words)) > 1]
+
+
+def _compare(rank: int, blocks: list[int], reference: Message, other: Message) -> Elements:
+    """The elements of the blocks that differ on two ranks, as far as they were sent."""
+    dtype, found = getattr(torch, reference["dtype"]), Difference()
+    like = torch.empty(reference["shape"], dtype=dtype, device="meta")
+    values = zip(blocks, reference["values"], other["values"], strict=True)
+    for block, theirs, mine in values:
+        pair = [tensor_of(base64.b64decode(text)) for text in (theirs, mine)]
+        found.add_piece(pair[0], pair[1], block * reference["block_bytes"], like)
+    return Elements(
+        rank,
+        found.count,
+        found.index,
+        found.value,
+        found.reference,
+        found.max_ulps,
+        reference["numel"],
+        unrelated=found.unrelated,
+    )

@@ -1,0 +1,323 @@
+"""The observers of this process: its steps, reductions, meshes and settings.
+
+Nothing here may change the job: an error is recorded as not observed and never raised, and what
+torch compiles has no part of it. Of torch, ``init_process_group`` and the constructor of device
+meshes are replaced by functions that call them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from meshplan._torch import default_store
+from meshplan._uncompiled import never_compiled
+from meshplan.replicas._coverage import coverage
+from meshplan.replicas._tensors import NamedTensor, named_tensors
+from meshplan.run import _report
+from meshplan.run._exchange import Exchange
+from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
+from meshplan.run._reductions import ReductionTable
+from meshplan.run._settings import RunSettings
+from meshplan.run._snapshots import Snapshots
+
+_FINISH_SECONDS = 10.0
+# Launchers end all ranks of a job after one has failed.
+_FAILED_SECONDS = 2.0
+_NOTES = 50
+# All optimizers step in frames of this code: a container's is around those of its parts.
+_STEP_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+_STATE_INITIALISATION = os.path.join("distributed", "checkpoint", "state_dict.py")
+
+
+class _ParameterUnit:
+    """The parameters of one optimizer, which step together, and their sets of replicas."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.sets: set[str] = set()
+
+
+class Observation:
+    """What is observed of this process, from the first process group on."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self._pid = os.getpid()
+        self.notes: list[str] = []
+        self._parameters = ParameterTable()
+        self._snapshots = Snapshots()
+        self._reductions = ReductionTable(self._parameters)
+        self._exchange: Exchange | None = None
+        self._backend, self.rank = "", 0
+        # Of optimizers that live, and all; ``_owners`` are the units of sets.
+        self._by_optimizer: Any = weakref.WeakKeyDictionary()
+        self._units: list[_ParameterUnit] = []
+        self._owners: dict[str, _ParameterUnit] = {}
+        self._nested: Any = weakref.WeakSet()
+        self._step_times: list[float] = []  # of the first and the last step
+        self._blocks = ExitStack()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def start(self) -> None:
+        """Begin, if there is a process group and this has not begun."""
+        with self._lock:
+            if self._exchange is not None or not dist.is_initialized() or self._ended:
+                return
+            self._backend, self.rank = dist.get_backend(), dist.get_rank()
+            exchange = self._exchange = Exchange(
+                self.rank,
+                dist.get_world_size(),
+                default_store(),
+                self._snapshots.answer,
+                self._write,
+                self._note,
+            )
+        self._blocks.enter_context(coverage()).open_step = self._reductions
+        hello = {"host": socket.gethostname(), "settings": _report.read_settings()}
+        exchange.post(lambda: {"hello": hello})
+        exchange.start()
+
+    def call(self, observe: Callable[[Observation], None]) -> None:
+        """Call an observer, which never raises into the job, nor runs in a forked child of it."""
+        if os.getpid() == self._pid and not self._ended:
+            try:
+                self.start()
+                if self._exchange is not None:
+                    observe(self)
+            except Exception as error:
+                self._note(f"{type(error).__name__}: {str(error)[:200]}")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Digest gradients before an observed step."""
+        unit = self._by_optimizer.get(optimizer)
+        step = 1 + (unit.steps if unit is not None else 0)
+        if _is_nested(sys._getframe()) is False and self._is_observed(step):
+            self._post(optimizer, self._unit_of(optimizer), step, ("gradient",))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step, and digest what it has written if the step is observed."""
+        nested = _is_nested(sys._getframe())
+        if nested:
+            self._nested.add(optimizer)
+        if nested is not False:
+            return
+        unit = self._unit_of(optimizer)
+        unit.steps += 1
+        if unit is self._units[0]:
+            self._step_times[1:] = [time.monotonic()]
+        if self._is_observed(unit.steps):
+            self._post(optimizer, unit, unit.steps, ("parameter", "optimizer state"))
+
+    def _is_observed(self, step: int) -> bool:
+        return step <= self.settings.first or step % self.settings.every == 0
+
+    def _unit_of(self, optimizer: Optimizer) -> _ParameterUnit:
+        unit: _ParameterUnit | None = self._by_optimizer.get(optimizer)
+        if unit is None:
+            unit = self._by_optimizer[optimizer] = _ParameterUnit()
+            self._units.append(unit)
+        return unit
+
+    def _post(
+        self, optimizer: Optimizer, unit: _ParameterUnit, step: int, kinds: Sequence[str]
+    ) -> None:
+        posts: list[tuple[dict[str, Any], Callable[[], str]]] = []
+        for kind in kinds:
+            for ranks, tensors in self._find_replicas(optimizer, kind).items():
+                name = self._name_set(unit, kind, ranks, tensors)
+                post: dict[str, Any] = {"set": name, "step": step}
+                if self.rank == ranks[0]:
+                    post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
+                posts.append((post, self._snapshots.take(name, step, tensors)))
+        taken = self._count_steps()
+        assert self._exchange is not None
+        self._exchange.post(
+            lambda: {
+                "posts": [post | {"words": read()} for post, read in posts],
+                "taken": taken,
+            }
+        )
+
+    def _count_steps(self) -> dict[str, int]:
+        """Steps by set of parameters; also those of an optimizer without replicas."""
+        most = max((unit.steps for unit in self._units), default=0)
+        return {"": most} | {name: unit.steps for unit in self._units for name in unit.sets}
+
+    def _name_set(
+        self, unit: _ParameterUnit, kind: str, ranks: Ranks, tensors: list[NamedTensor]
+    ) -> str:
+        """The same on all holders, and another one for each optimizer."""
+        lines = [f"{kind} {ranks}", *(f"{one} {list(one.local.shape)}" for one in tensors)]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
+        names = (f"{digest} {number}" for number in range(1 + len(self._units)))
+        name = next(one for one in names if self._owners.setdefault(one, unit) is unit)
+        if kind == "parameter":
+            unit.sets.add(name)
+        return name
+
+    def _find_replicas(self, optimizer: Optimizer, kind: str) -> dict[Ranks, list[NamedTensor]]:
+        found: dict[Ranks, list[NamedTensor]] = {}
+        for name, parameter, tensor in self._find_tensors(optimizer, kind):
+            try:
+                tensors = named_tensors({name: tensor})
+            except ValueError as error:
+                self._note(f"{kind} {name}: {error}")
+                continue
+            for one in tensors:
+                holders = self._parameters.holders_of(parameter, one, self.rank)
+                for ranks in holders:
+                    found.setdefault(ranks, []).append(one)
+                if not holders and one.mesh is None:
+                    self._note(
+                        "plain parameters that neither DistributedDataParallel nor an all-reduce "
+                        "of their gradient shows to be replicas"
+                    )
+        return found
+
+    def _find_tensors(
+        self, optimizer: Optimizer, kind: str
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Name, parameter and tensor of one kind, in the order of the optimizer's parameters."""
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(self._parameters.name_of(one) is None for one in every):
+            self._parameters.refresh()
+        for number, parameter in enumerate(every):
+            name = self._parameters.name_of(parameter) or f"parameter {number}"
+            if kind == "parameter":
+                yield name, parameter, parameter
+            elif kind == "gradient":
+                yield from [(name, parameter, parameter.grad)] if parameter.grad is not None else []
+            else:
+                states = [one.state.get(parameter) for one in (optimizer, *self._nested)]
+                for key, value in next(filter(None, states), {}).items():
+                    # Numbers of steps are no replica of anything.
+                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                        yield f"{name}.{key}", parameter, value
+
+    def _note(self, text: str) -> None:
+        """Record what was not observed."""
+        if text not in self.notes and len(self.notes) < _NOTES:
+            self.notes.append(text)
+
+    def _write(self) -> None:
+        if self.settings.report is not None and not self._ended:
+            try:
+                _report.write(self.settings.report, self._describe("running", None))
+            except Exception as error:
+                self._note(f"the report could not be written: {error}")
+
+    def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
+        assert self._exchange is not None
+        times, steps = self._step_times, self._units[0].steps - 1 if self._units else 0
+        own = {
+            "backend": self._backend,
+            "notes": list(self.notes),
+            "rows": self._reductions.describe(self.rank),
+            "seconds_per_step": (times[-1] - times[0]) / steps if steps > 0 else None,
+        }
+        with self._exchange.lock:
+            return _report.build(self._exchange.ledger, own, state, error)
+
+    def finish(self, error: BaseException | None) -> dict[str, Any] | None:
+        """End the observation.
+
+        Args:
+            error: the exception that ended the job; ``None`` if it succeeded.
+
+        Returns:
+            On rank 0 the final report, which is written as well; ``None`` on other ranks, in
+            processes without a process group, and in children of an observed process.
+        """
+        report: list[dict[str, Any]] = []
+        self.call(lambda _: report.extend(self._finish(error)))
+        return report[0] if report else None
+
+    def _finish(self, error: BaseException | None) -> Iterator[dict[str, Any]]:
+        assert self._exchange is not None
+        if not self._units:
+            self._note("no optimizer step: steps that torch compiles are not observed")
+        final = {"notes": self.notes, "rows": self._reductions.describe(self.rank)}
+        message = {"final": final, "taken": self._count_steps()}
+        self._exchange.post(lambda: message)
+        self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)
+        self._ended = True
+        self._blocks.close()
+        if self.rank == 0:
+            report = self._describe("ended" if error is None else "failed", error)
+            if self.settings.report is not None:
+                _report.write(self.settings.report, report)
+            yield report
+
+    def abandon(self) -> None:
+        """End the thread before the interpreter, which a thread in C++ would abort."""
+        if self._exchange is not None and os.getpid() == self._pid:
+            self._exchange.stop()
+
+
+_observation: Observation | None = None
+
+
+def observe_process(settings: RunSettings) -> Observation:
+    """Hook torch, once in a process."""
+    global _observation
+    if _observation is not None:
+        return _observation
+    one = _observation = Observation(settings)
+    atexit.register(one.abandon)
+    remember_modules_and_meshes()
+
+    @never_compiled
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            one.call(lambda one: one.before_step(optimizer))
+
+    @never_compiled
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            one.call(lambda one: one.after_step(optimizer))
+
+    if settings.gradients:
+        register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*arguments: Any, **options: Any) -> None:
+        init(*arguments, **options)
+        one.call(lambda _: None)
+
+    dist.init_process_group = c10d.init_process_group = init_process_group
+    return one
+
+
+def _is_nested(frame: Any) -> bool | None:
+    """Whether a step is a part of another optimizer's; ``None``: it initialises a state."""
+    steps = 0
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_STATE_INITIALISATION):
+            return None
+        steps += frame.f_code is _STEP_CODE
+        frame = frame.f_back
+    return steps > 1

@@ -1,0 +1,93 @@
+"""The report: a dict of version 1, and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshplan.run._holders import find_layouts
+from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
+
+VERSION = 1
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NCCL_TUNER_PLUGIN",
+    "OMP_NUM_THREADS",
+)
+
+
+def read_settings() -> dict[str, Any]:
+    """What decides bits besides the order of reductions, as it is now."""
+    backends = torch.backends
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": backends.cudnn.allow_tf32,
+        "cudnn_benchmark": backends.cudnn.benchmark,
+        "cudnn_deterministic": backends.cudnn.deterministic,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **{name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dict[str, Any]:
+    """The report on what has been posted until now; ``own`` is what rank 0 has observed itself."""
+    from meshplan import __version__
+
+    hosts = group_by_value({rank: hello["host"] for rank, hello in ledger.hellos.items()})
+    notes, rows = [*own["notes"], *ledger.find_unposted()], list(own["rows"])
+    # Siblings have one label: their rows are the same but for the counts.
+    seen = {_key(row) for row in rows}
+    for rank, final in sorted(ledger.finals.items()):
+        notes += [f"rank {rank}: {text}" for text in final["notes"] if text not in notes]
+        rows += [row for row in final["rows"] if _key(row) not in seen]
+        seen |= {_key(row) for row in final["rows"]}
+    silent = set(range(ledger.world_size)) - set(ledger.hellos)
+    if silent and state != "running":
+        notes.append(f"{format_ranks(silent)}: posted nothing")
+    return {
+        "version": VERSION,
+        "state": state,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "world_size": ledger.world_size,
+        "torch": torch.__version__,
+        "meshplan": __version__,
+        "command": sys.argv,
+        "backend": own["backend"],
+        "hosts": hosts,
+        "not_observed": notes,
+        "meshes": [
+            {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
+            for one in find_layouts()
+        ],
+        "reductions": rows,
+        "steps": ledger.describe_steps(),
+        "replicas": ledger.describe_replicas(),
+        "hazards": [],
+        "settings": read_settings(),
+        "settings_that_differ": find_differing_settings(ledger.hellos),
+        "seconds_per_step": own["seconds_per_step"],
+    }
+
+
+def write(path: str, report: dict[str, Any]) -> None:
+    """Replace the file at once, so that readers never see a part of it."""
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    partial.replace(path)
+
+
+def _key(row: dict[str, Any]) -> str:
+    return repr([value for name, value in row.items() if name not in ("calls", "elements")])

@@ -1,0 +1,111 @@
+"""Digests of this rank's tensors after a step, and the answers to what rank 0 asks about them."""
+
+from __future__ import annotations
+
+import base64
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan._bits import bytes_of, flatten
+from meshplan._dtypes import name_of
+from meshplan._torch import disable_current_modes
+from meshplan.kernel import digest_table, digest_words
+from meshplan.replicas._tensors import NamedTensor
+
+# Steps of a set that rank 0 may ask about, and bytes of all copies of their tensors.
+KEPT = 4
+COPIED_BYTES = 64 << 20
+# Of a tensor whose elements are compared.
+BLOCKS = 64
+_LEAST_BYTES = 1024
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """Tensors of a set; their digests, which a call waits for; and copies of small ones."""
+
+    names: list[str]
+    whats: list[str]
+    read: Callable[[], Tensor]
+    copies: list[Tensor]
+
+
+class Snapshots:
+    """The last snapshots of this rank, by set and step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, int], _Snapshot] = {}
+
+    def take(self, name: str, step: int, tensors: Sequence[NamedTensor]) -> Callable[[], str]:
+        """Digest tensors; returns what waits for the digest of their digests.
+
+        They are copied if they are small, so that their elements can be compared later.
+        """
+        local = [one.local.detach() for one in tensors]
+        nbytes = sum(one.nbytes for one in local)
+        with torch.no_grad(), disable_current_modes():
+            read = _start_digests(local)
+            copies = [one.clone() for one in local] if nbytes <= COPIED_BYTES else []
+        names, whats = [one.name for one in tensors], [str(one) for one in tensors]
+        with self._lock:
+            self._kept[name, step] = _Snapshot(names, whats, read, copies)
+            for key in [key for key in self._kept if key[0] == name][:-KEPT]:
+                del self._kept[key]
+            copied = 0
+            for one in reversed(self._kept.values()):
+                copied += sum(copy.nbytes for copy in one.copies)
+                one.copies = one.copies if copied <= COPIED_BYTES else []
+        return lambda: _texts_of(digest_table([read()]))[0]
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a question of rank 0."""
+        what, head = question["what"], {"answer": question["ask"]}
+        with self._lock:
+            one = self._kept.get((question["set"], question["step"]))
+            copies = one.copies if one is not None else []
+        if one is not None and what == "tensors":
+            return head | {"words": _texts_of(one.read()), "names": one.names, "whats": one.whats}
+        if not copies:
+            return head | {"gone": True}
+        tensor = copies[question["row"]]
+        flat = flatten(tensor)
+        size = max(math.ceil(flat.numel() / BLOCKS), _LEAST_BYTES // flat.element_size())
+        pieces = torch.split(flat, size)
+        head |= {"dtype": name_of(flat.dtype), "shape": list(tensor.shape), "numel": flat.numel()}
+        if what == "blocks":
+            blocks = _texts_of(digest_table(pieces))
+            return head | {"blocks": blocks, "block_bytes": size * flat.element_size()}
+        values = [bytes_of(pieces[number]) for number in question["blocks"]]
+        head["block_bytes"] = size * flat.element_size()
+        return head | {"values": [base64.b64encode(one).decode() for one in values]}
+
+
+def _start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Begin digests; returns what waits for them: int64 CPU tensor [tensors, 2]."""
+    if any(one.device.type != "cuda" for one in tensors) or len({t.device for t in tensors}) > 1:
+        table = digest_table(tensors)
+        return lambda: table
+    # Neither copy nor digest waits for the device here.
+    words = torch.stack([digest_words(one) for one in tensors])
+    landed = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
+    landed.copy_(words, non_blocking=True)
+    done = torch.cuda.current_stream(words.device).record_event()
+
+    def read() -> Tensor:
+        done.synchronize()
+        return landed
+
+    return read
+
+
+def _texts_of(table: Tensor) -> list[str]:
+    """Each row of digests as 32 hexadecimal digits."""
+    rows = table.tolist()
+    return ["".join((w % (1 << 64)).to_bytes(8, "little").hex() for w in row) for row in rows]

@@ -1,0 +1,159 @@
+"""What ranks post, compared without ranks: differences, order of arrival, sizes at 1,000 ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshplan.replicas._tensors import NamedTensor
+from meshplan.run._ledger import PENDING, Ledger
+from meshplan.run._snapshots import Snapshots
+from meshplan.testing import order_sensitive
+
+
+class Ranks:
+    """Ranks that hold one set of tensors, and a ledger."""
+
+    def __init__(self, world_size: int) -> None:
+        self.ledger = Ledger(world_size)
+        self.ranks = tuple(range(world_size))
+        self.snapshots = [Snapshots() for _ in self.ranks]
+        self.sent = 0
+
+    def post(
+        self, rank: int, step: int, tensors: dict[str, Tensor], kind: str = "parameter"
+    ) -> Any:
+        named = [NamedTensor(name, one, tuple(one.shape)) for name, one in tensors.items()]
+        words = self.snapshots[rank].take(f"the {kind}s", step, named)()
+        post = {"set": f"the {kind}s", "step": step, "words": words, "kind": kind}
+        if rank == 0:
+            post |= {"ranks": list(self.ranks), "tensors": len(named)}
+        return {"posts": [post], "taken": {f"the {kind}s": step}}
+
+    def deliver(self, rank: int, message: Any) -> None:
+        self.sent += len(json.dumps(message))
+        for asked, question in self.ledger.add(rank, json.loads(json.dumps(message))):
+            self.deliver(asked, self.snapshots[asked].answer(json.loads(json.dumps(question))))
+
+    @property
+    def first(self) -> Any:
+        return self.ledger.describe_replicas()["first_difference"]
+
+
+def values(seed: int = 0) -> dict[str, Tensor]:
+    flat = order_sensitive(20_010, rank=0, world_size=1, seed=seed)
+    small, weight, bias = flat.split([3, 20_000, 7])
+    return {"small": small.clone(), "weight": weight.reshape(40, 500), "bias": bias.clone()}
+
+
+def flip(tensor: Tensor, element: int, bit: int = 0) -> None:
+    tensor.view(torch.int32).view(-1)[element] ^= 1 << bit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
+    found = Ranks(5)
+    messages = []
+    for rank in found.ranks:
+        for step in (1, 2, 3):
+            tensors = values(step)
+            if rank == 3 and step >= 2:
+                flip(tensors["weight"], 12_345)
+                flip(tensors["bias"], 1, 3)
+            messages.append((rank, found.post(rank, step, tensors)))
+    chosen = random.Random(seed)
+    # Messages of one rank keep their order.
+    queues = [[one for rank, one in messages if rank == r] for r in found.ranks]
+    while any(queues):
+        rank = chosen.choice([r for r in found.ranks if queues[r]])
+        found.deliver(rank, queues[rank].pop(0))
+    first = found.first
+    assert (first["step"], first["kind"], first["tensor"]) == (2, "parameter", "weight")
+    assert first["ranks"] == {"agree": [[0, 1, 2, 4], [3]]}
+    assert (first["tensors"], first["elements"], first["of"]) == (2, 1, 20_000)
+    assert (first["largest"], first["cause"]) == ("1 ulp", "one rank")
+    assert "first at index (24, 345)" in first["text"]
+    assert found.ledger.describe_steps()["compared"] == 3
+
+
+def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
+    causes = []
+    for change in (lambda one, rank: one * (-1) ** rank, lambda one, rank: one * (1 + rank * 3e-7)):
+        found = Ranks(4)
+        for rank in found.ranks:
+            tensors = {name: change(one, rank) for name, one in values().items()}
+            found.deliver(rank, found.post(rank, 1, tensors))
+        causes.append(found.first["cause"])
+    assert causes == ["never equal", "order"]
+
+
+def test_a_gradient_of_the_same_step_comes_before_its_parameter() -> None:
+    found = Ranks(2)
+    for kind in ("parameter", "gradient"):
+        for rank in found.ranks:
+            tensors = values()
+            flip(tensors["small"], 0, rank)
+            found.deliver(rank, found.post(rank, 1, tensors, kind))
+    assert found.first["kind"] == "gradient"
+
+
+def test_a_rank_that_steps_less_often_is_not_waited_for() -> None:
+    found = Ranks(3)
+    for step in range(1, 12):
+        for rank in found.ranks:
+            if rank != 1 or step < 4:
+                found.deliver(rank, found.post(rank, step, values(step)))
+    assert len(found.ledger.sets["the parameters"].pending) <= PENDING
+    for rank in found.ranks:
+        final = {
+            "final": {"notes": [], "rows": []},
+            "taken": {"the parameters": 3 if rank == 1 else 11},
+        }
+        found.deliver(rank, final)
+    steps = found.ledger.describe_steps()
+    assert (steps["compared"], steps["not_compared"]) == (3, 8)
+    assert steps["unequal"] == [{"tensors": 3, "taken": {"11": [0, 2], "3": [1]}}]
+    assert found.first is None
+
+
+def test_tensors_that_are_gone_are_named_without_elements() -> None:
+    found = Ranks(2)
+    for rank in found.ranks:
+        tensors = values()
+        flip(tensors["bias"], 2, rank)
+        message = found.post(rank, 1, tensors)
+        for snapshot in found.snapshots[rank]._kept.values():
+            snapshot.copies = []
+        found.deliver(rank, message)
+    assert (found.first["tensor"], found.first["elements"]) == ("bias", None)
+    assert found.ledger.is_clear(0)
+
+
+def test_messages_of_1000_ranks_with_1000_tensors_are_bounded() -> None:
+    """The digests of a step do not grow with the tensors, and a difference asks 8 ranks."""
+    found = Ranks(1000)
+    tensors = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(1000)}
+    words = Snapshots()
+    named = [NamedTensor(name, one, (2,)) for name, one in tensors.items()]
+    same = words.take("the parameters", 1, named)()
+    posts = {"set": "the parameters", "kind": "parameter", "ranks": list(found.ranks)}
+    for step in (1, 2):
+        for rank in found.ranks[:-1]:
+            post = posts | {"step": step, "words": same, "tensors": 1000}
+            post = post if rank == 0 else {key: post[key] for key in ("set", "step", "words")}
+            found.deliver(rank, {"posts": [post], "taken": {}})
+    # Nothing but the digests of the last steps is held, until the last rank posts.
+    assert found.sent < 2 * 1000 * 300
+    found.sent = 0
+    for rank in (0, 999):
+        found.snapshots[rank] = words if rank == 0 else found.snapshots[rank]
+    flip(tensors["layers.500.weight"], 1)
+    found.deliver(999, found.post(999, 1, tensors))
+    assert found.first["ranks"]["agree"] == [list(range(999)), [999]]
+    assert (found.first["tensor"], found.first["elements"]) == ("layers.500.weight", 1)
+    assert found.sent < 8 * 1000 * 150

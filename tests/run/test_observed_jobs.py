@@ -1,0 +1,179 @@
+"""Jobs of several ranks, observed: what the report names, and that the job stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan._bits import bytes_of
+from meshplan.run import RunSettings, observe
+from meshplan.run._observation import Observation
+from tests.processes import arrive, run_ranks, wait_for
+
+pytestmark = pytest.mark.processes
+STEPS = 6
+
+
+def local_of(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def flip(tensor: Any) -> None:
+    local_of(tensor).view(torch.int32).view(-1)[5] ^= 1 << 10
+
+
+def wrap(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "fsdp")))
+    return model
+
+
+def train(kind: str, fault: str = "", bad_rank: int = 1) -> list[bytes]:
+    """The bits of the parameters after some steps; ``fault`` at step 3 of one rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = wrap(kind, nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weight = list(model.parameters())[2]
+    torch.manual_seed(rank)
+    for step in range(1, STEPS + 1):
+        model(torch.randn(8, 16)).square().mean().backward()
+        if kind == "by hand":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        now = fault if step == 3 and rank == bad_rank else ""
+        if now == "gradient":
+            flip(weight.grad)
+        elif now == "parameter":
+            flip(weight)
+        elif now == "optimizer state":
+            flip(optimizer.state[weight]["exp_avg"])
+        if now != "skip":
+            optimizer.step()
+        optimizer.zero_grad()
+    return [bytes_of(local_of(one)) for one in model.parameters()]
+
+
+def observed(settings: str) -> Observation:
+    """As in a job that initialises its group afterwards."""
+    found = observe(RunSettings.parse(settings))
+    found.start()
+    return found
+
+
+def run_observed(rank: int, kind: str, fault: str, settings: str) -> Any:
+    found = observed(settings)
+    bits = train(kind, fault)
+    return bits, found.finish(None)
+
+
+def reports(kind: str, fault: str = "", ranks: int = 3, settings: str = "gradients first=9") -> Any:
+    results = run_ranks(lambda rank: run_observed(rank, kind, fault, settings), ranks)
+    assert [report is None for _, report in results] == [rank > 0 for rank in range(ranks)]
+    return results[0][1]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 3), ("by hand", 2), ("hsdp", 6)])
+def test_a_sound_job_is_compared_and_keeps_its_bits(kind: str, ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+
+    def run(rank: int) -> Any:
+        alone = train(kind)
+        found = observed(f"report={path} gradients every=2 first=1")
+        bits = train(kind)
+        # As jobs end: the groups have gone when the report is made.
+        dist.barrier()
+        dist.destroy_process_group()
+        return alone == bits, found.finish(None)
+
+    results = run_ranks(run, ranks)
+    assert [same for same, _ in results] == [True] * ranks
+    report = results[0][1]
+    assert json.loads(path.read_text(encoding="utf-8")) == report
+    assert report["state"] == "ended"
+    assert report["replicas"]["first_difference"] is None
+    # Steps 1, 2, 4 and 6, of gradients, parameters and two states of each.
+    assert report["replicas"]["tensors"] == 4
+    shards = 2 if kind == "hsdp" else 1
+    assert report["replicas"]["compared"] == 4 * 4 * 4 * shards
+    assert (report["steps"]["compared"], report["steps"]["not_compared"]) == (4, STEPS - 4)
+    assert report["steps"]["taken"] == {str(rank): STEPS for rank in range(ranks)}
+    assert report["steps"]["unequal"] == []
+    assert report["not_observed"] == []
+    assert [len(found) for found in report["hosts"].values()] == [ranks]
+    groups = {"ddp": ["ranks 0-2"], "by hand": ["ranks 0-1"], "hsdp": ["fsdp", "dp"]}[kind]
+    assert [row["group"] for row in report["reductions"]] == groups
+    assert {row["kind"] for row in report["reductions"]} == {"outside"}
+    axes = [found["axes"] for found in report["meshes"]]
+    assert axes == ([{"dp": 3, "fsdp": 2}, {"fsdp": 2}] if kind == "hsdp" else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "fault"),
+    [
+        ("ddp", 3, "gradient"),
+        ("ddp", 3, "parameter"),
+        ("hsdp", 6, "optimizer state"),
+    ],
+)
+def test_a_flipped_bit_is_named_with_step_tensor_and_rank(
+    kind: str, ranks: int, fault: str
+) -> None:
+    first = reports(kind, fault, ranks)["replicas"]["first_difference"]
+    # A bit of a state reaches the parameter in the same step.
+    expected = "parameter" if fault == "optimizer state" else fault
+    assert (first["step"], first["kind"], first["tensor"]) == (3, expected, "2.weight")
+    assert first["ranks"]["agree"][-1] == [1]
+    assert len(first["ranks"]["agree"][0]) == 2
+    assert (first["elements"], first["cause"]) == (1, "one rank")
+
+
+def test_a_skipped_step_is_found_and_waits_for_no_rank() -> None:
+    report = reports("ddp", "skip", settings="first=9")
+    assert report["steps"]["taken"] == {"0": STEPS, "1": STEPS - 1, "2": STEPS}
+    (unequal,) = report["steps"]["unequal"]
+    assert unequal["taken"] == {str(STEPS): [0, 2], str(STEPS - 1): [1]}
+    assert report["replicas"]["first_difference"]["step"] == 3
+
+
+def test_reductions_under_the_contract_have_its_id() -> None:
+    results = run_ranks(
+        lambda rank: run_observed(rank, "ddp", "", "first=1"), 2, backend="meshplan"
+    )
+    (row,) = results[0][1]["reductions"]
+    assert (row["kind"], row["group_size"], row["calls"]) == ("contract", 2, STEPS)
+    assert row["contract"].startswith("v1/")
+
+
+def test_a_killed_job_leaves_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+
+    def run(rank: int) -> None:
+        observed(f"report={path} first=9")
+        train("ddp", "parameter")
+        arrive("trained")
+        if rank == 0:
+            wait_for("trained", 3)
+            while "2.weight" not in path.read_text(encoding="utf-8"):
+                os.sched_yield()
+        os._exit(9)
+
+    with pytest.raises((AssertionError, EOFError)):
+        run_ranks(run, 3)
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["state"] == "running"
+    assert report["replicas"]["first_difference"]["tensor"] == "2.weight"
+    assert list(tmp_path.iterdir()) == [path]

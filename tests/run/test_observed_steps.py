@@ -1,0 +1,148 @@
+"""Which calls of optimizers are steps of the job, and what observing leaves alone."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.processes import run_ranks, warm_compiler
+from tests.run.test_observed_jobs import observed
+
+pytestmark = pytest.mark.processes
+
+
+class Container(Optimizer):
+    """An optimizer for each parameter, as torchtitan's."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        every = list(params)
+        self.parts = [AdamW([one], lr=0.1) for one in every]
+        super().__init__(every, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.parts:
+            one.step(closure)
+
+
+class Subclass(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_only_outermost_steps_count() -> None:
+    def run(rank: int) -> Any:
+        found, taken = observed("first=9"), {}
+        for kind in (SGD, Container, Subclass, AdamW):
+            model = DistributedDataParallel(nn.Linear(4, 4))
+            optimizer: Any = kind(model.parameters())
+            if kind is AdamW:
+                # It steps with gradients of zero, so that there is a state to load into.
+                get_optimizer_state_dict(model, optimizer)
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            taken[kind.__name__] = found._by_optimizer[optimizer].steps
+        return taken, found.finish(None)
+
+    (taken, report), _ = run_ranks(run, 2)
+    assert taken == dict.fromkeys(("SGD", "Container", "Subclass", "AdamW"), 3)
+    assert report["replicas"]["first_difference"] is None
+    # Two parameters of four models, and two states each of the container's and of AdamW's.
+    assert report["replicas"]["compared"] == 3 * (2 * 4 + 4 * 2)
+
+
+def test_steps_in_backward_count_for_each_parameter() -> None:
+    def run(rank: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates what it uses there
+            from torch.distributed.optim import _apply_optimizer_in_backward
+        found = observed("first=9")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+        return found.finish(None)
+
+    assert run_ranks(run, 2)[0]["steps"]["taken"] == {"0": 3, "1": 3}
+
+
+def test_a_compiled_step_runs_and_is_not_observed() -> None:
+    def run(rank: int) -> Any:
+        found = observed("gradients first=9")
+        model = nn.Linear(4, 4)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+        before = model.weight.detach().clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates what it uses there
+            model(torch.ones(1, 4)).sum().backward()
+            step()
+        return bool((model.weight == before - 0.1).all()), found.finish(None)
+
+    warm_compiler()
+    ((stepped, report),) = run_ranks(run, 1)
+    assert stepped
+    note = "no optimizer step: steps that torch compiles are not observed"
+    assert report["not_observed"] == [note]
+
+
+def test_two_optimizers_of_equal_models_are_told_apart() -> None:
+    def run(rank: int) -> Any:
+        found = observed("first=9")
+        models = [DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
+        optimizers = [SGD(one.parameters(), lr=0.1) for one in models]
+        for step in range(4):
+            for number, model in enumerate(models):
+                model(torch.ones(1, 4)).sum().backward()
+                # One of them steps half as often, as in adversarial training.
+                if step % 2 <= number:
+                    optimizers[number].step()
+                    optimizers[number].zero_grad()
+        return found.finish(None)
+
+    report = run_ranks(run, 2)[0]
+    assert report["replicas"]["first_difference"] is None
+    assert report["replicas"]["compared"] == 2 * (2 + 4)
+    assert report["steps"]["unequal"] == []
+
+
+def test_a_forked_child_is_not_observed(tmp_path: Any) -> None:
+    path = tmp_path / "run.json"
+
+    def run(rank: int) -> Any:
+        found = observed(f"report={path} first=9")
+        model = nn.Linear(2, 2)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if (child := os.fork()) == 0:
+            optimizer.step()
+            os._exit(17 if found.finish(None) is None and not found._units else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        dist.barrier()
+        return found.finish(None)
+
+    assert run_ranks(run, 2)[0]["steps"]["taken"] == {"0": 0, "1": 0}
+
+
+def test_a_failing_observer_is_noted_and_never_raises() -> None:
+    def run(rank: int) -> Any:
+        found = observed("first=9")
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        found._snapshots.take = None  # type: ignore[method-assign,assignment]
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return found.finish(None)
+
+    (note,) = run_ranks(run, 2)[0]["not_observed"]
+    assert note == "TypeError: 'NoneType' object is not callable"
