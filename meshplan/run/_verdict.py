@@ -1,0 +1,172 @@
+"""The verdict on an observed job, from its report alone: affected or not, by what, what to do.
+
+The report is the dict that `meshplan.run` writes as JSON, version 1. "Affected" means that replicas
+were seen to differ. Everything else that can change bits is a line of its own: a reason to look
+closer, and no evidence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from meshplan._message_text import format_first, format_runs, shorten
+from meshplan.lint._programs import PROGRAMS, Integration, find_integration
+from meshplan.lint._reporters._words import escape_line
+
+MOST_LINES = 20
+"""Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
+_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 4, "width": 188}  # each line has an indent
+
+Report = Mapping[str, Any]
+
+# By the cause in the report: what it means, and what to do besides a contract.
+_CAUSES = {
+    "order": ("the same summands were added in different orders", ""),
+    "one rank": (
+        "one rank holds other bits than all others",
+        "run the job again: another step of the same rank points to its hardware, the same step to "
+        "the job",
+    ),
+    "never equal": (
+        "the replicas held different values when the first step was compared",
+        "start replicas from the same values: one seed on all ranks, or a broadcast from one rank",
+    ),
+}
+
+
+def format_verdict(report: Report, saved: str | None = None) -> str:
+    """The verdict in at most ``MOST_LINES`` lines; ``saved`` is the name of the report's file."""
+    lines = [_format_head(report), *_describe_job(report), *_list_findings(report)]
+    lines += [f"fix: {fix}" for fix in islice(_list_fixes(report), _MOST["fixes"])]
+    lines += [f"report: {saved}"] if saved else []
+    text = [shorten(escape_line(line), _MOST["width"]) for line in lines]
+    return "[meshplan] " + "\n  ".join(text) + "\n"
+
+
+def find_status(report: Report) -> int:
+    """The exit status with ``--strict`` of a job that has ended with 0: 3 if replicas differ or a
+    reduction was outside the contract.
+    """
+    return 3 if _difference(report) or _list_outside(report) else 0
+
+
+def _format_head(report: Report) -> str:
+    found, replicas = _difference(report), report["replicas"]
+    if found:
+        where = f"step {found['step']}: {found['kind']} {found['tensor']}"
+        return f"affected: replicas differ, first at {where}"
+    compared = "no replicas were compared"
+    if replicas["compared"]:
+        tensors = _count(replicas["tensors"], "tensor")
+        compared = f"{tensors} agreed in {_count(replicas['compared'], 'comparison')}"
+    return f"not shown to be affected: {compared}"
+
+
+def _describe_job(report: Report) -> Iterator[str]:
+    hosts = len(report["hosts"])
+    parts = [_count(report["world_size"], "rank") + (f" on {_count(hosts, 'host')}" * bool(hosts))]
+    for mesh in report["meshes"][: _MOST["meshes"]]:
+        parts.append("mesh " + " x ".join(f"{axis}={n}" for axis, n in mesh["axes"].items()))
+    yield f"job: {', '.join(parts)}, backend {report['backend']}, torch {report['torch']}"
+    if report["error"]:
+        yield f"the job failed: {' '.join(report['error'].split())}"
+
+
+def _list_findings(report: Report) -> Iterator[str]:
+    if found := _difference(report):
+        yield from _describe_difference(found)
+    yield f"steps: {_describe_steps(report['steps'])}"
+    outside = sorted(_list_outside(report), key=lambda row: -row["calls"])
+    if outside:
+        yield f"outside the contract: {_count(len(outside), 'call site')}"
+        yield from map(_describe_reduction, outside[: _MOST["rows"]])
+        if len(outside) > _MOST["rows"]:
+            yield f"  and {len(outside) - _MOST['rows']} more"
+    elif report["reductions"]:
+        yield "every reduction of floating-point numbers ran under the contract"
+    for hazard in report["hazards"][: _MOST["hazards"]]:
+        yield f"hazard {hazard['code']}: {hazard['text']}"
+    if differing := report["settings_that_differ"]:
+        settings = (
+            f"{name}={', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in values.items())}"
+            for name, values in differing.items()
+        )
+        yield f"settings differ: {'; '.join(settings)}"
+    if report["not_observed"]:
+        yield f"not observed: {'; '.join(report['not_observed'])}"
+
+
+def _describe_difference(found: Report) -> Iterator[str]:
+    parts = [" against ".join(map(_ranks, sorted(found["ranks"]["agree"], key=len, reverse=True)))]
+    if found["elements"] is not None:
+        parts.append(f"{found['elements']:,} of {found['of']:,} elements")
+    if found["largest"]:
+        parts.append(f"largest difference {found['largest']}")
+    yield "; ".join(parts)
+    meaning, _ = _CAUSES.get(found["cause"], ("unknown", ""))
+    yield f"cause: {meaning}" + (f" ({found['text']})" if found["text"] else "")
+
+
+def _describe_steps(steps: Report) -> str:
+    ranks: dict[int, list[int]] = {}
+    for rank, number in steps["taken"].items():
+        ranks.setdefault(number, []).append(int(rank))
+    if not ranks:
+        return "no optimizer step was seen"
+    taken = f"{max(ranks)} on each rank"
+    if len(ranks) > 1:
+        numbers = (f"{n} on {_ranks(ranks[n])}" for n in sorted(ranks, reverse=True))
+        taken = f"ranks took different numbers: {', '.join(numbers)}"
+    return f"{taken}; {steps['compared']} compared, {steps['not_compared']} not"
+
+
+def _describe_reduction(row: Report) -> str:
+    what = f"{row['call']} {row['op']} of {row['dtype']} over {row['group']}"
+    ranks, calls = _count(row["group_size"], "rank"), _count(row["calls"], "call")
+    return f"  {what} ({ranks}): {calls}, {row['site']}"
+
+
+def _list_fixes(report: Report) -> Iterator[str]:
+    """For the cause, the order of additions, a hazard and unequal steps."""
+    cause = (_difference(report) or {}).get("cause")
+    if remedy := _CAUSES.get(cause or "", ("", ""))[1]:
+        yield remedy
+    integration = _find_integration(report["reductions"])
+    if integration and cause != "never equal" and _list_outside(report):
+        yield "run the same command with --backend meshplan, and compare the two verdicts"
+        yield f"then keep it: {integration.lines} ({integration.cost})"
+    for hazard in report["hazards"][:1]:
+        yield f"for {hazard['code']}: {hazard['fix']}"
+    if cause and len(set(report["steps"]["taken"].values())) > 1:
+        yield "skip a step on all ranks or on none: all-reduce the flag that decides it"
+
+
+def _find_integration(rows: list[Report]) -> Integration | None:
+    """The row of the linter's table for the program that the call sites name."""
+    words = {word.lower() for row in rows for word in re.findall(r"[\w-]+", row["site"])}
+    for program in PROGRAMS:
+        if program not in ("unknown", "torch") and program in words:
+            return find_integration(program, "")
+    # The backend reaches DTensor too: `install` is for jobs in which nothing else reduces.
+    only_dtensor = all("DTensor" in row["site"] for row in rows)
+    return find_integration("torch", "dtensor" if only_dtensor else "fsdp2")
+
+
+def _difference(report: Report) -> Report | None:
+    found: Report | None = report["replicas"]["first_difference"]
+    return found
+
+
+def _list_outside(report: Report) -> list[Report]:
+    return [row for row in report["reductions"] if not row["contract"]]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {format_first(format_runs(ranks), 6)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,229 @@
+"""The verdict on an observed job: its lines, their number, and the exit status."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import expecttest
+
+from meshplan.run._verdict import MOST_LINES, find_status, format_verdict
+
+OUTSIDE = {
+    "call": "all_reduce",
+    "op": "sum",
+    "dtype": "float32",
+    "group": "dp",
+    "group_size": 4,
+    "site": "job/train.py:41 main (C++, such as DDP's reducer)",
+    "calls": 1200,
+    "elements": 4096,
+    "contract": None,
+}
+REPORT: dict[str, Any] = {
+    "version": 1,
+    "state": "ended",
+    "error": None,
+    "world_size": 4,
+    "torch": "2.13.0",
+    "backend": "gloo",
+    "hosts": {"a": [0, 1], "b": [2, 3]},
+    "not_observed": ["NVLink domains: no GPU"],
+    "meshes": [{"axes": {"dp": 4}, "ranks": [0, 1, 2, 3]}],
+    "reductions": [OUTSIDE],
+    "steps": {"taken": {"0": 20, "1": 20, "2": 20, "3": 20}, "compared": 5, "not_compared": 15},
+    "replicas": {"tensors": 12, "compared": 60, "first_difference": None},
+    "hazards": [],
+    "settings_that_differ": {},
+}
+DIFFERENCE = {
+    "step": 4,
+    "kind": "parameter",
+    "tensor": "layers.0.weight",
+    "ranks": {"agree": [[1], [0, 2, 3]]},
+    "elements": 1,
+    "of": 4096,
+    "largest": "1 ulp",
+    "cause": "one rank",
+    "text": "",
+}
+
+
+def report(difference: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    found = deepcopy(REPORT) | changes
+    found["replicas"]["first_difference"] = difference
+    return found
+
+
+class VerdictTest(expecttest.TestCase):
+    def test_equal_replicas_outside_the_contract(self) -> None:
+        found = report()
+        self.assertExpectedInline(
+            format_verdict(found, "run.json"),
+            """\
+[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  steps: 20 on each rank; 5 compared, 15 not
+  outside the contract: 1 call site
+    all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
+  not observed: NVLink domains: no GPU
+  fix: run the same command with --backend meshplan, and compare the two verdicts
+  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+  report: run.json
+""",
+        )
+        assert find_status(found) == 3
+
+    def test_job_under_the_contract(self) -> None:
+        found = report(backend="meshplan", reductions=[OUTSIDE | {"contract": "v1/tree/wide/once"}])
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+  job: 4 ranks on 2 hosts, mesh dp=4, backend meshplan, torch 2.13.0
+  steps: 20 on each rank; 5 compared, 15 not
+  every reduction of floating-point numbers ran under the contract
+  not observed: NVLink domains: no GPU
+""",
+        )
+        assert find_status(found) == 0
+
+    def test_one_rank_that_differs(self) -> None:
+        self.assertExpectedInline(
+            format_verdict(report(DIFFERENCE)),
+            """\
+[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  ranks 0, 2-3 against rank 1; 1 of 4,096 elements; largest difference 1 ulp
+  cause: one rank holds other bits than all others
+  steps: 20 on each rank; 5 compared, 15 not
+  outside the contract: 1 call site
+    all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
+  not observed: NVLink domains: no GPU
+  fix: run the job again: another step of the same rank points to its hardware, the same step to the job
+  fix: run the same command with --backend meshplan, and compare the two verdicts
+  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+""",
+        )
+        assert find_status(report(DIFFERENCE, reductions=[])) == 3
+
+    def test_orders_that_differ_and_a_hazard(self) -> None:
+        hazard = {
+            "code": "MP101",
+            "text": "replicas may differ: 2 groups",
+            "fix": "order the axes as --mesh tp=2,dp=2",
+        }
+        difference = DIFFERENCE | {
+            "cause": "order",
+            "kind": "gradient",
+            "ranks": {"agree": [[0, 1], [2, 3]]},
+            "text": "gradients agreed before their sum",
+        }
+        site = "job/train.py:9 main (FSDP2, backward)"
+        found = report(difference, hazards=[hazard], reductions=[OUTSIDE | {"site": site}])
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] affected: replicas differ, first at step 4: gradient layers.0.weight
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  ranks 0-1 against ranks 2-3; 1 of 4,096 elements; largest difference 1 ulp
+  cause: the same summands were added in different orders (gradients agreed before their sum)
+  steps: 20 on each rank; 5 compared, 15 not
+  outside the contract: 1 call site
+    all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:9 main (FSDP2, backward)
+  hazard MP101: replicas may differ: 2 groups
+  not observed: NVLink domains: no GPU
+  fix: run the same command with --backend meshplan, and compare the two verdicts
+  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+  fix: for MP101: order the axes as --mesh tp=2,dp=2
+""",
+        )
+
+    def test_replicas_that_never_agreed(self) -> None:
+        found = report(DIFFERENCE | {"cause": "never equal", "elements": None, "largest": None})
+        self.assertExpectedInline(
+            format_verdict(found).split("  steps")[0],
+            """\
+[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  ranks 0, 2-3 against rank 1
+  cause: the replicas held different values when the first step was compared
+""",
+        )
+
+    def test_unequal_steps_are_no_difference(self) -> None:
+        steps = {"taken": {"0": 20, "1": 20, "2": 20, "3": 19}, "compared": 19, "not_compared": 1}
+        differing = {
+            "threads": {"1": [0, 1], "2": [2, 3]},
+            "allow_tf32": {"True": [0], "False": [1, 2, 3]},
+        }
+        found = report(steps=steps, reductions=[], settings_that_differ=differing)
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  steps: ranks took different numbers: 20 on ranks 0-2, 19 on rank 3; 19 compared, 1 not
+  settings differ: threads=1 on ranks 0-1, 2 on ranks 2-3; allow_tf32=True on rank 0, False on ranks 1-3
+  not observed: NVLink domains: no GPU
+""",
+        )
+        assert find_status(found) == 0
+
+    def test_failed_job_in_which_nothing_was_compared(self) -> None:
+        found = report(state="failed", error="ValueError: a\nb", reductions=[], meshes=[])
+        found["replicas"] = {"tensors": 0, "compared": 0, "first_difference": None}
+        found["steps"] = {"taken": {}, "compared": 0, "not_compared": 0}
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] not shown to be affected: no replicas were compared
+  job: 4 ranks on 2 hosts, backend gloo, torch 2.13.0
+  the job failed: ValueError: a b
+  steps: no optimizer step was seen
+  not observed: NVLink domains: no GPU
+""",
+        )
+
+    def test_fix_is_the_row_of_the_program(self) -> None:
+        rows = {
+            "dtensor": [OUTSIDE | {"site": "train.py:3 main (DTensor)"}],
+            "mixed": [OUTSIDE | {"site": "train.py:3 main (DTensor)"}, OUTSIDE],
+            "lightning": [OUTSIDE | {"site": "lightning/ddp.py:3 reduce"}],
+            "vllm": [OUTSIDE | {"site": "vllm/parallel_state.py:3 all_reduce"}],
+        }
+        lines = []
+        for name, found in rows.items():
+            fixes = [
+                one
+                for one in format_verdict(report(reductions=found)).split("\n")
+                if "keep it" in one
+            ]
+            lines += [f"{name}: {one.strip()}" for one in fixes or ["none"]]
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+dtensor: fix: then keep it: meshplan.install() (two lines, the layout stays; every reduction adds in one fixed order)
+mixed: fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+lightning: fix: then keep it: DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' (one line, the layout stays; every reduction adds in one fixed order)
+vllm: none""",
+        )
+
+    def test_full_report_fits_a_terminal(self) -> None:
+        hazard = {"code": "MP101", "text": "x" * 500, "fix": "y" * 500}
+        found = report(
+            DIFFERENCE | {"cause": "order", "text": "z" * 500, "tensor": "a\nb\x1b[31m"},
+            state="failed",
+            error="ValueError: " + "e" * 500,
+            meshes=REPORT["meshes"] * 50,
+            reductions=[OUTSIDE] * 50,
+            hazards=[hazard] * 50,
+            steps={"taken": {str(n): n for n in range(500)}, "compared": 1, "not_compared": 0},
+            settings_that_differ={str(n): {"1": [0], "2": [1, 2, 3]} for n in range(50)},
+            not_observed=["w" * 100] * 50,
+        )
+        lines = format_verdict(found, "run.json").splitlines()
+        assert len(lines) == MOST_LINES
+        assert max(map(len, lines)) <= 200
+        assert lines[0].endswith(r"parameter a\nb\x1b[31m")
+        assert lines[-1] == "  report: run.json"
