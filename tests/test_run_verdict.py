@@ -61,7 +61,7 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(found, "run.json"),
             """\
-[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+[meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   steps: 20 on each rank; 5 compared, 15 not
   outside the contract: 1 call site
@@ -79,7 +79,7 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(found),
             """\
-[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+[meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
   job: 4 ranks on 2 hosts, mesh dp=4, backend meshplan, torch 2.13.0
   steps: 20 on each rank; 5 compared, 15 not
   every reduction of floating-point numbers ran under the contract
@@ -127,7 +127,7 @@ class VerdictTest(expecttest.TestCase):
 [meshplan] affected: replicas differ, first at step 4: gradient layers.0.weight
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0-1 against ranks 2-3; 1 of 4,096 elements; largest difference 1 ulp
-  cause: the same summands were added in different orders (gradients agreed before their sum)
+  cause: the same summands were added in different orders
   steps: 20 on each rank; 5 compared, 15 not
   outside the contract: 1 call site
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:9 main (FSDP2, backward)
@@ -151,7 +151,26 @@ class VerdictTest(expecttest.TestCase):
 """,
         )
 
-    def test_unequal_steps_are_no_difference(self) -> None:
+    def test_rank_that_skipped_a_step(self) -> None:
+        unequal = [{"tensors": 2, "taken": {"20": [0, 2, 3], "19": [1]}}]
+        steps = {"taken": {"0": 20, "1": 19, "2": 20, "3": 20}, "unequal": unequal}
+        found = report(DIFFERENCE, steps=steps | {"compared": 19, "not_compared": 1})
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  ranks 0, 2-3 against rank 1; 1 of 4,096 elements; largest difference 1 ulp
+  cause: ranks that hold the same parameters took different numbers of optimizer steps
+  steps: 20 on ranks 0, 2-3, 19 on rank 1, though these hold the same parameters; 19 compared, 1 not
+  outside the contract: 1 call site
+    all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
+  not observed: NVLink domains: no GPU
+  fix: skip a step on all ranks or on none: all-reduce the flag that decides it
+""",
+        )
+
+    def test_stages_with_different_steps(self) -> None:
         steps = {"taken": {"0": 20, "1": 20, "2": 20, "3": 19}, "compared": 19, "not_compared": 1}
         differing = {
             "threads": {"1": [0, 1], "2": [2, 3]},
@@ -161,9 +180,9 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(found),
             """\
-[meshplan] not shown to be affected: 12 tensors agreed in 60 comparisons
+[meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
-  steps: ranks took different numbers: 20 on ranks 0-2, 19 on rank 3; 19 compared, 1 not
+  steps: 20 on ranks 0-2, 19 on rank 3; 19 compared, 1 not
   settings differ: threads=1 on ranks 0-1, 2 on ranks 2-3; allow_tf32=True on rank 0, False on ranks 1-3
   not observed: NVLink domains: no GPU
 """,
@@ -212,7 +231,7 @@ vllm: none""",
     def test_full_report_fits_a_terminal(self) -> None:
         hazard = {"code": "MP101", "text": "x" * 500, "fix": "y" * 500}
         found = report(
-            DIFFERENCE | {"cause": "order", "text": "z" * 500, "tensor": "a\nb\x1b[31m"},
+            DIFFERENCE | {"text": "z" * 500, "tensor": "a\nb\x1b[31m"},
             state="failed",
             error="ValueError: " + "e" * 500,
             meshes=REPORT["meshes"] * 50,

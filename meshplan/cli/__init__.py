@@ -23,10 +23,13 @@ _VERBS = (
     "plan",
     "probe",
     "rule",
+    "run",
     "simulate",
     "topo",
     "completion",
 )
+DASHES = "\0--"
+"""Stands for ``--`` among the words of a script: argparse would remove it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: no problem. 1: a verb found a problem. 2: the command or its input is invalid.
     """
-    if arguments is None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    runs_script = words[:1] == ["run"]
+    if arguments is None and not runs_script:
         # The process is the command line alone, which never uses numpy's BLAS. It would start a
         # thread for each core.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    # argparse would read the words after -- as names of files.
-    at = words.index("--") if "--" in words else len(words)
+    # argparse would read the words after -- as names of files. Those of a script are its own.
+    at = words.index("--") if "--" in words and not runs_script else len(words)
     own, others = words[:at], words[at + 1 :]
+    if runs_script:
+        own = [DASHES if word == "--" else word for word in own]
     # Building the parsers of the other verbs takes a third of the time of a short command.
     command = make_parser(own[:1] if own[:1] and own[0] in _VERBS else _VERBS)
     given, unknown = command.parse_known_args(own, argparse.Namespace(arguments=others))
@@ -49,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.parser.refuse_option(unknown[0].partition("=")[0])
     if others and given.verb != "lint":
         command.error(f"only meshplan lint takes arguments after --, got {others[0]!r}")
+    if runs_script:  # an error of the script, also one of meshplan, ends the process as without it
+        return int(given.run(given))
     try:
         result: str | int = given.run(given)
         if isinstance(result, int):
@@ -87,7 +95,8 @@ class _Parser(argparse.ArgumentParser):
         if found := re.fullmatch(
             r"(argument .*): invalid choice: (.*) \(choose from (.*)\)", message
         ):
-            *known, last = re.findall(r"[\w.-]+", found[3])
-            hint = suggest(found[2].strip("'"), [*known, last])
-            message = f"{found[1]}: use {', '.join(known)} or {last}, got {found[2]}{hint}"
+            known = re.findall(r"[\w.-]+", found[3])
+            hint = suggest(found[2].strip("'"), known)
+            use = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+            message = f"{found[1]}: use {use}, got {found[2]}{hint}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

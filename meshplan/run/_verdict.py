@@ -24,6 +24,10 @@ Report = Mapping[str, Any]
 
 # By the cause in the report: what it means, and what to do besides a contract.
 _CAUSES = {
+    "unequal steps": (
+        "ranks that hold the same parameters took different numbers of optimizer steps",
+        "skip a step on all ranks or on none: all-reduce the flag that decides it",
+    ),
     "order": ("the same summands were added in different orders", ""),
     "one rank": (
         "one rank holds other bits than all others",
@@ -56,13 +60,13 @@ def find_status(report: Report) -> int:
 def _format_head(report: Report) -> str:
     found, replicas = _difference(report), report["replicas"]
     if found:
-        where = f"step {found['step']}: {found['kind']} {found['tensor']}"
-        return f"affected: replicas differ, first at {where}"
-    compared = "no replicas were compared"
-    if replicas["compared"]:
-        tensors = _count(replicas["tensors"], "tensor")
-        compared = f"{tensors} agreed in {_count(replicas['compared'], 'comparison')}"
-    return f"not shown to be affected: {compared}"
+        # Parameters of no module have no name but "parameter 3".
+        tensor = f"{found['kind']} {found['tensor'].removeprefix(found['kind'] + ' ')}"
+        return f"affected: replicas differ, first at step {found['step']}: {tensor}"
+    if not replicas["compared"]:
+        return "not shown to be affected: no replicas were compared"
+    compared = _count(replicas["compared"], "comparison")
+    return f"not shown to be affected: replicas agreed in {compared} of tensors"
 
 
 def _describe_job(report: Report) -> Iterator[str]:
@@ -77,7 +81,7 @@ def _describe_job(report: Report) -> Iterator[str]:
 
 def _list_findings(report: Report) -> Iterator[str]:
     if found := _difference(report):
-        yield from _describe_difference(found)
+        yield from _describe_difference(found, _find_cause(report))
     yield f"steps: {_describe_steps(report['steps'])}"
     outside = sorted(_list_outside(report), key=lambda row: -row["calls"])
     if outside:
@@ -99,15 +103,14 @@ def _list_findings(report: Report) -> Iterator[str]:
         yield f"not observed: {'; '.join(report['not_observed'])}"
 
 
-def _describe_difference(found: Report) -> Iterator[str]:
+def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
     parts = [" against ".join(map(_ranks, sorted(found["ranks"]["agree"], key=len, reverse=True)))]
     if found["elements"] is not None:
         parts.append(f"{found['elements']:,} of {found['of']:,} elements")
     if found["largest"]:
         parts.append(f"largest difference {found['largest']}")
     yield "; ".join(parts)
-    meaning, _ = _CAUSES.get(found["cause"], ("unknown", ""))
-    yield f"cause: {meaning}" + (f" ({found['text']})" if found["text"] else "")
+    yield f"cause: {_CAUSES[cause][0] if cause in _CAUSES else 'unknown'}"
 
 
 def _describe_steps(steps: Report) -> str:
@@ -116,32 +119,37 @@ def _describe_steps(steps: Report) -> str:
         ranks.setdefault(number, []).append(int(rank))
     if not ranks:
         return "no optimizer step was seen"
-    taken = f"{max(ranks)} on each rank"
-    if len(ranks) > 1:
-        numbers = (f"{n} on {_ranks(ranks[n])}" for n in sorted(ranks, reverse=True))
-        taken = f"ranks took different numbers: {', '.join(numbers)}"
-    return f"{taken}; {steps['compared']} compared, {steps['not_compared']} not"
+    numbers = (f"{n} on {_ranks(ranks[n])}" for n in sorted(ranks, reverse=True))
+    taken = ", ".join(numbers) if len(ranks) > 1 else f"{max(ranks)} on each rank"
+    unequal = ", though these hold the same parameters" if steps.get("unequal") else ""
+    return f"{taken}{unequal}; {steps['compared']} compared, {steps['not_compared']} not"
 
 
 def _describe_reduction(row: Report) -> str:
-    what = f"{row['call']} {row['op']} of {row['dtype']} over {row['group']}"
+    what = f"{row['call']} {row['op']} of {row['dtype']} over {row['group'] or 'a group'}"
     ranks, calls = _count(row["group_size"], "rank"), _count(row["calls"], "call")
     return f"  {what} ({ranks}): {calls}, {row['site']}"
 
 
 def _list_fixes(report: Report) -> Iterator[str]:
-    """For the cause, the order of additions, a hazard and unequal steps."""
-    cause = (_difference(report) or {}).get("cause")
-    if remedy := _CAUSES.get(cause or "", ("", ""))[1]:
-        yield remedy
+    """For the cause, the order of additions, and a hazard."""
+    cause = _find_cause(report)
+    if cause in _CAUSES and _CAUSES[cause][1]:
+        yield _CAUSES[cause][1]
     integration = _find_integration(report["reductions"])
-    if integration and cause != "never equal" and _list_outside(report):
+    if cause in (None, "order", "one rank") and _list_outside(report) and integration:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"then keep it: {integration.lines} ({integration.cost})"
     for hazard in report["hazards"][:1]:
         yield f"for {hazard['code']}: {hazard['fix']}"
-    if cause and len(set(report["steps"]["taken"].values())) > 1:
-        yield "skip a step on all ranks or on none: all-reduce the flag that decides it"
+
+
+def _find_cause(report: Report) -> str | None:
+    """The cause of the first difference; ``None``: there is no difference, or no evidence."""
+    found = _difference(report)
+    # What the elements suggest is a guess where ranks are known to have taken other steps.
+    unequal = found and report["steps"].get("unequal")
+    return "unequal steps" if unequal else found and found["cause"]
 
 
 def _find_integration(rows: list[Report]) -> Integration | None:

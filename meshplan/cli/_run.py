@@ -1,0 +1,111 @@
+"""``meshplan run``: a training script, observed from its start, and a verdict when it ends.
+
+    torchrun --nproc-per-node 4 -m meshplan run --report run.json train.py --lr 1e-3
+
+The script runs as ``__main__`` of this process, as it does alone: the same arguments, output,
+traceback and exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import runpy
+import sys
+from types import ModuleType
+from typing import Any
+
+from meshplan._needs_torch import import_with_torch
+from meshplan.cli._options import add_verb, read_number
+from meshplan.cli._output import refuse, try_to_open
+from meshplan.errors import MeshplanError, PolicyError
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    what = "run a training script and report whether its replicas differ"
+    about = "Use torchrun, or another launcher, to run it on all ranks of a job. The script runs as"
+    about += " it does alone, and rank 0 writes a verdict to standard error when it ends."
+    option = add_verb(verbs, "run", run, what, description=about).add_argument
+    option("--report", metavar="FILE", help="write the report, as JSON, after each compared step")
+    compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"
+    option("--every", metavar="N", default="100", help=compares)
+    option("--gradients", action="store_true", help="compare gradients before each compared step")
+    refuses = "exit with 3 if replicas differ or a reduction is outside the contract"
+    option("--strict", action="store_true", help=refuses)
+    creates = "create all process groups with it: every reduction under the contract"
+    option("--backend", choices=("meshplan",), help=creates)
+    option("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    option("script", help="the training script, or the module")
+    words = option("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    words.required = False  # for the message about a missing script
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script and return 0, or 3 with ``--strict``; its exceptions end the process."""
+    # The command stands for the variable, which torch's entry point reads.
+    os.environ.pop("MESHPLAN_RUN", None)
+    try:
+        source = None if given.module else _read_script(given.script)
+        if given.report:
+            try_to_open(given.report)
+        settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(
+            report=given.report,
+            every=read_number(given.every, "--every"),
+            gradients=given.gradients,
+            strict=given.strict,
+            backend=given.backend,
+        )
+        job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
+    except MeshplanError as error:
+        # The error is the same on all ranks.
+        return refuse(error) if os.environ.get("RANK", "0") == "0" else 2
+    # The parser would have removed --, which is a word of the script.
+    arguments = [word.removeprefix("\0") for word in given.arguments]
+    try:
+        _execute(given.script, source, arguments)
+    except SystemExit as stop:
+        if status := job.finish(stop if stop.code else None):
+            raise SystemExit(status) from None
+        raise
+    except BaseException as error:
+        job.finish(error)
+        _hide_own_frames(error)
+        raise
+    return int(job.finish(None))
+
+
+def _read_script(name: str) -> bytes:
+    try:
+        with io.open_code(os.path.abspath(name)) as file:
+            return file.read()
+    except OSError as error:
+        raise PolicyError(f"{name[:200]}: cannot be read: {error.strerror or error}") from error
+
+
+def _execute(name: str, source: bytes | None, arguments: list[str]) -> None:
+    """Run a script, or without its source a module, as Python does: in a new ``__main__``, which
+    remains for threads, workers and exit handlers of the script.
+    """
+    sys.argv = [name, *arguments]
+    path = os.path.abspath(name)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if source is None else os.path.dirname(os.path.realpath(path))
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    if source is None:
+        # What python -m itself calls; run_module would end with another __main__.
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+    else:
+        module.__file__ = path
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Let the traceback of the script begin where it begins without this command."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    # torch has replaced it with one that adds the rank to each line.
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)

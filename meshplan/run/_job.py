@@ -1,0 +1,72 @@
+"""One observed process from its start to its verdict, for the command and for ``MESHPLAN_RUN``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from contextlib import suppress
+
+from meshplan.errors import PolicyError
+from meshplan.run import RunSettings, observe
+from meshplan.run._verdict import find_status, format_verdict
+
+
+class ObservedJob:
+    """What observes this process, and reports on rank 0 when it ends."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        if settings.backend is not None:
+            from meshplan.run._backend import use_backend  # loads all of the backend
+
+            use_backend()
+        self._settings = settings
+        self._process = os.getpid()
+        self._observation = observe(settings)
+
+    def finish(self, error: BaseException | None) -> int:
+        """Write the verdict to standard error on rank 0; the exit status of a script that ended
+        with 0. Nothing here raises into the job, which is over.
+        """
+        # A forked child of the script comes here too, and has no verdict.
+        if os.getpid() != self._process:
+            return 0
+        strict = self._settings.strict and error is None
+        try:
+            report = self._observation.finish(error)
+            if report is None and (self._observation.rank or os.environ.get("RANK", "0") != "0"):
+                return 0
+            if report is None:
+                reasons = self._observation.notes or ["the script created no process group"]
+                raise ValueError("; ".join(reasons))
+            text = format_verdict(report, self._settings.report)
+            status = find_status(report) if strict else 0
+        except Exception as fault:
+            text = f"[meshplan] no verdict: {type(fault).__name__}: {fault}\n"
+            status = 3 if strict else 0
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return status
+
+
+def observe_by_variable(text: str) -> None:
+    """Observe this process, which is about to create its first process group, until it exits;
+    ``PolicyError`` for invalid settings in ``text``, the value of ``MESHPLAN_RUN``.
+    """
+    # Children inherit the environment, and are not ranks of this job.
+    del os.environ["MESHPLAN_RUN"]
+    settings = RunSettings.parse(text)
+    if settings.strict:
+        raise PolicyError(
+            "MESHPLAN_RUN: nothing can change the exit status of a script from inside; use "
+            "python -m meshplan run --strict, or remove strict"
+        )
+    if settings.backend not in (None, "meshplan"):
+        raise PolicyError(
+            f"MESHPLAN_RUN: backend={settings.backend!r} is not supported; use meshplan, or leave "
+            "it out"
+        )
+    job = ObservedJob(settings)
+    # Python keeps the exception that ends the process there.
+    atexit.register(lambda: job.finish(getattr(sys, "last_value", None)))

@@ -1,0 +1,236 @@
+"""A script runs under `meshplan run` as it does alone; what observes it is a stand-in here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import expecttest
+import pytest
+
+from meshplan.run import RunSettings
+from tests.cli import meshplan
+from tests.test_run_verdict import report
+
+ROOT = Path(__file__).parents[1]
+# Without torch. The verdict is one line, so that it can be taken out again.
+COMMAND = """
+import sys
+from types import SimpleNamespace
+from meshplan.cli import _run, main
+
+class Job:
+    def __init__(self, settings):
+        self.strict = settings.strict
+
+    def finish(self, error):
+        sys.stderr.write(f"[verdict] {error!r}\\n")
+        return 3 if self.strict and error is None else 0
+
+def settings(**options):
+    return SimpleNamespace(**options)
+
+_run.import_with_torch = lambda *_: SimpleNamespace(RunSettings=settings, ObservedJob=Job)
+sys.exit(main())
+"""
+SCRIPT = """
+import atexit, os, sys, __main__
+
+def show(text):
+    print(text, sys.argv, sys.path[0], __name__, os.environ.get("OPENBLAS_NUM_THREADS"))
+    # Exit handlers and threads find their own module.
+    print(__main__.show is show, "MESHPLAN_RUN" in os.environ)
+
+def main():
+    show("runs " + __file__)
+    match sys.argv[1:]:
+        case ["raise"]:
+            raise ValueError("of the script")
+        case ["error of meshplan"]:
+            from meshplan.errors import PolicyError
+
+            raise PolicyError("of the script")
+        case ["interrupt"]:
+            raise KeyboardInterrupt
+        case ["exit", status]:
+            sys.exit(int(status) if status.isdigit() else status)
+        case ["signal"]:
+            os.kill(os.getpid(), 15)
+
+atexit.register(show, "ends")
+main()
+"""
+
+
+def start(folder: Path, *words: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text(SCRIPT)
+    (tmp_path / "broken.py").write_text("def (\n")
+    (tmp_path / "linked.py").symlink_to("package/train.py")
+    return tmp_path
+
+
+CASES = {
+    "train.py": "None",
+    "train.py --every 3 -- --report x": "None",
+    "package/train.py": "None",
+    "linked.py": "None",
+    "train.py raise": "ValueError('of the script')",
+    "train.py exit 0": "None",
+    "train.py exit 7": "SystemExit(7)",
+    "train.py exit text": "SystemExit('text')",
+    "train.py interrupt": "KeyboardInterrupt()",
+    "train.py signal": "",
+    "broken.py": "SyntaxError('invalid syntax', ",
+    "-m package.train raise": "ValueError('of the script')",
+    "-m package.train exit 0": "None",
+    "-m package.nothing": "SystemExit(",
+}
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_script_runs_as_it_does_alone(folder: Path, words: str) -> None:
+    alone = start(folder, *words.split())
+    status, out, errors = start(
+        folder, "-c", COMMAND, "run", *words.split(), MESHPLAN_RUN="every=1"
+    )
+    verdict, _, rest = (
+        errors.partition("\n") if errors.startswith("[verdict]") else ("", "", errors)
+    )
+    assert (status, out, rest) == alone
+    assert verdict.removeprefix("[verdict] ").startswith(CASES[words])
+
+
+def test_error_of_meshplan_is_the_script_s_own(folder: Path) -> None:
+    words = ["train.py", "error of meshplan"]
+    alone = start(folder, *words)
+    status, out, errors = start(folder, "-c", COMMAND, "run", *words)
+    assert (status, out, errors.partition("\n")[2]) == alone
+    assert alone[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("train.py", 3), ("train.py exit 0", 3), ("train.py exit 7", 7), ("train.py raise", 1)],
+)
+def test_strict_replaces_a_status_of_zero(folder: Path, words: str, status: int) -> None:
+    assert start(folder, "-c", COMMAND, "run", "--strict", *words.split())[0] == status
+
+
+def test_forked_child_has_no_verdict() -> None:
+    from meshplan.run._job import ObservedJob
+
+    with mock.patch("meshplan.run._job.observe") as observe:
+        observe.return_value.finish.return_value = report()
+        job = ObservedJob(RunSettings(strict=True))
+        with mock.patch("meshplan.run._job.os.getpid", return_value=os.getpid() + 1):
+            assert job.finish(None) == 0
+        observe.return_value.finish.assert_not_called()
+        assert (job.finish(ValueError()), job.finish(None)) == (0, 3)
+
+
+def test_fault_of_the_observation_does_not_fail_the_job(capsys: Any) -> None:
+    from meshplan.run._job import ObservedJob
+
+    with mock.patch("meshplan.run._job.observe") as observe:
+        observe.return_value.finish.side_effect = [{}, OSError("no space"), None]
+        job = ObservedJob(RunSettings(strict=True))
+        observe.return_value.rank, observe.return_value.notes = 0, []
+        assert [job.finish(None), job.finish(ValueError()), job.finish(None)] == [3, 0, 3]
+        observe.return_value.finish.side_effect = None
+        observe.return_value.finish.return_value, observe.return_value.rank = None, 1
+        assert job.finish(None) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "[meshplan] no verdict: KeyError: 'replicas'",
+        "[meshplan] no verdict: OSError: no space",
+        "[meshplan] no verdict: ValueError: the script created no process group",
+    ]
+
+
+class CommandTest(expecttest.TestCase):
+    def test_invalid_commands(self) -> None:
+        commands = (
+            ["run"],
+            ["run", "--evry", "5", "train.py"],
+            ["run", "--every", "0", __file__],
+            ["run", "--backend", "gloo", __file__],
+            ["run", "nothing.py"],
+            ["run", "--report", "/nowhere/run.json", __file__],
+        )
+        lines = [meshplan(*words) for words in commands]
+        assert {status for status, _, _ in lines} == {2}
+        self.assertExpectedInline(
+            "".join(text for _, _, text in lines),
+            """\
+meshplan run: the following arguments are required: script; see meshplan run --help
+meshplan run: unknown argument '--evry' (did you mean '--every'?); see meshplan run --help
+meshplan: MP402: --every: use an integer from 1 to 1000000000, got '0'
+meshplan run: argument --backend: use meshplan, got 'gloo'; see meshplan run --help
+meshplan: MP402: nothing.py: cannot be read: No such file or directory
+meshplan: MP402: /nowhere/run.json: cannot be written: No such file or directory
+""",
+        )
+
+    def test_one_rank_reports_an_invalid_command(self) -> None:
+        with mock.patch.dict(os.environ, {"RANK": "1"}):
+            assert meshplan("run", "nothing.py") == (2, "", "")
+
+
+BACKENDS = """
+import torch.distributed as dist
+from torch.distributed import init_process_group, new_group
+from torch.distributed.device_mesh import init_device_mesh
+from meshplan.run._backend import use_backend
+from meshplan.testing import nccl_model
+
+nccl_model.register()
+use_backend()
+
+def describe(group):
+    options = getattr(group, "options", None)
+    return f"{dist.get_backend(group)}/{getattr(options, 'inner', None)}"
+
+for backend in (None, "gloo", dist.Backend.GLOO, "cpu:gloo,cuda:gloo", "nccl_model", "meshplan"):
+    # Imported by this module before the replacement.
+    init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    groups = [dist.group.WORLD, mesh.get_group("a"), new_group([0]), new_group([0], None, "gloo")]
+    print(backend, *map(describe, groups))
+    dist.destroy_process_group()
+"""
+
+
+class BackendTest(expecttest.TestCase):
+    def test_every_group_is_of_the_backend(self) -> None:
+        status, out, errors = start(ROOT, "-W", "ignore", "-c", BACKENDS)
+        assert status == 0, errors
+        self.assertExpectedInline(
+            out,
+            """\
+None meshplan/None meshplan/None meshplan/None meshplan/gloo
+gloo meshplan/gloo meshplan/gloo meshplan/gloo meshplan/gloo
+gloo meshplan/gloo meshplan/gloo meshplan/gloo meshplan/gloo
+cpu:gloo,cuda:gloo meshplan/cpu:gloo,cuda:gloo meshplan/cpu:gloo,cuda:gloo meshplan/cpu:gloo,cuda:gloo meshplan/gloo
+nccl_model meshplan/nccl_model meshplan/nccl_model meshplan/nccl_model meshplan/gloo
+meshplan meshplan/None meshplan/None meshplan/None meshplan/gloo
+""",
+        )
