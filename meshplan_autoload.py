@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import wraps
+from typing import Any
 
 _NAME = "meshplan"
 
@@ -29,9 +31,13 @@ class _BackendNames(list[str]):
 def autoload() -> None:
     """Let ``init_process_group("meshplan")`` find the backend; it never raises.
 
+    If ``MESHPLAN_RUN`` is set, a process is observed once it creates a process group.
     ``MESHPLAN_BACKEND_AUTOLOAD=0`` turns it off, and so does torch's own
     ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
     """
+    if os.environ.get("MESHPLAN_RUN"):
+        with suppress(Exception):
+            _observe_from_first_group(sys.modules["torch.distributed"])
     if os.environ.get("MESHPLAN_BACKEND_AUTOLOAD") == "0":
         return
     # In a torch without distributed, or of a later form, only the name stays unknown.
@@ -39,6 +45,26 @@ def autoload() -> None:
         backend = sys.modules["torch.distributed"].Backend
         if type(backend.backend_list) is list:
             backend.backend_list = _BackendNames(backend.backend_list)
+
+
+def _observe_from_first_group(dist: Any) -> None:
+    """Import what observes when this process becomes a rank: launchers and workers never do."""
+    plain = dist.init_process_group
+    if plain.__globals__ is globals():
+        return  # two installations of meshplan on the path have an entry point each
+
+    @wraps(plain)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        # Others may have imported this function, and call it later too.
+        if dist.init_process_group is init_process_group:
+            dist.init_process_group = dist.distributed_c10d.init_process_group = plain
+            if text := os.environ.get("MESHPLAN_RUN"):
+                from meshplan.run._job import observe_by_variable
+
+                observe_by_variable(text)
+        return dist.init_process_group(*args, **kwargs)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
 
 
 def select_vllm_platform() -> str | None:

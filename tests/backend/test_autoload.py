@@ -45,7 +45,7 @@ def run(metadata: Path, script: str, **environment: str) -> str:
         check=False,
     )
     lines = found.stderr.strip().splitlines()
-    return found.stdout.strip() if found.returncode == 0 else lines[-1]
+    return found.stdout.strip() if found.returncode == 0 else [f"{found.returncode}", *lines][-1]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,49 @@ def test_other_groups_are_as_without_it(metadata: Path) -> None:
     print("meshplan.backend" in sys.modules)
     """
     assert run(metadata, script) == "cpu:gloo,cuda:gloo 1\nFalse"
+
+
+def test_variable_observes_a_process_that_becomes_a_rank(metadata: Path) -> None:
+    """Its children inherit the variable no more: they are not ranks of the job."""
+    script = """
+    import os
+    sys.stderr = sys.stdout
+    print([name for name in sys.modules if name.startswith("meshplan")])
+    start("gloo")
+    print("meshplan.run" in sys.modules, "MESHPLAN_RUN" in os.environ, dist.get_backend())
+    dist.destroy_process_group()
+    start("gloo")
+    print(dist.get_backend())
+    """
+    before, first, second, verdict, *_ = run(
+        metadata, script, MESHPLAN_RUN="every=5 backend=meshplan"
+    ).splitlines()
+    assert before == "['meshplan_autoload']"
+    assert (first, second) == ("True False meshplan", "meshplan")
+    assert verdict.startswith("[meshplan] not shown to be affected")
+
+
+def test_process_without_a_group_is_not_observed(metadata: Path) -> None:
+    """Such as torchrun's agent, and the workers of a loader."""
+    script = """
+    sys.stderr = sys.stdout
+    print([name for name in sys.modules if name.startswith("meshplan")])
+    """
+    assert run(metadata, script, MESHPLAN_RUN="every=5") == "['meshplan_autoload']"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("evry=5", "'evry=5' is not a setting of a run (did you mean 'every'?); use"),
+        ("strict", "MESHPLAN_RUN: nothing can change the exit status of a script from inside"),
+        full("backend=gloo", "MESHPLAN_RUN: backend='gloo' is not supported; use meshplan"),
+    ],
+)
+def test_invalid_settings_end_the_job_at_its_first_group(
+    metadata: Path, text: str, error: str
+) -> None:
+    assert error in run(metadata, "start('gloo')", MESHPLAN_RUN=text)
 
 
 def test_it_takes_less_than_two_milliseconds(metadata: Path) -> None:
