@@ -46,6 +46,12 @@ NOT_RUN = {
         "MESHPLAN_BUILD_KERNELS=0 pip install -e .",
     ): "installs a clone: tests/test_documents.py",
     ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
+    ("docs/run.md", "meshplan run"): "a mention",
+    (
+        "docs/index.md",
+        "torchrun --nproc-per-node 8 -m meshplan run train.py",
+    ): "tests/test_run_jobs.py",
+    ("docs/environment.md", "meshplan run"): "a mention",
     ("docs/howto/backend.md", "meshplan"): "the name of the backend",
     ("docs/glossary.md", "meshplan"): "the name of the backend",
     ("examples/torchtitan.md", "meshplan"): "the name of the backend",
@@ -173,6 +179,7 @@ READ_BY = {
         "json",
     ): "tests/test_action.py::test_problem_matcher_reads_real_output",
     ("docs/lint.md", "bash"): "tests/test_diagnose.py",
+    ("docs/run.md", "bash"): "tests/test_run_jobs.py",
     ("docs/release.md", "bash"): "tests/test_documents.py",
     ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/rl.md", "sh"): "tests/backend/test_vllm.py",
@@ -183,7 +190,10 @@ READ_BY = {
     ("README.md", "sh"): "tests/test_documents.py::test_readme_sets_up_a_fresh_clone",
 }
 # Output that no block of its page prints.
-PRINTED_BY = {"docs/tutorial.md": "tests/test_demo.py::test_tutorial_shows_the_printed_table"}
+PRINTED_BY = {
+    "docs/run.md": "tests/test_run_jobs.py::test_modelled_nccl_is_affected_and_the_backend_is_not",
+    "docs/tutorial.md": "tests/test_demo.py::test_tutorial_shows_the_printed_table",
+}
 MARK = "---- block "
 RANKS = re.compile(r"torchrun (?:--standalone )?--nproc-per-node (\d+)(?: \w+\.py)?[`\n]")
 

@@ -1,0 +1,150 @@
+"""Scripts of `tests/jobs` print, compute and exit as they do alone, and each gets its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.pages import blocks
+
+ROOT = Path(__file__).parents[1]
+JOBS = ROOT / "tests" / "jobs"
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+AGREED = "not shown to be affected: replicas agreed in {} of tensors"
+# Ranks, and the first line of the verdict.
+CASES = {
+    "fsdp2": (2, "not shown to be affected: no replicas were compared"),
+    "hsdp_tp": (4, AGREED),
+    "ddp_unused": (2, AGREED),
+    "fsdp1": (4, AGREED),
+    "experts": (4, AGREED),
+    "pipeline": (4, AGREED),
+    "gan": (2, AGREED),
+    "skip_on_nan": (3, "affected: replicas differ, first at step 3: parameter weight"),
+}
+
+
+class Run(NamedTuple):
+    status: int
+    printed: list[str]  # in order, since ranks end in any
+    errors: str
+    verdict: list[str]
+    report: dict[str, Any]
+
+
+def torchrun(folder: Path, job: str, ranks: int, *options: str, **environment: str) -> Run:
+    """The job alone without ``options``, or observed with them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks)]
+    file = folder / "run.json"
+    file.unlink(missing_ok=True)
+    observing = ["-m", "meshplan", "run", "--report", str(file), *options] if options else []
+    done = subprocess.run(
+        [*command, *observing, job if job.endswith(".py") else str(JOBS / f"{job}.py")],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    first = next((n for n, line in enumerate(lines) if "affected: " in line), len(lines))
+    verdict = [line.removeprefix("[meshplan] ") for line in lines[first:]]
+    end = next((n for n, line in enumerate(verdict) if n and not line.startswith("  ")), None)
+    report = json.loads(file.read_text()) if file.exists() else {}
+    return Run(
+        done.returncode, sorted(done.stdout.splitlines()), done.stderr, verdict[:end], report
+    )
+
+
+def agrees(run: Run) -> str:
+    return AGREED.format(f"{run.report['replicas']['compared']} comparisons")
+
+
+@pytest.mark.parametrize("job", CASES)
+def test_observed_job_is_unchanged(tmp_path: Path, job: str) -> None:
+    ranks, head = CASES[job]
+    alone = torchrun(tmp_path, job, ranks)
+    observed = torchrun(tmp_path, job, ranks, "--every", "2")
+    assert alone.status == 0, alone.errors
+    assert len(alone.printed) == ranks
+    assert (observed.status, observed.printed) == (alone.status, alone.printed), observed.errors
+    assert observed.verdict[0] == (agrees(observed) if head == AGREED else head)
+    # Nobody else has written one.
+    assert observed.errors.count("affected: ") == 1
+    assert observed.report["state"] == "ended"
+
+
+def test_steps_of_stages_and_of_two_optimizers_are_no_finding(tmp_path: Path) -> None:
+    run = torchrun(tmp_path, "pipeline", 4, "--every", "1")
+    assert "  steps: 12 on ranks 2-3, 6 on ranks 0-1; 12 compared, 0 not" in run.verdict
+    assert run.report["steps"]["unequal"] == []
+
+
+def test_rank_that_skips_a_step_is_named(tmp_path: Path) -> None:
+    run = torchrun(tmp_path, "skip_on_nan", 3, "--strict")
+    # torchrun's own status, if any rank fails.
+    assert run.status == 1
+    assert "exitcode  : 3" in run.errors
+    assert run.verdict[2].startswith("  ranks 0, 2 against rank 1; ")
+    assert run.verdict[3:5] == [
+        "  cause: ranks that hold the same parameters took different numbers of optimizer steps",
+        "  steps: 6 on ranks 0, 2, 5 on rank 1, though these hold the same parameters; 3 compared, 3 not",
+    ]
+
+
+def test_failing_job_fails_as_it_does_alone(tmp_path: Path) -> None:
+    def traceback(run: Run) -> list[str]:
+        return [line for line in run.errors.splitlines() if line.startswith("[rank0]: ")]
+
+    alone = torchrun(tmp_path, "failing", 2)
+    observed = torchrun(tmp_path, "failing", 2, "--every", "1")
+    assert alone.status == observed.status == 1
+    assert traceback(observed) == traceback(alone)
+    assert traceback(alone)[-1] == "[rank0]: ValueError: shard 2 of the data is broken"
+    assert "  the job failed: ValueError: shard 2 of the data is broken" in observed.verdict
+    assert observed.report["state"] == "failed"
+
+
+def normalize(text: str) -> str:
+    """Without what depends on the machine's products of matrices, and on its torch."""
+    return re.sub(r"parameter \d|\d+ of 256|\d+ ulps?|torch \S+", "...", text)
+
+
+def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> None:
+    def digests(run: Run) -> set[str]:
+        return {line.partition(": ")[2] for line in run.printed}
+
+    (tmp_path / "job").mkdir()
+    shutil.copy2(JOBS / "digests.py", tmp_path / "job")
+    shutil.copy2(JOBS / "jagged.py", tmp_path / "job" / "train.py")
+    plain = torchrun(tmp_path, "job/train.py", 6, "--every", "1")
+    assert len(digests(plain)) > 1
+    assert plain.report["replicas"]["first_difference"]["cause"] == "order"
+    (shown,) = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")
+    printed = "\n".join(plain.verdict).replace(f"{tmp_path}/", "")
+    assert normalize(f"[meshplan] {printed}\n") == normalize(shown.text)
+    under = torchrun(tmp_path, "job/train.py", 6, "--every", "1", "--backend", "meshplan")
+    assert len(digests(under)) == 1
+    assert under.verdict[0] == agrees(under)
+    assert "  every reduction of floating-point numbers ran under the contract" in under.verdict
+
+
+def test_variable_observes_the_same_job(tmp_path: Path) -> None:
+    settings = f"report={tmp_path / 'run.json'} every=2"
+    alone = torchrun(tmp_path, "ddp_unused", 2)
+    observed = torchrun(tmp_path, "ddp_unused", 2, MESHPLAN_RUN=settings)
+    assert (observed.status, observed.printed) == (alone.status, alone.printed)
+    assert observed.verdict[0] == agrees(observed)
+    assert len(re.findall("affected: ", observed.errors)) == 1
