@@ -139,18 +139,6 @@ class VerdictTest(expecttest.TestCase):
 """,
         )
 
-    def test_replicas_that_never_agreed(self) -> None:
-        found = report(DIFFERENCE | {"cause": "never equal", "elements": None, "largest": None})
-        self.assertExpectedInline(
-            format_verdict(found).split("  steps")[0],
-            """\
-[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
-  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
-  ranks 0, 2-3 against rank 1
-  cause: the replicas held different values when the first step was compared
-""",
-        )
-
     def test_rank_that_skipped_a_step(self) -> None:
         unequal = [{"tensors": 2, "taken": {"20": [0, 2, 3], "19": [1]}}]
         steps = {"taken": {"0": 20, "1": 19, "2": 20, "3": 20}, "unequal": unequal}

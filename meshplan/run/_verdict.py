@@ -137,7 +137,7 @@ def _list_fixes(report: Report) -> Iterator[str]:
     if cause in _CAUSES and _CAUSES[cause][1]:
         yield _CAUSES[cause][1]
     integration = _find_integration(report["reductions"])
-    if cause in (None, "order", "one rank") and _list_outside(report) and integration:
+    if cause not in ("never equal", "unequal steps") and _list_outside(report) and integration:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"then keep it: {integration.lines} ({integration.cost})"
     for hazard in report["hazards"][:1]:
@@ -148,8 +148,10 @@ def _find_cause(report: Report) -> str | None:
     """The cause of the first difference; ``None``: there is no difference, or no evidence."""
     found = _difference(report)
     # What the elements suggest is a guess where ranks are known to have taken other steps.
-    unequal = found and report["steps"].get("unequal")
-    return "unequal steps" if unequal else found and found["cause"]
+    if found and report["steps"].get("unequal"):
+        return "unequal steps"
+    cause: str | None = found["cause"] if found else None
+    return cause
 
 
 def _find_integration(rows: list[Report]) -> Integration | None:
