@@ -40,6 +40,10 @@ TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 # What is shown and not run here: the page, the text, and why.
 NOT_RUN = {
     ("docs/environment.md", "meshplan"): "the name of the plugin of vLLM",
+    (
+        "README.md",
+        "torchrun --nproc-per-node 8 -m meshplan run train.py",
+    ): "tests/test_run_jobs.py",
     ("docs/train.md", "torchrun"): "the launcher, in words",
     (
         "docs/lint-a-cluster.md",
