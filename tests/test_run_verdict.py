@@ -33,7 +33,6 @@ REPORT: dict[str, Any] = {
     "reductions": [OUTSIDE],
     "steps": {"taken": {"0": 20, "1": 20, "2": 20, "3": 20}, "compared": 5, "not_compared": 15},
     "replicas": {"tensors": 12, "compared": 60, "first_difference": None},
-    "hazards": [],
     "settings_that_differ": {},
 }
 DIFFERENCE = {
@@ -68,7 +67,7 @@ class VerdictTest(expecttest.TestCase):
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
   not observed: NVLink domains: no GPU
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
   report: run.json
 """,
         )
@@ -102,17 +101,12 @@ class VerdictTest(expecttest.TestCase):
   not observed: NVLink domains: no GPU
   fix: run the job again: another step of the same rank points to its hardware, the same step to the job
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
+  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
 """,
         )
         assert find_status(report(DIFFERENCE, reductions=[])) == 3
 
-    def test_orders_that_differ_and_a_hazard(self) -> None:
-        hazard = {
-            "code": "MP101",
-            "text": "replicas may differ: 2 groups",
-            "fix": "order the axes as --mesh tp=2,dp=2",
-        }
+    def test_orders_that_differ(self) -> None:
         difference = DIFFERENCE | {
             "cause": "order",
             "kind": "gradient",
@@ -120,7 +114,7 @@ class VerdictTest(expecttest.TestCase):
             "text": "gradients agreed before their sum",
         }
         site = "job/train.py:9 main (FSDP2, backward)"
-        found = report(difference, hazards=[hazard], reductions=[OUTSIDE | {"site": site}])
+        found = report(difference, reductions=[OUTSIDE | {"site": site}])
         self.assertExpectedInline(
             format_verdict(found),
             """\
@@ -131,11 +125,9 @@ class VerdictTest(expecttest.TestCase):
   steps: 20 on each rank; 5 compared, 15 not
   outside the contract: 1 call site
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:9 main (FSDP2, backward)
-  hazard MP101: replicas may differ: 2 groups
   not observed: NVLink domains: no GPU
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
-  fix: for MP101: order the axes as --mesh tp=2,dp=2
+  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
 """,
         )
 
@@ -210,21 +202,19 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-dtensor: fix: then keep it: meshplan.install() (two lines, the layout stays; every reduction adds in one fixed order)
-mixed: fix: then keep it: torch.distributed.init_process_group('meshplan') (one word, the layout stays; every reduction adds in one fixed order)
-lightning: fix: then keep it: DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' (one line, the layout stays; every reduction adds in one fixed order)
-vllm: none""",
+dtensor: fix: to keep it, call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+mixed: fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+lightning: fix: to keep it, use DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' in the training script (one line, the layout stays; every reduction adds in one fixed order)
+vllm: fix: to keep it, set VLLM_PLUGINS=meshplan where vLLM starts (one variable, the layout stays; every reduction adds in one fixed order; passes of torch.compile that fuse all-reduces bypa...""",
         )
 
     def test_full_report_fits_a_terminal(self) -> None:
-        hazard = {"code": "MP101", "text": "x" * 500, "fix": "y" * 500}
         found = report(
             DIFFERENCE | {"text": "z" * 500, "tensor": "a\nb\x1b[31m"},
             state="failed",
             error="ValueError: " + "e" * 500,
             meshes=REPORT["meshes"] * 50,
             reductions=[OUTSIDE] * 50,
-            hazards=[hazard] * 50,
             steps={"taken": {str(n): n for n in range(500)}, "compared": 1, "not_compared": 0},
             settings_that_differ={str(n): {"1": [0], "2": [1, 2, 3]} for n in range(50)},
             not_observed=["w" * 100] * 50,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -253,13 +253,4 @@ def _compare(rank: int, blocks: list[int], reference: Message, other: Message) -
     for block, theirs, mine in values:
         pair = [tensor_of(base64.b64decode(text)) for text in (theirs, mine)]
         found.add_piece(pair[0], pair[1], block * reference["block_bytes"], like)
-    return Elements(
-        rank,
-        found.count,
-        found.index,
-        found.value,
-        found.reference,
-        found.max_ulps,
-        reference["numel"],
-        unrelated=found.unrelated,
-    )
+    return Elements(rank=rank, numel=reference["numel"], **asdict(found))

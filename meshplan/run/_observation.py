@@ -86,14 +86,9 @@ class Observation:
             if self._exchange is not None or not dist.is_initialized() or self._ended:
                 return
             self._backend, self.rank = dist.get_backend(), dist.get_rank()
-            exchange = self._exchange = Exchange(
-                self.rank,
-                dist.get_world_size(),
-                default_store(),
-                self._snapshots.answer,
-                self._write,
-                self._note,
-            )
+            store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
+            exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
+            self._exchange = exchange
         self._blocks.enter_context(coverage()).open_step = self._reductions
         hello = {"host": socket.gethostname(), "settings": _report.read_settings()}
         exchange.post(lambda: {"hello": hello})
@@ -154,10 +149,7 @@ class Observation:
         taken = self._count_steps()
         assert self._exchange is not None
         self._exchange.post(
-            lambda: {
-                "posts": [post | {"words": read()} for post, read in posts],
-                "taken": taken,
-            }
+            lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
         )
 
     def _count_steps(self) -> dict[str, int]:
@@ -259,8 +251,7 @@ class Observation:
         if not self._units:
             self._note("no optimizer step: steps that torch compiles are not observed")
         final = {"notes": self.notes, "rows": self._reductions.describe(self.rank)}
-        message = {"final": final, "taken": self._count_steps()}
-        self._exchange.post(lambda: message)
+        self._exchange.post(lambda: {"final": final, "taken": self._count_steps()})
         self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)
         self._ended = True
         self._blocks.close()

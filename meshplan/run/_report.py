@@ -14,17 +14,9 @@ from meshplan.run._holders import find_layouts
 from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
 
 VERSION = 1
-_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NCCL_ALGO",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_PROTO",
-    "NCCL_TUNER_PLUGIN",
-    "OMP_NUM_THREADS",
-)
+_NCCL = ("ALGO", "COLLNET_ENABLE", "MAX_NCHANNELS", "MIN_NCHANNELS", "NVLS_ENABLE", "PROTO")
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_TUNER_PLUGIN", "OMP_NUM_THREADS")
+_ORDERS = (*_VARIABLES, *(f"NCCL_{name}" for name in _NCCL))
 
 
 def read_settings() -> dict[str, Any]:
@@ -38,7 +30,7 @@ def read_settings() -> dict[str, Any]:
         "cudnn_deterministic": backends.cudnn.deterministic,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **{name: os.environ.get(name) for name in _VARIABLES},
+        **{name: os.environ.get(name) for name in _ORDERS},
     }
 
 
@@ -75,7 +67,6 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
         "reductions": rows,
         "steps": ledger.describe_steps(),
         "replicas": ledger.describe_replicas(),
-        "hazards": [],
         "settings": read_settings(),
         "settings_that_differ": find_differing_settings(ledger.hellos),
         "seconds_per_step": own["seconds_per_step"],

@@ -62,11 +62,3 @@ class RunSettings(NamedTuple):
             else:
                 found[key] = value
         return cls(**found)  # type: ignore[arg-type]
-
-    def text(self) -> str:
-        """The settings that are not the default, as ``parse`` reads them."""
-        words = []
-        for key, value in self._asdict().items():
-            if value != self._field_defaults[key]:
-                words.append(key if value is True else f"{key}={value}")
-        return shlex.join(words)

@@ -44,9 +44,8 @@ class Snapshots:
         self._kept: dict[tuple[str, int], _Snapshot] = {}
 
     def take(self, name: str, step: int, tensors: Sequence[NamedTensor]) -> Callable[[], str]:
-        """Digest tensors; returns what waits for the digest of their digests.
-
-        They are copied if they are small, so that their elements can be compared later.
+        """Digest tensors, and copy small ones, whose elements can be compared later; returns what
+        waits for the digest of their digests.
         """
         local = [one.local.detach() for one in tensors]
         nbytes = sum(one.nbytes for one in local)
@@ -79,11 +78,10 @@ class Snapshots:
         size = max(math.ceil(flat.numel() / BLOCKS), _LEAST_BYTES // flat.element_size())
         pieces = torch.split(flat, size)
         head |= {"dtype": name_of(flat.dtype), "shape": list(tensor.shape), "numel": flat.numel()}
-        if what == "blocks":
-            blocks = _texts_of(digest_table(pieces))
-            return head | {"blocks": blocks, "block_bytes": size * flat.element_size()}
-        values = [bytes_of(pieces[number]) for number in question["blocks"]]
         head["block_bytes"] = size * flat.element_size()
+        if what == "blocks":
+            return head | {"blocks": _texts_of(digest_table(pieces))}
+        values = [bytes_of(pieces[number]) for number in question["blocks"]]
         return head | {"values": [base64.b64encode(one).decode() for one in values]}
 
 

@@ -13,12 +13,12 @@ from itertools import islice
 from typing import Any
 
 from meshplan._message_text import format_first, format_runs, shorten
-from meshplan.lint._programs import PROGRAMS, Integration, find_integration
+from meshplan.lint._programs import FIXES, ProgramFix, find_fix
 from meshplan.lint._reporters._words import escape_line
 
-MOST_LINES = 20
+MOST_LINES = 17
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
-_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 4, "width": 188}  # each line has an indent
+_MOST = {"rows": 3, "meshes": 2, "fixes": 4, "width": 188}  # each line has an indent
 
 Report = Mapping[str, Any]
 
@@ -91,8 +91,6 @@ def _list_findings(report: Report) -> Iterator[str]:
             yield f"  and {len(outside) - _MOST['rows']} more"
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
-    for hazard in report["hazards"][: _MOST["hazards"]]:
-        yield f"hazard {hazard['code']}: {hazard['text']}"
     if differing := report["settings_that_differ"]:
         settings = (
             f"{name}={', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in values.items())}"
@@ -132,16 +130,14 @@ def _describe_reduction(row: Report) -> str:
 
 
 def _list_fixes(report: Report) -> Iterator[str]:
-    """For the cause, the order of additions, and a hazard."""
+    """For the cause and for the order of additions."""
     cause = _find_cause(report)
     if cause in _CAUSES and _CAUSES[cause][1]:
         yield _CAUSES[cause][1]
-    integration = _find_integration(report["reductions"])
-    if cause not in ("never equal", "unequal steps") and _list_outside(report) and integration:
+    fix = _find_program_fix(report["reductions"])
+    if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
-        yield f"then keep it: {integration.lines} ({integration.cost})"
-    for hazard in report["hazards"][:1]:
-        yield f"for {hazard['code']}: {hazard['fix']}"
+        yield f"to keep it, {fix.action} ({fix.cost})"
 
 
 def _find_cause(report: Report) -> str | None:
@@ -154,15 +150,16 @@ def _find_cause(report: Report) -> str | None:
     return cause
 
 
-def _find_integration(rows: list[Report]) -> Integration | None:
+def _find_program_fix(rows: list[Report]) -> ProgramFix:
     """The row of the linter's table for the program that the call sites name."""
     words = {word.lower() for row in rows for word in re.findall(r"[\w-]+", row["site"])}
-    for program in PROGRAMS:
-        if program not in ("unknown", "torch") and program in words:
-            return find_integration(program, "")
+    frameworks = ("dtensor", "fsdp2", "ddp")
+    for program in FIXES:
+        if program not in ("unknown", "serving", *frameworks) and program in words:
+            return FIXES[program]
     # The backend reaches DTensor too: `install` is for jobs in which nothing else reduces.
     only_dtensor = all("DTensor" in row["site"] for row in rows)
-    return find_integration("torch", "dtensor" if only_dtensor else "fsdp2")
+    return find_fix("torch", "dtensor" if only_dtensor else "fsdp2")
 
 
 def _difference(report: Report) -> Report | None:
