@@ -8,7 +8,9 @@ from __future__ import annotations
 from meshplan.backend._options import NAME as NAME
 from meshplan.backend._options import BackendOptions as BackendOptions
 from meshplan.backend._register import create_group as create_group
-from meshplan.backend._register import create_group_across_jobs as create_group_across_jobs
+from meshplan.backend._register import (
+    create_group_across_jobs as create_group_across_jobs,
+)
 from meshplan.backend._register import register as register
 
 register()

@@ -40,7 +40,11 @@ class DerivingProcessGroup(PassingProcessGroup):
     """
 
     def __init__(
-        self, inner: dist.ProcessGroup, timeout: timedelta, backend: str, across_jobs: bool
+        self,
+        inner: dist.ProcessGroup,
+        timeout: timedelta,
+        backend: str,
+        across_jobs: bool,
     ) -> None:
         super().__init__(inner)
         self._across_jobs = across_jobs
@@ -189,7 +193,11 @@ def describe_group(
 ) -> DistributedBackendOptions:
     made = DistributedBackendOptions()
     made.group_id, made.store, made.timeout = name, store, timeout
-    made.group_rank, made.group_size, made.global_ranks_in_group = rank, len(members), members
+    made.group_rank, made.group_size, made.global_ranks_in_group = (
+        rank,
+        len(members),
+        members,
+    )
     return made
 
 

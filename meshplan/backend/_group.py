@@ -20,7 +20,11 @@ from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan._calls import GroupCalls, Ticket, is_unsent, keep_calls
-from meshplan._torch import REDUCE_SCATTER_SINGLE, DistributedBackendOptions, dispatch_modes
+from meshplan._torch import (
+    REDUCE_SCATTER_SINGLE,
+    DistributedBackendOptions,
+    dispatch_modes,
+)
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup
@@ -247,11 +251,18 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def exchange_rows(self, rows: Tensor) -> Tensor:
         """Send row r to rank r; the rows for this rank, in the order of ranks."""
         how = ReductionOptions("sum", "exchange", self.options.contract, False, leaves=True)
-        opts, found, lengths = dist.ReduceScatterOptions(), [rows], (rows[0].numel(),) * len(rows)
+        opts, found, lengths = (
+            dist.ReduceScatterOptions(),
+            [rows],
+            (rows[0].numel(),) * len(rows),
+        )
         opts.asyncOp = False
 
         def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
-            flat, args = rows.detach().reshape(-1), (how, group, "exchange of leaves", ticket)
+            flat, args = (
+                rows.detach().reshape(-1),
+                (how, group, "exchange of leaves", ticket),
+            )
             found.append(reduce_tensor(flat, *args, dim=0, lengths=lengths))
 
         if self.size() > 1:
@@ -338,7 +349,10 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     def _groups(self) -> list[Any]:
         on_devices = None if self._device_lane is None else self._device_lane.group
-        return [self.inner, *(one for one in (self._lane, on_devices) if one is not None)]
+        return [
+            self.inner,
+            *(one for one in (self._lane, on_devices) if one is not None),
+        ]
 
     def _operation(self, opts: Any, tensors: Sequence[Tensor]) -> Operation:
         """The operation, the same for all tensors of the call.

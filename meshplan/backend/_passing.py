@@ -26,7 +26,13 @@ from meshplan.collectives._options import check_destination
 from meshplan.errors import BackendError
 
 # Torch refuses strided tensors in these calls, and does so here.
-_REFUSE_STRIDES = ("send", "recv", "recv_anysource", "alltoall_base", "all_to_all_single")
+_REFUSE_STRIDES = (
+    "send",
+    "recv",
+    "recv_anysource",
+    "alltoall_base",
+    "all_to_all_single",
+)
 
 
 class PassingProcessGroup(WrappingProcessGroup):

@@ -73,7 +73,10 @@ def reduce_all(
 
 
 def _in_one(
-    tensors: Sequence[Tensor], operation: Operation, options: BackendOptions, group: ProcessGroup
+    tensors: Sequence[Tensor],
+    operation: Operation,
+    options: BackendOptions,
+    group: ProcessGroup,
 ) -> bool:
     """Whether several tensors travel in one message. An audit compares one reduction at a time."""
     several = len(tensors) > 1 and group.size() > 1
@@ -148,7 +151,11 @@ def reduce_one(
 
 
 def find_one(
-    kind: Kind, message: Tensor, operation: Operation, options: BackendOptions, group: ProcessGroup
+    kind: Kind,
+    message: Tensor,
+    operation: Operation,
+    options: BackendOptions,
+    group: ProcessGroup,
 ) -> BoundReduction | None:
     """The reduction that ``reduce_one`` has just made, for ``run_into``; a message is flat there
     where blocks of it are scattered.

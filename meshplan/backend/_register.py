@@ -25,7 +25,11 @@ def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
 
 
 def create_group_across_jobs(
-    store: Store, rank: int, size: int, timeout: timedelta, options: BackendOptions | None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: BackendOptions | None,
 ) -> MeshplanProcessGroup:
     """A group of ranks that each have a default group of their own.
 

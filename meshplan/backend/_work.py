@@ -153,7 +153,10 @@ class PassedWork(ReceivingWork):
 
 
 def start_reduction(
-    run: Callable[[], object], tensors: Sequence[Tensor], thread: OrderedThread, is_async: bool
+    run: Callable[[], object],
+    tensors: Sequence[Tensor],
+    thread: OrderedThread,
+    is_async: bool,
 ) -> dist.Work:
     """Run a reduction after those that were issued before it.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from meshplan import _require_torch as _require_torch
-from meshplan.collectives._all_reduce import deterministic_all_reduce as deterministic_all_reduce
+from meshplan.collectives._all_reduce import (
+    deterministic_all_reduce as deterministic_all_reduce,
+)
 from meshplan.collectives._coalesced import (
     deterministic_all_gather_coalesced as deterministic_all_gather_coalesced,
 )
@@ -14,7 +16,9 @@ from meshplan.collectives._coalesced import (
     deterministic_reduce_scatter_coalesced as deterministic_reduce_scatter_coalesced,
 )
 from meshplan.collectives._lanes import Work as Work
-from meshplan.collectives._nccl_profiles import DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV
+from meshplan.collectives._nccl_profiles import (
+    DETERMINISTIC_NCCL_ENV as DETERMINISTIC_NCCL_ENV,
+)
 from meshplan.collectives._nccl_profiles import NCCL_PROFILES as NCCL_PROFILES
 from meshplan.collectives._nccl_profiles import NcclProfile as NcclProfile
 from meshplan.collectives._nccl_profiles import NcclSetting as NcclSetting
@@ -24,7 +28,9 @@ from meshplan.collectives._nccl_profiles import (
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._norms import clip_grad_norm_ as clip_grad_norm_
 from meshplan.collectives._norms import exact_norm as exact_norm
-from meshplan.collectives._shards import deterministic_all_gather as deterministic_all_gather
+from meshplan.collectives._shards import (
+    deterministic_all_gather as deterministic_all_gather,
+)
 from meshplan.collectives._shards import (
     deterministic_reduce_scatter as deterministic_reduce_scatter,
 )

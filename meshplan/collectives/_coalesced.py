@@ -320,7 +320,9 @@ def _read_sizes(
 
 
 def _check_outs(
-    outs: Sequence[Tensor] | None, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    outs: Sequence[Tensor] | None,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
 ) -> None:
     for out, tensor, shape in zip(outs or (), tensors, shapes, strict=outs is not None):
         check_destination(out, tensor, shape)

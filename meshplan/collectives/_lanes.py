@@ -202,7 +202,10 @@ class OrderedThread:
                 self._started = True
                 # A daemon: a process that gives up does not wait for ranks that never come.
                 threading.Thread(
-                    target=_serve, args=(self._jobs, self._turn), name=self._name, daemon=True
+                    target=_serve,
+                    args=(self._jobs, self._turn),
+                    name=self._name,
+                    daemon=True,
                 ).start()
                 weakref.finalize(self, self._jobs.put, None)
         return future

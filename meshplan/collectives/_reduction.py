@@ -160,7 +160,10 @@ def reduce_tensor(
         planned += f", {step.path}, contract {options.contract.id}"
         purpose = Purpose(request, planned, describe_group(found.pg), "collective")
         how = options.path, options.strict, one_shot, options.audit
-        bound, pg = BoundReduction(step, purpose, registry().handle(found), *how), found.pg
+        bound, pg = (
+            BoundReduction(step, purpose, registry().handle(found), *how),
+            found.pg,
+        )
         _keep(group, key, bound)
     return bound.run(tensor, pg, ticket.word)
 

@@ -26,7 +26,13 @@ class StreamCall:
     """A call on the side stream ``side``."""
 
     def __init__(
-        self, side: SideStream, origin: Any, end: Any, held: Any, found: Any, failure: Any
+        self,
+        side: SideStream,
+        origin: Any,
+        end: Any,
+        held: Any,
+        found: Any,
+        failure: Any,
     ) -> None:
         # The caller's stream at the call, an event behind the call, and the object that keeps
         # tensors alive that the device may still use.

@@ -68,7 +68,10 @@ def sum_over_ranks(
     }
     device = next((each.device for each in (*tensors.values(), *idle)), None)
     sums, several = _find_sums(meshes, within, device)
-    row, counts = torch.zeros(ROW_WORDS, dtype=torch.int64, device="cpu"), [0] * _DIGEST_BITS
+    row, counts = (
+        torch.zeros(ROW_WORDS, dtype=torch.int64, device="cpu"),
+        [0] * _DIGEST_BITS,
+    )
     error = error or several
     if error is None:
         try:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from meshplan.collectives._operators import LINEAR
-from meshplan.collectives._options import AnyOp, check_summand, check_tensor, read_options
+from meshplan.collectives._options import (
+    AnyOp,
+    check_summand,
+    check_tensor,
+    read_options,
+)
 from meshplan.collectives._reduction import (
     GroupLike,
     compare_calls,

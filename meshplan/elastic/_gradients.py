@@ -27,7 +27,12 @@ from meshplan.elastic._hooks import (
     watch_gradients,
 )
 from meshplan.elastic._meshes import check_options, check_order, check_parameter
-from meshplan.elastic._micro_batches import MicroBatches, check_count, mix, seed_micro_batch
+from meshplan.elastic._micro_batches import (
+    MicroBatches,
+    check_count,
+    mix,
+    seed_micro_batch,
+)
 from meshplan.errors import ElasticError
 from meshplan.integrations._groups import check_group
 from meshplan.kernel import reduce_into
@@ -99,7 +104,10 @@ class GradientAccumulator:
         self._check(self._checked)
         rank, self._ranks = 0, 1
         for group in groups:
-            rank, self._ranks = rank * group.size() + group.rank(), self._ranks * group.size()
+            rank, self._ranks = (
+                rank * group.size() + group.rank(),
+                self._ranks * group.size(),
+            )
         self._check_agreement(micro_batches, seed)
         self.micro_batches = MicroBatches(micro_batches, ranks=self._ranks, rank=rank)
         self._seed = seed
@@ -291,7 +299,12 @@ class GradientAccumulator:
             )
 
     def _forget(self) -> None:
-        self._round, self._gradients, self._failed, self._sums.in_round = 0, {}, False, False
+        self._round, self._gradients, self._failed, self._sums.in_round = (
+            0,
+            {},
+            False,
+            False,
+        )
         self._used.clear()
         self._sequences.clear()
 

@@ -103,7 +103,12 @@ class MicroBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, micro_batches: MicroBatches, samples: int, size: int, *, seed: int | None = None
+        self,
+        micro_batches: MicroBatches,
+        samples: int,
+        size: int,
+        *,
+        seed: int | None = None,
     ) -> None:
         """Deal the samples of a dataset.
 

@@ -73,7 +73,12 @@ def audit(
 
 
 def audit_error(
-    difference: AuditDifference, request: str, step: Step, path: str, tensor: Tensor, call: int
+    difference: AuditDifference,
+    request: str,
+    step: Step,
+    path: str,
+    tensor: Tensor,
+    call: int,
 ) -> AuditError:
     """The error for ``difference``, the same on every rank. ``call`` is the number of the call
     among those of this reduction.

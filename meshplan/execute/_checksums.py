@@ -27,7 +27,13 @@ from meshplan.planner import Step
 _GOLDEN = -7046029254386353131
 # What a rank compares with the others, in this order.
 _FIELDS = (
-    *("exponents", "integers", "exchanged elements", "lists of elements", "repeated arithmetic"),
+    *(
+        "exponents",
+        "integers",
+        "exchanged elements",
+        "lists of elements",
+        "repeated arithmetic",
+    ),
     "results",
 )
 _EXPONENTS, _INTEGERS, _EXCHANGED, _LISTS, _ARITHMETIC, _RESULTS = range(6)
@@ -46,7 +52,12 @@ class CheckedMessages:
     """
 
     def __init__(
-        self, step: Step, groups: StepGroups, wire: Wire, verify: bool, device: torch.device
+        self,
+        step: Step,
+        groups: StepGroups,
+        wire: Wire,
+        verify: bool,
+        device: torch.device,
     ) -> None:
         wire.compare()
         self._step, self._wire, self._verify = step, wire, verify

@@ -263,8 +263,16 @@ TABLE = (
         lambda r: True,
     ),
     # Shared memory is faster than any message; which mode is, depends on the size.
-    Row(lambda r: not r.no_memory and r.one_shot is False, lambda r: TWO_SHOT, lambda r: r.prefix),
-    Row(lambda r: not r.no_memory and r.nbytes is None, lambda r: FASTER_MODE, lambda r: r.prefix),
+    Row(
+        lambda r: not r.no_memory and r.one_shot is False,
+        lambda r: TWO_SHOT,
+        lambda r: r.prefix,
+    ),
+    Row(
+        lambda r: not r.no_memory and r.nbytes is None,
+        lambda r: FASTER_MODE,
+        lambda r: r.prefix,
+    ),
     Row(lambda r: not r.no_memory, faster_mode, lambda r: r.prefix),
     # Without it, a small message costs what its collectives cost: one is less than two.
     Row(

@@ -175,7 +175,13 @@ class DeferredWire(Wire):
         assert rows is not None
         differs = (rows[:, :-1] != self._mine[:1, :-1]).any()
         wrong = float("nan") if result.dtype.is_floating_point else -1
-        if result.dtype in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        if result.dtype in (
+            torch.bool,
+            torch.uint8,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        ):
             wrong = 1 if result.dtype is torch.bool else torch.iinfo(result.dtype).max
         result = result.masked_fill(differs, wrong)
         _note(self._header, rows, self._gathered)

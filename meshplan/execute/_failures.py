@@ -15,7 +15,11 @@ from meshplan.flatten import RollCall, find_missing, format_failure, is_across_j
 
 
 def raise_failure(
-    error: RuntimeError, groups: StepGroups, device_type: str, purpose: Purpose, started: float
+    error: RuntimeError,
+    groups: StepGroups,
+    device_type: str,
+    purpose: Purpose,
+    started: float,
 ) -> NoReturn:
     """Raise what ``error`` of a backend or of shared memory is to the caller of a reduction that
     began at ``started`` of ``time.perf_counter``: CollectiveError if the backend failed,

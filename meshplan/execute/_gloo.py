@@ -152,9 +152,16 @@ class GlooWire(Wire):
         return from_wire_dtype(out.view(ranks * sent.shape[0], *sent.shape[1:]), tensor)
 
     def all_to_all(
-        self, message: Tensor, into: Sequence[int], out: Sequence[int], group: ProcessGroup
+        self,
+        message: Tensor,
+        into: Sequence[int],
+        out: Sequence[int],
+        group: ProcessGroup,
     ) -> Tensor:
-        found, how = message.new_empty(max(sum(into), 1))[: sum(into)], (list(into), list(out))
+        found, how = (
+            message.new_empty(max(sum(into), 1))[: sum(into)],
+            (list(into), list(out)),
+        )
         work = self.issue(dist.all_to_all_single, found, message, *how, group, async_op=True)
         self._works[_memory(found)] = work, group
         return found

@@ -28,7 +28,12 @@ _Run = Callable[[Tensor, Step, StepGroups, str, bool, str], Outcome]
 
 
 def trace_reduction(
-    summand: Tensor, step: Step, groups: StepGroups, path: Path, is_complex: bool, calls: str
+    summand: Tensor,
+    step: Step,
+    groups: StepGroups,
+    path: Path,
+    is_complex: bool,
+    calls: str,
 ) -> Outcome:
     """Put the reduction of a real CPU summand over gloo into the graph that torch traces. With
     ``is_complex``, its last dim holds real and imaginary parts. The operator takes a ticket by the
@@ -46,7 +51,8 @@ def trace_reduction(
     found = (groups.whole, groups.inner, groups.outer, groups.gather)
     names = ["" if group is None else group.group_name for group in found]
     return Outcome(
-        log.issue(ops.reduction, summand, _written(step), path.name, is_complex, names, calls), log
+        log.issue(ops.reduction, summand, _written(step), path.name, is_complex, names, calls),
+        log,
     )
 
 
@@ -81,7 +87,12 @@ def define_operators(run: _Run) -> None:
         return _finished(run(message, step, groups, EXCHANGE.name, False, calls))
 
     def reduction(
-        message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str = ""
+        message: Tensor,
+        step: str,
+        path: str,
+        is_complex: bool,
+        groups: list[str],
+        calls: str = "",
     ) -> Tensor:
         return _finished(run(message, _read(step), _groups(groups), path, is_complex, calls))
 
@@ -111,7 +122,12 @@ def _same(message: Tensor, *_: object) -> Tensor:
 
 
 def _result(
-    message: Tensor, step: str, path: str, is_complex: bool, groups: list[str], calls: str = ""
+    message: Tensor,
+    step: str,
+    path: str,
+    is_complex: bool,
+    groups: list[str],
+    calls: str = "",
 ) -> Tensor:
     shard = select_shard(message, _read(step), _groups(groups).position)
     return shard.new_empty(shard.shape)

@@ -109,7 +109,13 @@ def run_reduction(
     # Reductions outside the contract and empty or traced tensors are never compared.
     audits = bool(audit) and found.contract is not None and summand.numel() > 0
     difference = _audit.audit(summand, reduced.tensor, step, groups) if audits else None
-    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds, audited=audits)
+    record(
+        event,
+        elements=tensor.numel(),
+        nbytes=tensor.nbytes,
+        seconds=seconds,
+        audited=audits,
+    )
     if difference is not None:
         # All ranks raise it: the audit has the same result on each.
         raise _audit.audit_error(difference, purpose.request, step, chosen, tensor, audit)
@@ -122,7 +128,16 @@ class BoundReduction:
     calls. The other arguments are those of ``run_reduction``.
     """
 
-    __slots__ = ("_audit", "_calls", "_how", "_kernels", "_prepared", "handle", "purpose", "step")
+    __slots__ = (
+        "_audit",
+        "_calls",
+        "_how",
+        "_kernels",
+        "_prepared",
+        "handle",
+        "purpose",
+        "step",
+    )
 
     def __init__(
         self,
@@ -286,7 +301,15 @@ def prepare_reduction(
         return PreparedReduction(tensor, step, groups, purpose, *how)
     # By identity: to hash a step and a purpose takes longer than to send a small message. The
     # prepared reduction keeps both alive, so that no others get their identities.
-    key = id(step), id(purpose), tensor.device, tensor.dtype, tensor.shape, how, registry.changes
+    key = (
+        id(step),
+        id(purpose),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        how,
+        registry.changes,
+    )
     found: PreparedReduction | None = groups.prepared.get(key)
     if found is None:
         found = PreparedReduction(tensor, step, groups, purpose, *how)
@@ -339,7 +362,12 @@ def _header(
 
 
 def _in_graph(
-    summand: Tensor, step: Step, groups: StepGroups, name: str, is_complex: bool, calls: str
+    summand: Tensor,
+    step: Step,
+    groups: StepGroups,
+    name: str,
+    is_complex: bool,
+    calls: str,
 ) -> Outcome:
     """Run the reduction of a graph's operator."""
     path = BY_SIZE.now(step, groups, summand) if name == BY_SIZE.name else get_path(name)

@@ -110,7 +110,11 @@ class Wire:
         return gathered.view(group.size(), tensor.numel()).unbind(0)
 
     def all_to_all(
-        self, message: Tensor, into: Sequence[int], out: Sequence[int], group: ProcessGroup
+        self,
+        message: Tensor,
+        into: Sequence[int],
+        out: Sequence[int],
+        group: ProcessGroup,
     ) -> Tensor:
         """Send ``out[r]`` elements of the flat, contiguous ``message`` to each rank r, and receive
         ``into[r]`` from it. Returns what is received in rank order, not waited for. Headers are not
@@ -126,7 +130,10 @@ class Wire:
         the first dim. Not waited for; headers are not compared.
         """
         found: Tensor = self.issue(
-            _ops.all_gather_into_tensor, to_wire_dtype(tensor), group.size(), group.group_name
+            _ops.all_gather_into_tensor,
+            to_wire_dtype(tensor),
+            group.size(),
+            group.group_name,
         )
         return from_wire_dtype(found, tensor)
 

@@ -117,7 +117,11 @@ class _Recorder:
 
         @wraps(init)
         def init_mesh(
-            mesh: DeviceMesh, device_type: str, ranks: Any = None, *args: Any, **kwargs: Any
+            mesh: DeviceMesh,
+            device_type: str,
+            ranks: Any = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> None:
             ranks = kwargs.pop("mesh", ranks)
             init(mesh, _replace_device(device_type), ranks, *args, **kwargs)
@@ -155,7 +159,13 @@ def _answer(world_size: int, node_size: int) -> None:
     # Each has a function of its own: torch's compiler refuses one with several names.
     for name in ("broadcast_object_list", "monitored_barrier"):
         setattr(dist, name, lambda *_, **__: None)
-    for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "manual_seed",
+        "manual_seed_all",
+    ):
         setattr(torch.cuda, name, lambda *_, **__: None)
     sys.addaudithook(refuse)
     init_group()

@@ -36,7 +36,11 @@ _KINDS = ("fsdp2", "fsdp1", "ddp", "dtensor", "model")
 
 
 def run_script(
-    script: str, arguments: Sequence[str], world_size: int, node_size: int, seconds: int = SECONDS
+    script: str,
+    arguments: Sequence[str],
+    world_size: int,
+    node_size: int,
+    seconds: int = SECONDS,
 ) -> JobFile:
     """Execute a script as rank 0 up to its first optimizer step, and read its meshes.
 

@@ -42,9 +42,13 @@ if TYPE_CHECKING:
     from meshplan.planner._plan import Step as Step
     from meshplan.planner._plan import format_bytes as format_bytes
     from meshplan.planner._plan import format_time as format_time
-    from meshplan.planner._planner import find_uncovered_reductions as find_uncovered_reductions
+    from meshplan.planner._planner import (
+        find_uncovered_reductions as find_uncovered_reductions,
+    )
     from meshplan.planner._planner import plan as plan
-    from meshplan.planner._planner import refuse_unpinned_scatter as refuse_unpinned_scatter
+    from meshplan.planner._planner import (
+        refuse_unpinned_scatter as refuse_unpinned_scatter,
+    )
     from meshplan.planner._problem import POLICIES as POLICIES
     from meshplan.planner._problem import Policy as Policy
     from meshplan.planner._problem import Problem as Problem

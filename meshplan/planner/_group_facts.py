@@ -47,7 +47,10 @@ class GroupFacts:
         if self._nodes is None:
             return 1, 1
         group = self._find_members(axes, 1, False)
-        subtrees = (*_list_subtrees([self.layout.sizes[i] for i in axes]), group.shape[1])
+        subtrees = (
+            *_list_subtrees([self.layout.sizes[i] for i in axes]),
+            group.shape[1],
+        )
 
         def largest(places: Integers) -> int:
             step = _find_even_step(places[group])

@@ -147,7 +147,9 @@ def merge_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(merged)
 
 
-def find_representatives(shape: tuple[int, ...]) -> tuple[list[int], Callable[[int], int]]:
+def find_representatives(
+    shape: tuple[int, ...],
+) -> tuple[list[int], Callable[[int], int]]:
     """The positions of ranks that stand for all others, in bytes and in time, and the one that
     stands for a position.
     """

@@ -384,7 +384,11 @@ class Siblings:
 
 
 def cache_siblings(
-    layout: Layout, topology: Topology, *, sort_ranks: bool = True, channels: int | None = None
+    layout: Layout,
+    topology: Topology,
+    *,
+    sort_ranks: bool = True,
+    channels: int | None = None,
 ) -> Callable[[tuple[int, ...]], Siblings]:
     return cache(
         lambda axes: Siblings(layout, axes, topology, sort_ranks=sort_ranks, channels=channels)

@@ -116,7 +116,10 @@ def _make_tree(children: Sequence[Sequence[int]]) -> order.Tree:
 
 
 def _draw(
-    algorithm: Algorithm, known: tuple[list[int], Communicator], ranks: dict[str, int], channel: int
+    algorithm: Algorithm,
+    known: tuple[list[int], Communicator],
+    ranks: dict[str, int],
+    channel: int,
 ) -> str:
     _, one = known
     here = [ranks[process] for process in one.processes]

@@ -458,12 +458,20 @@ def _total(reduction: PlannedReduction, stages: Sequence[Cost], partial: int = 0
 
 
 def _list_rounds(
-    sizes: tuple[int, ...], elements: int, width: ElementWidth, reach: Reach, inner: int = 1
+    sizes: tuple[int, ...],
+    elements: int,
+    width: ElementWidth,
+    reach: Reach,
+    inner: int = 1,
 ) -> list[Round]:
     """The rounds of halving over a tree of ``sizes``, for the ranks that stand for all others.
     Summands are the partials of blocks of ``inner`` ranks. A sharded result is not gathered.
     """
-    widths = {"": 0, "leaf": width.wire if inner == 1 else width.partial, "partial": width.partial}
+    widths = {
+        "": 0,
+        "leaf": width.wire if inner == 1 else width.partial,
+        "partial": width.partial,
+    }
     count, served = math.prod(sizes), share_owners(sizes) if reach.scatter else []
     ranks, represent = find_representatives(sizes)
     links = _list_round_links(sizes, reach, inner)

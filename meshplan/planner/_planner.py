@@ -18,7 +18,14 @@ from meshplan.planner._path_costs import (
     find_chunk_unit,
     find_halving_sizes,
 )
-from meshplan.planner._plan import MAX_CANDIDATES, NOMINAL_ELEMENTS, Candidate, Path, Plan, Step
+from meshplan.planner._plan import (
+    MAX_CANDIDATES,
+    NOMINAL_ELEMENTS,
+    Candidate,
+    Path,
+    Plan,
+    Step,
+)
 from meshplan.planner._problem import Problem, Spec, is_exact
 from meshplan.planner._search import REPLICATE, MoveSequence, search
 from meshplan.topology import Topology
@@ -73,7 +80,11 @@ def _plan_ordered(problem: Problem, changed: Sequence[int], axes: tuple[int, ...
         if step.kind == "torch" and step.src is not None and step.src.kind == "shard":
             check_ascending(problem, step.axes[0])
     return Plan(
-        problem=problem, steps=steps, ordered=True, candidates=candidates, compared=compared
+        problem=problem,
+        steps=steps,
+        ordered=True,
+        candidates=candidates,
+        compared=compared,
     )
 
 

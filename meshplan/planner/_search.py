@@ -172,7 +172,11 @@ class _StateGraph:
 
 
 def _list_strategies(
-    problem: Problem, groups: GroupFacts, axes: tuple[int, ...], state: State, goal: State
+    problem: Problem,
+    groups: GroupFacts,
+    axes: tuple[int, ...],
+    state: State,
+    goal: State,
 ) -> Iterator[ReductionStrategy]:
     exchange = problem.path in ("auto", "exchange")
     # Not every order permits blocks. float32 stands for all dtypes: plans do not use the greater

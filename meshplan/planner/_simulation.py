@@ -113,7 +113,11 @@ def predict_divergence(
 
 
 def draw_row(
-    seed: int, number: int, numel: int, dtype: str, random: np.random.RandomState | None = None
+    seed: int,
+    number: int,
+    numel: int,
+    dtype: str,
+    random: np.random.RandomState | None = None,
 ) -> Row:
     # ``random`` is seeded again: another generator would cost ten times as much as a short row.
     # The only generator with the same numbers in all versions of numpy. Its seed has 32 bits.
@@ -343,7 +347,9 @@ def simulate(
 
 
 def _make_problem(
-    layout: Layout, steps: Sequence[Sequence[int | str]], src: Sequence[Placement | str] | None
+    layout: Layout,
+    steps: Sequence[Sequence[int | str]],
+    src: Sequence[Placement | str] | None,
 ) -> Problem:
     named = {layout.axis_index(axis) for step in steps for axis in step}
     if src is None:
@@ -456,7 +462,12 @@ class _Stages:
         for step, stage in enumerate(self.stages):
             pieces = order.ring_chunks(numel, stage.siblings.size, itemsize(self.dtype))
             adder = Adder(
-                self.layout, stage.axes, stage.siblings, self.algorithm, pieces, self.dtype
+                self.layout,
+                stage.axes,
+                stage.siblings,
+                self.algorithm,
+                pieces,
+                self.dtype,
             )
             found: dict[int, Row] = {}
             inputs, last = list[Row](), list[int]()

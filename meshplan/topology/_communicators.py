@@ -13,7 +13,8 @@ _RING = re.compile(r"Channel (\d{1,4})/\d{1,4} :((?: +\d{1,9})+)\s*(\.\.\.)?", r
 _RING_HOP = re.compile(r"Ring (\d{1,4}) : (\d{1,9}) -> (\d{1,9}) -> (\d{1,9})", re.ASCII)
 # Children -> rank -> parent.
 _TREE = re.compile(
-    r"\[(\d{1,4})\] (-?\d{1,9}(?:/-?\d{1,9})*)->(\d{1,9})->(-?\d{1,9})(?![/\d|])", re.ASCII
+    r"\[(\d{1,4})\] (-?\d{1,9}(?:/-?\d{1,9})*)->(\d{1,9})->(-?\d{1,9})(?![/\d|])",
+    re.ASCII,
 )
 
 

@@ -475,7 +475,10 @@ def _read_remote(nvml: Any, handle: Any, link: int, buses: set[str]) -> str:
     try:
         kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
     except nvml.NVMLError as error:
-        if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+        if error.value not in (
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        ):
             raise
         kind = _UNKNOWN
     if kind in (_SWITCH, _CPU):

@@ -107,7 +107,9 @@ def _find_domains(
 
 
 def _count_domain_gpus(
-    locations: Sequence[RankLocation], hosts: Sequence[int], domains: Sequence[int] | None
+    locations: Sequence[RankLocation],
+    hosts: Sequence[int],
+    domains: Sequence[int] | None,
 ) -> int | None:
     """GPUs of each domain, where that number is known and the same for all."""
     if domains is None:
@@ -169,7 +171,8 @@ def _check(
     if len(nodes_of) > 1:
         first_host = dict(reversed(list(zip(nodes, hosts, strict=True))))
         usual, others = _split_usual(
-            nodes_of, lambda nodes: _show_hosts([first_host[node] for node in nodes], names)
+            nodes_of,
+            lambda nodes: _show_hosts([first_host[node] for node in nodes], names),
         )
         most = _count(len(nodes_of[usual]), "node")
         yield Note(f"ranks per node differ: {usual} on {most}; {others}")

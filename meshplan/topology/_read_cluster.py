@@ -198,7 +198,10 @@ def read_rank_file(name: str) -> Assignment:
 
 
 def plan_hosts(
-    inputs: Inputs, world_size: int, environ: Mapping[str, str], kinds: Sequence[HostKind]
+    inputs: Inputs,
+    world_size: int,
+    environ: Mapping[str, str],
+    kinds: Sequence[HostKind],
 ) -> HostPlan | None:
     """The hosts of a job; ``None`` if no input describes them. Without hosts from the user the
     environment counts: Slurm's variables of a job step, and torchrun's ``LOCAL_WORLD_SIZE`` if
@@ -465,7 +468,10 @@ def _build_from_nodes(
 
 
 def _build_from_plan(
-    size: int | None, plan: HostPlan, kinds: Sequence[HostKind], notes: tuple[SourcedNote, ...]
+    size: int | None,
+    plan: HostPlan,
+    kinds: Sequence[HostKind],
+    notes: tuple[SourcedNote, ...],
 ) -> Cluster:
     for host, ranks in enumerate(plan.per_host) if kinds else ():
         kind = kinds[plan.kinds[host]]

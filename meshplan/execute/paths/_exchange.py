@@ -63,7 +63,14 @@ def _exchange_in_place(tensor: Tensor, step: Step, group: ProcessGroup, wire: Wi
     parts = [flat[start : start + width] for start in range(0, ranks * width, width)]
     own = parts[rank].numel()
     leaves = wire.start_exchange(parts, group, room=[row[:own] for row in rows])()
-    reduce_into(rows[rank][:own], leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
+    reduce_into(
+        rows[rank][:own],
+        leaves,
+        step.op,
+        step.sizes,
+        step.contract,
+        divisor=step.divisor,
+    )
     whole = wire.start_gather(rows[rank], group, result)()
     return whole[: flat.numel()].view(tensor.shape)
 

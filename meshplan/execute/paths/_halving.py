@@ -106,7 +106,11 @@ def why_not_simulated() -> str:
 
 
 def _reduction(
-    tensor: Tensor, step: Step, groups: StepGroups, wire: Wire, cuts: Sequence[int] | None = None
+    tensor: Tensor,
+    step: Step,
+    groups: StepGroups,
+    wire: Wire,
+    cuts: Sequence[int] | None = None,
 ) -> HalvedReduction:
     assert step.op is not None
     assert step.contract is not None
@@ -173,7 +177,12 @@ class HalvedReduction:
         cuts: Sequence[int] | None = None,
         raised: bool = False,  # ranks bring partials, on which the tree goes on
     ) -> None:
-        self._op, self._contract, self._divisor, self._dtype = op, contract, divisor, dtype
+        self._op, self._contract, self._divisor, self._dtype = (
+            op,
+            contract,
+            divisor,
+            dtype,
+        )
         self._numel, self._cuts = numel, cuts
         self._partial = partial_dtype(op, dtype, contract)
         self._leaf = self._partial if raised else dtype

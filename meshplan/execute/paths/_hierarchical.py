@@ -154,7 +154,8 @@ class Levels:
             raised=True,
         )
         self.run = partial(
-            run_stages, send_round=partial(wire.start_round, group=outer, device=tensor.device)
+            run_stages,
+            send_round=partial(wire.start_round, group=outer, device=tensor.device),
         )
 
     def all_reduce(self, chunk: Tensor, place: Tensor | None = None) -> Stages[Tensor]:
@@ -200,7 +201,10 @@ class Levels:
                 (yield from self._between.reduce(messages)), combined.shape[:-1]
             )
         served = share_owners(self._outer_sizes)
-        cuts = [0, *accumulate(sum(lengths[block] for block in blocks) for blocks in served)]
+        cuts = [
+            0,
+            *accumulate(sum(lengths[block] for block in blocks) for blocks in served),
+        ]
         message = torch.cat([pieces[block] for blocks in served for block in blocks])
         halved = self._halved(numel=message.numel(), cuts=cuts)
         finished = halved.finish((yield from halved.reduce(message)))

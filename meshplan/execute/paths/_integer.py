@@ -113,7 +113,13 @@ class IntegerPath(Path):
             to_integers(part, code, ranks, accumulator, out)
         total = messages.sum_rows(rows)[: words * lengths[rank]].view(words, -1)
         finish = partial(
-            from_integers, total, codes[rank], ranks, accumulator, flat.dtype, step.divisor
+            from_integers,
+            total,
+            codes[rank],
+            ranks,
+            accumulator,
+            flat.dtype,
+            step.divisor,
         )
         finished, found = finish()
         if self.verify:

@@ -65,7 +65,11 @@ class SharedMemoryPath(Path):
         return Outcome(found, wire.log, pending)
 
     def prepare(
-        self, shape: tuple[int, ...], dtype: torch.dtype, step: Step, peers: Communicator[Any]
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        step: Step,
+        peers: Communicator[Any],
     ) -> Callable[[Tensor, Tensor, int], None]:
         """The kernel's call without an operator: reduces its first tensor into its second one, both
         contiguous. Its last argument is the word of its ticket. In a ``reduce_scatter`` the second
@@ -87,7 +91,12 @@ class SharedMemoryPath(Path):
         return partial(peers.run, call)
 
     def _reduce(
-        self, message: Tensor, parts: list[int], step: Step, groups: StepGroups, wire: Wire
+        self,
+        message: Tensor,
+        parts: list[int],
+        step: Step,
+        groups: StepGroups,
+        wire: Wire,
     ) -> Tensor:
         contract, peers = step.contract, groups.peers
         assert contract is not None

@@ -198,7 +198,8 @@ class _Parser:
         if gpus[0] == 0:
             if self.first_header and gpus != self.first_header:
                 raise TopologyInputError(
-                    "another header with other GPUs; pass the output of one host", line=number
+                    "another header with other GPUs; pass the output of one host",
+                    line=number,
                 )
             repeated, self.first_header = bool(self.first_header), gpus
             if repeated:
@@ -264,7 +265,8 @@ class _Parser:
         self.cells += more
         if self.cells > _MOST_CELLS or len(self.repeats) > _MOST_ROWS:
             raise TopologyInputError(
-                f"more than {_MOST_CELLS} cells; pass the output of one host", line=number
+                f"more than {_MOST_CELLS} cells; pass the output of one host",
+                line=number,
             )
 
 
@@ -299,7 +301,10 @@ class GpuTable:
         table.gpus = tuple(sorted(columns))
         parser.check_repeats(len(columns))
         width = max(
-            [len(columns) + len(parser.nics), *(len(row.cells) for row in parser.rows.values())]
+            [
+                len(columns) + len(parser.nics),
+                *(len(row.cells) for row in parser.rows.values()),
+            ]
         )
         position = {gpu: at for at, gpu in enumerate(columns)}
         for gpu, row in parser.rows.items():

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from meshplan.errors import TopologyInputError
 
 MARK = "NCCL INFO "
-_PREFIX, _LONGEST = 500, 100_000  # characters that are searched before the mark, and of a line
+_PREFIX, _LONGEST = (
+    500,
+    100_000,
+)  # characters that are searched before the mark, and of a line
 _MOST_MEMBERS = 40_000  # ranks of all communicators together, which take a second or two
 
 # One scan finds the lines that matter: a log is mostly lines of transports and collectives.

@@ -82,7 +82,12 @@ def read(text: str) -> Reading:
     names = tuple(name for name, _, _ in hosts)
     kind = "kubectl get nodes"
     return Reading(
-        kind, nodes=nodes, complete=True, notes=tuple(notes), names=names, scope="cluster"
+        kind,
+        nodes=nodes,
+        complete=True,
+        notes=tuple(notes),
+        names=names,
+        scope="cluster",
     )
 
 

@@ -195,7 +195,10 @@ def _summarize(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]
     for what, lines in (
         ("rings", [ring for member in members for ring in member.rings]),
         ("ranks with trees", [member.trees for member in members if member.trees]),
-        ("lines of single rings and trees", [hop for member in members for hop in member.hops]),
+        (
+            "lines of single rings and trees",
+            [hop for member in members for hop in member.hops],
+        ),
     ):
         for line, body in lines[:_SHOWN]:
             cut = " (the line is cut)" if what == "rings" and _is_cut(body, members[0].size) else ""

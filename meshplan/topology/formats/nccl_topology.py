@@ -378,7 +378,11 @@ class _System:
                 f"{n} on GPU {format_spans(g.index for g in gs)}" for n, gs in most[:8]
             )
             few = min(most[1][1], key=lambda gpu: gpu.element.line)
-            yield Note(f"GPUs have different numbers of links: {found}", "MP201", few.element.line)
+            yield Note(
+                f"GPUs have different numbers of links: {found}",
+                "MP201",
+                few.element.line,
+            )
         uneven = next(((p, n) for p, n in sorted(pairs.items()) if n[0] != n[1]), None)
         if uneven is not None:
             (one, other), (there, back) = uneven

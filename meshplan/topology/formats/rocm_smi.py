@@ -97,7 +97,8 @@ def _split_rows(
             columns = _number_columns(words, line, name)
         elif len(words) != len(columns) + 1:
             raise TopologyInputError(
-                f"{words[0]} has {len(words) - 1} cells for {len(columns)} columns", line=line
+                f"{words[0]} has {len(words) - 1} cells for {len(columns)} columns",
+                line=line,
             )
         elif words[0] not in columns or words[0] in rows:
             raise TopologyInputError(f"a second row, or no column, of {words[0]}", line=line)
