@@ -92,7 +92,7 @@ def test_an_option_is_the_same_in_all_verbs() -> None:
             for option in action.option_strings:
                 # Their values and defaults are those of the verb.
                 special = option in ("--backend", "--dtype", "--numel", "--algorithm", "--from")
-                special |= option in ("--node-size", "--reduce-order", "--output-file")
+                special |= option in ("--node-size", "--reduce-order", "--output-file", "--strict")
                 found.setdefault(option, set()).add(
                     (action.metavar, "" if special else str(action.help))
                 )

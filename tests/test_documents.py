@@ -48,7 +48,7 @@ def test_readme_sets_up_a_fresh_clone(tmp_path: Path) -> None:
     assert {"make demo", "make test", 'pip install -e ".[torch]"'} <= set(commands)
     subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path], check=True)
     for verb, program in (("demo", "examples/jagged_mesh.py"), ("test", "pytest")):
-        words = ["make", "--dry-run", verb]
+        words = ["make", "--no-print-directory", "--dry-run", verb]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
         first, *rest = done.stdout.splitlines()
         assert first.endswith("-m venv .venv")

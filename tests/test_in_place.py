@@ -208,7 +208,14 @@ def test_tracing_sees_one_operator() -> None:
     assert run_ranks(ranks, 2) == [[["meshplan.exchange.default"]] * 3] * 2
 
 
-@pytest.mark.parametrize("compiled", [(), (0,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        (0,),
+        pytest.param((), marks=pytest.mark.full),
+        pytest.param((0, 1, 2), marks=pytest.mark.full),
+    ],
+)
 def test_graphs_and_eager_calls_issue_the_same_collectives(compiled: tuple[int, ...]) -> None:
     """Sizes that go in place and sizes that do not, by one graph that was traced for any size."""
 
