@@ -30,6 +30,24 @@ def default_inner() -> str:
     return "gloo"
 
 
+class ReservedName:
+    """A place among torch's groups for one that some ranks create before others. Torch names groups
+    by the number of those that a rank has (``split_group``, ``use_local_synchronization``), so it
+    must not depend on which of them have reduced.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = GroupName(f"{name}/reserved")
+        self._place = ProcessGroup(0, 1)  # type: ignore[call-arg]
+        self.reserve()
+
+    def reserve(self) -> None:
+        getattr(c10d, WORLD).pg_names[self._place] = self._name
+
+    def release(self) -> None:
+        getattr(c10d, WORLD).pg_names.pop(self._place, None)
+
+
 def create_inner_group(
     use: str,
     attempt: str = "",
@@ -43,6 +61,7 @@ def create_inner_group(
     timeout: timedelta,
     options: Any = None,
     across_jobs: bool = False,
+    place: ReservedName | None = None,
 ) -> ProcessGroup:
     """Create a plain group of the same ranks; every member calls it at the same time.
 
@@ -57,6 +76,7 @@ def create_inner_group(
         timeout: of its collectives.
         options: of the inner backend; ``None``: its own defaults.
         across_jobs: the ranks belong to several jobs, and ``ranks`` is empty.
+        place: that of the group.
 
     Raises:
         BackendError: torch does not have the backend.
@@ -86,6 +106,8 @@ def create_inner_group(
         pg_tag=f"meshplan/{name}/{use}",
         group_desc=f"meshplan:{use}",
     )
+    if place is not None:
+        place.release()
     members = ranks or range(size)
     getattr(c10d, WORLD).pg_group_ranks[group] = {one: i for i, one in enumerate(members)}
     assert isinstance(group, ProcessGroup)

@@ -177,6 +177,10 @@ class OrderedThread:
         """
         self._turn.abort.requested = True
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._turn.abort.requested
+
     def join(self) -> None:
         """Wait for all calls that were submitted; none of their errors is raised here."""
         with suppress(GroupStateError):

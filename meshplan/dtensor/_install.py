@@ -28,6 +28,7 @@ from meshplan._torch import (
     SEAM,
     TESTED_TORCH,
     WATCHED_FSDP_NAMES,
+    disable_current_modes,
     find_moved,
     redistribute_module,
     refuse_moved,
@@ -369,7 +370,8 @@ def prepare(
     """
     refuse_in_graph("meshplan.prepare")
     config = current_config() or Config()
-    layout = Layout.from_mesh(mesh)
+    with disable_current_modes():
+        layout = Layout.from_mesh(mesh)
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]
     sets = [layout.axis_indices(names) for names in axes] or [
         chosen for count in range(1, len(wide) + 1) for chosen in combinations(wide, count)

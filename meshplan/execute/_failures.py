@@ -91,7 +91,7 @@ def _found_out(roll: RollCall, rank: int) -> str:
         )
     if roll.seconds > 0:
         return "all of its ranks report it: look for one that came late, or a network that fails"
-    lost = "the store is lost, so no rank can be asked, and none on this host has ended; "
+    lost = "the store did not answer, so no rank can be asked, and none on this host has ended; "
     return f"{lost * roll.lost}look for a rank that ended, hangs or took another branch"
 
 

@@ -244,13 +244,16 @@ def attempt_store(prefix: str, backend: str, store: Store | None = None) -> Stor
     vote that allowed it: addresses that an earlier, failed creation left behind are never read.
     Raises GroupStateError in a thread other than the main thread if the store cannot be cloned.
     """
-    store = store or default_store()
+    given, store = store, store or default_store()
     # The fake backend connects no ranks.
     if is_worker_thread() and backend != "fake":
         # Who waits on a store keeps other threads from using it, on which ranks may wait in turn.
         try:
             store = store.clone()  # type: ignore[attr-defined]
         except (AttributeError, NotImplementedError, RuntimeError) as error:
+            if given is not None:
+                # The thread of a group: all members have voted, and connect without any other wait.
+                return PrefixStore(f"{prefix}/connect", store)
             raise GroupStateError(
                 f"a thread beside the main thread creates groups through a store of its own, and "
                 f"the default group's {type(store).__name__} has no clone(); give "

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from meshplan._aborts import THIS_THREAD
 from meshplan._calls import restarted_before
 from meshplan._torch import Store, default_group
 from meshplan.flatten._across_jobs import is_across_jobs, rank_in, store_of
@@ -179,6 +180,7 @@ def find_missing(
     Without a store only the state of processes on this host is known.
     """
     wait = roll_call_seconds(default_timeout(device_type, group), started)
+    deadline = time.perf_counter() + wait
     if is_forked():
         return RollCall()
     name = f"{'-'.join(map(str, ranks))} {name}"
@@ -189,8 +191,10 @@ def find_missing(
         )
         states = {rank: process_state(store, rank) for rank in absent}
     except (RuntimeError, ValueError):
+        if THIS_THREAD.abort is not None and THIS_THREAD.abort.requested:
+            return RollCall()
         # The store has gone with the rank that served it, or the default group with its owner.
-        return _without_store(group, ranks, time.perf_counter() + wait)
+        return _without_store(group, ranks, deadline)
     return RollCall(
         seconds=wait,
         late=late,
@@ -212,7 +216,8 @@ def _without_store(group: ProcessGroup, ranks: tuple[int, ...], deadline: float)
     while True:
         states = {r: _state(kept[r]) if r in kept else "unknown" for r in ranks if r != own}
         ended, stopped = _in_state(states, "ended"), _in_state(states, "stopped")
-        if ended or stopped or time.perf_counter() > deadline:
+        done = "alive" not in states.values() or time.perf_counter() > deadline
+        if ended or stopped or done:
             return RollCall(ended=ended, stopped=stopped, lost=not (ended or stopped))
         time.sleep(_POLL_SECONDS)
 

@@ -253,3 +253,21 @@ def reduce_alone(rank: int) -> list[Any]:
 def test_a_group_of_one_rank_stays_as_it_is() -> None:
     for found in run_ranks(reduce_alone, 2, backend="meshplan"):
         assert found == [2.0, 2.0, True, 4.0, 4.0, False]
+
+
+def connect_stages(rank: int) -> float:
+    """Stage 0 has reduced, stage 1 has not, and one rank of each creates a group with the other."""
+    stages = [dist.new_group(ranks, backend="meshplan") for ranks in ([0, 1], [2, 3])]
+    if rank < 2:
+        reduce(stages[0])
+    if rank in (0, 3):
+        return 2.0
+    # Torch names it by the number of groups that this rank has.
+    both = dist.new_group(
+        [1, 2], backend="meshplan", use_local_synchronization=True, timeout=timedelta(seconds=20)
+    )
+    return reduce(both)
+
+
+def test_ranks_that_have_reduced_create_groups_with_others() -> None:
+    assert run_ranks(connect_stages, 4, backend="meshplan") == [2.0] * 4

@@ -222,7 +222,10 @@ def test_lost_store_is_why_ranks_on_other_hosts_are_not_named() -> None:
         return message
 
     message = run_job(ranks, 2, init=False)[1].value
-    assert "the store is lost, so no rank can be asked, and none on this host has ended" in message
+    assert (
+        "the store did not answer, so no rank can be asked, and none on this host has ended"
+        in message
+    )
 
 
 class TestMessages(TestCase):
