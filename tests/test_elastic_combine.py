@@ -112,6 +112,8 @@ def sum_step(
     shards = groups[1].size()
     for round in range(dealt.rounds):
         repeated, last = dealt.is_repeated(round), round + 1 == dealt.rounds
+        for tree in sums._trees.values() if round else ():
+            assert len(tree._kept) == (round * ranks).bit_count()
         sums.begin(round * ranks, repeated=repeated, last=last)
         found = [leaf.clone() for leaf in leaves[dealt.index(round)]]
         if ddp:

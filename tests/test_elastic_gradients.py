@@ -282,18 +282,24 @@ def test_tensor_parallel_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Pa
     assert run(1, 1, "second") == wanted[2:]
 
 
-def test_repeated_micro_batch_leaves_random_numbers_as_they_were() -> None:
+def test_repeated_micro_batch_leaves_random_numbers_and_buffers_as_they_were() -> None:
     """Of 3 micro-batches on 2 ranks, the second rank repeats its one in the last round."""
 
     def run(rank: int) -> list[float]:
-        model = DistributedDataParallel(Model())
-        accumulator = GradientAccumulator(model, 3)
+        mesh = mesh_of((2,))
+        model = shard(mesh)
+        for name in ("written", "replaced"):
+            model.register_buffer(name, torch.zeros(1))
+        accumulator = GradientAccumulator(model, 3, mesh)
         torch.manual_seed(rank)
         for round in range(2):
             with accumulator.round():
                 model(accumulator.micro_batches.index(round)).backward()
                 torch.rand(1)
+                model.written += 1
+                model.replaced = model.replaced + 1
         accumulator.finish()
+        assert model.written.item() == model.replaced.item() == 2 - rank
         return torch.rand(1).tolist()  # type: ignore[no-any-return]
 
     for rank, found in enumerate(run_ranks(run, 2, backend="meshplan")):
@@ -348,12 +354,12 @@ class TestErrors(TestCase):
             ]
             for error, options in (
                 (ContractError, {"contract": Contract(order="rank")}),
-                (ElasticError, {"contract": Contract(accumulate="float64")}),
+                (ContractError, {"contract": Contract(accumulate="float64")}),
                 (ElasticError, {"policy": "fast"}),
             ):
                 pg_options = meshplan.BackendOptions(**options)  # type: ignore[arg-type]
                 group = dist.new_group(backend="meshplan", pg_options=pg_options)
-                model = DistributedDataParallel(Model(), process_group=group)
+                model = DistributedDataParallel(Model(torch.float64), process_group=group)
                 texts.append(refuse(partial(GradientAccumulator, model, M), error))
             return texts
 
@@ -362,15 +368,15 @@ class TestErrors(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP902: 2 data-parallel ranks for 1 micro-batches in a step; use 1 to 1 ranks, so that each has a micro-batch
+MP902: ranks=2 of data parallelism for 1 micro-batches in a step; pass at least 1 and at most 1, so that each rank has a micro-batch
 MP902: model is a Model; pass a DistributedDataParallel, or a model after fully_shard and its mesh
 MP902: model is a FSDPModel; pass a DistributedDataParallel, or a model after fully_shard and its mesh
 MP902: parameter 'weights.0' is not sharded over DeviceMesh((ddp=2), 'cpu', stride=(1,)); pass the mesh that fully_shard got, and shard all parameters over it
 MP902: parameter 'weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
 MP902: parameter 'module.weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
 MP901: the model has a group of the backend 'gloo', which reduces in its own order; call torch.distributed.init_process_group('meshplan'), or pass a group of new_group(backend='meshplan')
-MP411: sums under v1/rank/wide/once cannot be made of subtrees; use Contract(order='tree')
-MP902: parameter 'module.weights.0' is torch.float32, to which each round would be rounded under v1/tree/float64/once; use accumulate='wide'
+MP411: gradients under v1/rank/wide/once cannot be added in rounds; use Contract(order='tree', accumulate='wide')
+MP411: gradients under v1/tree/float64/once cannot be added in rounds; use Contract(order='tree', accumulate='wide')
 MP902: a group reduces under v1/tree/wide/once with policy='fast', another under v1/tree/wide/once; pass the same BackendOptions of policy='deterministic' to all groups""",
         )
 
@@ -387,6 +393,7 @@ MP902: a group reduces under v1/tree/wide/once with policy='fast', another under
 
             texts = [refuse(accumulator.finish), refuse(lambda: backward(9))]
             texts.append(refuse(lambda: backward(rank)))
+            texts.append(refuse(lambda: model(rank).backward()))
             model = shard(mesh)
             texts.append(refuse(lambda: GradientAccumulator(model, 4 << rank, mesh)))
             texts.append(refuse(lambda: GradientAccumulator(model, 4, mesh, seed=rank or None)))
@@ -415,6 +422,12 @@ MP902: a group reduces under v1/tree/wide/once with policy='fast', another under
             accumulator = GradientAccumulator(model, 4, mesh)
             texts.append(refuse(lambda: model.set_all_reduce_hook(print)))
             texts.append(refuse(lambda: model(rank).backward()))
+            texts += [refuse(lambda: backward(rank)), refuse(accumulator.finish)]
+            model = shard(mesh)
+            accumulator = GradientAccumulator(model, 4, mesh)
+            backward(rank)
+            model.weights[1].requires_grad_(False)
+            texts.append(refuse(lambda: backward(rank)))
             model = shard(mesh)
             accumulator = GradientAccumulator(model, 4, mesh)
             model.set_custom_reduce_scatter(ReduceScatter())
@@ -431,20 +444,24 @@ MP902: a group reduces under v1/tree/wide/once with policy='fast', another under
             """\
 MP902: 0 of 2 rounds are done; compute 2 micro-batches on each rank before finish
 MP902: parameter 'weights.0' got several gradients in round 0, whose sum depends on the number of ranks; call backward once in it, and shard a module that forward calls several times with its parent
-MP902: an exception ended round 0; call reset on every rank, and begin the step again
+MP902: an exception ended round 0, or backward was called outside of it; call reset on every rank, and begin the step again
+MP902: backward was called outside of GradientAccumulator.round; call it inside
 MP902: data-parallel rank 1 has (micro_batches, seed) = (8, None), rank 0 (4, None); pass the same on all ranks
 MP902: data-parallel rank 1 has (micro_batches, seed) = (4, 1), rank 0 (4, None); pass the same on all ranks
 MP902: all 2 rounds of this step are done; call finish, and then the optimizer, or reset to begin the step again
 MP902: divisor=0; pass an integer from 1 to 2**63 - 1
 MP902: data-parallel rank 1 has (divisor, finished steps) = (9, 0), rank 0 (8, 0); pass the same divisor and load the same checkpoint on all ranks
 MP902: got 1 values for 2 rounds; pass one for each round of this rank
-MP902: parameter 'weights.0' has a gradient before the round; call optimizer.zero_grad(set_to_none=True) after each step, and backward inside of round only
-MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by GradientAccumulator.finish(divisor=...)
+MP902: parameter 'weights.0' has a gradient before the round; call optimizer.zero_grad() after each step, and backward inside of round only
+MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; pass a divisor to GradientAccumulator.finish, and set no hook
 MP902: FSDP2 does not sum a round; leave set_force_sum_reduction_for_comms as GradientAccumulator sets it
 MP902: gradients are reduced in torch.bfloat16, which rounds the sum of each round; pass MixedPrecisionPolicy(reduce_dtype=torch.float32)
-MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by GradientAccumulator.finish(divisor=...)
+MP902: GradientAccumulator sets FSDP2's divide factor and all-reduce hook; pass a divisor to GradientAccumulator.finish, and set no hook
 MP902: backward was called outside of GradientAccumulator.round; call it inside
-MP902: FSDP2 reduced the shards of module '' by another reduce-scatter; set yours, or call meshplan.integrations.fsdp.apply, before GradientAccumulator
+MP902: an exception ended round 0, or backward was called outside of it; call reset on every rank, and begin the step again
+MP902: an exception ended round 0, or backward was called outside of it; call reset on every rank, and begin the step again
+MP902: parameter 'weights.1' was frozen, or trained again, within the step; set requires_grad between steps
+MP902: FSDP2 reduced the shards of module 'root' by another reduce-scatter; call integrations.fsdp.apply before GradientAccumulator, and set none after it
 MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
 MP902: a round ended without a reduction, and FSDP2 adds its gradients to the next ones; make the model again from the last checkpoint""",
         )
@@ -462,12 +479,23 @@ MP902: a round ended without a reduction, and FSDP2 adds its gradients to the ne
             texts = [refuse(backward)]
             model = DistributedDataParallel(Model())
             GradientAccumulator(model, M)
-            return "\n".join([*texts, refuse(lambda: model(rank).backward())])
+            texts.append(refuse(lambda: model(rank).backward()))
+            model = DistributedDataParallel(Model())
+            accumulator = GradientAccumulator(model, M)
+
+            def backward_on_one_rank() -> None:
+                with accumulator.round():
+                    if rank == 0:
+                        model(rank).backward()
+
+            return "\n".join([*texts, refuse(backward_on_one_rank)])
 
         found = run_ranks(run, 2, backend="meshplan")
         self.assertExpectedInline(
-            found[0],
+            "\n".join([*found[:1], found[1].splitlines()[-1]]),
             """\
 MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
-MP902: backward was called outside of GradientAccumulator.round; call it inside""",
+MP902: backward was called outside of GradientAccumulator.round; call it inside
+MP902: data-parallel rank 1 raised an error in round 0, as its log states; call reset on every rank, and begin the step again
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)""",
         )

@@ -270,21 +270,34 @@ class Branches(nn.Module):
         return self.layers[g % 2](x).sum()  # type: ignore[no-any-return]
 
 
+class Twice(Branches):
+    """Calls a layer twice; the backward of some micro-batches does not reach its second call."""
+
+    def forward(self, g: int) -> Tensor:
+        first, layer = self.layers
+        once = layer(first(torch.full((2, 6), g + 1.0)))
+        twice = layer(once)
+        return (once + (twice.detach() if g // 2 % 2 else twice)).sum()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_micro_batches_that_call_different_fsdp_modules_are_refused(ranks: int) -> None:
-    """Ranks would gather the weights, and add the gradients, of different modules."""
+@pytest.mark.parametrize("kind", [Branches, Twice])
+def test_micro_batches_that_reduce_different_gradients_are_refused(
+    kind: type[Branches], ranks: int
+) -> None:
+    """The sums would be of gradients of different modules, or of different calls of one."""
 
     def run(rank: int) -> str:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
-        model = Branches()
+        model = kind()
         for module in (*model.layers, model):
             fully_shard(module, mesh=mesh)
         return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
 
     text = (
-        "MP902: micro-batches of the step call different FSDP modules, or parameters were frozen "
-        "within it; call the same modules in the same order in each, or shard a module that some "
-        "do not call with its parent"
+        "MP902: micro-batches of the step call different FSDP modules, or their backward reaches "
+        "different calls; call and reach the same ones in the same order in each, or shard a module "
+        "that differs with its parent"
     )
     assert run_ranks(run, ranks, backend="meshplan") == [text] * ranks
 
@@ -295,6 +308,7 @@ def test_torch_without_zeros_for_unused_parameters_refuses_them() -> None:
     def run(rank: int) -> str:
         if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             del FSDPModule.set_reduce_scatter_unused_params
+        assert frozen("fsdp", 2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
         model = fully_shard(Branches(), mesh=mesh)
         return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
@@ -342,7 +356,8 @@ def test_gradients_that_a_failed_backward_left_in_fsdp_are_refused() -> None:
         return refuse(forward)
 
     assert run_ranks(run, 1, backend="meshplan") == [
-        "MP902: an exception ended round 0; call reset on every rank, and begin the step again"
+        "MP902: an exception ended round 0, or backward was called outside of it; call reset on "
+        "every rank, and begin the step again"
     ]
 
 

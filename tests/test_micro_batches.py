@@ -100,9 +100,9 @@ class TestErrors(TestCase):
         self.assertExpectedInline(
             "\n".join(messages),
             """\
-MP902: 17 data-parallel ranks for 16 micro-batches in a step; use 1 to 16 ranks, so that each has a micro-batch
-MP902: 2 data-parallel ranks for 1 micro-batches in a step; use 1 to 1 ranks, so that each has a micro-batch
-MP902: 0 data-parallel ranks for 7 micro-batches in a step; use 1 to 7 ranks, so that each has a micro-batch
+MP902: ranks=17 of data parallelism for 16 micro-batches in a step; pass at least 1 and at most 16, so that each rank has a micro-batch
+MP902: ranks=2 of data parallelism for 1 micro-batches in a step; pass at least 1 and at most 1, so that each rank has a micro-batch
+MP902: ranks=0 of data parallelism for 7 micro-batches in a step; pass at least 1 and at most 7, so that each rank has a micro-batch
 MP902: rank 4 of 4 ranks; pass one from 0 to 3
 MP902: 0 micro-batches in a step; pass an integer of at least 1
 MP902: the checkpoint has 8 micro-batches in a step, this job 16; their number is fixed for a run, pass 8

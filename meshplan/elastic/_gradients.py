@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,8 +19,8 @@ from meshplan.elastic._combine import exact_sum
 from meshplan.elastic._hooks import (
     LeafSums,
     check_batch_norms,
-    find_batch_norms,
     keep_bucket,
+    keep_buffers,
     reduces_zeros,
     reset_shards,
     sum_shards,
@@ -82,7 +82,7 @@ class GradientAccumulator:
             ElasticError: more ranks than micro-batches, a model that is not supported, or other
                 numbers on another rank.
             IntegrationError: groups of another backend, or parameters on several meshes.
-            ContractError: a contract of another order than ``"tree"``.
+            ContractError: another contract than of ``order="tree"`` and ``accumulate="wide"``.
         """
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -100,24 +100,20 @@ class GradientAccumulator:
         self._contract = groups[0].options.contract
         self._groups = groups
         check_options(groups)
-        self._checked = {name for name, one in self._parameters.items() if one.requires_grad}
-        self._check(self._checked)
-        rank, self._ranks = 0, 1
+        rank, ranks = 0, 1
         for group in groups:
-            rank, self._ranks = (
-                rank * group.size() + group.rank(),
-                self._ranks * group.size(),
-            )
+            rank = rank * group.size() + group.rank()
+            ranks *= group.size()
         self._check_agreement(micro_batches, seed)
-        self.micro_batches = MicroBatches(micro_batches, ranks=self._ranks, rank=rank)
+        self.micro_batches = MicroBatches(micro_batches, ranks=ranks, rank=rank)
         self._seed = seed
-        self._norms = find_batch_norms(model)
-        self._unreduced = self._failed = False
+        self._unreduced = False
         self._round = 0
         # Those of the last round, whose memory gets the means.
         self._gradients: dict[str, Tensor] = {}
-        # Parameters that this rank's micro-batches of the step use, and how many gradients this
-        # rank gave them in the round. Of those that are not watched, all with one are used.
+        # Parameters that are not frozen in the step, those that this rank's micro-batches use, and
+        # how many gradients it gave them in the round. Of those not watched, all with one are used.
+        self._trained: set[str] = set()
         self._used: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._watched: set[str] = set()
@@ -125,14 +121,14 @@ class GradientAccumulator:
         self._calls: list[str] = []
         self._sequences: set[str] = set()
         self._received: Counter[str] = Counter()
-        for name in self._checked:
-            self._count(name)
+        self._checked: set[str] = set()
+        self._check({name for name, one in self._parameters.items() if one.requires_grad})
         self._over_ddp = isinstance(model, DistributedDataParallel)
         self._sums = LeafSums(self._contract, groups, self._over_ddp)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(self._sums, keep_bucket)
         else:
-            sum_shards(model, self._ranks, self._sums)
+            sum_shards(model, ranks, self._sums)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
             watch_gradients(model, names, self._counts, self._watched, self._calls)
 
@@ -155,38 +151,48 @@ class GradientAccumulator:
         for counter in (self._counts, self._received):
             counter.clear()
         self._calls.clear()
-        self._failed = True
-        # What is computed again draws random numbers, but leaves those of the rank as they were.
+        # What is computed again leaves random numbers and buffers of the rank as they were.
         seeded = repeated or self._seed is not None
-        with seed_micro_batch(self._seed or 0, dealt.step, at) if seeded else nullcontext():
-            yield
+        try:
+            with (
+                keep_buffers(self._model) if repeated else nullcontext(),
+                seed_micro_batch(self._seed or 0, dealt.step, at) if seeded else nullcontext(),
+            ):
+                yield
+        finally:
+            self._sums.in_round = False
         found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
-        self._check_found(found)
+        refused = 1
+        try:
+            self._check_found(found)
+            refused = 0
+        finally:
+            # DDP's ranks exchange next, and would wait for one that raises.
+            every = self._gather([refused], torch.int64) if self._over_ddp else []
+        if any(every):
+            raise ElasticError(
+                f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
+                "its log states; call reset on every rank, and begin the step again"
+            )
         self._used |= self._counts.keys() | (found.keys() - self._watched)
         for name, parameter in self._parameters.items():
             if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
-        # Flat gradients are added: in all rounds they have the same parameters.
-        self._sequences.add(" ".join([*self._calls, *sorted(found)]))
+        # Flat gradients are added: those of the same parameters, as many times in all rounds.
+        turns = sorted(map(str, self._sums.turns.elements()))
+        self._sequences.add(" ".join([*self._calls, *sorted(found), *turns]))
         if self._over_ddp:
             with torch.no_grad():
                 self._sums.add_buckets(found[name] for name in self._parameters if name in found)
-        self._sums.in_round = False
         self._gradients = found if last else {}
         self._round += 1
         for name in found:
             self._parameters[name].grad = None
-        self._failed = False
+        self._sums.failed = False
 
     def _check_start(self) -> None:
-        self._check_unreduced()
-        if self._failed:
-            # Gradients that FSDP2 has not yet reduced would be added to those of this round.
-            raise ElasticError(
-                f"an exception ended round {self._round}; call reset on every rank, and begin the "
-                "step again"
-            )
-        check_batch_norms(self._norms)
+        self._check_failed()
+        check_batch_norms(self._model)
         if self._round == self.micro_batches.rounds:
             raise ElasticError(
                 f"all {self._round} rounds of this step are done; call finish, and then the "
@@ -196,9 +202,24 @@ class GradientAccumulator:
             if parameter.grad is not None:
                 raise ElasticError(
                     f"parameter {name!r} has a gradient before the round; call "
-                    "optimizer.zero_grad(set_to_none=True) after each step, and backward inside "
-                    "of round only"
+                    "optimizer.zero_grad() after each step, and backward inside of round only"
                 )
+        trained = {name for name, one in self._parameters.items() if one.requires_grad}
+        if self._round and trained != self._trained:
+            raise ElasticError(
+                f"parameter {min(trained ^ self._trained)!r} was frozen, or trained again, within "
+                "the step; set requires_grad between steps"
+            )
+        self._trained = trained
+
+    def _check_failed(self) -> None:
+        self._check_unreduced()
+        if self._sums.failed:
+            # Gradients that FSDP2 has not yet reduced would be added to those of this round.
+            raise ElasticError(
+                f"an exception ended round {self._round}, or backward was called outside of it; "
+                "call reset on every rank, and begin the step again"
+            )
 
     def _check_found(self, found: dict[str, Tensor]) -> None:
         reached = self._sums.reached
@@ -216,7 +237,7 @@ class GradientAccumulator:
                     "ignore none that is trained"
                 )
         # Without zeros in their place, FSDP2 adds gradients of different parameters that ranks use.
-        idle = {name for name in self._watched if not self._counts[name]}
+        idle = (self._watched & self._trained) - self._counts.keys()
         if idle and not reduces_zeros():
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
@@ -232,10 +253,7 @@ class GradientAccumulator:
                 "whose sum depends on the number of ranks; call backward once in it, and shard a "
                 "module that forward calls several times with its parent"
             )
-        self._check(found.keys() - self._checked)
-        for name in found.keys() - self._checked:
-            self._count(name)
-        self._checked |= found.keys()
+        self._check(found.keys())
 
     def finish(self, divisor: int | None = None) -> None:
         """Set ``parameter.grad`` to the mean over all micro-batches, and count a finished step.
@@ -250,9 +268,10 @@ class GradientAccumulator:
         It waits for the device, to compare all of this between ranks.
 
         Raises:
-            ElasticError: a round is missing, ``divisor`` is not a positive integer, or ranks differ
-                in it, in the number of finished steps or in the parameters that have gradients.
+            ElasticError: a round is missing or failed, ``divisor`` is not a positive integer, or
+                ranks differ in it, in the number of finished steps or in the reduced gradients.
         """
+        self._check_failed()
         rounds = self.micro_batches.rounds
         if self._round != rounds:
             raise ElasticError(
@@ -263,16 +282,19 @@ class GradientAccumulator:
             raise ElasticError(f"divisor={divisor!r}; pass an integer from 1 to 2**63 - 1")
         divisor = divisor or self.micro_batches.count
         self._check_step(divisor)
-        used = self._used_by_any_rank()
+        names = list(self._parameters)
+        flags = self._gather([int(name in self._used) for name in names], torch.int64)
+        used = {names[at % len(names)] for at, flag in enumerate(flags) if flag}
         with torch.no_grad():
             for name in used & self._gradients.keys():
+                whole = self._gradients[name]
                 # Autograd would record each access to the local tensor of a DTensor.
-                gradient = _local_of(self._gradients[name])
+                gradient = whole.to_local() if isinstance(whole, DTensor) else whole
                 mean = gradient.contiguous()
                 reduce_into(mean, [mean], "avg", (1,), self._contract, divisor=divisor)
                 if mean.data_ptr() != gradient.data_ptr():
                     gradient.copy_(mean)
-                self._parameters[name].grad = self._gradients[name]
+                self._parameters[name].grad = whole
         self._forget()
         self.micro_batches.finish_step()
 
@@ -299,12 +321,7 @@ class GradientAccumulator:
             )
 
     def _forget(self) -> None:
-        self._round, self._gradients, self._failed, self._sums.in_round = (
-            0,
-            {},
-            False,
-            False,
-        )
+        self._round, self._gradients, self._sums.failed = 0, {}, False
         self._used.clear()
         self._sequences.clear()
 
@@ -344,17 +361,15 @@ class GradientAccumulator:
             numbers = torch.cat(every).tolist()
         return numbers
 
-    def _check(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            check_parameter(name, self._parameters[name], self._mesh, self._contract)
-
-    def _count(self, name: str) -> None:
-        """Notice a second gradient of a parameter in one round."""
-
-        def notice(_: Tensor) -> None:
-            self._received.update((name,))
-
-        self._parameters[name].register_post_accumulate_grad_hook(notice)  # type: ignore[no-untyped-call]
+    def _check(self, names: Set[str]) -> None:
+        """Check parameters that get gradients, and notice a second one of each in a round."""
+        for name in sorted(names - self._checked):
+            parameter: Any = self._parameters[name]
+            check_parameter(name, parameter, self._mesh)
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: self._received.update((name,))
+            )
+        self._checked |= names
 
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
         """Refuse numbers that differ between ranks, on all of them."""
@@ -373,9 +388,8 @@ class GradientAccumulator:
 
     def _check_step(self, divisor: int) -> None:
         """Refuse steps that differ between ranks, on all of them."""
-        calls = mix(*sorted(self._sequences)) >> 1
-        numbers = [divisor, self.micro_batches.step, len(self._sequences), calls]
-        found = self._differing_rank(numbers)
+        numbers = [divisor, self.micro_batches.step, len(self._sequences)]
+        found = self._differing_rank([*numbers, mix(*sorted(self._sequences)) >> 1])
         if found and found[1][:2] != found[2][:2]:
             rank, other, first = found
             raise ElasticError(
@@ -386,29 +400,13 @@ class GradientAccumulator:
         if found or len(self._sequences) > 1:
             # One rank alone would reduce them, and several ranks those of each other.
             raise ElasticError(
-                "micro-batches of the step call different FSDP modules, or parameters were frozen "
-                "within it; call the same modules in the same order in each, or shard a module "
-                "that some do not call with its parent"
+                "micro-batches of the step call different FSDP modules, or their backward reaches "
+                "different calls; call and reach the same ones in the same order in each, or shard "
+                "a module that differs with its parent"
             )
-
-    def _used_by_any_rank(self) -> set[str]:
-        """The parameters that some micro-batch of the step uses."""
-        # All ranks have the same gradients, and so leave here together.
-        if self._ranks == 1 or not self._watched:
-            return self._used
-        flags = self._gather([int(name in self._used) for name in self._parameters], torch.int64)
-        names = list(self._parameters)
-        return {names[at % len(names)] for at, flag in enumerate(flags) if flag}
 
     def _differing_rank(self, mine: list[int]) -> tuple[int, list[int], list[int]] | None:
         """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
         every = self._gather(mine, torch.int64)
-        for rank in range(self._ranks):
-            other = every[rank * len(mine) : (rank + 1) * len(mine)]
-            if other != every[: len(mine)]:
-                return rank, other, every[: len(mine)]
-        return None
-
-
-def _local_of(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        rows = [every[at : at + len(mine)] for at in range(0, len(every), len(mine))]
+        return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)

@@ -4,6 +4,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,24 +46,26 @@ class LeafSums:
         self._width = self._shards[0].size() if self._shards else 1
         # Of each FSDP module, and of each time that the backward of a round reduces it.
         self._trees: dict[tuple[object, int], TreeSum] = {}
-        self._turns: Counter[object] = Counter()
+        self.turns: Counter[object] = Counter()
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
         # The ``id`` of each parameter in DDP's buckets of the round.
         self.reached: set[int] = set()
-        self.in_round = False
+        # Whether gradients are reduced now, and whether some are of no finished round.
+        self.in_round = self.failed = False
 
     def begin(self, first: int, *, repeated: bool, last: bool) -> None:
         """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
         self._first, self._repeated, self._last, self._blocks = first, repeated, last, []
-        self._turns.clear()
+        self.turns.clear()
         self.reached.clear()
-        self.in_round = True
+        self.in_round = self.failed = True
         if first == 0:
             self._trees.clear()
 
     def check_round(self) -> None:
         """Refuse gradients that are of no round."""
         if not self.in_round:
+            self.failed = True
             raise ElasticError(
                 "backward was called outside of GradientAccumulator.round; call it inside"
             )
@@ -90,12 +93,11 @@ class LeafSums:
             blocks = [(1, [torch.full_like(output, _NO_LEAF) if self._repeated else output])]
         if not blocks:
             raise ElasticError(
-                f"FSDP2 reduced the shards of module {name!r} by another reduce-scatter; set "
-                "yours, or call meshplan.integrations.fsdp.apply, before GradientAccumulator"
+                f"FSDP2 reduced the shards of module {name or 'root'!r} by another reduce-scatter; "
+                "call integrations.fsdp.apply before GradientAccumulator, and set none after it"
             )
-        key = name, self._turns[name]
-        self._turns[name] += 1
-        tree = self._trees.setdefault(key, TreeSum(self._contract))
+        self.turns[name] += 1
+        tree = self._trees.setdefault((name, self.turns[name]), TreeSum(self._contract))
         for group in self.replicas:
             blocks = self._exchange(group, [block for _, (block,) in blocks])
         for size, block in blocks:
@@ -133,7 +135,7 @@ class LeafSums:
         for one in gradients:
             last = buckets[-1] if buckets else []
             full = sum(map(Tensor.numel, last)) + one.numel() > _BUCKET_ELEMENTS
-            if not last or full or last[0].dtype is not one.dtype:
+            if not last or full or (last[0].dtype, last[0].device) != (one.dtype, one.device):
                 buckets.append(last := [])
             last.append(one)
         for at, bucket in enumerate(buckets):
@@ -232,30 +234,37 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _refuse(*_: object, **__: object) -> None:
     raise ElasticError(
-        "GradientAccumulator sets FSDP2's divide factor and all-reduce hook; divide once, by "
-        "GradientAccumulator.finish(divisor=...)"
+        "GradientAccumulator sets FSDP2's divide factor and all-reduce hook; pass a divisor to "
+        "GradientAccumulator.finish, and set no hook"
     )
 
 
-def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose statistics, while they train, depend on the number of ranks, by name."""
-    return {
-        name: one
-        for name, one in model.named_modules()
-        if isinstance(one, BatchNorm)
+def check_batch_norms(model: nn.Module) -> None:
+    """Refuse modules that train, and whose statistics depend on the number of ranks."""
+    for name, norm in model.named_modules():
+        if not isinstance(norm, BatchNorm) or not norm.training:
+            continue
         # The running ones are of a rank's micro-batches; SyncBatchNorm normalizes over a round.
-        and (one.running_mean is not None or isinstance(one, nn.SyncBatchNorm))
-    }
-
-
-def check_batch_norms(norms: Mapping[str, nn.Module]) -> None:
-    """Refuse those of ``find_batch_norms`` that train."""
-    for name, norm in norms.items():
-        if norm.training:
+        if norm.running_mean is not None or isinstance(norm, nn.SyncBatchNorm):
             raise ElasticError(
                 f"module {name!r} is a {type(norm).__name__}, whose statistics depend on the "
                 "number of ranks; use LayerNorm or GroupNorm, or call eval() of the module"
             )
+
+
+@contextmanager
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore at the end the buffers that the block writes or replaces."""
+    kept = [
+        (module._buffers, name, one, one.clone())
+        for module in model.modules()
+        for name, one in module._buffers.items()
+        if one is not None
+    ]
+    yield
+    for buffers, name, one, before in kept:
+        one.data.copy_(before)
+        buffers[name] = one
 
 
 def reset_shards(module: nn.Module) -> None:

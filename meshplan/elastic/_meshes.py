@@ -11,17 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshplan.backend._group import MeshplanProcessGroup
-from meshplan.contract import Contract
-from meshplan.definition import partial_dtype
 from meshplan.errors import ContractError, ElasticError
 
 
 def check_options(groups: Sequence[MeshplanProcessGroup]) -> None:
-    """Refuse groups that do not reduce under the contract of the first one, or in no tree."""
+    """Refuse groups of several contracts, or of one whose subtrees are no sums of gradients."""
     contract = groups[0].options.contract
-    if contract.order != "tree":
+    # Sums in float64 would be rounded to the dtype of gradients in each round.
+    if (contract.order, contract.accumulate) != ("tree", "wide"):
         raise ContractError(
-            f"sums under {contract.id} cannot be made of subtrees; use Contract(order='tree')"
+            f"gradients under {contract.id} cannot be added in rounds; use "
+            "Contract(order='tree', accumulate='wide')"
         )
     for group in groups:
         options = group.options
@@ -47,9 +47,7 @@ def check_order(mesh: DeviceMesh) -> None:
             )
 
 
-def check_parameter(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh | None, contract: Contract
-) -> None:
+def check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> None:
     """Refuse a parameter to whose dtype rounds are rounded, or as ``_check_shards``."""
     if mesh is not None:
         _check_shards(name, parameter, mesh)
@@ -58,11 +56,6 @@ def check_parameter(
             f"parameter {name!r} is {parameter.dtype}, to which each round would be "
             "rounded; keep parameters in float32, and compute in 16 bits by "
             "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
-        )
-    if partial_dtype("sum", parameter.dtype, contract) is not parameter.dtype:
-        raise ElasticError(
-            f"parameter {name!r} is {parameter.dtype}, to which each round would be "
-            f"rounded under {contract.id}; use accumulate='wide'"
         )
 
 

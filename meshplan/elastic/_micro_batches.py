@@ -47,8 +47,8 @@ class MicroBatches:
         check_count(count)
         if ranks not in range(1, count + 1):
             raise ElasticError(
-                f"{ranks} data-parallel ranks for {count} micro-batches in a step; use 1 to "
-                f"{count} ranks, so that each has a micro-batch"
+                f"ranks={ranks!r} of data parallelism for {count} micro-batches in a step; pass "
+                f"at least 1 and at most {count}, so that each rank has a micro-batch"
             )
         if rank not in range(ranks):
             raise ElasticError(f"rank {rank} of {ranks} ranks; pass one from 0 to {ranks - 1}")
