@@ -59,9 +59,17 @@ def _observe_from_first_group(dist: Any) -> None:
         if dist.init_process_group is init_process_group:
             dist.init_process_group = dist.distributed_c10d.init_process_group = plain
             if text := os.environ.get("MESHPLAN_RUN"):
-                from meshplan.run._job import observe_by_variable
+                try:
+                    from meshplan.run._job import observe_by_variable
 
-                observe_by_variable(text)
+                    observe_by_variable(text)
+                except Exception as error:
+                    # Invalid settings end a job at once, and no other failure is the job's.
+                    if getattr(error, "code", None) == "MP402":
+                        raise
+                    text = f"[meshplan] not observed: {type(error).__name__}: {error}\n"
+                    with suppress(Exception):
+                        sys.stderr.write(text)
         return dist.init_process_group(*args, **kwargs)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

@@ -43,7 +43,7 @@ import atexit, os, sys, __main__
 def show(text):
     print(text, sys.argv, sys.path[0], __name__, os.environ.get("OPENBLAS_NUM_THREADS"))
     # Exit handlers and threads find their own module.
-    print(__main__.show is show, "MESHPLAN_RUN" in os.environ)
+    print(__main__.show is show, "MESHPLAN_RUN" in os.environ, type(__builtins__))
 
 def main():
     show("runs " + __file__)
@@ -113,18 +113,19 @@ def test_script_runs_as_it_does_alone(folder: Path, words: str) -> None:
     status, out, errors = start(
         folder, "-c", COMMAND, "run", *words.split(), MESHPLAN_RUN="every=1"
     )
-    verdict, _, rest = (
-        errors.partition("\n") if errors.startswith("[verdict]") else ("", "", errors)
-    )
-    assert (status, out, rest) == alone
-    assert verdict.removeprefix("[verdict] ").startswith(CASES[words])
+    lines = errors.splitlines(keepends=True)
+    verdicts = [line for line in lines if line.startswith("[verdict]")]
+    assert (status, out, "".join(line for line in lines if line not in verdicts)) == alone
+    assert "".join(verdicts).removeprefix("[verdict] ").startswith(CASES[words])
+    # A launcher may end the process while rank 0 waits for the others.
+    assert not verdicts or "Traceback" not in errors or lines[-1] == verdicts[0]
 
 
 def test_error_of_meshplan_is_the_script_s_own(folder: Path) -> None:
     words = ["train.py", "error of meshplan"]
     alone = start(folder, *words)
     status, out, errors = start(folder, "-c", COMMAND, "run", *words)
-    assert (status, out, errors.partition("\n")[2]) == alone
+    assert (status, out, errors.rpartition("[verdict]")[0]) == alone
     assert alone[0] == 1
 
 

@@ -9,10 +9,12 @@ traceback and exit status.
 from __future__ import annotations
 
 import argparse
+import builtins
 import io
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -70,8 +72,7 @@ def run(given: argparse.Namespace) -> int:
             raise SystemExit(status) from None
         raise
     except BaseException as error:
-        job.finish(error)
-        _hide_own_frames(error)
+        _show_before_the_end(error, job.finish)
         raise
     return int(job.finish(None))
 
@@ -93,6 +94,7 @@ def _execute(name: str, source: bytes | None, arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if source is None else os.path.dirname(os.path.realpath(path))
     module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
     if source is None:
         # What python -m itself calls; run_module would end with another __main__.
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -101,11 +103,20 @@ def _execute(name: str, source: bytes | None, arguments: list[str]) -> None:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def _hide_own_frames(error: BaseException) -> None:
-    """Let the traceback of the script begin where it begins without this command."""
+def _show_before_the_end(error: BaseException, finish: Callable[[BaseException], int]) -> None:
+    """Let the traceback of the script begin where it begins without this command, and stand before
+    the verdict: launchers may end this process while rank 0 waits for the other ranks.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     # torch has replaced it with one that adds the rank to each line.
     hook = sys.excepthook
-    sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
+
+    def show(kind: type[BaseException], value: BaseException, _: Any) -> None:
+        try:
+            hook(kind, value.with_traceback(trace), trace)
+        finally:
+            finish(error)
+
+    sys.excepthook = show

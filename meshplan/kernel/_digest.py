@@ -81,7 +81,7 @@ def digest_words(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and available():
         return torch.tensor(_compiled(tensor, head), dtype=torch.int64, device="cpu")
     sums = torch.tensor(head, dtype=torch.int64, device="cpu")
-    return sums.to(tensor.device) + _plain(tensor)
+    return sums.to(tensor.device, non_blocking=True) + _plain(tensor)
 
 
 @lru_cache(maxsize=4096)

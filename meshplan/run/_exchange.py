@@ -64,7 +64,8 @@ class Exchange(threading.Thread):
 
     def finish(self, seconds: float) -> None:
         """Let the thread exchange the last messages and questions, and end it."""
-        self._cleared.wait(seconds)
+        if self.is_alive():
+            self._cleared.wait(seconds)
         self.stop()
 
     def stop(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor
@@ -36,31 +36,16 @@ _REDUCED = 4096
 Ranks = tuple[int, ...]
 
 
-class _Remembered:
-    """Objects by identity, in the order of their first appearance, while they live."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, weakref.ref[Any]] = {}
-
-    def add(self, one: Any, *_: Any) -> None:
-        known = self._found.get(id(one))
-        if known is None or known() is not one:
-            self._found.pop(id(one), None)
-            with suppress(TypeError):  # a class without weak references
-                self._found[id(one)] = weakref.ref(one)
-
-    def alive(self) -> list[Any]:
-        return [one for ref in list(self._found.values()) if (one := ref()) is not None]
-
-
-_MODULES, _MESHES = _Remembered(), _Remembered()
+# In the order of their first appearance.
+_MODULES: Any = WeakIdKeyDictionary()
+_MESHES: Any = WeakIdKeyDictionary()
 _LAYOUTS: dict[Layout, None] = {}
 _MOST_LAYOUTS = 64
 
 
 def find_layouts() -> list[Layout]:
     """Of the device meshes of this process, and of those that it had before."""
-    for mesh in _MESHES.alive() if len(_LAYOUTS) < _MOST_LAYOUTS else ():
+    for mesh in _list_alive(_MESHES) if len(_LAYOUTS) < _MOST_LAYOUTS else ():
         # A slice reads its ranks from the default group, and only on its own ranks.
         with suppress(RuntimeError, ValueError):
             _LAYOUTS.setdefault(Layout.from_mesh(mesh))
@@ -69,38 +54,48 @@ def find_layouts() -> list[Layout]:
 
 def remember_modules_and_meshes() -> None:
     """Remember what is built from now on; once in a process."""
-    register_module_parameter_registration_hook(_MODULES.add)
-    register_module_module_registration_hook(_MODULES.add)
+    register_module_parameter_registration_hook(_remember_module)
+    register_module_module_registration_hook(_remember_module)
     owner: Any = DeviceMesh
     init = owner.__init__
 
     @functools.wraps(init)
     def remembered(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
         init(mesh, *arguments, **options)
-        _MESHES.add(mesh)
+        _MESHES[mesh] = None
 
     owner.__init__ = remembered
+
+
+def _remember_module(module: Any, *_: Any) -> None:
+    with suppress(TypeError):  # a class without weak references
+        _MODULES[module] = None
+
+
+def _list_alive(found: Any) -> list[Any]:
+    """While other threads add to them."""
+    return [one for ref in found.keyrefs() if (one := ref()) is not None]
 
 
 class ParameterTable:
     """What is known of parameters, by identity; read again when an unknown one appears."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._groups: dict[int, Ranks] = {}
+        self._names: Any = {}
+        self._groups: Any = {}
         self._lock = threading.Lock()
         self._reduced: dict[Any, tuple[int, int, Ranks]] = {}
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Its path in the outermost module that has it; ``None`` if no module does."""
-        found = self._names.get(id(parameter))
-        return found[1] if found is not None and found[0]() is parameter else None
+        name: str | None = self._names.get(parameter)
+        return name
 
     def refresh(self) -> None:
         """Read the modules of this process."""
-        modules = _MODULES.alive()
+        modules = _list_alive(_MODULES)
         inner = {id(child) for module in modules for child in module.children()}
-        self._names, self._groups = {}, {}
+        self._names, self._groups = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         for module in modules:
             replicated = isinstance(module, DistributedDataParallel)
             top = module.module if replicated else module
@@ -108,10 +103,10 @@ class ParameterTable:
             for name, parameter in named:
                 if replicated and name not in module.parameters_to_ignore:
                     ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
-                    self._groups[id(parameter)] = ranks
+                    self._groups[parameter] = ranks
                 for wrapper in _WRAPPERS:
                     name = name.replace(wrapper, "")
-                self._names.setdefault(id(parameter), (weakref.ref(parameter), name))
+                self._names.setdefault(parameter, name)
 
     def note_reduction(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
         """Remember the memory of an all-reduce."""
@@ -125,7 +120,7 @@ class ParameterTable:
 
     def holders_of(self, parameter: Tensor, tensor: NamedTensor, rank: int) -> set[Ranks]:
         """The groups of ranks that hold a replica of a tensor of this parameter."""
-        found = {self._groups.get(id(parameter), ())}
+        found: set[Ranks] = {self._groups.get(parameter, ())}
         gradient = parameter.grad
         if tensor.mesh is not None:
             layout, placements = Layout.from_mesh(tensor.mesh), tensor.placements

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -51,11 +51,10 @@ _STATE_INITIALISATION = os.path.join("distributed", "checkpoint", "state_dict.py
 
 
 class _ParameterUnit:
-    """The parameters of one optimizer, which step together, and their sets of replicas."""
+    """The parameters of one optimizer, which step together."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.sets: set[str] = set()
 
 
 class Observation:
@@ -79,6 +78,7 @@ class Observation:
         self._blocks = ExitStack()
         self._lock = threading.Lock()
         self._ended = False
+        self._report: dict[str, Any] | None = None
 
     def start(self) -> None:
         """Begin, if there is a process group and this has not begun."""
@@ -86,17 +86,22 @@ class Observation:
             if self._exchange is not None or not dist.is_initialized() or self._ended:
                 return
             self._backend, self.rank = dist.get_backend(), dist.get_rank()
+            hello = {"host": socket.gethostname(), "settings": _report.read_settings()}
             store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
             exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
             self._exchange = exchange
+            exchange.post(lambda: {"hello": hello})
+            exchange.start()
         self._blocks.enter_context(coverage()).open_step = self._reductions
-        hello = {"host": socket.gethostname(), "settings": _report.read_settings()}
-        exchange.post(lambda: {"hello": hello})
-        exchange.start()
 
     def call(self, observe: Callable[[Observation], None]) -> None:
         """Call an observer, which never raises into the job, nor runs in a forked child of it."""
         if os.getpid() == self._pid and not self._ended:
+            # What a captured graph replays calls no observer, and would write into old digests.
+            cuda: Any = torch.cuda
+            if cuda.is_initialized() and cuda.is_current_stream_capturing():
+                self._note("steps in a CUDA graph")
+                return
             try:
                 self.start()
                 if self._exchange is not None:
@@ -106,10 +111,10 @@ class Observation:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Digest gradients before an observed step."""
-        unit = self._by_optimizer.get(optimizer)
-        step = 1 + (unit.steps if unit is not None else 0)
-        if _is_nested(sys._getframe()) is False and self._is_observed(step):
-            self._post(optimizer, self._unit_of(optimizer), step, ("gradient",))
+        if _is_nested(sys._getframe()) is False:
+            unit = self._unit_of(optimizer)
+            if self._is_observed(unit.steps + 1):
+                self._post(optimizer, unit, unit.steps + 1, ("gradient",))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and digest what it has written if the step is observed."""
@@ -146,16 +151,16 @@ class Observation:
                 if self.rank == ranks[0]:
                     post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
                 posts.append((post, self._snapshots.take(name, step, tensors)))
-        taken = self._count_steps()
+        taken = self._count_steps(post["set"] for post, _ in posts)
         assert self._exchange is not None
         self._exchange.post(
             lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
         )
 
-    def _count_steps(self) -> dict[str, int]:
-        """Steps by set of parameters; also those of an optimizer without replicas."""
+    def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
+        """Steps by set; also those of an optimizer without replicas."""
         most = max((unit.steps for unit in self._units), default=0)
-        return {"": most} | {name: unit.steps for unit in self._units for name in unit.sets}
+        return {"": most} | {name: self._owners[name].steps for name in sets}
 
     def _name_set(
         self, unit: _ParameterUnit, kind: str, ranks: Ranks, tensors: list[NamedTensor]
@@ -164,10 +169,7 @@ class Observation:
         lines = [f"{kind} {ranks}", *(f"{one} {list(one.local.shape)}" for one in tensors)]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
         names = (f"{digest} {number}" for number in range(1 + len(self._units)))
-        name = next(one for one in names if self._owners.setdefault(one, unit) is unit)
-        if kind == "parameter":
-            unit.sets.add(name)
-        return name
+        return next(one for one in names if self._owners.setdefault(one, unit) is unit)
 
     def _find_replicas(self, optimizer: Optimizer, kind: str) -> dict[Ranks, list[NamedTensor]]:
         found: dict[Ranks, list[NamedTensor]] = {}
@@ -214,11 +216,16 @@ class Observation:
             self.notes.append(text)
 
     def _write(self) -> None:
-        if self.settings.report is not None and not self._ended:
-            try:
-                _report.write(self.settings.report, self._describe("running", None))
-            except Exception as error:
-                self._note(f"the report could not be written: {error}")
+        if self.settings.report is not None:
+            self.call(lambda _: self._save(self._describe("running", None)))
+
+    def _save(self, report: dict[str, Any]) -> None:
+        """Write the report, if it has a file; a failure does not cost the verdict."""
+        try:
+            if self.settings.report is not None:
+                _report.write(self.settings.report, report)
+        except OSError as fault:
+            report["not_observed"].append(f"the report could not be written: {fault}")
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None
@@ -233,33 +240,26 @@ class Observation:
             return _report.build(self._exchange.ledger, own, state, error)
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:
-        """End the observation.
-
-        Args:
-            error: the exception that ended the job; ``None`` if it succeeded.
-
-        Returns:
-            On rank 0 the final report, which is written as well; ``None`` on other ranks, in
-            processes without a process group, and in children of an observed process.
+        """End the observation of a job that has ended, by ``error`` or well, and return on rank 0
+        the final report, which is written as well; ``None`` on other ranks, in processes without a
+        process group, and in children of an observed process.
         """
-        report: list[dict[str, Any]] = []
-        self.call(lambda _: report.extend(self._finish(error)))
-        return report[0] if report else None
+        self.call(lambda _: self._finish(error))
+        return self._report if os.getpid() == self._pid else None
 
-    def _finish(self, error: BaseException | None) -> Iterator[dict[str, Any]]:
+    def _finish(self, error: BaseException | None) -> None:
         assert self._exchange is not None
         if not self._units:
             self._note("no optimizer step: steps that torch compiles are not observed")
         final = {"notes": self.notes, "rows": self._reductions.describe(self.rank)}
-        self._exchange.post(lambda: {"final": final, "taken": self._count_steps()})
+        taken = self._count_steps(self._owners)
+        self._exchange.post(lambda: {"final": final, "taken": taken})
         self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)
         self._ended = True
         self._blocks.close()
         if self.rank == 0:
-            report = self._describe("ended" if error is None else "failed", error)
-            if self.settings.report is not None:
-                _report.write(self.settings.report, report)
-            yield report
+            self._report = self._describe("ended" if error is None else "failed", error)
+            self._save(self._report)
 
     def abandon(self) -> None:
         """End the thread before the interpreter, which a thread in C++ would abort."""
@@ -279,19 +279,17 @@ def observe_process(settings: RunSettings) -> Observation:
     atexit.register(one.abandon)
     remember_modules_and_meshes()
 
-    @never_compiled
-    def before_step(optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            one.call(lambda one: one.before_step(optimizer))
+    def hook(observe: Callable[[Observation, Optimizer], None]) -> Callable[..., None]:
+        @never_compiled
+        def observe_step(optimizer: Optimizer, *_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                one.call(lambda one: observe(one, optimizer))
 
-    @never_compiled
-    def after_step(optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            one.call(lambda one: one.after_step(optimizer))
+        return observe_step
 
     if settings.gradients:
-        register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+        register_optimizer_step_pre_hook(hook(Observation.before_step))
+    register_optimizer_step_post_hook(hook(Observation.after_step))
     init = dist.init_process_group
 
     @functools.wraps(init)

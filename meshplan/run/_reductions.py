@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -27,9 +28,11 @@ class ReductionTable(CoverageStep):
         """Count one reduction, and remember whose memory it was."""
         ranks: Ranks = ()
         if source is not None:
-            ranks = tuple(sorted(dist.get_process_group_ranks(source[0])))
-            if row.reduction.startswith("all_reduce"):
-                self._parameters.note_reduction(source[1], ranks)
+            # Torch does not know the ranks of each group, and sparse tensors have no memory.
+            with suppress(Exception):
+                ranks = tuple(sorted(dist.get_process_group_ranks(source[0])))
+                if row.reduction.startswith("all_reduce"):
+                    self._parameters.note_reduction(source[1], ranks)
         with self._guard:
             if (row, ranks) in self._found or len(self._found) < MAX_ROWS:
                 counts = self._found.setdefault((row, ranks), [0, 0])

@@ -21,17 +21,23 @@ _ORDERS = (*_VARIABLES, *(f"NCCL_{name}" for name in _NCCL))
 
 def read_settings() -> dict[str, Any]:
     """What decides bits besides the order of reductions, as it is now."""
-    backends = torch.backends
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": backends.cudnn.allow_tf32,
-        "cudnn_benchmark": backends.cudnn.benchmark,
-        "cudnn_deterministic": backends.cudnn.deterministic,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        **{name: os.environ.get(name) for name in _ORDERS},
-    }
+    cudnn = torch.backends.cudnn
+    found: dict[str, Any] = {"torch": torch.__version__}
+    found |= {name: os.environ.get(name) for name in _ORDERS}
+    for name, read in {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "float32_matmul_precision": torch.get_float32_matmul_precision,
+        "cudnn_allow_tf32": lambda: cudnn.allow_tf32,
+        "cudnn_benchmark": lambda: cudnn.benchmark,
+        "cudnn_deterministic": lambda: cudnn.deterministic,
+        "threads": torch.get_num_threads,
+    }.items():
+        # Torch refuses to read what was set by the other one of its two interfaces to TF32.
+        try:
+            found[name] = read()
+        except RuntimeError:
+            found[name] = "unreadable"
+    return found
 
 
 def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dict[str, Any]:
@@ -39,13 +45,13 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
     from meshplan import __version__
 
     hosts = group_by_value({rank: hello["host"] for rank, hello in ledger.hellos.items()})
-    notes, rows = [*own["notes"], *ledger.find_unposted()], list(own["rows"])
+    notes = [*own["notes"], *ledger.find_unposted()]
     # Siblings have one label: their rows are the same but for the counts.
-    seen = {_key(row) for row in rows}
+    rows = {_key(row): row for row in own["rows"]}
     for rank, final in sorted(ledger.finals.items()):
         notes += [f"rank {rank}: {text}" for text in final["notes"] if text not in notes]
-        rows += [row for row in final["rows"] if _key(row) not in seen]
-        seen |= {_key(row) for row in final["rows"]}
+        for row in final["rows"]:
+            rows.setdefault(_key(row), row)
     silent = set(range(ledger.world_size)) - set(ledger.hellos)
     if silent and state != "running":
         notes.append(f"{format_ranks(silent)}: posted nothing")
@@ -64,7 +70,7 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
             {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
             for one in find_layouts()
         ],
-        "reductions": rows,
+        "reductions": list(rows.values()),
         "steps": ledger.describe_steps(),
         "replicas": ledger.describe_replicas(),
         "settings": read_settings(),

@@ -50,8 +50,9 @@ class Snapshots:
         local = [one.local.detach() for one in tensors]
         nbytes = sum(one.nbytes for one in local)
         with torch.no_grad(), disable_current_modes():
-            read = _start_digests(local)
+            # Whoever waits for the digests has waited for the copies.
             copies = [one.clone() for one in local] if nbytes <= COPIED_BYTES else []
+            read = _start_digests(local)
         names, whats = [one.name for one in tensors], [str(one) for one in tensors]
         with self._lock:
             self._kept[name, step] = _Snapshot(names, whats, read, copies)

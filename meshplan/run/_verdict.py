@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from meshplan._message_text import format_first, format_runs, shorten
+from meshplan._message_text import shorten
 from meshplan.lint._programs import FIXES, ProgramFix, find_fix
 from meshplan.lint._reporters._words import escape_line
+from meshplan.run._ledger import format_ranks, group_by_value
 
 MOST_LINES = 17
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
@@ -92,17 +93,15 @@ def _list_findings(report: Report) -> Iterator[str]:
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
     if differing := report["settings_that_differ"]:
-        settings = (
-            f"{name}={', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in values.items())}"
-            for name, values in differing.items()
-        )
+        settings = (f"{name}={_list_values(values)}" for name, values in differing.items())
         yield f"settings differ: {'; '.join(settings)}"
     if report["not_observed"]:
         yield f"not observed: {'; '.join(report['not_observed'])}"
 
 
 def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
-    parts = [" against ".join(map(_ranks, sorted(found["ranks"]["agree"], key=len, reverse=True)))]
+    classes = sorted(found["ranks"]["agree"], key=len, reverse=True)
+    parts = [" against ".join(map(format_ranks, classes))]
     if found["elements"] is not None:
         parts.append(f"{found['elements']:,} of {found['of']:,} elements")
     if found["largest"]:
@@ -112,15 +111,17 @@ def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
 
 
 def _describe_steps(steps: Report) -> str:
-    ranks: dict[int, list[int]] = {}
-    for rank, number in steps["taken"].items():
-        ranks.setdefault(number, []).append(int(rank))
+    ranks = group_by_value({int(rank): number for rank, number in steps["taken"].items()})
     if not ranks:
         return "no optimizer step was seen"
-    numbers = (f"{n} on {_ranks(ranks[n])}" for n in sorted(ranks, reverse=True))
-    taken = ", ".join(numbers) if len(ranks) > 1 else f"{max(ranks)} on each rank"
+    most_first = {number: ranks[number] for number in sorted(ranks, key=int, reverse=True)}
+    taken = _list_values(most_first) if len(ranks) > 1 else f"{min(ranks)} on each rank"
     unequal = ", though these hold the same parameters" if steps.get("unequal") else ""
     return f"{taken}{unequal}; {steps['compared']} compared, {steps['not_compared']} not"
+
+
+def _list_values(values: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in values.items())
 
 
 def _describe_reduction(row: Report) -> str:
@@ -169,10 +170,6 @@ def _difference(report: Report) -> Report | None:
 
 def _list_outside(report: Report) -> list[Report]:
     return [row for row in report["reductions"] if not row["contract"]]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {format_first(format_runs(ranks), 6)}"
 
 
 def _count(number: int, what: str) -> str:

@@ -146,6 +146,18 @@ def test_invalid_settings_end_the_job_at_its_first_group(
     assert error in run(metadata, "start('gloo')", MESHPLAN_RUN=text)
 
 
+def test_failure_to_observe_leaves_the_job_alone(metadata: Path) -> None:
+    script = """
+    sys.stderr = sys.stdout
+    sys.modules["meshplan.run"] = None
+    start("gloo")
+    print(dist.get_backend())
+    """
+    told, backend = run(metadata, script, MESHPLAN_RUN="every=5").splitlines()
+    assert told.startswith("[meshplan] not observed: ModuleNotFoundError: ")
+    assert backend == "gloo"
+
+
 def test_it_takes_less_than_two_milliseconds(metadata: Path) -> None:
     """Of processor time, which a busy machine does not change."""
     script = """

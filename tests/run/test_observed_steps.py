@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -132,6 +133,35 @@ def test_a_forked_child_is_not_observed(tmp_path: Any) -> None:
         return found.finish(None)
 
     assert run_ranks(run, 2)[0]["steps"]["taken"] == {"0": 0, "1": 0}
+
+
+def test_reductions_without_memory_or_ranks_leave_the_job_alone() -> None:
+    """A sparse tensor, and a group that torch has not registered, as torchft's."""
+
+    def run(rank: int) -> Any:
+        found = observed("")
+        given = torch.eye(3).to_sparse()
+        dist.all_reduce(given)
+        store = dist.PrefixStore("own", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+        own = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        tensor = torch.ones(2)
+        own.allreduce([tensor]).wait()
+        return given.to_dense().diag().tolist(), tensor.tolist(), found.finish(None)
+
+    (sparse, dense, report), _ = run_ranks(run, 2)
+    assert (sparse, dense) == ([2.0] * 3, [2.0] * 2)
+    assert report["reductions"]
+
+
+def test_settings_that_torch_refuses_to_read_are_named_so() -> None:
+    def run(rank: int) -> Any:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        found = observed("")
+        return found.finish(None)
+
+    report = run_ranks(run, 2)[0]
+    assert "unreadable" in report["settings"].values()
+    assert [len(ranks) for ranks in report["hosts"].values()] == [2]
 
 
 def test_a_failing_observer_is_noted_and_never_raises() -> None:
