@@ -49,7 +49,7 @@ def autoload() -> None:
 
 def _observe_from_first_group(dist: Any) -> None:
     """Import what observes when this process becomes a rank: launchers and workers never do."""
-    plain = dist.init_process_group
+    plain, folder = dist.init_process_group, os.getcwd()
     if plain.__globals__ is globals():
         return  # two installations of meshplan on the path have an entry point each
 
@@ -62,7 +62,7 @@ def _observe_from_first_group(dist: Any) -> None:
                 try:
                     from meshplan.run._job import observe_by_variable
 
-                    observe_by_variable(text)
+                    observe_by_variable(text, folder)
                 except Exception as error:
                     # Invalid settings end a job at once, and no other failure is the job's.
                     if getattr(error, "code", None) == "MP402":

@@ -149,6 +149,17 @@ def test_forked_child_has_no_verdict() -> None:
         assert (job.finish(ValueError()), job.finish(None)) == (0, 3)
 
 
+def test_report_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshplan.run._job import ObservedJob
+
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("meshplan.run._job.observe") as observe:
+        ObservedJob(RunSettings(report="run.json"))
+        ObservedJob(RunSettings(report="run.json"), "/elsewhere")
+    reports = [one.args[0].report for one in observe.call_args_list]
+    assert reports == [str(tmp_path / "run.json"), "/elsewhere/run.json"]
+
+
 def test_fault_of_the_observation_does_not_fail_the_job(capsys: Any) -> None:
     from meshplan.run._job import ObservedJob
 

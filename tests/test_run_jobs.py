@@ -29,7 +29,7 @@ CASES = {
     "experts": (4, AGREED),
     "pipeline": (4, AGREED),
     "gan": (2, AGREED),
-    "skip_on_nan": (3, "affected: replicas differ, first at step 3: parameter weight"),
+    "skip_on_nan": (3, "affected: replicas differ, first seen at step 3: parameter weight"),
 }
 
 

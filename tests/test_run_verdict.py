@@ -91,7 +91,7 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(report(DIFFERENCE)),
             """\
-[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
+[meshplan] affected: replicas differ, first seen at step 4: parameter layers.0.weight
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0, 2-3 against rank 1; 1 of 4,096 elements; largest difference 1 ulp
   cause: one rank holds other bits than all others
@@ -118,7 +118,7 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(found),
             """\
-[meshplan] affected: replicas differ, first at step 4: gradient layers.0.weight
+[meshplan] affected: replicas differ, first seen at step 4: gradient layers.0.weight
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0-1 against ranks 2-3; 1 of 4,096 elements; largest difference 1 ulp
   cause: the same summands were added in different orders
@@ -138,7 +138,7 @@ class VerdictTest(expecttest.TestCase):
         self.assertExpectedInline(
             format_verdict(found),
             """\
-[meshplan] affected: replicas differ, first at step 4: parameter layers.0.weight
+[meshplan] affected: replicas differ, first seen at step 4: parameter layers.0.weight
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0, 2-3 against rank 1; 1 of 4,096 elements; largest difference 1 ulp
   cause: ranks that hold the same parameters took different numbers of optimizer steps

@@ -127,7 +127,7 @@ class Exchange(threading.Thread):
                     self._read(rank, message)
                 if own or others:
                     self._changed()
-                    self._clear()
+                self._clear()
 
     def _publish(self, port: int, token: str) -> None:
         store, hosts = self._own_store(), [socket.gethostname()]
@@ -146,7 +146,7 @@ class Exchange(threading.Thread):
             if secrets.compare_digest(shown, token):
                 self._peers[one] = int(rank)
                 return b""
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError, TypeError):
             self._gone.add(self._peers[one])
         del self._peers[one]
         one.close()
@@ -164,7 +164,7 @@ class Exchange(threading.Thread):
 
     def _clear(self) -> None:
         """Let ranks go that have ended and of which nothing is needed any more."""
-        clear = {rank for rank in self.ledger.finals if self.ledger.is_clear(rank)}
+        clear = self.ledger.find_clear(self._gone)
         for one, rank in self._peers.items():
             if rank in clear - self._gone:
                 self._gone.add(rank)
@@ -213,11 +213,10 @@ def _connect(hosts: list[str], port: int) -> Connection:
     for host in local + hosts:
         try:
             client = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
-        except OSError as error:
-            failure = error
-        else:
             client.settimeout(None)
             return Connection(client.detach())
+        except OSError as error:
+            failure = error
     raise ConnectionError(f"rank 0 at {', '.join(hosts)}, port {port}: {failure}")
 
 

@@ -8,21 +8,24 @@ import sys
 from contextlib import suppress
 
 from meshplan.errors import PolicyError
-from meshplan.run import RunSettings, observe
+from meshplan.run import RunSettings
+from meshplan.run._observation import observe
 from meshplan.run._verdict import find_status, format_verdict
 
 
 class ObservedJob:
     """What observes this process, and reports on rank 0 when it ends."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, folder: str = "") -> None:
         if settings.backend is not None:
             from meshplan.run._backend import use_backend  # loads all of the backend
 
             use_backend()
         self._settings = settings
         self._process = os.getpid()
-        self._observation = observe(settings)
+        # The script may change its folder.
+        report = settings.report and os.path.abspath(os.path.join(folder, settings.report))
+        self._observation = observe(settings._replace(report=report))
 
     def finish(self, error: BaseException | None) -> int:
         """Write the verdict to standard error on rank 0; the exit status of a script that ended
@@ -50,9 +53,10 @@ class ObservedJob:
         return status
 
 
-def observe_by_variable(text: str) -> None:
+def observe_by_variable(text: str, folder: str) -> None:
     """Observe this process, which is about to create its first process group, until it exits;
-    ``PolicyError`` for invalid settings in ``text``, the value of ``MESHPLAN_RUN``.
+    ``PolicyError`` for invalid settings in ``text``, the value of ``MESHPLAN_RUN``. The report is
+    relative to ``folder``.
     """
     # Children inherit the environment, and are not ranks of this job.
     del os.environ["MESHPLAN_RUN"]
@@ -67,6 +71,6 @@ def observe_by_variable(text: str) -> None:
             f"MESHPLAN_RUN: backend={settings.backend!r} is not supported; use meshplan, or leave "
             "it out"
         )
-    job = ObservedJob(settings)
+    job = ObservedJob(settings, folder)
     # Python keeps the exception that ends the process there.
     atexit.register(lambda: job.finish(getattr(sys, "last_value", None)))

@@ -13,7 +13,7 @@ A rank posts about 150 bytes for each set, kind and observed step, and rank 0 ho
 from __future__ import annotations
 
 import base64
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -121,6 +121,7 @@ class Ledger:
             **dict.fromkeys(("tensors", "elements", "of", "largest", "cause", "text")),
         }
         about = {"set": name, "step": step}
+        agreed = one.compared > 1
         asked = [members[0] for members in classes[:ASKED]]
         answers = yield asked, about | {"what": "tensors"}
         rows = _find_differing([found["words"] for found in answers])
@@ -128,10 +129,9 @@ class Ledger:
             return
         about["row"] = row = rows[0]
         # Ranks that differ elsewhere may agree on this tensor.
-        merged: dict[str, list[int]] = {}
-        for members, found in zip(classes, answers, strict=False):
-            merged.setdefault(found["words"][row], []).extend(members)
-        classes = sorted(map(sorted, merged.values()), key=lambda one: (-len(one), one[0]))
+        asked_classes = zip(classes, answers, strict=False)
+        words = {rank: one["words"][row] for members, one in asked_classes for rank in members}
+        classes = _classes_of(words)
         first |= {"tensor": answers[0]["names"][row], "tensors": len(rows)}
         what, first["ranks"] = answers[0]["whats"][row], {"agree": classes}
         self._conclude(first, what, classes, ())
@@ -144,6 +144,8 @@ class Ledger:
         pairs = zip(asked[1:], answers[1:], strict=True)
         elements = [_compare(rank, blocks, answers[0], other) for rank, other in pairs]
         self._conclude(first, what, classes, tuple(elements))
+        if agreed and first["cause"] == "never equal":
+            first["cause"] = None
 
     def _conclude(
         self, first: Message, what: str, classes: list[list[int]], elements: tuple[Elements, ...]
@@ -162,12 +164,16 @@ class Ledger:
         first["largest"] = None if ulps is None else f"{ulps} ulp{'' if ulps == 1 else 's'}"
         first["cause"] = advise((divergence,), "")[0]
 
-    def is_clear(self, rank: int) -> bool:
-        """Whether rank 0 needs nothing more of a rank that has ended."""
-        asked = self._answers.get(rank, {}) is None
-        return not asked and not any(
-            rank in words for one in self.sets.values() for words in one.pending.values()
-        )
+    def find_clear(self, gone: Set[int] = frozenset()) -> set[int]:
+        """Ranks that have ended and of which rank 0 needs nothing more; ``gone`` post nothing."""
+        silent = gone | self.finals.keys()
+        needed = {rank for rank, answer in self._answers.items() if answer is None}
+        for one in self.sets.values() if self.finals else ():
+            holders = set(one.ranks or range(self.world_size))
+            for words in one.pending.values():
+                # Other steps are never completed.
+                needed |= set() if holders - words.keys() <= silent else words.keys()
+        return self.finals.keys() - needed
 
     def describe_steps(self) -> Message:
         """``steps`` of the report."""
@@ -175,7 +181,13 @@ class Ledger:
         compared = max((one.compared for one in self.sets.values()), default=0)
         unequal = []
         for name, one in self.sets.items():
-            counts = {rank: self.taken.get(rank, {}).get(name, 0) for rank in one.ranks}
+            # A rank may hold them in a set of another name.
+            taken_by = {rank: self.taken.get(rank, {}) for rank in one.ranks}
+            counts = {
+                rank: found.get(name, 0)
+                for rank, found in taken_by.items()
+                if rank in one.posted or not found.get("")
+            }
             ended = set(one.ranks) <= set(self.finals)
             if one.kind == "parameter" and ended and len(set(counts.values())) > 1:
                 unequal.append({"tensors": one.tensors, "taken": group_by_value(counts)})

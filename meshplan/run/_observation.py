@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 
 from meshplan._torch import default_store
 from meshplan._uncompiled import never_compiled
+from meshplan.errors import ReplicaInputError
 from meshplan.replicas._coverage import coverage
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run import _report
@@ -50,13 +51,6 @@ _STEP_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _STATE_INITIALISATION = os.path.join("distributed", "checkpoint", "state_dict.py")
 
 
-class _ParameterUnit:
-    """The parameters of one optimizer, which step together."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-
 class Observation:
     """What is observed of this process, from the first process group on."""
 
@@ -69,10 +63,10 @@ class Observation:
         self._reductions = ReductionTable(self._parameters)
         self._exchange: Exchange | None = None
         self._backend, self.rank = "", 0
-        # Of optimizers that live, and all; ``_owners`` are the units of sets.
+        # A unit is the number of an optimizer, whose parameters step together.
         self._by_optimizer: Any = weakref.WeakKeyDictionary()
-        self._units: list[_ParameterUnit] = []
-        self._owners: dict[str, _ParameterUnit] = {}
+        self._steps: list[int] = []  # by unit
+        self._owners: dict[str, int] = {}  # the units of sets
         self._nested: Any = weakref.WeakSet()
         self._step_times: list[float] = []  # of the first and the last step
         self._blocks = ExitStack()
@@ -113,8 +107,9 @@ class Observation:
         """Digest gradients before an observed step."""
         if _is_nested(sys._getframe()) is False:
             unit = self._unit_of(optimizer)
-            if self._is_observed(unit.steps + 1):
-                self._post(optimizer, unit, unit.steps + 1, ("gradient",))
+            step = self._steps[unit] + 1
+            if self._is_observed(step):
+                self._post(optimizer, unit, step, ("gradient",))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and digest what it has written if the step is observed."""
@@ -124,25 +119,26 @@ class Observation:
         if nested is not False:
             return
         unit = self._unit_of(optimizer)
-        unit.steps += 1
-        if unit is self._units[0]:
+        self._steps[unit] += 1
+        if unit == 0:
             self._step_times[1:] = [time.monotonic()]
-        if self._is_observed(unit.steps):
-            self._post(optimizer, unit, unit.steps, ("parameter", "optimizer state"))
+        if self._is_observed(self._steps[unit]):
+            self._post(optimizer, unit, self._steps[unit], ("parameter", "optimizer state"))
 
     def _is_observed(self, step: int) -> bool:
         return step <= self.settings.first or step % self.settings.every == 0
 
-    def _unit_of(self, optimizer: Optimizer) -> _ParameterUnit:
-        unit: _ParameterUnit | None = self._by_optimizer.get(optimizer)
-        if unit is None:
-            unit = self._by_optimizer[optimizer] = _ParameterUnit()
-            self._units.append(unit)
+    def _unit_of(self, optimizer: Optimizer) -> int:
+        unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
+        self._steps += [0] * (unit == len(self._steps))
         return unit
 
-    def _post(
-        self, optimizer: Optimizer, unit: _ParameterUnit, step: int, kinds: Sequence[str]
-    ) -> None:
+    def _post(self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]) -> None:
+        assert self._exchange is not None
+        place = (self.rank, self._exchange.world_size)
+        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
+            self._note("steps over a later default group of other ranks")
+            return
         posts: list[tuple[dict[str, Any], Callable[[], str]]] = []
         for kind in kinds:
             for ranks, tensors in self._find_replicas(optimizer, kind).items():
@@ -152,31 +148,28 @@ class Observation:
                     post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
                 posts.append((post, self._snapshots.take(name, step, tensors)))
         taken = self._count_steps(post["set"] for post, _ in posts)
-        assert self._exchange is not None
         self._exchange.post(
             lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
         )
 
     def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
         """Steps by set; also those of an optimizer without replicas."""
-        most = max((unit.steps for unit in self._units), default=0)
-        return {"": most} | {name: self._owners[name].steps for name in sets}
+        most = max(self._steps, default=0)
+        return {"": most} | {name: self._steps[self._owners[name]] for name in sets}
 
-    def _name_set(
-        self, unit: _ParameterUnit, kind: str, ranks: Ranks, tensors: list[NamedTensor]
-    ) -> str:
+    def _name_set(self, unit: int, kind: str, ranks: Ranks, tensors: list[NamedTensor]) -> str:
         """The same on all holders, and another one for each optimizer."""
         lines = [f"{kind} {ranks}", *(f"{one} {list(one.local.shape)}" for one in tensors)]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
-        names = (f"{digest} {number}" for number in range(1 + len(self._units)))
-        return next(one for one in names if self._owners.setdefault(one, unit) is unit)
+        names = (f"{digest} {number}" for number in range(1 + len(self._steps)))
+        return next(one for one in names if self._owners.setdefault(one, unit) == unit)
 
     def _find_replicas(self, optimizer: Optimizer, kind: str) -> dict[Ranks, list[NamedTensor]]:
         found: dict[Ranks, list[NamedTensor]] = {}
         for name, parameter, tensor in self._find_tensors(optimizer, kind):
             try:
                 tensors = named_tensors({name: tensor})
-            except ValueError as error:
+            except ReplicaInputError as error:
                 self._note(f"{kind} {name}: {error}")
                 continue
             for one in tensors:
@@ -229,7 +222,7 @@ class Observation:
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None
-        times, steps = self._step_times, self._units[0].steps - 1 if self._units else 0
+        times, steps = self._step_times, self._steps[0] - 1 if self._steps else 0
         own = {
             "backend": self._backend,
             "notes": list(self.notes),
@@ -249,7 +242,7 @@ class Observation:
 
     def _finish(self, error: BaseException | None) -> None:
         assert self._exchange is not None
-        if not self._units:
+        if not self._steps:
             self._note("no optimizer step: steps that torch compiles are not observed")
         final = {"notes": self.notes, "rows": self._reductions.describe(self.rank)}
         taken = self._count_steps(self._owners)
@@ -270,8 +263,12 @@ class Observation:
 _observation: Observation | None = None
 
 
-def observe_process(settings: RunSettings) -> Observation:
-    """Hook torch, once in a process."""
+def observe(settings: RunSettings) -> Observation:
+    """Observe this process from now on; a second call returns the first observation.
+
+    Call it before you register a handler of ``atexit`` that calls ``finish``: the observation ends
+    its thread in a handler of its own, which then runs later.
+    """
     global _observation
     if _observation is not None:
         return _observation
@@ -279,11 +276,11 @@ def observe_process(settings: RunSettings) -> Observation:
     atexit.register(one.abandon)
     remember_modules_and_meshes()
 
-    def hook(observe: Callable[[Observation, Optimizer], None]) -> Callable[..., None]:
+    def hook(observer: Callable[[Observation, Optimizer], None]) -> Callable[..., None]:
         @never_compiled
         def observe_step(optimizer: Optimizer, *_: Any) -> None:
             if not torch.compiler.is_compiling():
-                one.call(lambda one: observe(one, optimizer))
+                one.call(lambda one: observer(one, optimizer))
 
         return observe_step
 

@@ -52,9 +52,11 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
         notes += [f"rank {rank}: {text}" for text in final["notes"] if text not in notes]
         for row in final["rows"]:
             rows.setdefault(_key(row), row)
-    silent = set(range(ledger.world_size)) - set(ledger.hellos)
-    if silent and state != "running":
-        notes.append(f"{format_ranks(silent)}: posted nothing")
+    hellos, finals = ledger.hellos.keys(), ledger.finals.keys()
+    missing = {"posted nothing": set(range(ledger.world_size)) - hellos}
+    missing["not heard to the end"] = hellos - finals
+    if state != "running":
+        notes += [f"{format_ranks(ranks)}: {what}" for what, ranks in missing.items() if ranks]
     return {
         "version": VERSION,
         "state": state,

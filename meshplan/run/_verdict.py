@@ -63,7 +63,7 @@ def _format_head(report: Report) -> str:
     if found:
         # Parameters of no module have no name but "parameter 3".
         tensor = f"{found['kind']} {found['tensor'].removeprefix(found['kind'] + ' ')}"
-        return f"affected: replicas differ, first at step {found['step']}: {tensor}"
+        return f"affected: replicas differ, first seen at step {found['step']}: {tensor}"
     if not replicas["compared"]:
         return "not shown to be affected: no replicas were compared"
     compared = _count(replicas["compared"], "comparison")

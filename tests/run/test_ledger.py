@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshplan.replicas._tensors import NamedTensor
 from meshplan.run._ledger import PENDING, Ledger
+from meshplan.run._report import build
 from meshplan.run._snapshots import Snapshots
 from meshplan.testing import order_sensitive
 
@@ -119,6 +120,51 @@ def test_a_rank_that_steps_less_often_is_not_waited_for() -> None:
     assert (steps["compared"], steps["not_compared"]) == (3, 8)
     assert steps["unequal"] == [{"tensors": 3, "taken": {"11": [0, 2], "3": [1]}}]
     assert found.first is None
+    # The last steps of the others wait for nobody: all are let go.
+    assert found.ledger.find_clear() == {0, 1, 2}
+
+
+def test_rank_that_vanished_keeps_no_rank_waiting() -> None:
+    found = Ranks(3)
+    for rank in (0, 1):
+        found.deliver(rank, found.post(rank, 1, values()))
+        found.deliver(rank, {"final": {"notes": [], "rows": []}})
+    assert found.ledger.find_clear() == set()
+    assert found.ledger.find_clear({2}) == {0, 1}
+
+
+def test_rank_with_another_list_of_tensors_took_no_other_number_of_steps() -> None:
+    found = Ranks(2)
+    for rank in found.ranks:
+        post = found.post(rank, 1, values())
+        if rank == 1:
+            post["posts"][0]["set"] = "in another order"
+            post["taken"] = {"in another order": 1}
+        final = {"final": {"notes": [], "rows": []}}
+        found.deliver(rank, post | final | {"taken": post["taken"] | {"": 1}})
+    assert found.ledger.describe_steps()["unequal"] == []
+    assert found.ledger.find_unposted()
+
+
+def test_replicas_that_agreed_before_did_not_start_apart() -> None:
+    found = Ranks(4)
+    for step in (1, 2):
+        for rank in found.ranks:
+            sign = (-1) ** rank if step == 2 else 1
+            tensors = {name: one * sign for name, one in values(step).items()}
+            found.deliver(rank, found.post(rank, step, tensors))
+    assert (found.first["step"], found.first["cause"]) == (2, None)
+
+
+def test_ranks_that_were_not_heard_to_the_end_are_named() -> None:
+    ledger = Ledger(3)
+    for rank in (0, 1):
+        ledger.add(rank, {"hello": {"host": "a", "settings": {}}})
+    ledger.add(0, {"final": {"notes": [], "rows": []}})
+    own = {"notes": [], "rows": [], "backend": "gloo", "seconds_per_step": None}
+    notes = ["rank 2: posted nothing", "rank 1: not heard to the end"]
+    assert build(ledger, own, "ended", None)["not_observed"] == notes
+    assert build(ledger, own, "running", None)["not_observed"] == []
 
 
 def test_tensors_that_are_gone_are_named_without_elements() -> None:
@@ -131,7 +177,10 @@ def test_tensors_that_are_gone_are_named_without_elements() -> None:
             snapshot.copies = []
         found.deliver(rank, message)
     assert (found.first["tensor"], found.first["elements"]) == ("bias", None)
-    assert found.ledger.is_clear(0)
+    assert found.ledger.find_clear() == set()
+    for rank in found.ranks:
+        found.deliver(rank, {"final": {"notes": [], "rows": []}})
+    assert found.ledger.find_clear() == {0, 1}
 
 
 def test_messages_of_1000_ranks_with_1000_tensors_are_bounded() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan._bits import bytes_of
-from meshplan.run import RunSettings, observe
-from meshplan.run._observation import Observation
+from meshplan.run import RunSettings
+from meshplan.run._observation import Observation, observe
 from tests.processes import arrive, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes
@@ -156,6 +156,12 @@ def test_reductions_under_the_contract_have_its_id() -> None:
     (row,) = results[0][1]["reductions"]
     assert (row["kind"], row["group_size"], row["calls"]) == ("contract", 2, STEPS)
     assert row["contract"].startswith("v1/")
+
+
+def test_report_that_cannot_be_written_does_not_cost_the_verdict(tmp_path: Path) -> None:
+    report = reports("ddp", ranks=2, settings=f"report={tmp_path}/nothing/run.json first=1")
+    assert report["replicas"]["compared"]
+    assert any(note.startswith("the report could not be") for note in report["not_observed"])
 
 
 def test_a_killed_job_leaves_a_report(tmp_path: Path) -> None:

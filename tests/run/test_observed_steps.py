@@ -53,7 +53,7 @@ def test_only_outermost_steps_count() -> None:
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            taken[kind.__name__] = found._by_optimizer[optimizer].steps
+            taken[kind.__name__] = found._steps[found._by_optimizer[optimizer]]
         return taken, found.finish(None)
 
     (taken, report), _ = run_ranks(run, 2)
@@ -127,7 +127,7 @@ def test_a_forked_child_is_not_observed(tmp_path: Any) -> None:
         optimizer = SGD(model.parameters(), lr=0.1)
         if (child := os.fork()) == 0:
             optimizer.step()
-            os._exit(17 if found.finish(None) is None and not found._units else 1)
+            os._exit(17 if found.finish(None) is None and not found._steps else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
         dist.barrier()
         return found.finish(None)
@@ -151,6 +151,37 @@ def test_reductions_without_memory_or_ranks_leave_the_job_alone() -> None:
     (sparse, dense, report), _ = run_ranks(run, 2)
     assert (sparse, dense) == ([2.0] * 3, [2.0] * 2)
     assert report["reductions"]
+
+
+def test_sparse_gradient_leaves_the_other_tensors_compared() -> None:
+    def run(rank: int) -> Any:
+        found = observed("gradients first=9")
+        layers = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 4))
+        model = DistributedDataParallel(layers)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        return found.finish(None)
+
+    report = run_ranks(run, 2)[0]
+    # Two gradients and three parameters.
+    assert report["replicas"]["compared"] == 5
+    (note,) = report["not_observed"]
+    assert "weight is sparse" in note
+
+
+def test_steps_over_a_smaller_default_group_are_not_compared() -> None:
+    def run(rank: int) -> Any:
+        found = observed("first=9")
+        model = nn.Linear(4, 4)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizer.step()
+        return found.finish(None)
+
+    notes = run_ranks(run, 2)[0]["not_observed"]
+    assert "steps over a later default group of other ranks" in notes
 
 
 def test_settings_that_torch_refuses_to_read_are_named_so() -> None:
