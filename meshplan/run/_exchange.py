@@ -13,6 +13,7 @@ import queue
 import resource
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from meshplan.run._ledger import Ledger, Message
 _KEY = "meshplan/run/address"
 _LOOKUP_SECONDS = 120.0
 _CONNECT_SECONDS = 5.0
+# In which a message that has begun is to end: half of one does not block rank 0.
+_RECEIVE_TIME = struct.pack("ll", 5, 0)
 # Rank 0 has a socket for each rank, and leaves three quarters of its descriptors to the job.
 _DESCRIPTORS = 4
 
@@ -34,7 +37,7 @@ class Exchange(threading.Thread):
     """Sends what ``post`` gets to rank 0, whose thread reads it into ``ledger``.
 
     ``answer`` answers questions of rank 0 about this rank's tensors, ``changed`` is called on rank
-    0 after messages, and ``note`` records what could not be observed.
+    0 after messages, at most once a second, and ``note`` records what could not be observed.
     """
 
     def __init__(
@@ -116,17 +119,23 @@ class Exchange(threading.Thread):
             ("", 0), family=family, backlog=1024, dualstack_ipv6=dual
         ) as server:
             self._publish(server.getsockname()[1], token)
+            changed, due = False, 0.0
             while not self._ending.is_set():
                 ready = wait([server, self._bell, *self._peers], 1.0)
                 if server in ready:
-                    self._peers[Connection(server.accept()[0].detach())] = -1
-                own = [(0, one) for one in self._take()]
+                    peer = server.accept()[0]
+                    peer.settimeout(None)  # the job may have set a default
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECEIVE_TIME)
+                    self._peers[Connection(peer.detach())] = -1
+                messages = [(0, one) for one in self._take()]
                 received = [(one, self._receive(one, token)) for one in ready if one in self._peers]
-                others = [(self._peers[one], json.loads(text)) for one, text in received if text]
-                for rank, message in own + others:
+                messages += [(self._peers[one], json.loads(text)) for one, text in received if text]
+                for rank, message in messages:
                     self._read(rank, message)
-                if own or others:
+                changed = changed or bool(messages)
+                if changed and time.monotonic() >= due:
                     self._changed()
+                    changed, due = False, time.monotonic() + 1.0
                 self._clear()
 
     def _publish(self, port: int, token: str) -> None:

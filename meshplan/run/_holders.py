@@ -30,7 +30,7 @@ from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-# All-reduces whose memory is remembered.
+# All-reduces whose memory is remembered, before those of freed memory are forgotten.
 _REDUCED = 4096
 
 Ranks = tuple[int, ...]
@@ -85,6 +85,7 @@ class ParameterTable:
         self._groups: Any = {}
         self._lock = threading.Lock()
         self._reduced: dict[Any, tuple[int, int, Ranks]] = {}
+        self._most_reduced = _REDUCED
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Its path in the outermost module that has it; ``None`` if no module does."""
@@ -93,6 +94,7 @@ class ParameterTable:
 
     def refresh(self) -> None:
         """Read the modules of this process."""
+        find_layouts()  # slices of meshes may not live until the end
         modules = _list_alive(_MODULES)
         inner = {id(child) for module in modules for child in module.children()}
         self._names, self._groups = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
@@ -111,8 +113,9 @@ class ParameterTable:
     def note_reduction(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
         """Remember the memory of an all-reduce."""
         with self._lock:
-            if len(self._reduced) > _REDUCED:
+            if len(self._reduced) > self._most_reduced:
                 self._reduced = {k: v for k, v in self._reduced.items() if not k.expired()}
+                self._most_reduced = max(_REDUCED, 2 * len(self._reduced))
             for one in tensors:
                 start = one.data_ptr()
                 # A weak reference keeps the address of the storage from being used again.

@@ -182,12 +182,8 @@ class Ledger:
         unequal = []
         for name, one in self.sets.items():
             # A rank may hold them in a set of another name.
-            taken_by = {rank: self.taken.get(rank, {}) for rank in one.ranks}
-            counts = {
-                rank: found.get(name, 0)
-                for rank, found in taken_by.items()
-                if rank in one.posted or not found.get("")
-            }
+            held = [rank for rank in one.ranks if rank in one.posted or not taken.get(rank)]
+            counts = {rank: self.taken.get(rank, {}).get(name, 0) for rank in held}
             ended = set(one.ranks) <= set(self.finals)
             if one.kind == "parameter" and ended and len(set(counts.values())) > 1:
                 unequal.append({"tensors": one.tensors, "taken": group_by_value(counts)})

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class Observation:
         self._owners: dict[str, int] = {}  # the units of sets
         self._nested: Any = weakref.WeakSet()
         self._step_times: list[float] = []  # of the first and the last step
-        self._blocks = ExitStack()
+        self._coverage = coverage()
         self._lock = threading.Lock()
         self._ended = False
         self._report: dict[str, Any] | None = None
@@ -86,7 +85,7 @@ class Observation:
             self._exchange = exchange
             exchange.post(lambda: {"hello": hello})
             exchange.start()
-        self._blocks.enter_context(coverage()).open_step = self._reductions
+        self._coverage.start().open_step = self._reductions
 
     def call(self, observe: Callable[[Observation], None]) -> None:
         """Call an observer, which never raises into the job, nor runs in a forked child of it."""
@@ -249,7 +248,7 @@ class Observation:
         self._exchange.post(lambda: {"final": final, "taken": taken})
         self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)
         self._ended = True
-        self._blocks.close()
+        self._coverage.stop()
         if self.rank == 0:
             self._report = self._describe("ended" if error is None else "failed", error)
             self._save(self._report)

@@ -13,7 +13,6 @@ import torch
 from meshplan.run._holders import find_layouts
 from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
 
-VERSION = 1
 _NCCL = ("ALGO", "COLLNET_ENABLE", "MAX_NCHANNELS", "MIN_NCHANNELS", "NVLS_ENABLE", "PROTO")
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_TUNER_PLUGIN", "OMP_NUM_THREADS")
 _ORDERS = (*_VARIABLES, *(f"NCCL_{name}" for name in _NCCL))
@@ -52,13 +51,12 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
         notes += [f"rank {rank}: {text}" for text in final["notes"] if text not in notes]
         for row in final["rows"]:
             rows.setdefault(_key(row), row)
-    hellos, finals = ledger.hellos.keys(), ledger.finals.keys()
-    missing = {"posted nothing": set(range(ledger.world_size)) - hellos}
-    missing["not heard to the end"] = hellos - finals
+    missing = {"posted nothing": set(range(ledger.world_size)) - ledger.hellos.keys()}
+    missing["not heard to the end"] = ledger.hellos.keys() - ledger.finals.keys()
     if state != "running":
         notes += [f"{format_ranks(ranks)}: {what}" for what, ranks in missing.items() if ranks]
     return {
-        "version": VERSION,
+        "version": 1,
         "state": state,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "world_size": ledger.world_size,

@@ -147,8 +147,7 @@ def _find_cause(report: Report) -> str | None:
     # What the elements suggest is a guess where ranks are known to have taken other steps.
     if found and report["steps"].get("unequal"):
         return "unequal steps"
-    cause: str | None = found["cause"] if found else None
-    return cause
+    return str(found["cause"]) if found and found["cause"] else None
 
 
 def _find_program_fix(rows: list[Report]) -> ProgramFix:
@@ -163,9 +162,8 @@ def _find_program_fix(rows: list[Report]) -> ProgramFix:
     return find_fix("torch", "dtensor" if only_dtensor else "fsdp2")
 
 
-def _difference(report: Report) -> Report | None:
-    found: Report | None = report["replicas"]["first_difference"]
-    return found
+def _difference(report: Report) -> Any:
+    return report["replicas"]["first_difference"]
 
 
 def _list_outside(report: Report) -> list[Report]:
