@@ -12,4 +12,6 @@ from meshplan.dtensor._install import shutdown as shutdown
 from meshplan.dtensor._install import uninstall as uninstall
 from meshplan.dtensor._routes import discovered_cluster as discovered_cluster
 from meshplan.dtensor._seam import current_config as current_config
-from meshplan.dtensor._uncovered import UncoveredReductionWarning as UncoveredReductionWarning
+from meshplan.dtensor._uncovered import (
+    UncoveredReductionWarning as UncoveredReductionWarning,
+)

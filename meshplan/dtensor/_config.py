@@ -93,7 +93,9 @@ class Config:
         object.__setattr__(self, "token", self._record())
         # Every redistribution looks it up, and a string caches its hash.
         object.__setattr__(
-            self, "key", f"{self.token}, {self.strict}, {self.timeout}, {self.worker_thread}"
+            self,
+            "key",
+            f"{self.token}, {self.strict}, {self.timeout}, {self.worker_thread}",
         )
 
     @staticmethod

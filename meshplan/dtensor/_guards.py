@@ -96,7 +96,12 @@ class MovedShard(ShardHooks):
 
     @never_compiled
     def to_new_shard_dim(
-        self, tensor: Tensor, mesh: DeviceMesh, axis: int, logical_shape: Any, new_dim: int
+        self,
+        tensor: Tensor,
+        mesh: DeviceMesh,
+        axis: int,
+        logical_shape: Any,
+        new_dim: int,
     ) -> Any:
         # This axis does not shard the new dim yet, so all its ranks have the local length.
         shape = list(logical_shape)
@@ -162,7 +167,11 @@ _MERGEABLE = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def merge_safely(
-    infos: Sequence[TransformInfo], layout: Layout, rank: int, merge: Merge, flattened: bool
+    infos: Sequence[TransformInfo],
+    layout: Layout,
+    rank: int,
+    merge: Merge,
+    flattened: bool,
 ) -> tuple[list[TransformInfo], list[str]]:
     """Hand each run that torch would merge to ``merge``, unless the merge would be wrong.
     Without a flattened part of the mesh torch merges nothing. Returns the reasons too.
@@ -203,7 +212,10 @@ def _may_join(first: TransformInfo, info: TransformInfo) -> bool:
     kinds = collective_of(first), collective_of(info)
     if kinds[0] != kinds[1] or kinds[0] not in _MERGEABLE:
         return False
-    (src, dst), (other_src, other_dst) = first.src_dst_placements, info.src_dst_placements
+    (src, dst), (other_src, other_dst) = (
+        first.src_dst_placements,
+        info.src_dst_placements,
+    )
     if type(src) is not type(other_src) or dst != other_dst:
         return False
     # Equal types are not enough: two norms of different degree have one type.

@@ -312,7 +312,12 @@ class PlannedPartial(PartialHooks):
         if step.inner > 1:
             # Several inner groups take part in one reduction, so all their members agree first.
             registry().meet(
-                mesh, self._layout, step.axes, token=config.token, timeout=config.timeout, call=call
+                mesh,
+                self._layout,
+                step.axes,
+                token=config.token,
+                timeout=config.timeout,
+                call=call,
             )
         # Every rank creates groups in one order; otherwise two ranks could wait for each other.
         peers: Sharing = "never"
@@ -329,7 +334,11 @@ class PlannedPartial(PartialHooks):
         return self._step_groups([group.pg for group in groups], groups[0], found)
 
     def _compare_before(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, groups: StepGroups, found: _MeshGroups
+        self,
+        tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        groups: StepGroups,
+        found: _MeshGroups,
     ) -> int:
         """Hold the agreement rounds of ``debug`` and audits; return the call to audit, or 0."""
         if self._config.debug and not torch.compiler.is_compiling():
@@ -401,7 +410,11 @@ class PlannedPartial(PartialHooks):
         )
 
     def reduce_shard_value(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement
+        self,
+        tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        shard_spec: Placement,
     ) -> torch.Tensor:
         raise AssertionError("to torch a planned reduction ends in Replicate; see ScatteredShard")
 

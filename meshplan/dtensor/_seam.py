@@ -275,7 +275,10 @@ def _note_policy(
 
 def _is_left_to_torch(caller: FrameType) -> bool:
     # A redistribution calls the seam before it reduces, so an old note is of another frame.
-    return _active is not None and THREAD.state.left_to_torch == (id(caller), caller.f_code)
+    return _active is not None and THREAD.state.left_to_torch == (
+        id(caller),
+        caller.f_code,
+    )
 
 
 OBSERVING.is_left_to_torch = _is_left_to_torch

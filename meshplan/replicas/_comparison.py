@@ -493,7 +493,10 @@ def advise(divergences: tuple[Divergence, ...], order: str) -> tuple[str | None,
             "earlier checkpoint, or broadcast the weights from one rank"
         )
     reason = "" if elements else "pass details=4 to compare elements, which shows the reason; "
-    return None, f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank"
+    return (
+        None,
+        f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank",
+    )
 
 
 ROWS = 7

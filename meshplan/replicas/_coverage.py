@@ -309,7 +309,13 @@ class Coverage:
         lines = [str(step) for step in self.steps]
         if rows:
             lines.append(
-                _line("kind", "count", "bytes", "host s", "call site: reduction (dtype, ranks)")
+                _line(
+                    "kind",
+                    "count",
+                    "bytes",
+                    "host s",
+                    "call site: reduction (dtype, ranks)",
+                )
             )
         for row, tally in sorted(rows.items(), key=lambda one: (KINDS.index(one[0].kind), one[0])):
             what = f"{row.site}: {row.reduction} ({row.dtype}, {row.ranks} ranks)"
@@ -386,7 +392,11 @@ class _Caller:
 
 @never_compiled
 def _watch(
-    group: dist.ProcessGroup, name: str, op: Any, given: Any, reduction: Callable[[], Any]
+    group: dist.ProcessGroup,
+    name: str,
+    op: Any,
+    given: Any,
+    reduction: Callable[[], Any],
 ) -> Any:
     """Run a reduction over a group of another backend, and count it."""
     extent, tensors = _observing.current_extent(), list(_flatten(given))
@@ -438,5 +448,9 @@ def _op_name(op: Any) -> str:
 
 
 def _short(name: str) -> str:
-    words = (("allreduce", "all_reduce"), ("scatter", "reduce_scatter"), ("reduce", "reduce"))
+    words = (
+        ("allreduce", "all_reduce"),
+        ("scatter", "reduce_scatter"),
+        ("reduce", "reduce"),
+    )
     return next((found for part, found in words if part in name), name)

@@ -81,4 +81,8 @@ class StepMonitor:
 def _names() -> list[str]:
     checks = ("checks", "failed_checks", "differing_tensors")
     reductions = CoverageStep(0).to_scalars()
-    return ["meshplan/steps", *reductions, *(f"meshplan/replicas/{one}" for one in checks)]
+    return [
+        "meshplan/steps",
+        *reductions,
+        *(f"meshplan/replicas/{one}" for one in checks),
+    ]

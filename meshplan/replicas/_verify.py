@@ -17,7 +17,12 @@ from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._comparison import CheckOptions, ReplicaReport, axis_labels
 from meshplan.replicas._scope import MeshTensors, compare_scope
-from meshplan.replicas._tensors import NamedTensor, TensorSource, holds_fsdp, named_tensors
+from meshplan.replicas._tensors import (
+    NamedTensor,
+    TensorSource,
+    holds_fsdp,
+    named_tensors,
+)
 
 
 def digest(tensor: Tensor) -> str:
