@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshplan import planner as planner
     from meshplan import record as record
     from meshplan import replicas as replicas
+    from meshplan import run as run
     from meshplan import testing as testing
     from meshplan import topology as topology
     from meshplan.backend import BackendOptions as BackendOptions

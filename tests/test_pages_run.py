@@ -52,6 +52,10 @@ NOT_RUN = {
     ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
     ("docs/run.md", "meshplan run"): "a mention",
     (
+        "docs/lint.md",
+        "meshplan lint --run train.py --world-size 40 --domain-size 8 -- ARGUMENTS",
+    ): "tests/test_lint_run.py",
+    (
         "docs/index.md",
         "torchrun --nproc-per-node 8 -m meshplan run train.py",
     ): "tests/test_run_jobs.py",
