@@ -256,15 +256,14 @@ def check_batch_norms(model: nn.Module) -> None:
 def keep_buffers(model: nn.Module) -> Iterator[None]:
     """Restore at the end the buffers that the block writes or replaces."""
     kept = [
-        (module._buffers, name, one, one.clone())
+        (module, name, one, one.clone())
         for module in model.modules()
-        for name, one in module._buffers.items()
-        if one is not None
+        for name, one in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     yield
-    for buffers, name, one, before in kept:
+    for module, name, one, before in kept:
         one.data.copy_(before)
-        buffers[name] = one
+        setattr(module, name, one)
 
 
 def reset_shards(module: nn.Module) -> None:
