@@ -81,7 +81,7 @@ def test_observed_job_is_unchanged(tmp_path: Path, job: str) -> None:
     assert len(alone.printed) == ranks
     assert (observed.status, observed.printed) == (alone.status, alone.printed), observed.errors
     assert observed.verdict[0] == (agrees(observed) if head == AGREED else head)
-    # Nobody else has written one.
+    # No other rank has written one.
     assert observed.errors.count("affected: ") == 1
     assert observed.report["state"] == "ended"
 

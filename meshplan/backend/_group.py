@@ -353,7 +353,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         for place in self._places:
             place.release()
         # Functions of meshplan reduce over this group itself. One that hangs there holds its
-        # memory, and nobody waits for it after ``abort``.
+        # memory, and no caller waits for it after ``abort``.
         if not self._thread.is_aborted:
             registry().release(self)
         for group in self._groups():

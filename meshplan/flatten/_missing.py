@@ -48,7 +48,7 @@ def note_process(store: Store, rank: int) -> None:
         store.set(_key(rank), json.dumps([where, number, started]))
 
 
-# Ranks of one host have numbers that differ by less. In a large job nobody reads all notes.
+# Ranks of one host have numbers that differ by less. In a large job no rank reads all notes.
 _NEAR = 128
 _POLL_SECONDS = 0.05
 # By the group that numbers the ranks: the default group, or one across jobs.

@@ -156,7 +156,7 @@ class Hazard:
 # group, so groups of one pattern have one association.
 
 Algorithm: TypeAlias = Literal["ring", "tree"]
-"""Algorithms of NCCL whose order of additions is modelled."""
+"""NCCL algorithms with a modelled order of additions."""
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 _MAX_DRAWN = 4

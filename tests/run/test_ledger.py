@@ -120,7 +120,7 @@ def test_a_rank_that_steps_less_often_is_not_waited_for() -> None:
     assert (steps["compared"], steps["not_compared"]) == (3, 8)
     assert steps["unequal"] == [{"tensors": 3, "taken": {"11": [0, 2], "3": [1]}}]
     assert found.first is None
-    # The last steps of the others wait for nobody: all are let go.
+    # The last steps of the others wait for no rank: all are let go.
     assert found.ledger.find_clear() == {0, 1, 2}
 
 
