@@ -345,6 +345,7 @@ class TestErrors(TestCase):
                 refuse(
                     lambda: GradientAccumulator(DistributedDataParallel(Model(BF16)), M),
                 ),
+                refuse(lambda: GradientAccumulator(DistributedDataParallel(Model()), M, mesh)),
                 refuse(
                     lambda: GradientAccumulator(
                         DistributedDataParallel(Model(), process_group=gloo), M
@@ -374,6 +375,7 @@ MP902: model is a FSDPModel; pass a DistributedDataParallel, or a model after fu
 MP902: parameter 'weights.0' is not sharded over DeviceMesh((ddp=2), 'cpu', stride=(1,)); pass the mesh that fully_shard got, and shard all parameters over it
 MP902: parameter 'weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
 MP902: parameter 'module.weights.0' is torch.bfloat16, to which each round would be rounded; keep parameters in float32, and compute in 16 bits by MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast
+MP902: mesh is for FSDP2, and DDP has a process group; omit mesh
 MP901: the model has a group of the backend 'gloo', which reduces in its own order; call torch.distributed.init_process_group('meshplan'), or pass a group of new_group(backend='meshplan')
 MP411: gradients under v1/rank/wide/once cannot be added in rounds; use Contract(order='tree', accumulate='wide')
 MP411: gradients under v1/tree/float64/once cannot be added in rounds; use Contract(order='tree', accumulate='wide')

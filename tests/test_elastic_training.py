@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from meshplan.elastic import GradientAccumulator
 from meshplan.testing import assert_bitwise_equal, bits
 from tests.processes import run_ranks
 
@@ -38,9 +43,50 @@ def example() -> ModuleType:
     return module
 
 
-def train(folder: Path, schedule: str, *options: str) -> list[tuple[dict[str, Tensor], Any]]:
+def builder(module: ModuleType, kind: str) -> Callable[..., tuple[nn.Module, Any]]:
+    """The model of the example over DDP, or with four experts of which a micro-batch uses one."""
+
+    class Experts(module.ByteTransformer):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+            self.head.register_forward_hook(self.refine)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.expert = self.experts[int(tokens.sum()) % 4]
+            loss: Tensor = super().forward(tokens)
+            return loss
+
+        def refine(self, head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
+            return logits + self.expert(logits)
+
+    def build(mesh: DeviceMesh, compute: torch.dtype) -> tuple[nn.Module, Any]:
+        torch.manual_seed(module.SEED)
+        model: Any = Experts() if "experts" in kind else module.ByteTransformer()
+        if "DDP" in kind:
+            forward = model.forward
+            model.forward = torch.autocast("cpu", compute, compute is not torch.float32)(forward)
+            model = DistributedDataParallel(model, find_unused_parameters="experts" in kind)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    return build
+
+
+def train(
+    folder: Path, schedule: str, *options: str, kind: str = "FSDP2"
+) -> list[tuple[dict[str, Tensor], Any]]:
     """The whole state and the logged values of each step."""
     module = example()
+    if kind != "FSDP2":
+        module.build = builder(module, kind)  # type: ignore[attr-defined]
+    if "DDP" in kind:
+        module.GradientAccumulator = lambda model, count, mesh, seed: GradientAccumulator(  # type: ignore[attr-defined]
+            model, count, seed=seed
+        )
     folder.mkdir()
     parsed = module.parse(["--schedule", schedule, "--folder", str(folder), *options])
 
@@ -96,18 +142,33 @@ def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, compute: str
 
 @pytest.mark.dist
 @pytest.mark.timeout(3600)
-def test_sixty_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    # In bfloat16 the order of few summands hardly shows.
-    options = ("--compute", "float32")
-    wanted = train(tmp_path / "whole", "2x4:60", *options)
-    for name, schedule in (
-        ("parts", "2x4:10,7:10,5:10,3:5,1:5,2x3:10,8:10"),
-        ("without replicas", "2x4:20,7x1:20,1x5:20"),
-    ):
-        assert_same_steps(train(tmp_path / name, schedule, *options), wanted)
-    plain = train(tmp_path / "plain", "2x4:60", *options, "--plain")
-    parts = train(tmp_path / "plain parts", "2x4:20,7x1:40", *options, "--plain")
-    assert share_of_difference(parts, plain) > 0.1
+@pytest.mark.parametrize(
+    ("kind", "micro_batches", "compute"),
+    [
+        ("FSDP2", "16", "float32"),
+        ("FSDP2", "24", "bfloat16"),
+        ("FSDP2 and experts", "24", "float32"),
+        ("DDP", "24", "float32"),
+        ("DDP and experts", "16", "bfloat16"),
+    ],
+)
+def test_sixty_steps_do_not_depend_on_the_number_of_ranks(
+    tmp_path: Path, kind: str, micro_batches: str, compute: str
+) -> None:
+    """8 ranks throughout; 8, 7, 5, 3, 1, 6 and 8 at checkpoints, with HSDP meshes among them."""
+    options = ("--compute", compute, "--micro-batches", micro_batches)
+    wanted = train(tmp_path / "whole", "8:60", *options, kind=kind)
+    assert all(float.fromhex(norm) > 0.5 for _, (_, norm, _) in wanted[:5])
+    schedule = "2x4:10,7:10,5:10,3:5,1:5,2x3:10,8:10"
+    assert_same_steps(train(tmp_path / "parts", schedule, *options, kind=kind), wanted)
+    if kind == "FSDP2":
+        schedule = "2x4:20,7x1:20,1x5:20"
+        assert_same_steps(train(tmp_path / "other parts", schedule, *options), wanted)
+    if (kind, compute) == ("FSDP2", "float32"):
+        # In bfloat16 the order of few summands hardly shows.
+        plain = train(tmp_path / "plain", "8:60", *options, "--plain")
+        parts = train(tmp_path / "plain parts", "8:20,7:40", *options, "--plain")
+        assert share_of_difference(parts, plain) > 0.1
 
 
 def launch(

@@ -88,6 +88,8 @@ class GradientAccumulator:
         self._parameters = dict(model.named_parameters())
         self._mesh = mesh
         if isinstance(model, DistributedDataParallel):
+            if mesh is not None:
+                raise ElasticError("mesh is for FSDP2, and DDP has a process group; omit mesh")
             groups = [check_group(model.process_group, "the model")]
         elif mesh is not None and any(isinstance(one, FSDPModule) for one in model.modules()):
             groups = [check_group(mesh.get_group(axis), "the mesh") for axis in range(mesh.ndim)]
