@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -203,6 +204,50 @@ def test_missing_gradient_is_a_leaf_of_zeros(kind: str, sizes: tuple[int, ...]) 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("ddp", (2,)), ("fsdp", (2,)), full("ddp", (3,)), full("fsdp", (3,)), full("fsdp", (2, 2))],
+)
+def test_few_copies_of_a_slice_are_kept(kind: str, sizes: tuple[int, ...]) -> None:
+    """Between rounds, beside the model: log2(M) + 1 partial sums of a rank's slice at most."""
+    ranks, count, width = math.prod(sizes), 16, 96
+
+    def living() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        whole = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+        # A view keeps all of its memory.
+        storages = [one.untyped_storage() for one in whole]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+    def run(rank: int) -> int:
+        linear = nn.Linear(width, width, bias=False)
+        if kind == "ddp":
+            model: nn.Module = DistributedDataParallel(linear)
+            accumulator = GradientAccumulator(model, count)
+        else:
+            mesh = mesh_of(sizes)
+            model = fully_shard(linear, mesh=mesh)
+            accumulator = GradientAccumulator(model, count, mesh)
+        found = []
+        for step in range(2):
+            for _ in range(accumulator.micro_batches.rounds - 1):
+                with accumulator.round():
+                    model(torch.ones(1, width)).sum().backward()
+                found.append(living())
+            with accumulator.round():
+                model(torch.ones(1, width)).sum().backward()
+            accumulator.finish()
+            model.zero_grad()
+            if step == 0:  # What torch keeps is there after the first step.
+                found, before = [], living()
+        return max(found) - before
+
+    slice = -(-width // ranks) * width * 4
+    for most in run_ranks(run, ranks, backend="meshplan"):
+        assert slice <= most <= (math.log2(count) + 1) * slice + 2**13
+
+
 def test_plain_accumulation_has_other_bits() -> None:
     """What FSDP2 does with the same micro-batches."""
 
