@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
     from torch.distributed._symmetric_memory import rendezvous as symmetric_memory_rendezvous
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.distributed_c10d import GroupName, default_pg_timeout
+    from torch.distributed.distributed_c10d import default_pg_timeout
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import _redistribute as redistribute_module
     from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     # Names, for getattr and setattr.
     SEAM: str
     WORLD: str
+    NAMES_OF_GROUPS: str
     EXECUTOR: str
     REDUCE_VALUE: str
     REDUCE_SHARD_VALUE: str

@@ -21,12 +21,12 @@ _PROCESS_GROUPS = {
     "resolve_process_group": Entry(
         _BINDINGS, "_resolve_process_group", "groups that a graph names"
     ),
-    "GroupName": Entry(_C10D, "GroupName", _GROUPS),
     "default_pg_timeout": Entry(_C10D, "default_pg_timeout", _GROUPS),
     "c10d": Entry(_C10D, "", _GROUPS, parts=("get_backend_config",)),
     "default_group": Entry(_C10D, "_get_default_group", _GROUPS, "call"),
     "default_store": Entry(_C10D, "_get_default_store", _GROUPS, "call"),
     "new_process_group": Entry(_C10D, "_new_process_group_helper", _GROUPS, "call"),
+    "NAMES_OF_GROUPS": Entry(_C10D, "_pg_names", _GROUPS, "text"),
     "WORLD": Entry(
         _C10D, "_world", _GROUPS, "text", parts=("pg_group_ranks", "pg_map", "pg_names")
     ),

@@ -296,9 +296,8 @@ def _creation(entry: Entry) -> Iterator[str]:
     if is_absent(function):
         return
     try:
-        inspect.signature(function).bind(
-            2, 0, [0, 1], "gloo", None, group_name="", timeout=None, group_desc=""
-        )
+        named = dict.fromkeys(("group_name", "backend_options", "timeout", "pg_tag", "group_desc"))
+        inspect.signature(function).bind(2, 0, [0, 1], "gloo", None, **named)
     except TypeError as error:
         yield f"{entry} ({entry.use}): {error}"
 

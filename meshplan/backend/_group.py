@@ -129,12 +129,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._lane: dist.ProcessGroup | None = None
         self._create_lane: Callable[..., dist.ProcessGroup] | None = None
         self._lane_timeout = timeout
-        self._places: list[_inner.ReservedName] = []
         if "cpu" in inside:
-            self._places.append(_inner.ReservedName(f"{made.group_id}/reductions"))
-            self._create_lane = partial(
-                create, "reductions", backend=str(inside["cpu"]), place=self._places[0]
-            )
+            self._create_lane = partial(create, "reductions", backend=str(inside["cpu"]))
         # Devices that the backend was named for. Torch does not know groups of torchft.
         self._checked = set(inside) if across_jobs and origin is None else set[str]()
         # The group that torch has created; not this one, which would keep itself alive.
@@ -148,9 +144,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._steady = SteadyTable(options)
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
-            use = "reductions on cuda"
-            self._places.append(_inner.ReservedName(f"{made.group_id}/{use}"))
-            create_lane = partial(create, use, backend=str(inside["cuda"]), place=self._places[-1])
+            create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
             self._device_lane = DeviceLane(create_lane, timeout, self._calls)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
@@ -282,17 +276,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         inner: dist.ProcessGroup = self.inner
         if self._lane is None and self.size() > 1:
             assert self._create_lane is not None
-            try:
-                self._lane = create_beside(
-                    inner,
-                    partial(self._create_lane, timeout=self._lane_timeout),
-                    token=Record.of(policy=self.options.policy),
-                    timeout=self._lane_timeout.total_seconds(),
-                    call=call,
-                )
-            finally:
-                if self._lane is None:
-                    self._places[0].reserve()
+            self._lane = create_beside(
+                inner,
+                partial(self._create_lane, timeout=self._lane_timeout),
+                token=Record.of(policy=self.options.policy),
+                timeout=self._lane_timeout.total_seconds(),
+                call=call,
+            )
         return self._lane or inner
 
     def _lane_on(self, device: torch.device) -> DeviceLane | None:
@@ -350,8 +340,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             self._thread.join()
         self._steady.clear()
         everything = dist.group.WORLD is self or dist.group.WORLD is None
-        for place in self._places:
-            place.release()
         # Functions of meshplan reduce over this group itself. One that hangs there holds its
         # memory, and no caller waits for it after ``abort``.
         if not self._thread.is_aborted:

@@ -16,11 +16,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from meshplan._torch import WORLD, GroupName, PrefixStore, new_process_group
+from meshplan._torch import WORLD, PrefixStore
 from meshplan.backend._options import NAME
 from meshplan.errors import BackendError, GroupStateError
 from meshplan.flatten import keep_store
-from meshplan.flatten._create import attempt_store, descriptor_objection, rest_at_end
+from meshplan.flatten._create import (
+    attempt_store,
+    create_uncounted,
+    descriptor_objection,
+    rest_at_end,
+)
 
 
 def default_inner() -> str:
@@ -28,24 +33,6 @@ def default_inner() -> str:
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
     return "gloo"
-
-
-class ReservedName:
-    """A place among torch's groups for one that some ranks create before others. Torch names groups
-    by the number of those that a rank has (``split_group``, ``use_local_synchronization``), so it
-    must not depend on which of them have reduced.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = GroupName(f"{name}/reserved")
-        self._place = ProcessGroup(0, 1)  # type: ignore[call-arg]
-        self.reserve()
-
-    def reserve(self) -> None:
-        getattr(c10d, WORLD).pg_names[self._place] = self._name
-
-    def release(self) -> None:
-        getattr(c10d, WORLD).pg_names.pop(self._place, None)
 
 
 def create_inner_group(
@@ -61,7 +48,6 @@ def create_inner_group(
     timeout: timedelta,
     options: Any = None,
     across_jobs: bool = False,
-    place: ReservedName | None = None,
 ) -> ProcessGroup:
     """Create a plain group of the same ranks; every member calls it at the same time.
 
@@ -76,7 +62,6 @@ def create_inner_group(
         timeout: of its collectives.
         options: of the inner backend; ``None``: its own defaults.
         across_jobs: the ranks belong to several jobs, and ``ranks`` is empty.
-        place: that of the group.
 
     Raises:
         BackendError: torch does not have the backend.
@@ -93,24 +78,17 @@ def create_inner_group(
     objection = descriptor_objection(backend, size)
     if objection is not None:
         raise GroupStateError(f"group {name} of {size} ranks cannot be created: {objection}")
-    group, _ = new_process_group(
+    group = create_uncounted(
         size,
         rank,
-        list(ranks),
-        c10d.Backend(backend),
+        ranks,
+        backend,
         PrefixStore(use, attempt_store(attempt, backend, store) if attempt else store),
-        group_name=GroupName(f"{name}/{use}"),
-        backend_options=options,
+        name=f"{name}/{use}",
         timeout=timeout,
-        # A tag of its own, so that torch never finds it in place of the group itself.
-        pg_tag=f"meshplan/{name}/{use}",
-        group_desc=f"meshplan:{use}",
+        options=options,
+        use=use,
     )
-    if place is not None:
-        place.release()
-    members = ranks or range(size)
-    getattr(c10d, WORLD).pg_group_ranks[group] = {one: i for i, one in enumerate(members)}
-    assert isinstance(group, ProcessGroup)
     if across_jobs:
         keep_store(group, PrefixStore(f"agreements/{use}", store))
     if "gloo" in backend:

@@ -2,7 +2,7 @@
 
 ``DeviceMesh._flatten`` and ``new_group`` are collective over the whole world and advance counters
 in every process; if only some ranks call them, a later creation hangs. Here only the members take
-part, the name is a digest of the group's identity, and no counter of torch changes.
+part, the name is a digest of the group's identity, and torch does not count the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshplan._observing import within
 from meshplan._torch import (
+    NAMES_OF_GROUPS,
     WORLD,
-    GroupName,
     PrefixStore,
     Store,
     backend_of,
@@ -167,18 +167,67 @@ def create_members_only(
     """
     group_rank = list(ranks).index(this_rank())
     with disable_current_modes(), hidden_device():
-        group, _ = new_process_group(
+        return create_uncounted(
             len(ranks),
             group_rank,
-            list(ranks),
+            ranks,
             backend,
             store,
-            group_name=GroupName(name),
+            name=name,
             timeout=timedelta(seconds=timeout),
-            group_desc="meshplan",
         )
-        getattr(c10d, WORLD).pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-    assert isinstance(group, ProcessGroup)
+
+
+class _UncountedName(str):
+    """The name of a group that is not one of those by whose number torch names another."""
+
+    __slots__ = ()
+
+
+class _NamesOfGroups(dict[ProcessGroup, str]):
+    """Torch's names of groups, with the length that it would have without meshplan's. The names of
+    ``split_group`` and ``use_local_synchronization`` contain it: only ranks of which it is equal
+    find each other, and which of them have reduced, over what, must not matter.
+    """
+
+    def __len__(self) -> int:
+        # A copy, made at once: other threads may create groups.
+        return sum(not isinstance(name, _UncountedName) for name in [*self.values()])
+
+
+def create_uncounted(
+    size: int,
+    rank: int,
+    ranks: Sequence[int],  # global; none for the default group
+    backend: str,
+    store: Store,
+    *,
+    name: str,
+    timeout: timedelta,
+    options: Any = None,  # of the backend
+    use: str = "",
+) -> ProcessGroup:
+    """Create a group of meshplan's in torch, which neither counts it nor returns it to who looks
+    for a group of its ranks. Raises torch's RuntimeError or ValueError as ``create_members_only``.
+    """
+    names = getattr(c10d, NAMES_OF_GROUPS)
+    if not isinstance(names, _NamesOfGroups):
+        setattr(c10d, NAMES_OF_GROUPS, _NamesOfGroups(names))
+    group, _ = new_process_group(
+        size,
+        rank,
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        group_name=_UncountedName(name),
+        backend_options=options,
+        timeout=timeout,
+        # Of its own. Without one, torch's look-up by ranks finds the group.
+        pg_tag=f"meshplan/{name}",
+        group_desc=f"meshplan:{use}" if use else "meshplan",
+    )
+    members = ranks or range(size)
+    getattr(c10d, WORLD).pg_group_ranks[group] = {one: i for i, one in enumerate(members)}
     return group
 
 

@@ -1,0 +1,151 @@
+"""Groups that only some ranks create: torch creates its own over them as if there were none."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import GroupCreationError
+from meshplan.flatten import _join, registry
+from meshplan.layout import Layout
+from meshplan.record import Record
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
+SOON = timedelta(seconds=20)
+CPU = torch.device("cpu", 0)
+
+
+def connect(how: str, backend: str | None = None) -> list[float]:
+    """The sums of ones over torch's groups of ranks 1 and 2, and of 0 and 3."""
+    pairs = [[1, 2], [0, 3]]
+    mine = pairs[dist.get_rank() in (0, 3)]
+    if how == "split_group":
+        return [split(pairs)]
+    if how == "new_group of members":
+        found = [dist.new_group(mine, SOON, backend, use_local_synchronization=True)]
+    else:
+        found = [dist.new_group(pair, SOON, backend) for pair in pairs]
+    sums = []
+    for pg in found:
+        if pg is not None and pg != dist.GroupMember.NON_GROUP_MEMBER:
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=pg)
+            sums.append(ones.item())
+    return sums
+
+
+def split(pairs: list[list[int]]) -> float:
+    """How many ranks split the default group under this rank's name."""
+    world: Any = dist.group.WORLD
+    world.bound_device_id = CPU
+    # Torch splits groups of accelerators only.
+    with (
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        mock.patch("torch.accelerator.current_accelerator", return_value=CPU),
+        mock.patch.object(dist.ProcessGroup, "split_group", return_value=None) as called,
+    ):
+        assert dist.split_group(None, pairs, SOON, world._get_backend(CPU).options) is None
+    world.bound_device_id = None
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, called.call_args.kwargs["group_name"])
+    return float(names.count(names[dist.get_rank()]))
+
+
+HOW = ["new_group", "new_group of members", "split_group"]
+
+
+def reduce_over(mesh: DeviceMesh) -> str:
+    """How the group over the second axis came to be."""
+    layout = Layout.from_mesh(mesh)
+    return registry().get(mesh, layout, (1,), token=Record.of(test=""), timeout=20.0).origin
+
+
+def restart(rank: int) -> None:
+    """A default group in place of the first one, which all ranks have destroyed."""
+    dist.barrier()
+    dist.destroy_process_group()
+    store = f"file://{os.environ['MESHPLAN_TEST_STORE']}.again"
+    dist.init_process_group("gloo", rank=rank, world_size=4, init_method=store)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_torch_connects_ranks_of_which_some_have_created_groups(how: str) -> None:
+    def ranks(rank: int) -> list[list[float]]:
+        found = []
+        for first in (True, False):
+            # Groups of torch are in ascending order of ranks, so these are not.
+            mesh = DeviceMesh("cpu", [[1, 0], [3, 2]])
+            if rank < 2:
+                assert reduce_over(mesh) == "created"
+            found.append(connect(how))
+            if rank > 1:
+                assert reduce_over(mesh) == "created"
+            found.append(connect(how))
+            if first:
+                restart(rank)
+        return found
+
+    assert run_ranks(ranks, 4) == [[[2.0]] * 4] * 4
+
+
+@pytest.mark.parametrize("how", HOW[1:])
+def test_torch_connects_ranks_of_which_some_have_failed_to_create_groups(how: str) -> None:
+    def ranks(rank: int) -> list[list[float]]:
+        mesh = DeviceMesh("cpu", [[1, 0], [3, 2]])
+        found = []
+        if rank < 2:
+            broken = RuntimeError("no connection") if rank == 1 else None
+            with (
+                mock.patch.object(_join, "warm_up", side_effect=broken),
+                pytest.raises(GroupCreationError),
+            ):
+                reduce_over(mesh)
+        found.append(connect(how))
+        if rank < 2:
+            assert reduce_over(mesh) == "created"
+            # Only this rank's group goes, as a rank that ends its work early does it.
+            if rank == 1:
+                registry().shutdown()
+        found.append(connect(how))
+        return found
+
+    assert run_ranks(ranks, 4) == [[[2.0]] * 2] * 4
+
+
+def test_torch_connects_a_rank_of_the_backend_with_one_of_gloo() -> None:
+    def ranks(rank: int) -> list[list[float]]:
+        # Each rank has one group besides the default one.
+        backend = "meshplan" if rank < 2 else "gloo"
+        mine = [0, 1] if rank < 2 else [2, 3]
+        pg = dist.new_group(mine, SOON, backend, use_local_synchronization=True)
+        found = [connect(how, "meshplan") for how in HOW[1:]]
+        dist.all_reduce(torch.ones(1), group=pg)
+        found += [connect(how) for how in HOW[1:]]
+        return found
+
+    assert run_ranks(ranks, 4) == [[[2.0]] * 4] * 4
+
+
+def test_created_groups_are_found_by_name_only() -> None:
+    def ranks(rank: int) -> list[bool]:
+        mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("a",))
+        layout = Layout.from_mesh(mesh)
+        pg = registry().get(mesh, layout, (0,), token=Record.of(test=""), timeout=20.0).pg
+        world = c10d._world
+        return [
+            c10d._resolve_process_group(pg.group_name) == pg,
+            world.pg_names[pg] == pg.group_name,
+            pg in world.tags_to_pg[""],
+            pg in world.pg_map,
+        ]
+
+    assert run_ranks(ranks, 2) == [[True, True, False, True]] * 2
