@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan.errors import GroupCreationError
+from meshplan.errors import GroupCreationError, GroupStateError, MeshplanError
 from meshplan.flatten import _join, registry
 from meshplan.layout import Layout
 from meshplan.record import Record
@@ -149,3 +151,20 @@ def test_created_groups_are_found_by_name_only() -> None:
         ]
 
     assert run_ranks(ranks, 2) == [[True, True, False, True]] * 2
+
+
+def test_group_whose_ranks_have_not_shared_memory_is_kept() -> None:
+    def ranks(rank: int) -> list[Any]:
+        mesh, token = DeviceMesh("cpu", [1, 0]), Record.of(test="")
+        layout = Layout.from_mesh(mesh)
+        get = partial(registry().get, mesh, layout, (0,), token=token, peers="always")
+        failure = GroupStateError("no memory") if rank == 1 else None
+        share = mock.patch.object(_join, "connect", side_effect=failure)
+        with share if failure else nullcontext(), pytest.raises(MeshplanError):
+            get(timeout=3.0)
+        group = get(timeout=20.0)
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=group.pg)
+        return [group.origin, group.peers is not None, ones.item()]
+
+    assert run_ranks(ranks, 2) == [["kept", True, 2.0]] * 2

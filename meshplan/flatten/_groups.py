@@ -351,18 +351,24 @@ class GroupRegistry:
             call=call,
         )
         if key.peers != "never":
-            group = share_memory(
-                group,
-                key.device_type,
-                rank=rank,
-                objection=self._peers_objection(key.device_type),
-                wait=timeout,
-                # In use it waits almost as long as the collectives do that it stands for.
-                timeout=peer_timeout(key.device_type, group.pg),
-                timed=key.peers == "timed",
-                use=key.use,
-                agreed=agreed,
-            )
+            try:
+                group = share_memory(
+                    group,
+                    key.device_type,
+                    rank=rank,
+                    objection=self._peers_objection(key.device_type),
+                    wait=timeout,
+                    # In use it waits almost as long as the collectives do that it stands for.
+                    timeout=peer_timeout(key.device_type, group.pg),
+                    timed=key.peers == "timed",
+                    use=key.use,
+                    agreed=agreed,
+                )
+            except BaseException:
+                # All ranks have the group without memory, and none may create it again.
+                if group.origin == "created":
+                    self._table.add(key._replace(peers="never"), group)
+                raise
         self._table.add(key, group)
         if key.device_type == "cpu" and key.backend != "fake":
             rest_at_end()
