@@ -136,12 +136,14 @@ def vote(
     answer: Callable[[], str] | None = None,
     # Members in different calls differ, as with different tokens. 0, in no call, differs from none.
     call: int = 0,
+    # This rank may have been counted, in a vote in which the store did not answer it.
+    again: bool = False,
 ) -> VoteResult:
     """Arrive with ``token``, and return what all members decide within ``timeout`` seconds of this
     rank's arrival. Raises GroupAgreementError on every member, as soon as all have arrived, if they
     run releases whose records have different versions.
     """
-    verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer, call)
+    verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer, call, again)
     versions = {token.version for token in verdict.tokens.values()}
     if len(versions) > 1:
         common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
@@ -162,20 +164,25 @@ def _vote(
     veto: str | None,
     answer: Callable[[], str] | None,
     call: int,
+    again: bool,
 ) -> VoteResult:
     deadline = time.monotonic() + timeout
     packed = token.pack()
+    # A refusal needs no other rank, so none waits for its time to run out. No rank reads a yes of
+    # the one that refuses.
+    if veto is not None:
+        return _decide(store, prefix, VoteResult(veto=(rank, veto)))
     # Before the counts: a rank that finds a count complete may read the records of all.
     store.set(f"{prefix}/token/{rank}", token.adding(call=call).pack() if call else packed)
     if call and store.compare_set(f"{prefix}/call", "", f"{call}") != f"{call}".encode():
         store.set(f"{prefix}/unlike", f"{rank}")
-    # A refusal needs no other rank, so none waits for its time to run out.
-    if veto is not None:
-        return _decide(store, prefix, VoteResult(veto=(rank, veto)))
     # The token's own count goes first: who sees the total complete sees every token counted.
-    store.add(f"{prefix}/count/{packed}", 1)
-    if store.add(f"{prefix}/total", 1) == len(ranks):
-        return _decide(store, prefix, _judge(store, prefix, ranks, packed, answer, call, timeout))
+    if not again:
+        store.add(f"{prefix}/count/{packed}", 1)
+    if again or store.add(f"{prefix}/total", 1) == len(ranks):
+        judged = _judge(store, prefix, ranks, packed, answer, call, timeout)
+        if judged.unanimous or not again:
+            return _decide(store, prefix, judged)
     verdict = f"{prefix}/verdict"
     # Most votes are decided within a millisecond. Those that wait must not load the store, which
     # serves all ranks, so the pauses grow, and grow further with the number of ranks.

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._calls import calls_of, restart_calls
-from meshplan._torch import WORLD
+from meshplan._torch import WORLD, default_group
 from meshplan.errors import GroupStateError
 from meshplan.flatten import _across_jobs as across_jobs
 from meshplan.flatten._agree import Signatures
@@ -49,6 +49,7 @@ from meshplan.flatten._join import (
     agree_on,
     agree_on_name,
     agree_on_place,
+    drop_unanswered,
     existing_group,
     join_group,
     refusal,
@@ -187,6 +188,7 @@ class GroupRegistry:
     def release(self, pg: ProcessGroup) -> None:
         """Forget ``pg``, which is about to be destroyed, and release the memory of its ranks."""
         self._table.release(pg)
+        drop_unanswered(pg)
 
     def meet(
         self,
@@ -269,6 +271,8 @@ class GroupRegistry:
         """
         created = self._table.take_created()
         restart_calls()
+        if dist.is_initialized():
+            drop_unanswered(default_group())
         with ExitStack() as stack:
             # All of them, whatever one of them raises.
             for group in reversed(created):

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan._calls import GroupCalls
+from meshplan._calls import GroupCalls, restarted_before
 from meshplan._spans import span
 from meshplan._torch import WORLD, Store, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import (
@@ -182,6 +182,33 @@ class Group:
         return f"{self.origin} group {name} of {len(self.ranks)} ranks: {shown}{thread}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    """A vote of which this rank does not know the verdict, as the store did not answer it. The
+    others may have gone on. So the next call of this rank, which has the same ticket, asks for that
+    verdict, instead of waiting for the others in another vote.
+    """
+
+    prefix: str
+    made: ProcessGroup | None  # the group that this rank has created, if that was the question
+    moment: float  # in seconds since the epoch
+
+
+# By the group whose members vote (for a group to be created: the default group), and name.
+_UNANSWERED: WeakKeyDictionary[ProcessGroup, dict[str, _Unanswered]] = WeakKeyDictionary()
+
+
+def _unanswered(pg: ProcessGroup | None) -> dict[str, _Unanswered]:
+    return _UNANSWERED.setdefault(pg or default_group(), {})
+
+
+def drop_unanswered(pg: ProcessGroup) -> None:
+    """Destroy what this rank has created for the members of ``pg``, and none has decided on."""
+    for left in _UNANSWERED.pop(pg, {}).values():
+        if left.made is not None and left.made in getattr(c10d, WORLD).pg_map:
+            dist.destroy_process_group(left.made)
+
+
 def join_group(
     found: Group | None,  # the group, if this rank has one already
     ranks: tuple[int, ...],  # global ranks by mesh coordinate
@@ -221,7 +248,7 @@ def join_group(
         return found, prefix
     with span("group"):
         create = partial(_create, ranks, backend, device_type, prefix, name)
-        pg = _connect(create, store_of(None), ranks, prefix, rank, timeout, device_type)
+        pg = _connect(create, None, name, ranks, prefix, rank, timeout, device_type)
         return Group(pg, ranks, "created", name), prefix
 
 
@@ -245,7 +272,7 @@ def create_beside(
     objection = descriptor_objection(backend, len(ranks))
     how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
     prefix = _agreed(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
-    return _connect(partial(create, prefix), store_of(pg), ranks, prefix, rank, timeout)
+    return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
 
 
 def agree_on(
@@ -283,6 +310,14 @@ def _agreed(
     call: int = 0,
 ) -> str:
     """Hold a vote on ``name``; returns its key prefix if all said yes."""
+    left = _unanswered(pg).get(name)
+    if left is not None and left.made is not None:
+        # All have agreed, and the group waits for the verdict on it.
+        return left.prefix
+    left = _unanswered(pg).pop(name, None)
+    if left is not None and not restarted_before(left.moment):
+        # After ``shutdown`` all agree again.
+        left = None
     store = AnsweringStore(store_of(pg), timeout)
     note_process(store, rank)
     deadline = time.monotonic() + timeout
@@ -294,18 +329,24 @@ def _agreed(
         past = gave_up_on(store, name, rank, call) if call else None
         if past is not None and started_before(past.began):
             raise refusal(past, ranks, rank, timeout)
-        prefix, verdict = open_round(store, name, rank)
-        left = deadline - time.monotonic()
-        verdict = verdict or vote(
-            store,
-            prefix,
-            ranks=ranks,
-            rank=rank,
-            token=token,
-            timeout=max(left, 0.0),
-            veto=objection,
-            call=call,
-        )
+        prefix, verdict = (left.prefix, None) if left else open_round(store, name, rank)
+        try:
+            verdict = verdict or vote(
+                store,
+                prefix,
+                ranks=ranks,
+                rank=rank,
+                token=token,
+                timeout=max(deadline - time.monotonic(), 0.0),
+                veto=objection,
+                call=call,
+                again=left is not None,
+            )
+        except GroupStateError as error:
+            if error.unanswered:
+                _unanswered(pg)[name] = _Unanswered(prefix, None, time.time())
+            raise
+        left = None
         if verdict.unanimous:
             # The verdict stays, for ranks that come later; what led to it is not read again. All go
             # on: no member may fail here alone.
@@ -427,28 +468,30 @@ def existing_group(
 
 def _connect(
     create: Callable[[], ProcessGroup],
-    store: Store,
+    pg: ProcessGroup | None,  # whose members create a second one; ``None``: a group of other ranks
+    name: str,
     ranks: tuple[int, ...],
     prefix: str,
     rank: int,
     timeout: float,
     device_type: str = "",  # of a group that is not known to work; it is warmed up
 ) -> ProcessGroup:
-    started = time.perf_counter()
+    started, store = time.perf_counter(), store_of(pg)
     failure: Exception | None = None
-    group: ProcessGroup | None = None
+    left = _unanswered(pg).pop(name, None)
+    group = left.made if left else None
     # A backend may fail on some members only. The second vote tells the others, so that all keep
     # the group or all drop it.
     try:
-        group = create()
-        if device_type:
-            warm_up(group, device_type, timeout)
+        if group is None:
+            group = create()
+            if device_type:
+                warm_up(group, device_type, timeout)
     except (RuntimeError, ValueError) as error:
         failure = error
-    ready = False
     # The creation of a group that is warmed up has the default group's time.
     limit = max(timeout, default_timeout(device_type)) if device_type else timeout
-    wait = roll_call_seconds(limit, started)
+    wait, kept = roll_call_seconds(limit, started), False
     try:
         verdict = vote(
             AnsweringStore(store, timeout),
@@ -458,13 +501,19 @@ def _connect(
             token=Record.of(group="ready"),
             timeout=timeout,
             veto=None if failure is None else _reason(failure, store, prefix, ranks, rank, wait),
+            again=left is not None,
         )
-        ready = verdict.unanimous
+        kept = verdict.unanimous
+    except GroupStateError as error:
+        kept = error.unanswered and failure is None
+        if kept:
+            _unanswered(pg)[name] = _Unanswered(prefix, group, time.time())
+        raise
     finally:
-        # After an error of the vote too: others may have dropped theirs.
-        if group is not None and not ready:
+        # After other errors of the vote too: others may have dropped theirs.
+        if group is not None and not kept:
             dist.destroy_process_group(group)
-    if ready and group is not None:
+    if kept and group is not None:
         return group
     who, reason = verdict.veto or (None, "")
     if verdict.missing:
