@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.errors import GroupCreationError, GroupStateError, MeshplanError
-from meshplan.flatten import _join, registry
+from meshplan.flatten import _create, _join, registry
 from meshplan.layout import Layout
 from meshplan.record import Record
 from tests.processes import run_ranks
@@ -168,3 +169,23 @@ def test_group_whose_ranks_have_not_shared_memory_is_kept() -> None:
         return [group.origin, group.peers is not None, ones.item()]
 
     assert run_ranks(ranks, 2) == [["kept", True, 2.0]] * 2
+
+
+@pytest.mark.parametrize("lazy", ["0", "True"])
+def test_lazy_gloo_needs_no_descriptor_for_each_rank(lazy: str) -> None:
+    def ranks(rank: int) -> str:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+        mesh = DeviceMesh("cpu", [1, 0, 3, 2])
+        layout, token = Layout.from_mesh(mesh), Record.of(test="")
+        # Room for a group that has connected each rank to two others.
+        used = len(os.listdir("/proc/self/fd")) - 1
+        limits = used + 6 + _create._LOOKUPS, used + 100
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        try:
+            return registry().get(mesh, layout, (0,), token=token, timeout=20.0).origin
+        except GroupStateError as error:
+            return str(error).partition("ulimit")[1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits[1:] * 2)
+
+    assert run_ranks(ranks, 4) == [{"0": "ulimit", "True": "created"}[lazy]] * 4

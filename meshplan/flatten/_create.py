@@ -66,6 +66,8 @@ _EARLIER_SHARE = 0.1
 _EARLIER_SECONDS = 60.0
 # Descriptors that a new group of gloo has open for a moment, to look up addresses.
 _LOOKUPS = 8
+# What torch reads as a yes in a variable.
+_TRUE = ("1", "t", "true", "y", "yes")
 
 
 def group_name(
@@ -136,8 +138,11 @@ def capture_objection(device_type: str) -> str | None:
 def descriptor_objection(backend: str, ranks: int) -> str | None:
     """Why this process may not open the descriptors of a group of so many ranks."""
     # Of gloo: a queue of events, both ends of a pipe, a port, and a connection to each other rank.
-    # Without one for a connection its thread aborts the process.
-    needed = ranks + 3 + _LOOKUPS if "gloo" in backend else 0
+    # Without one for a connection its thread aborts the process. Lazy, it connects ranks when they
+    # first send: each one to its neighbours, and to others where they reduce by exchange.
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _TRUE
+    connections = min(ranks - 1, 2) if is_lazy else ranks - 1
+    needed = connections + 4 + _LOOKUPS if "gloo" in backend else 0
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         # Without the one that lists them.
