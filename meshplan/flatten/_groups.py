@@ -121,10 +121,6 @@ class GroupRegistry:
         ranks = layout.group_of(rank, axes) or ()
         ranks = ranks if block is None else block.of(ranks, rank)
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
-        if not beside and not calls.name:
-            # The main threads of all ranks use meshes in one order: equal texts suffice there, and
-            # no rank waits for another before the round, which names those that are missing.
-            calls.agree_on(f"several of {layout}")
         name = agree_on_name(
             mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
         )
@@ -216,8 +212,6 @@ class GroupRegistry:
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             backend = _backend_name(mesh, axes)
-            if not beside and not calls.name:
-                calls.agree_on(f"several of {layout}")
             name = agree_on_name(
                 mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
             )

@@ -87,7 +87,9 @@ def agree_on_name(
         store.set(f"{arrivals}/{rank}", names)
     for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
-        key = f"meshplan/names/{group.group_name}/{_PASSED_ON.get(group, 0)}"
+        # With the layout: an earlier default group on the same store may have used the name.
+        number = _PASSED_ON.get(group, 0)
+        key = f"meshplan/names/{layout} {list(axes)}/{group.group_name}/{number}"
         if first == rank:
             store.set(key, names)
             gave_up = f"{key}/gave up in call {call}"
