@@ -31,7 +31,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.flatten import _connect
-from meshplan.flatten._create import attempt_store, create_members_only
+from meshplan.flatten._create import create_members_only
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
 from tests.processes import run_ranks
 
@@ -255,8 +255,7 @@ def test_leaves_follow_the_order_of_the_group() -> None:
 
     def ranks(rank: int) -> list[int]:
         order = [2, 0, 1]
-        store = attempt_store("permuted", "gloo")
-        group = create_members_only(order, name="permuted", backend="gloo", store=store, timeout=30)
+        group = create_members_only(order, "gloo", "cpu", "permuted", "permuted")
         value = torch.tensor([(1e20, -1e20, 1.0)[rank]])
         found = []
         for path in ("reference", *CONTRACT_PATHS):

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from meshplan._torch import Store
 from meshplan.errors import GroupAgreementError, SignatureMismatchError
@@ -143,31 +144,9 @@ def vote(
     rank's arrival. Raises GroupAgreementError on every member, as soon as all have arrived, if they
     run releases whose records have different versions.
     """
-    verdict = _vote(store, prefix, ranks, rank, token, timeout, veto, answer, call, again)
-    versions = {token.version for token in verdict.tokens.values()}
-    if len(versions) > 1:
-        common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
-        raise GroupAgreementError(
-            f"the ranks that came together differ in the {differences(verdict.tokens)}",
-            differing=tuple(r for r, t in verdict.tokens.items() if t.version != common.version),
-        )
-    return verdict
-
-
-def _vote(
-    store: Store,
-    prefix: str,
-    ranks: Sequence[int],
-    rank: int,
-    token: Record,
-    timeout: float,
-    veto: str | None,
-    answer: Callable[[], str] | None,
-    call: int,
-    again: bool,
-) -> VoteResult:
     deadline = time.monotonic() + timeout
     packed = token.pack()
+    judge = partial(_judge, store, prefix, ranks, packed, answer, call, timeout)
     # A refusal needs no other rank, so none waits for its time to run out. No rank reads a yes of
     # the one that refuses.
     if veto is not None:
@@ -180,7 +159,7 @@ def _vote(
     if not again:
         store.add(f"{prefix}/count/{packed}", 1)
     if again or store.add(f"{prefix}/total", 1) == len(ranks):
-        judged = _judge(store, prefix, ranks, packed, answer, call, timeout)
+        judged = judge()
         if judged.unanimous or not again:
             return _decide(store, prefix, judged)
     verdict = f"{prefix}/verdict"
@@ -193,12 +172,22 @@ def _vote(
         if left <= 0:
             # The last rank may arrive just now. Then one of the two verdicts is stored first, and
             # both ranks return that one.
-            return _decide(
-                store, prefix, _judge(store, prefix, ranks, packed, answer, call, timeout)
-            )
+            return _decide(store, prefix, judge())
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)
-    return VoteResult.loads(store.get(verdict).decode())
+    return _read(store.get(verdict))
+
+
+def _read(text: bytes) -> VoteResult:
+    verdict = VoteResult.loads(text.decode())
+    versions = {token.version for token in verdict.tokens.values()}
+    if len(versions) > 1:
+        common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
+        raise GroupAgreementError(
+            f"the ranks that came together differ in the {differences(verdict.tokens)}",
+            differing=tuple(r for r, t in verdict.tokens.items() if t.version != common.version),
+        )
+    return verdict
 
 
 def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
@@ -244,7 +233,13 @@ def gather_texts(
 
 
 def roll_call(
-    store: Store, name: str, *, ranks: Sequence[int], rank: int, wait: float, note: str = ""
+    store: Store,
+    name: str,
+    *,
+    ranks: Sequence[int],
+    rank: int,
+    wait: float,
+    note: str = "",
 ) -> tuple[tuple[int, ...], bool, tuple[tuple[int, str], ...]]:
     """The ranks that have not reported a common failure within ``wait`` seconds; whether the others
     called the roll before this rank came (then the first are those that did not answer them,
@@ -262,7 +257,12 @@ def roll_call(
             return others, True, ((rank, note), *_notes(store, before, ranks))
     store.set(f"{prefix}/note/{rank}", note)
     verdict = vote(
-        store, prefix, ranks=ranks, rank=rank, token=Record.of(group="failed"), timeout=wait
+        store,
+        prefix,
+        ranks=ranks,
+        rank=rank,
+        token=Record.of(group="failed"),
+        timeout=wait,
     )
     return verdict.missing, False, _notes(store, prefix, ranks)
 
@@ -298,8 +298,7 @@ def _judge(
 
 def _decide(store: Store, prefix: str, verdict: VoteResult) -> VoteResult:
     # The first verdict stays, and a rank that judged otherwise follows it.
-    decided: bytes = store.compare_set(f"{prefix}/verdict", "", verdict.dumps())
-    return VoteResult.loads(decided.decode())
+    return _read(store.compare_set(f"{prefix}/verdict", "", verdict.dumps()))
 
 
 @dataclass(slots=True)
@@ -326,7 +325,12 @@ class Signatures:
         """
         prefix = f"{self.prefix}/{self.number}"
         verdict = vote(
-            self.store, prefix, ranks=self.ranks, rank=self.rank, token=mine, timeout=timeout
+            self.store,
+            prefix,
+            ranks=self.ranks,
+            rank=self.rank,
+            token=mine,
+            timeout=timeout,
         )
         self._forget_last()
         self.number += 1
@@ -349,7 +353,11 @@ class Signatures:
         last = f"{self.prefix}/{self.number - 1}"
         keys = [f"{last}/token/{self.rank}"]
         if self.rank == self.ranks[0]:
-            keys += [f"{last}/verdict", f"{last}/total", f"{last}/count/{self.last.pack()}"]
+            keys += [
+                f"{last}/verdict",
+                f"{last}/total",
+                f"{last}/count/{self.last.pack()}",
+            ]
         # A store that cannot delete keeps them.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             for key in keys if self.number else ():

@@ -159,27 +159,20 @@ def descriptor_objection(backend: str, ranks: int) -> str | None:
 
 
 def create_members_only(
-    ranks: Sequence[int],
-    *,
-    name: str,
-    backend: str,
-    store: Store,
-    timeout: float,
+    ranks: Sequence[int], backend: str, device_type: str, prefix: str, name: str
 ) -> ProcessGroup:
-    """Create the group of ``ranks`` in that order, within ``timeout`` seconds, which its
-    collectives have too. Exactly the members call this. No other group of this name uses ``store``.
-    Raises torch's RuntimeError or ValueError if the backend cannot connect the members.
+    """Create the group of ``ranks`` in that order. Exactly the members call this, after the vote
+    ``prefix``. Raises torch's RuntimeError or ValueError if the backend cannot connect the members.
     """
-    group_rank = list(ranks).index(this_rank())
     with disable_current_modes(), hidden_device():
         return create_uncounted(
             len(ranks),
-            group_rank,
+            list(ranks).index(this_rank()),
             ranks,
             backend,
-            store,
+            attempt_store(prefix, backend),
             name=name,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=default_timeout(device_type)),
         )
 
 

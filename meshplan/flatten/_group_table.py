@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -98,12 +98,6 @@ class GroupEntry:
 _FACTS = ("ranks", "origin", "name", "peers", "no_peers", "thread", "lent")
 
 
-class HasLife(Protocol):
-    """A book: ``life`` is another object once it has forgotten what it knew."""
-
-    life: object
-
-
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
     """A found group, available without a look-up until the registry forgets it. After ``shutdown``
@@ -112,7 +106,7 @@ class GroupHandle:
 
     known: GroupEntry  # without a hold on the process group
     default: weakref.ref[ProcessGroup]  # the default group that it belongs to
-    book: HasLife  # the table of the registry that has found it
+    book: GroupTable  # the table of the registry that has found it
     life: object  # of the table, at that time
 
     def group(self) -> Group | None:

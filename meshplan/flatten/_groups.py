@@ -31,6 +31,7 @@ from meshplan.flatten._create import (
     capture_objection,
     default_timeout,
     descriptor_objection,
+    group_name,
     peer_timeout,
     possible_sharing,
     rest_at_end,
@@ -215,17 +216,19 @@ class GroupRegistry:
             name = agree_on_name(
                 mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
             )
-            agree_on(
-                ranks,
-                backend,
-                mesh.device_type,
-                rank=rank,
-                token=token.adding(calls=name),
-                timeout=wait,
-                use=f"threads of {name}" if beside else "",
-                objection=self._table.why_no_meeting(),
-                call=call,
-            )
+            if backend != "fake":
+                # The name of the whole group: a rank that would reduce over that is found as well.
+                use = f"threads of {name}" if beside else ""
+                agree_on(
+                    None,
+                    group_name(ranks, backend, mesh.device_type, use),
+                    ranks,
+                    rank=rank,
+                    token=token.adding(calls=name, group="in blocks"),
+                    timeout=wait,
+                    objection=self._table.why_no_meeting(),
+                    call=call,
+                )
             self._table.add_meeting(key)
 
     def compare(self, group: Group, device_type: str, signature: Record) -> None:

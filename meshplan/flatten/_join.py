@@ -31,7 +31,6 @@ from meshplan.flatten._agree import VoteResult, gave_up_on, open_round, vote, wa
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
 from meshplan.flatten._create import (
-    attempt_store,
     create_members_only,
     default_timeout,
     descriptor_objection,
@@ -94,30 +93,19 @@ def agree_on_name(
             store.set(key, names)
             gave_up = f"{key}/gave up in call {call}"
             if call and store.check([gave_up]) and started_before(float(store.get(gave_up))):
-                raise _no_names((rank,), timeout, axes, layout)
+                raise refusal(VoteResult(missing=(rank,)), members, rank, timeout)
             continue
         while not store.check([key]):
             if time.monotonic() > deadline:
                 store.set(f"{key}/gave up in call {call}", str(time.time() - timeout / 2))
                 absent = tuple(r for r in members if not store.check([f"{arrivals}/{r}"]))
-                raise _no_names(absent or (first,), timeout, axes, layout)
+                raise refusal(VoteResult(missing=absent or (first,)), members, rank, timeout)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
     for group in groups.values():
         _PASSED_ON[group] = _PASSED_ON.get(group, 0) + 1
     calls.agree_on(names)
     return calls.name
-
-
-def _no_names(
-    missing: tuple[int, ...], timeout: float, axes: Sequence[int], layout: Layout
-) -> GroupAgreementError:
-    return GroupAgreementError(
-        f"{format_ranks(missing)} did not come within {timeout:g} s to the first reduction over "
-        f"axes {list(axes)} of {layout}, so no rank started it; every rank of the group must make "
-        "the same calls: look for a rank that died or took another branch",
-        missing=missing,
-    )
 
 
 def agree_on_place(
@@ -232,11 +220,11 @@ def join_group(
     name = group_name(ranks, backend, device_type, use, pg)
     if backend == "fake":
         # One process simulates one rank: there are no others to vote.
-        pg = pg or _create(ranks, backend, device_type, "meshplan/fake", name)
+        pg = pg or create_members_only(ranks, backend, device_type, "meshplan/fake", name)
         return found or Group(pg, ranks, "created", name), ""
     # Also for a group that this rank has: a member without it would create one, alone.
     how = found.origin if found else "new"
-    prefix = _agreed(
+    prefix = agree_on(
         pg,
         name,
         ranks,
@@ -249,7 +237,7 @@ def join_group(
     if found is not None:
         return found, prefix
     with span("group"):
-        create = partial(_create, ranks, backend, device_type, prefix, name)
+        create = partial(create_members_only, ranks, backend, device_type, prefix, name)
         pg = _connect(create, None, name, ranks, prefix, rank, timeout, device_type)
         return Group(pg, ranks, "created", name), prefix
 
@@ -273,34 +261,11 @@ def create_beside(
     name = group_name(ranks, backend, "cpu", f"given {pg.group_name}", pg)
     objection = descriptor_objection(backend, len(ranks))
     how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
-    prefix = _agreed(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
+    prefix = agree_on(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
     return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
 
 
 def agree_on(
-    ranks: tuple[int, ...],
-    backend: str,
-    device_type: str,
-    *,
-    rank: int,
-    token: Record,
-    timeout: float,
-    use: str = "",
-    objection: str | None = None,
-    call: int = 0,
-) -> None:
-    """Agree with the other ranks to reduce together, without a group of all of them. Raises
-    GroupAgreementError and GroupStateError as ``GroupRegistry.get``.
-    """
-    if backend != "fake":
-        # The name of the whole group: a rank that would reduce over that is found as well.
-        name = group_name(ranks, backend, device_type, use)
-        token = token.adding(group="in blocks")
-        how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
-        _agreed(None, name, ranks, rank=rank, token=token, **how)
-
-
-def _agreed(
     pg: ProcessGroup | None,
     name: str,
     ranks: tuple[int, ...],
@@ -311,7 +276,9 @@ def _agreed(
     objection: str | None = None,
     call: int = 0,
 ) -> str:
-    """Hold a vote on ``name``; returns its key prefix if all said yes."""
+    """Hold a vote on ``name``; returns its key prefix if all said yes. Raises as
+    ``GroupRegistry.get``.
+    """
     left = _unanswered(pg).get(name)
     if left is not None and left.made is not None:
         # All have agreed, and the group waits for the verdict on it.
@@ -538,13 +505,6 @@ def _reason(
     missing = wait_for_ranks(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
     absent = f" ({format_ranks(missing)} had not come {wait:.1f} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
-
-
-def _create(
-    ranks: tuple[int, ...], backend: str, device_type: str, prefix: str, name: str
-) -> ProcessGroup:
-    store, timeout = attempt_store(prefix, backend), default_timeout(device_type)
-    return create_members_only(ranks, name=name, backend=backend, store=store, timeout=timeout)
 
 
 def refusal(
