@@ -297,7 +297,7 @@ def _creation(entry: Entry) -> Iterator[str]:
         return
     try:
         named = dict.fromkeys(("group_name", "backend_options", "timeout", "pg_tag", "group_desc"))
-        inspect.signature(function).bind(2, 0, [0, 1], "gloo", None, **named)
+        inspect.signature(function).bind(*range(5), **named)
     except TypeError as error:
         yield f"{entry} ({entry.use}): {error}"
 
