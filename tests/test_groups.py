@@ -565,7 +565,7 @@ def test_failed_creation_on_one_member_fails_all_and_recovers(
         mesh = DeviceMesh("cpu", [2, 1, 0])
         with monkeypatch.context() as patch:
             if rank == 1:
-                patch.setattr(_join, "_create", broken)
+                patch.setattr(_join, "create_members_only", broken)
             message = error(group, mesh, 0, timeout=2.0)
         return message, total(group(mesh, 0))
 
