@@ -118,7 +118,9 @@ def test_kill_before_group_creation_is_named() -> None:
         assert message.startswith("MP501: rank 1 did not come within 4 s to the first reduction")
 
 
-@pytest.mark.parametrize("moment", [pytest.param("_create", marks=pytest.mark.dist), "warm_up"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("create_members_only", marks=pytest.mark.dist), "warm_up"]
+)
 def test_kill_during_group_creation_is_named(moment: str) -> None:
     """After the vote: all have said that they come."""
 
