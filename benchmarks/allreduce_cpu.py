@@ -29,7 +29,7 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import calls_to_settle, in_blocks, on_ranks, slowest
 from meshplan import kernel
 from meshplan.contract import Contract
-from meshplan.execute import Purpose, StepGroups, run_reduction
+from meshplan.execute import BoundReduction, Purpose, StepGroups
 from meshplan.flatten import registry
 from meshplan.layout import Layout
 from meshplan.planner import Step
@@ -71,11 +71,10 @@ def ways(world_size: int) -> dict[str, Callable[[Tensor], object]]:
         path="exchange",
         contract=contract,
     )
-    groups, purpose = StepGroups(group.pg), Purpose("", "", "")
+    groups, bound = StepGroups(group.pg), BoundReduction(step, Purpose("", "", ""))
 
     def exchange(tensor: Tensor) -> None:
-        result = run_reduction(tensor, step, groups, purpose=purpose)
-        torch.ops._c10d_functional.wait_tensor(result)
+        torch.ops._c10d_functional.wait_tensor(bound.start(tensor, groups))
 
     def peer(tensor: Tensor) -> None:
         torch.ops.meshplan.peer_reduce_(

@@ -35,7 +35,7 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, slowest
 from meshplan import Layout
 from meshplan.cli._links_run import time_exchanges
-from meshplan.execute import Purpose, StepGroups, run_reduction
+from meshplan.execute import BoundReduction, Purpose, StepGroups
 from meshplan.flatten import discover
 from meshplan.planner import Problem, Step, plan
 from meshplan.planner._group_facts import find_groups
@@ -96,7 +96,7 @@ def measure(sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
             groups = blocks if step.inner > 1 else whole
             path = "halving" if name == "halving" else "auto" if name == "auto" else "exchange"
             purpose = Purpose(f"benchmark {name}", "", "all ranks")
-            runs[name] = partial(run_reduction, tensor, step, groups, purpose=purpose, path=path)
+            runs[name] = partial(BoundReduction(step, purpose, path=path).start, tensor, groups)
             if strategy is not None:
                 reduction = PlannedReduction(
                     find_groups(layout, topology).find_reach(strategy),

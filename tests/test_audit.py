@@ -21,9 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.contract import Contract
-from meshplan.dtensor import _partial
 from meshplan.errors import AuditError, FallbackRefusedError, GroupAgreementError, PeerTimeoutError
-from meshplan.execute import Outcome, Purpose, StepGroups, _audit
+from meshplan.execute import Outcome, Purpose, StepGroups, _audit, _run
 from meshplan.execute.paths import get_path
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from meshplan.topology import Topology
@@ -316,18 +315,18 @@ def groups(peers: object) -> StepGroups:
 
 
 def test_counts_are_bounded_and_die_with_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_partial, "MAX_REDUCTIONS", 3)
+    monkeypatch.setattr(_run, "MAX_REDUCTIONS", 3)
     one, other = Peers(), Peers()
-    before = len(_partial._COUNTS)
+    before = len(_run._COUNTS)
     sources = [Purpose(f"asked {n}", "planned", "a") for n in range(4)]
-    assert [_partial.next_call(groups(one), sources[0]) for _ in range(3)] == [1, 2, 3]
-    assert _partial.next_call(groups(other), sources[0]) == 1
+    assert [_run.next_call(groups(one), sources[0]) for _ in range(3)] == [1, 2, 3]
+    assert _run.next_call(groups(other), sources[0]) == 1
     # Of another group of the same ranks.
-    assert _partial.next_call(groups(one), Purpose("asked 0", "planned", "b")) == 1
-    assert [_partial.next_call(groups(one), source) for source in sources] == [4, 1, 1, 1]
+    assert _run.next_call(groups(one), Purpose("asked 0", "planned", "b")) == 1
+    assert [_run.next_call(groups(one), source) for source in sources] == [4, 1, 1, 1]
     # The fourth call restarted all counts.
-    assert [_partial.next_call(groups(one), source) for source in sources[::3]] == [1, 2]
-    assert len(_partial._COUNTS) == before + 2
+    assert [_run.next_call(groups(one), source) for source in sources[::3]] == [1, 2]
+    assert len(_run._COUNTS) == before + 2
     del one, other
     gc.collect()
-    assert len(_partial._COUNTS) == before
+    assert len(_run._COUNTS) == before

@@ -19,7 +19,7 @@ from meshplan.collectives import functional
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import SignatureMismatchError
-from meshplan.execute import Purpose, StepGroups, _deferred, _prepared, run_reduction
+from meshplan.execute import Purpose, StepGroups, _choose, _deferred, _run, run_reduction
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
@@ -303,8 +303,8 @@ def test_headers_on_devices_poison_the_result_and_are_raised_later(
     kinds = {torch.float32: torch.ones(8, 4), torch.int32: torch.ones(8, 4, dtype=torch.int32)}
 
     def ranks(rank: int) -> list[str]:
-        _prepared.is_gloo = lambda *_: False  # type: ignore[assignment]
-        _prepared.is_deferred = lambda *_: True  # type: ignore[assignment]
+        _run.is_gloo = lambda *_: False  # type: ignore[assignment]
+        _choose.is_deferred = lambda *_: True  # type: ignore[assignment]
         _deferred._MOST_GATHERED = WORLD if gathered else WORLD - 1
         pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
         texts = []

@@ -25,6 +25,7 @@ from meshplan.dtensor import current_config
 from meshplan.errors import FallbackRefusedError, PolicyError, SignatureMismatchError
 from meshplan.execute import (
     PATHS,
+    BoundReduction,
     Outcome,
     Path,
     Purpose,
@@ -270,7 +271,7 @@ def test_flags_decide_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def reasons(path: str, captured: bool) -> str:
             clear_report()
-            monkeypatch.setattr("meshplan.execute._prepared.is_captured", lambda _: captured)
+            monkeypatch.setattr("meshplan.execute._run.is_captured", lambda _: captured)
             make_fx(
                 lambda t: run_reduction(t, step(2), groups, purpose=PURPOSE, path=path),
                 tracing_mode="fake",
@@ -502,7 +503,7 @@ def test_sizes_across_the_threshold_are_an_error_at_once(
 
 
 def test_a_cached_reduction_runs_through_few_modules() -> None:
-    """From ``run_reduction`` to the kernel; modules that only a first call needs do not count."""
+    """From the bound reduction to the kernel; modules that only a first call needs do not count."""
 
     def ranks(rank: int) -> dict[str, list[str]]:
         mesh = init_device_mesh("cpu", (2,))
@@ -518,7 +519,7 @@ def test_a_cached_reduction_runs_through_few_modules() -> None:
             ("in place", apart, "exchange", 1_000_000),
             ("native", apart, "native", 64),
         ):
-            tensor, wanted = torch.ones(numel), step(2)
+            tensor, bound = torch.ones(numel), BoundReduction(step(2), PURPOSE, path=path)
             modules: set[str] = set()
 
             def note(frame: Any, event: str, _: Any, modules: set[str] = modules) -> None:
@@ -527,10 +528,10 @@ def test_a_cached_reduction_runs_through_few_modules() -> None:
                     modules.add(module)
 
             for _ in range(3):
-                run_reduction(tensor, wanted, groups, purpose=PURPOSE, path=path)
+                bound.start(tensor, groups)
             sys.setprofile(note)
             try:
-                run_reduction(tensor, wanted, groups, purpose=PURPOSE, path=path)
+                bound.start(tensor, groups)
             finally:
                 sys.setprofile(None)
             found[name] = sorted(modules)

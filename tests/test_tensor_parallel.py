@@ -36,8 +36,7 @@ from torch.distributed.tensor.parallel import (
 import meshplan
 from meshplan._chunks import chunk_sizes
 from meshplan.definition import reduce_leaves
-from meshplan.dtensor import _partial
-from meshplan.execute import StepGroups
+from meshplan.execute import BoundReduction, StepGroups
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, assert_replicas_equal, bits, order_sensitive
 from tests.processes import run_ranks
@@ -93,17 +92,17 @@ def combined(leaves: Sequence[Tensor], step: Step) -> Tensor:
 @contextmanager
 def watched(**arguments: Any) -> Iterator[Seen]:
     """meshplan installed, and every reduction of it seen."""
-    seen, run = Seen(), _partial.run_reduction
+    seen, run = Seen(), BoundReduction.start
 
-    def run_reduction(tensor: Tensor, step: Step, groups: StepGroups, **more: Any) -> Tensor:
+    def start(bound: BoundReduction, tensor: Tensor, groups: StepGroups, **more: Any) -> Tensor:
         summand = tensor.detach().clone(memory_format=torch.contiguous_format)
-        result = torch.ops._c10d_functional.wait_tensor(run(tensor, step, groups, **more))
-        seen.calls.append((summand, step, groups, result.clone()))
+        result = torch.ops._c10d_functional.wait_tensor(run(bound, tensor, groups, **more))
+        seen.calls.append((summand, bound.step, groups, result.clone()))
         return result
 
     meshplan.clear_report()
     with (
-        mock.patch.object(_partial, "run_reduction", run_reduction),
+        mock.patch.object(BoundReduction, "start", start),
         meshplan.installed(**arguments),
     ):
         yield seen

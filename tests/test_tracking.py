@@ -26,6 +26,7 @@ from torch.utils._debug_mode import DebugMode
 import meshplan
 from meshplan.dtensor import _tracking
 from meshplan.errors import PlanNotRunError
+from meshplan.execute import BoundReduction
 
 P, R = Partial(), Replicate()
 
@@ -147,7 +148,7 @@ def test_raising_executor_leaves_nothing_behind(mesh: DeviceMesh, name: str, old
 
 
 def test_raising_reduction_leaves_nothing_behind(mesh: DeviceMesh) -> None:
-    with mock.patch("meshplan.dtensor._partial.run_reduction", side_effect=Broken):
+    with mock.patch.object(BoundReduction, "start", side_effect=Broken):
         for _ in range(3):
             with pytest.raises(Broken):
                 total(mesh)
@@ -198,7 +199,7 @@ def test_debug_mode_runs_the_planned_steps(mesh: DeviceMesh) -> None:
 def test_nested_redistributions_are_tracked(mesh: DeviceMesh) -> None:
     """Before the outer reduction, in it and after it."""
     inner: list[float] = []
-    own = meshplan.dtensor._partial.run_reduction
+    own = BoundReduction.start
 
     def nested(*given: Any, **options: Any) -> Tensor:
         if len(inner) < 3:
@@ -206,7 +207,7 @@ def test_nested_redistributions_are_tracked(mesh: DeviceMesh) -> None:
             total(mesh)
         return own(*given, **options)
 
-    with mock.patch("meshplan.dtensor._partial.run_reduction", nested):
+    with mock.patch.object(BoundReduction, "start", nested):
         total(mesh)
     assert len(inner) == 3
     deeper = [True]

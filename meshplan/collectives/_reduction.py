@@ -152,20 +152,25 @@ def reduce_tensor(
     key = (options, tensor.device.type, request, apart, dim, lengths)
     # The entry outlives a shutdown. Its handle knows whether the decision still holds.
     bound = _BOUND.get(group, {}).get(key)
-    pg = None if bound is None else bound.handle.process_group()
-    if bound is None or pg is None:
+    groups = None if bound is None else bound.groups()
+    if bound is None or groups is None:
         found, one_shot = find_group(tensor, group, options, ticket, apart=apart)
         step = _step(options, group.size(), dim, lengths)
         planned = f"{step.kind} {step.op} over {group.size()} ranks"
         planned += f", {step.path}, contract {options.contract.id}"
-        purpose = Purpose(request, planned, describe_group(found.pg), "collective")
-        how = options.path, options.strict, one_shot, options.audit
-        bound, pg = (
-            BoundReduction(step, purpose, registry().handle(found), *how),
-            found.pg,
+        bound = BoundReduction(
+            step,
+            Purpose(request, planned, describe_group(found.pg), "collective"),
+            [registry().handle(found)],
+            path=options.path,
+            strict=options.strict,
+            one_shot=one_shot,
+            audit=options.audit,
         )
+        groups = bound.groups()
+        assert groups is not None
         _keep(group, key, bound)
-    return bound.run(tensor, pg, ticket.word)
+    return bound.run(tensor, groups, ticket.word)
 
 
 def find_bound(
@@ -181,10 +186,7 @@ def find_bound(
     it is gone.
     """
     key = (options, tensor.device.type, request, False, dim, lengths)
-    bound = _BOUND.get(group, {}).get(key)
-    if bound is not None:
-        bound.keep_kernel(tensor)
-    return bound
+    return _BOUND.get(group, {}).get(key)
 
 
 def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple[int, ...]) -> Step:

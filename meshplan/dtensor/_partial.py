@@ -10,16 +10,14 @@ are padded to one size, reduced together, and shortened.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,46 +36,23 @@ from meshplan._torch.placements import PartialHooks
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._tracking import note_reduction
-from meshplan.execute import Purpose, StepGroups, is_traced, run_reduction
+from meshplan.execute import BoundReduction, Purpose, StepGroups, is_traced
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import (
     Block,
     Group,
-    GroupHandle,
     Sharing,
     _threads,
     is_worker_thread,
     registry,
     this_rank,
 )
-from meshplan.flatten._group_table import GroupEntry
 from meshplan.layout import Layout
 from meshplan.planner import Step
 from meshplan.record import Record
 
-# Counted reductions of one group. Beyond it the group's counts start again. That happens with the
-# same call on all its ranks, because all of them have called the same reductions.
-MAX_REDUCTIONS = 4096
 # Whose groups one carrier keeps; where there are more, all are found again.
 MAX_MESHES = 64
-
-_Counts = dict[str, dict[tuple[str, str], int]]
-_COUNTS: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
-
-
-def next_call(groups: StepGroups, purpose: Purpose) -> int:
-    """Count one call of a reduction over ``groups``; the first is 1."""
-    owner = groups.levels[0] if groups.peers is None else groups.peers
-    with _LOCK:
-        # A hierarchical step runs on two groups, and its text names both. Counts are kept by that
-        # text: ranks that share one of the two groups need not share the other.
-        counts = _COUNTS.setdefault(owner, {}).setdefault(purpose.group, {})
-        key = (purpose.request, purpose.planned)
-        if key not in counts and len(counts) >= MAX_REDUCTIONS:
-            counts.clear()
-        counts[key] = counts.get(key, 0) + 1
-        return counts[key]
 
 
 def reduce_simulated(
@@ -149,30 +124,21 @@ def _lane(mesh: DeviceMesh, beside: bool) -> str:
     return f"{mesh.device_type} of threads" if beside else mesh.device_type
 
 
-_NO_PURPOSE = Purpose("", "", "")
-
-
 @dataclass(slots=True, eq=False)
 class _MeshGroups:
-    """The groups of a planned reduction over one mesh, for one kind of thread.
+    """A planned reduction over the groups of one mesh, for one kind of thread.
 
     Attributes:
         mesh, thread: of the last call; slices of a mesh are new objects.
         calls, lane: what counts its calls.
-        handles: of the groups, which do not keep process groups alive; empty until the first call.
-        purpose: for the report.
-        gathers: whether finished parts are gathered on the last group.
-        prepared: values that earlier reductions on them have computed.
+        bound: ``None`` until the first call.
     """
 
     mesh: weakref.ref[DeviceMesh]
     thread: int
     calls: GroupCalls
     lane: str
-    handles: tuple[GroupHandle, ...] = ()
-    purpose: Purpose = _NO_PURPOSE
-    gathers: bool = False
-    prepared: dict[Any, Any] = field(default_factory=dict)
+    bound: BoundReduction | None = None
 
 
 class PlannedPartial(PartialHooks):
@@ -217,10 +183,10 @@ class PlannedPartial(PartialHooks):
         traced = is_traced(tensor)
         if traced:
             # What torch traces takes its ticket when it runs; simulated ranks compare none.
-            result = self._reduce(tensor, mesh, found, True, 0, NO_TICKET)
+            result = self._reduce(tensor, mesh, found, True, None)
         else:
             with found.calls.take(found.lane) as ticket:
-                result = self._reduce(tensor, mesh, found, False, ticket.number, ticket)
+                result = self._reduce(tensor, mesh, found, False, ticket)
         # Last, as the sign for the executor's loop that this reduction has run.
         note_reduction(self)
         return result if traced else _wrap_pending(result)
@@ -246,31 +212,33 @@ class PlannedPartial(PartialHooks):
         mesh: DeviceMesh,
         found: _MeshGroups,
         traced: bool,
-        call: int,
-        ticket: Ticket | int,
+        ticket: Ticket | None,
     ) -> torch.Tensor:
-        config = self._config
         # Groups may have been destroyed since the last call, by the user or by ``shutdown``.
-        groups = self._live_groups(found) if found.handles else None
-        if groups is None:
-            groups = self._resolve(mesh, found, call)
-        audit = 0
-        if config.debug or config.audit is not None:
-            audit = self._compare_before(tensor, mesh, groups, found)
-        reduce = run_reduction
+        bound, config = found.bound, self._config
+        groups = None if bound is None else bound.groups()
+        if bound is None or groups is None:
+            bound, groups = self._bind(mesh, found, 0 if ticket is None else ticket.number)
+        else:
+            for handle in bound.handles:
+                # Both conditions are rare, and a call costs more than the rest of this loop.
+                if handle.known.lent or _threads.in_place:
+                    _threads.check_turn(handle.known, lent=handle.known.lent)
+        # Agreement rounds of ``debug`` and of audits.
+        if config.debug and not torch.compiler.is_compiling():
+            self._compare(tensor, mesh, bound)
+        audit = 0 if config.audit is None else bound.next_audit(tensor, groups)
+        if audit:
+            self._compare(tensor, mesh, bound, f"of call {audit}")
+        reduce = bound.start
         if isinstance(tensor, LocalTensor):
-            reduce = partial(reduce_simulated, run_reduction)
+            reduce = partial(reduce_simulated, bound.start)
         return reduce(
             tensor,
-            self._step,
             groups,
-            purpose=found.purpose,
-            path=config.path,
-            strict=config.strict,
-            one_shot=config.one_shot,
             audit=audit,
             traced=traced,
-            ticket=ticket.word if isinstance(ticket, Ticket) else ticket,
+            ticket=NO_TICKET if ticket is None else ticket.word,
             calls=found.calls.name,
         )
 
@@ -279,34 +247,14 @@ class PlannedPartial(PartialHooks):
         return self._asked
 
     def _any_group(self) -> ProcessGroup:
-        pg = None if self._last is None else self._last.handles[0].process_group()
+        bound = None if self._last is None else self._last.bound
+        pg = None if bound is None else bound.handles[0].process_group()
         assert pg is not None
         return pg
 
-    def _live_groups(self, found: _MeshGroups) -> StepGroups | None:
-        """The process groups of the step, if all of them still exist."""
-        pgs = []
-        for handle in found.handles:
-            pg = handle.process_group()
-            if pg is None:
-                return None
-            # Both conditions are rare, and a call costs more than the rest of this loop.
-            if handle.known.lent or _threads.in_place:
-                _threads.check_turn(handle.known, lent=handle.known.lent)
-            pgs.append(pg)
-        return self._step_groups(pgs, found.handles[0].known, found)
-
-    def _step_groups(
-        self, pgs: Sequence[ProcessGroup], first: Group | GroupEntry, found: _MeshGroups
-    ) -> StepGroups:
-        gather, prepared = pgs[-1] if found.gathers else None, found.prepared
-        if self._step.inner == 1:
-            peers, why = first.peers, first.no_peers
-            return StepGroups(pgs[0], gather=gather, peers=peers, no_peers=why, prepared=prepared)
-        inner, outer, *_ = pgs
-        return StepGroups(None, inner, outer, gather=gather, ranks=self._members, prepared=prepared)
-
-    def _resolve(self, mesh: DeviceMesh, found: _MeshGroups, call: int) -> StepGroups:
+    def _bind(
+        self, mesh: DeviceMesh, found: _MeshGroups, call: int
+    ) -> tuple[BoundReduction, StepGroups]:
         """Find or create the groups of the step. The first use of a group is an agreement round."""
         step, config = self._step, self._config
         if step.inner > 1:
@@ -324,43 +272,26 @@ class PlannedPartial(PartialHooks):
         if step.path == "exchange" and step.inner == 1:
             peers = config.sharing(mesh.device_type)
         groups = [self._find(mesh, step.axes, call, block, peers) for block in self._blocks()]
-        found.gathers = bool(step.gather_axes)
-        if found.gathers:
+        if step.gather_axes:
             # Other ranks, who count no calls of this group.
             groups.append(self._find(mesh, step.gather_axes, 0))
-        found.purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
-        found.prepared = {}
-        found.handles = tuple(registry().handle(group) for group in groups)
-        return self._step_groups([group.pg for group in groups], groups[0], found)
-
-    def _compare_before(
-        self,
-        tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        groups: StepGroups,
-        found: _MeshGroups,
-    ) -> int:
-        """Hold the agreement rounds of ``debug`` and audits; return the call to audit, or 0."""
-        if self._config.debug and not torch.compiler.is_compiling():
-            self._compare(tensor, mesh, found)
-        call = self._audited_call(tensor, groups, found.purpose)
-        if call:
-            self._compare(tensor, mesh, found, f"of call {call}")
-        return call
-
-    def _audited_call(self, tensor: torch.Tensor, groups: StepGroups, purpose: Purpose) -> int:
-        """The number of this call of the reduction, if it is to be audited; else 0."""
-        every = self._config.audit
-        if every is None or self._step.contract is None or is_traced(tensor):
-            return 0
-        # The "fake" backend sends nothing, so there are no summands to gather.
-        if any(dist.get_backend(group) == "fake" for group in groups.levels):
-            return 0
-        call = next_call(groups, purpose)
-        return 0 if (call - 1) % every else call
+        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
+        found.bound = bound = BoundReduction(
+            step,
+            purpose,
+            [registry().handle(group) for group in groups],
+            path=config.path,
+            strict=config.strict,
+            one_shot=config.one_shot,
+            audit=config.audit,
+            ranks=self._members,
+        )
+        pgs = bound.groups()
+        assert pgs is not None
+        return bound, pgs
 
     def _compare(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, found: _MeshGroups, more: str = ""
+        self, tensor: torch.Tensor, mesh: DeviceMesh, bound: BoundReduction, more: str = ""
     ) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         contract = self._step.contract
@@ -371,7 +302,7 @@ class PlannedPartial(PartialHooks):
             contract=contract and contract.id,
             audit=more or None,
         )
-        for handle in found.handles:
+        for handle in bound.handles:
             group = handle.group()
             assert group is not None
             registry().compare(group, mesh.device_type, mine)

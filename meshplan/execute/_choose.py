@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from meshplan.contract import check_dtype
 from meshplan.definition import partial_dtype
-from meshplan.errors import ContractTypeError
+from meshplan.errors import ContractTypeError, FallbackRefusedError
+from meshplan.execute._deferred import is_deferred
 from meshplan.execute._gloo_channel import inline_bytes
 from meshplan.execute._groups import StepGroups
+from meshplan.execute._header import RankHeader
+from meshplan.execute._provenance import Event
 from meshplan.execute._switches import ONE_SHOT_VARIABLE
 from meshplan.execute._wire import Wire
 from meshplan.execute.paths import Outcome, Path, get_path
@@ -168,13 +171,23 @@ class PathRequest:
         return f"{ONE_SHOT_VARIABLE}={int(bool(self.one_shot))}"
 
 
-class ChosenPath(NamedTuple):
-    """A path, the reason for it, and whether it is less than the requested one."""
+@dataclass(slots=True, eq=False)
+class ChosenPath:
+    """A path for tensors of one dtype, shape and device, and what their reductions by it share."""
 
     path: Path
     why: str
-    fallback: bool = False
+    fallback: bool = False  # whether it is less than the requested one
     wanted: str = ""  # the requested path, in the words of an error
+    over_gloo: bool = False  # headers travel with the data; never if ranks share memory
+    deferred: bool = False  # headers are compared on the device
+    pairs: bool = False  # real and imaginary parts are two elements
+    header: RankHeader | None = None  # of this rank; packed at first use
+    # By the names of the collectives that a call has issued.
+    events: dict[tuple[str, ...], Event] = field(default_factory=dict)
+    # The kernel's call, if a reduction is no more than that, and whether it was looked for.
+    kernel: Callable[[Tensor, Tensor, int], None] | None = None
+    was_sought: bool = False
 
 
 class Row(NamedTuple):
@@ -306,4 +319,38 @@ def choose(request: PathRequest) -> ChosenPath:
     wanted = request.wanted
     if wanted == "auto" and request.one_shot and request.planned == EXCHANGE.name:
         wanted = f"{ONE_SHOT.name} ({request.switch})"
-    return ChosenPath(row.path(request), row.why(request), row.fallback(request), wanted)
+    step, tensor, path = request.step, request.tensor, row.path(request)
+    backend = not path.shares_memory
+    eager = backend and not request.over_gloo and not request.traced
+    return ChosenPath(
+        path,
+        row.why(request),
+        row.fallback(request),
+        wanted,
+        over_gloo=request.over_gloo and backend,
+        deferred=eager and is_deferred(tensor, request.groups),
+        pairs=tensor.is_complex() and step.op in ("sum", "avg") and step.norm is None,
+    )
+
+
+def check_fallback(chosen: ChosenPath, request: PathRequest, strict: bool, call: str) -> None:
+    """Raise FallbackRefusedError for a fallback that ``strict`` or the requested path excludes."""
+    replaceable = request.wanted == "auto" or get_path(request.wanted).replaceable
+    if not chosen.fallback or (replaceable and not strict):
+        return
+    if request.no_contract:
+        raise FallbackRefusedError(
+            f"{call}: {request.tensor.dtype} would run on the backend's own {request.step.op}, "
+            "in its own order; convert the tensor, or pass strict=False"
+        )
+    if not chosen.path.in_contract:
+        raise FallbackRefusedError(
+            f"{call}: path {chosen.path.name} is outside the contract; pass another "
+            "path, or strict=False"
+        )
+    raise FallbackRefusedError(
+        f"{call}: path {chosen.wanted} was requested and "
+        f"{chosen.path.reported_name} would run: {chosen.why}; pass another path"
+        + ", or strict=False"
+        * replaceable
+    )

@@ -32,8 +32,6 @@ class StepGroups:
     no_peers: str = ""  # why there is no such memory, where the configuration requests it
     # The global ranks of the whole group, for a hierarchical step.
     ranks: Callable[[], tuple[int, ...]] | None = None
-    # Prepared reductions on these groups, kept as long as the caller finds the same groups.
-    prepared: dict[Any, Any] = field(repr=False, compare=False, default_factory=dict)
     # ``whole``, for a flat step alone.
     flat: ProcessGroup = field(init=False, repr=False, compare=False)
     # The groups to reduce over, sequentially, for the one result.

@@ -60,9 +60,6 @@ _UNLIKE_TENSORS = (
 
 # Of a number of 64 bits that also has a rank: over 16 million ranks.
 _RANK_BITS = 24
-_MOST_RECENT = 1024
-# The step is kept as well, so that no other step has its identity.
-_recent: dict[object, tuple[Step, Header]] = {}
 
 
 @lru_cache(maxsize=1024)
@@ -99,19 +96,10 @@ def tensor_header(summand: Tensor, step: Step, path: str, is_complex: bool) -> H
     """``step_header`` of ``summand``, which is real. With ``is_complex``, its last dim holds the
     real and the imaginary parts.
     """
-    # A step takes longer to hash than a small header takes to send; most steps come again.
-    key = id(step), summand.dtype, summand.shape, path, is_complex
-    found = _recent.get(key)
-    if found is not None:
-        return found[1]
     dtype, shape = summand.dtype, tuple(summand.shape)
     if is_complex:
         dtype, shape = dtype.to_complex(), shape[:-1]
-    header = step_header(step, dtype, shape, path)
-    if len(_recent) >= _MOST_RECENT:
-        _recent.clear()
-    _recent[key] = step, header
-    return header
+    return step_header(step, dtype, shape, path)
 
 
 def gather_header(

@@ -7,24 +7,26 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._calls import NO_TICKET, take_named
 from meshplan._dtypes import name_of
-from meshplan._observing import OBSERVING, count_contract, within
+from meshplan._observing import OBSERVING, Extent, count_contract, within
 from meshplan._spans import span
 from meshplan._torch import functional_operators as _ops
 from meshplan._torch import profiler_enabled
 from meshplan.errors import GroupStateError
 from meshplan.execute import _audit
-from meshplan.execute._choose import BY_SIZE
+from meshplan.execute._choose import BY_SIZE, ChosenPath, PathRequest, check_fallback, choose
 from meshplan.execute._deferred import DeferredWire
 from meshplan.execute._failures import raise_failure
 from meshplan.execute._gloo import GlooWire
@@ -32,10 +34,9 @@ from meshplan.execute._gloo_groups import is_gloo
 from meshplan.execute._graph import define_operators, trace_reduction
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import Header, RankHeader, tensor_header
-from meshplan.execute._prepared import PreparedReduction
 from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.execute._shards import select_shard
-from meshplan.execute._wire import Wire, is_traced
+from meshplan.execute._wire import Wire, is_captured, is_traced
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths import _path as registry
 from meshplan.execute.paths._shared_memory import SharedMemoryPath
@@ -44,203 +45,271 @@ from meshplan.planner import Step
 
 _Result = TypeVar("_Result")
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
-_Kernel = tuple[Callable[[Tensor, Tensor, int], None], Event, bool, int]
 
-
-def run_reduction(
-    tensor: Tensor,  # this rank's summand, any strides; left as it is
-    step: Step,  # an ``all_reduce`` or ``reduce_scatter``
-    groups: StepGroups,
-    *,
-    purpose: Purpose,
-    path: str = "exchange",  # one of ``PATHS``, for a step that is planned as an exchange
-    strict: bool = False,  # raise FallbackRefusedError instead of a fallback
-    # For path ``auto``: always or never one-shot; ``None``: the faster.
-    one_shot: bool | None = None,
-    audit: int = 0,  # the number of an audited call, the same on all ranks; 0: no audit
-    traced: bool | None = None,  # ``is_traced(tensor)``, where the caller has called it
-    ticket: int = NO_TICKET,  # the word of the call, which ranks compare
-    calls: str = "",  # the name by which a traced reduction takes a ticket when it runs
-) -> Tensor:
-    """Reduce ``tensor`` over ``groups`` as in ``step``: the result or this rank's shard,
-    contiguous. Its last collective may be under way on GPUs and by path ``native``: ``wait_tensor``
-    waits for it (where torch traces, the graph does). Later errors are then the backend's own;
-    others are those of ``raise_failure``, on every rank that was in the reduction.
-    """
-    assert step.op is not None
-    started = time.perf_counter()
-    if traced is None:
-        traced = is_traced(tensor)
-    found = prepare_reduction(tensor, step, groups, purpose, path, strict, one_shot, traced)
-    # Real and imaginary parts are two elements. A dtype outside the contract runs on the backend's
-    # own all-reduce, which the report shows as a fallback.
-    summand = torch.view_as_real(tensor.resolve_conj()) if found.pairs else tensor.resolve_neg()
-    if step.norm is not None:
-        summand = summand**step.norm
-    run = partial(_reduced, summand, step, groups, found, traced, ticket, calls)
-    chosen = found.ran
-    if OBSERVING.observer is not None:
-        run = partial(within, found.extent, run)
-    if traced:
-        reduced = run()
-    elif profiler_enabled() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with span(step.kind, step.op, chosen):
-            reduced = _guarded(run, groups, tensor.device.type, purpose)
-    else:
-        reduced = _guarded(run, groups, tensor.device.type, purpose)
-    result = reduced.tensor
-    # A graph keeps each wait, even one whose result is unused, such as backward's copies. So only
-    # a pending result is waited for.
-    if reduced.pending and (step.norm is not None or traced):
-        result = _ops.wait_tensor(result)
-    if step.norm is not None:
-        result = result ** (1.0 / step.norm)
-    if found.pairs:
-        result = torch.view_as_complex(result)
-    names = tuple(reduced.log.names)
-    event = found.events.get(names)
-    if event is None:
-        event = found.events[names] = found.event(purpose, path, names, tensor, step, traced)
-    seconds = time.perf_counter() - started
-    if traced:
-        # A size may be a symbol: to compare it would add a guard to the graph.
-        record(event, seconds=seconds)
-        return result
-    # Reductions outside the contract and empty or traced tensors are never compared.
-    audits = bool(audit) and found.contract is not None and summand.numel() > 0
-    difference = _audit.audit(summand, reduced.tensor, step, groups) if audits else None
-    record(
-        event,
-        elements=tensor.numel(),
-        nbytes=tensor.nbytes,
-        seconds=seconds,
-        audited=audits,
-    )
-    if difference is not None:
-        # All ranks raise it: the audit has the same result on each.
-        raise _audit.audit_error(difference, purpose.request, step, chosen, tensor, audit)
-    return result
+# Counted reductions of one group. Beyond it the group's counts start again. That happens with the
+# same call on all its ranks, because all of them have called the same reductions.
+MAX_REDUCTIONS = 4096
+_Counts = dict[str, dict[tuple[str, str], int]]
+_COUNTS: WeakKeyDictionary[Any, _Counts] = WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 class BoundReduction:
-    """What all ranks have decided once about a reduction over a group. It holds no process group
-    and no tensor; ``handle`` finds the group. ``audit``: compare the first and then every so many
-    calls. The other arguments are those of ``run_reduction``.
+    """What all ranks have decided once about a reduction over some groups: of each dtype, shape and
+    device, the path. It keeps no process group and no tensor alive; ``handles`` find the groups.
     """
 
     __slots__ = (
-        "_audit",
-        "_calls",
-        "_how",
-        "_kernels",
-        "_prepared",
-        "handle",
+        "_chosen",
+        "_ranks",
+        "audit",
+        "handles",
+        "one_shot",
+        "path",
         "purpose",
         "step",
+        "strict",
     )
 
     def __init__(
         self,
-        step: Step,
+        step: Step,  # an ``all_reduce`` or ``reduce_scatter``
         purpose: Purpose,
-        handle: GroupHandle,
-        path: str,
-        strict: bool,
-        one_shot: bool | None,
-        audit: int | None,
+        handles: Sequence[GroupHandle] = (),  # of the groups that reduce, and of the one to gather
+        *,
+        path: str = "exchange",  # one of ``PATHS``, for a step that is planned as an exchange
+        strict: bool = False,  # raise FallbackRefusedError instead of a fallback
+        # For path ``auto``: always or never one-shot; ``None``: the faster.
+        one_shot: bool | None = None,
+        audit: int | None = None,  # compare the first and then every so many calls
+        ranks: Callable[[], tuple[int, ...]] | None = None,  # as in ``StepGroups``
     ) -> None:
-        self.step, self.purpose, self.handle = step, purpose, handle
-        self._how, self._audit, self._calls = (path, strict, one_shot), audit, 0
-        self._prepared: dict[Any, Any] = {}
-        # By dtype and shape: the call, its event, whether it rounds, and the state of the paths;
-        # ``None`` where the reduction is more than the call of a kernel.
-        self._kernels: dict[tuple[torch.dtype, torch.Size], _Kernel | None] = {}
+        self.step, self.purpose, self.handles, self._ranks = step, purpose, handles, ranks
+        self.path, self.strict, self.one_shot, self.audit = path, strict, one_shot, audit
+        self._chosen: dict[tuple[Any, ...], ChosenPath] = {}
+
+    def groups(self) -> StepGroups | None:
+        """The groups, or ``None`` if one was destroyed, by the user or by ``shutdown``."""
+        pgs = []
+        for handle in self.handles:
+            pg = handle.process_group()
+            if pg is None:
+                return None
+            pgs.append(pg)
+        levels = 1 if self.step.inner == 1 else 2
+        gather = pgs[levels] if len(pgs) > levels else None
+        if levels == 2:
+            return StepGroups(None, pgs[0], pgs[1], gather, ranks=self._ranks)
+        first = self.handles[0].known
+        return StepGroups(pgs[0], gather=gather, peers=first.peers, no_peers=first.no_peers)
+
+    def next_audit(self, tensor: Tensor, groups: StepGroups) -> int:
+        """Count a call. Returns its number, the same on all ranks, if it is to be audited; else
+        0.
+        """
+        if self.audit is None or self.step.contract is None or is_traced(tensor):
+            return 0
+        # The "fake" backend sends nothing, so there are no summands to gather.
+        if any(dist.get_backend(group) == "fake" for group in groups.levels):
+            return 0
+        call = next_call(groups, self.purpose)
+        return 0 if (call - 1) % self.audit else call
+
+    def start(
+        self,
+        tensor: Tensor,  # this rank's summand, any strides; left as it is
+        groups: StepGroups,
+        *,
+        audit: int = 0,  # the number of an audited call, the same on all ranks; 0: no audit
+        traced: bool | None = None,  # ``is_traced(tensor)``, where the caller has called it
+        ticket: int = NO_TICKET,  # the word of the call, which ranks compare
+        calls: str = "",  # the name by which a traced reduction takes a ticket when it runs
+    ) -> Tensor:
+        """Reduce ``tensor``: the result or this rank's shard, contiguous. Its last collective may
+        be under way on GPUs and by path ``native``: ``wait_tensor`` waits for it (where torch
+        traces, the graph does). Later errors are then the backend's own; others are those of
+        ``raise_failure``, on every rank that was in the reduction.
+        """
+        started = time.perf_counter()
+        step, purpose = self.step, self.purpose
+        if traced is None:
+            traced = is_traced(tensor)
+        chosen = self._choose(tensor, groups, traced)
+        # Real and imaginary parts are two elements. A dtype outside the contract runs on the
+        # backend's own all-reduce, which the report shows as a fallback.
+        summand = tensor.resolve_neg()
+        if chosen.pairs:
+            summand = torch.view_as_real(tensor.resolve_conj())
+        if step.norm is not None:
+            summand = summand**step.norm
+        in_contract = chosen.path.in_contract and step.contract
+        run = partial(_reduced, summand, step, groups, chosen, traced, ticket, calls)
+        if OBSERVING.observer is not None:
+            native: Extent = "fallback" if chosen.fallback else "native"
+            run = partial(within, "counted" if in_contract else native, run)
+        if not traced:
+            run = partial(_guarded, run, groups, tensor.device.type, purpose)
+        if not traced and (profiler_enabled() or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+            with span(step.kind, step.op, chosen.path.reported_name):
+                reduced = run()
+        else:
+            reduced = run()
+        result = reduced.tensor
+        # A graph keeps each wait, even one whose result is unused, such as backward's copies. So
+        # only a pending result is waited for.
+        if reduced.pending and (step.norm is not None or traced):
+            result = _ops.wait_tensor(result)
+        if step.norm is not None:
+            result = result ** (1.0 / step.norm)
+        if chosen.pairs:
+            result = torch.view_as_complex(result)
+        event = self._event(chosen, tuple(reduced.log.names), tensor, traced)
+        seconds = time.perf_counter() - started
+        if traced:
+            # A size may be a symbol: to compare it would add a guard to the graph.
+            record(event, seconds=seconds)
+            return result
+        # Reductions outside the contract and empty or traced tensors are never compared.
+        audits = bool(audit and in_contract) and summand.numel() > 0
+        difference = _audit.audit(summand, reduced.tensor, step, groups) if audits else None
+        record(
+            event,
+            elements=tensor.numel(),
+            nbytes=tensor.nbytes,
+            seconds=seconds,
+            audited=audits,
+        )
+        if difference is not None:
+            # All ranks raise it: the audit has the same result on each.
+            path = chosen.path.reported_name
+            raise _audit.audit_error(difference, purpose.request, step, path, tensor, audit)
+        return result
 
     def run(
-        self, tensor: Tensor, pg: ProcessGroup, ticket: int, traced: bool | None = None
+        self, tensor: Tensor, groups: StepGroups, ticket: int, traced: bool | None = None
     ) -> Tensor:
-        """``run_reduction`` of ``tensor`` over the handle's process group, waited for."""
-        # Every call counts, so that all ranks audit the same ones.
-        self._calls += 1
-        audited = self._audit is not None and (self._calls - 1) % self._audit == 0
-        path, strict, one_shot = self._how
-        result: Tensor = _ops.wait_tensor(
-            run_reduction(
-                tensor.detach(),
-                self.step,
-                self._groups(pg),
-                purpose=self.purpose,
-                path=path,
-                strict=strict,
-                one_shot=one_shot,
-                audit=self._calls if audited else 0,
-                traced=traced,
-                ticket=ticket,
-            )
-        )
+        """As ``start``, waited for; counts the call, and audits it where that is its turn."""
+        audit = self.next_audit(tensor, groups)
+        pending = self.start(tensor.detach(), groups, audit=audit, traced=traced, ticket=ticket)
+        result: Tensor = _ops.wait_tensor(pending)
         return result
 
     def run_into(self, message: Tensor, out: Tensor, ticket: int) -> bool:
         """Reduce ``message`` into ``out``, of the same dtype, which may be the same tensor; both
-        are contiguous, and nothing is traced. Returns False, with nothing done, where the decisions
-        no longer hold. Raises as ``run_reduction``; ``out`` may then hold NaN (or all ones).
+        are contiguous, and nothing is traced. Returns False, with nothing done, if the groups are
+        gone. Raises as ``start``; ``out`` may then hold NaN (or all ones).
         """
-        pg = self.handle.process_group()
+        pg = self.handles[0].process_group()
         if pg is None:
             return False
-        key = message.dtype, message.shape
-        kernel = self._kernels.get(key)
-        if kernel is None:
+        chosen = self._chosen.get(_key(message))
+        if chosen is not None and not chosen.was_sought:
+            chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
+        kernel = None if chosen is None else chosen.kernel
+        rounds = message.dtype.is_floating_point and self.step.op not in ("max", "min")
+        # The ordinary way refuses a thread that flushes subnormal numbers.
+        if chosen is None or kernel is None or (rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0):
+            groups = self.groups()
+            if groups is None:
+                return False
             with torch.inference_mode(out.is_inference()), torch.no_grad():
-                result = self.run(message, pg, ticket, traced=False)
+                result = self.run(message, groups, ticket, traced=False)
                 # Whoever reads the version of ``out`` has seen it rise when the call was issued.
                 out.data.copy_(result.view(out.shape))
-            if key not in self._kernels:
-                self.keep_kernel(message)
             return True
-        call, event, rounds, changes = kernel
-        if changes != registry.changes or (rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0):
-            # Paths were registered, or this thread flushes subnormal numbers, which the ordinary
-            # way refuses. All ranks find the first at the same call; the other concerns no rank.
-            return False
         started = time.perf_counter()
         try:
-            call(message, out, ticket)
+            kernel(message, out, ticket)
         except RuntimeError as error:
             raise_failure(error, StepGroups(pg), "cpu", self.purpose, started)
+        event = next(iter(chosen.events.values()))
         seconds = time.perf_counter() - started
         record(event, elements=message.numel(), nbytes=message.nbytes, seconds=seconds)
         return True
 
-    def keep_kernel(self, tensor: Tensor) -> None:
-        """After ``run`` on CPUs: let ``run_into`` call the kernel for tensors of this dtype and
-        shape, without operators in between, if ranks share memory for them.
-        """
-        pg = self.handle.process_group()
-        if pg is None:
-            return
-        if len(self._kernels) >= MAX_RECORDS:
-            self._kernels.clear()
-        self._kernels[tensor.dtype, tensor.shape] = self._kernel(tensor, self._groups(pg))
+    def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:
+        # A graph is made once, and its sizes may be symbols.
+        chosen = None if traced else self._chosen.get(_key(tensor))
+        if chosen is None:
+            over_gloo = is_gloo(tensor, groups)
+            captured = traced and is_captured(tensor)
+            how = self.path, self.one_shot, traced, captured, over_gloo
+            request = PathRequest(self.step, groups, tensor, *how)
+            chosen = choose(request)
+            check_fallback(chosen, request, self.strict, self.purpose.request)
+            if not traced:
+                if len(self._chosen) >= MAX_RECORDS:
+                    self._chosen.clear()
+                self._chosen[_key(tensor)] = chosen
+        return chosen
 
-    def _kernel(self, tensor: Tensor, groups: StepGroups) -> _Kernel | None:
-        found = prepare_reduction(tensor, self.step, groups, self.purpose, *self._how, False)
-        peers, path = groups.peers, found.path
-        if not isinstance(path, SharedMemoryPath) or peers is None or found.pairs:
+    def _find_kernel(
+        self, chosen: ChosenPath, tensor: Tensor
+    ) -> Callable[[Tensor, Tensor, int], None] | None:
+        """The call of the kernel without operators in between, if ranks share memory on CPUs."""
+        step, path, peers = self.step, chosen.path, self.handles[0].known.peers
+        if not isinstance(path, SharedMemoryPath) or peers is None or peers.device_type != "cpu":
             return None
-        event = found.events.get(path.collectives)
-        if peers.device_type != "cpu" or event is None or self._audit is not None:
+        if chosen.pairs or self.audit is not None or set(chosen.events) != {path.collectives}:
             return None
         # The parts of a message are blocks of it where it is flat.
-        if self.step.norm is not None or (self.step.scatter and tensor.dim() != 1):
+        if step.norm is not None or (step.scatter and tensor.dim() != 1):
             return None
-        call = path.prepare(tuple(tensor.shape), tensor.dtype, self.step, peers)
-        rounds = tensor.dtype.is_floating_point and self.step.op not in ("max", "min")
-        return call, event, rounds, registry.changes
+        return path.prepare(tuple(tensor.shape), tensor.dtype, step, peers)
 
-    def _groups(self, pg: ProcessGroup) -> StepGroups:
-        known = self.handle.known
-        return StepGroups(pg, peers=known.peers, no_peers=known.no_peers, prepared=self._prepared)
+    def _event(
+        self, chosen: ChosenPath, collectives: tuple[str, ...], tensor: Tensor, traced: bool
+    ) -> Event:
+        """The event of a call. ``collectives`` are the names of those that it issued."""
+        event = chosen.events.get(collectives)
+        if event is not None:
+            return event
+        step, purpose, why = self.step, self.purpose, chosen.why
+        contract = step.contract if chosen.path.in_contract else None
+        if not collectives:
+            empty = not traced and tensor.numel() == 0
+            why += "; no elements, so nothing was sent" if empty else "; the path issued nothing"
+        event = chosen.events[collectives] = Event(
+            asked=purpose.request,
+            planned=purpose.planned,
+            ran=chosen.path.reported_name,
+            sends=collectives,
+            group=purpose.group,
+            dtype=name_of(tensor.dtype),
+            why=why,
+            fallback=chosen.fallback,
+            kind=purpose.kind,
+            path=self.path,
+            contract=contract.id if contract else None,
+            ranks=math.prod(step.sizes),
+            traced=traced,
+        )
+        return event
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, registry.changes
+
+
+def run_reduction(
+    tensor: Tensor, step: Step, groups: StepGroups, *, purpose: Purpose, **how: Any
+) -> Tensor:
+    """``BoundReduction.start`` of one call over ``groups``."""
+    return BoundReduction(step, purpose, **how).start(tensor, groups)
+
+
+def next_call(groups: StepGroups, purpose: Purpose) -> int:
+    """Count one call of a reduction over ``groups``; the first is 1."""
+    owner = groups.levels[0] if groups.peers is None else groups.peers
+    with _LOCK:
+        # A hierarchical step runs on two groups, and its text names both. Counts are kept by that
+        # text: ranks that share one of the two groups need not share the other.
+        counts = _COUNTS.setdefault(owner, {}).setdefault(purpose.group, {})
+        key = (purpose.request, purpose.planned)
+        if key not in counts and len(counts) >= MAX_REDUCTIONS:
+            counts.clear()
+        counts[key] = counts.get(key, 0) + 1
+        return counts[key]
 
 
 # The thread that is in a reduction, by process group. Each call makes a list of its own, whose
@@ -292,52 +361,25 @@ def compare_headers(
     return tuple(wire.log.names)
 
 
-def prepare_reduction(
-    tensor: Tensor, step: Step, groups: StepGroups, purpose: Purpose, *how: Any
-) -> PreparedReduction:
-    """The prepared reduction of these arguments, from the groups' own table if it has one."""
-    *_, traced = how
-    if traced:
-        return PreparedReduction(tensor, step, groups, purpose, *how)
-    # By identity: to hash a step and a purpose takes longer than to send a small message. The
-    # prepared reduction keeps both alive, so that no others get their identities.
-    key = (
-        id(step),
-        id(purpose),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        how,
-        registry.changes,
-    )
-    found: PreparedReduction | None = groups.prepared.get(key)
-    if found is None:
-        found = PreparedReduction(tensor, step, groups, purpose, *how)
-        if len(groups.prepared) >= MAX_RECORDS:
-            groups.prepared.clear()
-        groups.prepared[key] = found
-    return found
-
-
 def _reduced(
     summand: Tensor,
     step: Step,
     groups: StepGroups,
-    found: PreparedReduction,
+    chosen: ChosenPath,
     traced: bool,
     ticket: int,
     calls: str,
 ) -> Outcome:
     """Run the path with the wire of this reduction."""
-    path = found.path
-    if traced and found.over_gloo:
-        return trace_reduction(summand, step, groups, path, found.pairs, calls)
+    path = chosen.path
+    if traced and chosen.over_gloo:
+        return trace_reduction(summand, step, groups, path, chosen.pairs, calls)
     wire: Wire
-    if found.over_gloo or found.deferred:
-        header = found.header
+    if chosen.over_gloo or chosen.deferred:
+        header = chosen.header
         if header is None:
-            header = found.header = _header(summand, step, groups, path, found.pairs)
-        if found.over_gloo:
+            header = chosen.header = _header(summand, step, groups, path, chosen.pairs)
+        if chosen.over_gloo:
             if summand.requires_grad:
                 summand = summand.detach()
             wire = GlooWire(groups, header, ticket)

@@ -18,7 +18,7 @@ import meshplan.backend
 from meshplan.backend import BackendOptions, _reductions, _steady
 from meshplan.backend._steady import is_steady
 from meshplan.collectives._options import read_options
-from meshplan.execute import _run
+from meshplan.execute import BoundReduction
 from tests.backend.test_reductions import CONTRACTS, OPS, RANKS, bits, cases, expected, summand
 from tests.processes import run_ranks
 
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.processes
 
 def count_decisions() -> Any:
     """A mock around what runs a reduction of one tensor by more than the call of a kernel."""
-    return mock.patch.object(_run, "run_reduction", mock.Mock(side_effect=_run.run_reduction))
+    start = BoundReduction.start
+    return mock.patch.object(BoundReduction, "start", autospec=True, side_effect=start)
 
 
 def repeat_everything(rank: int) -> list[str]:
