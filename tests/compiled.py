@@ -19,7 +19,6 @@ from tests.processes import warm_compiler
 # ``fold`` stands between torch's all-to-all and all-gather, on other backends than gloo.
 REDUCTIONS = (
     "meshplan.peer_reduce",
-    "meshplan.exchange",
     "meshplan.reduction",
     "meshplan.fold",
 )

@@ -35,7 +35,9 @@ from meshplan import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.dtensor import current_config
 from meshplan.errors import GroupStateError
+from meshplan.execute._graph import write_step
 from meshplan.execute.paths import _hierarchical
+from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Links, Topology
 from tests.compiled import NATIVE, REDUCTIONS, Graphs, bits, compiles, orders_run, warm_inductor
@@ -605,11 +607,14 @@ meshplan.shutdown cannot be in a graph; call it around what is compiled""",
     def test_graph_with_an_unknown_group_is_refused(self) -> None:
         def ranks(rank: int) -> list[str]:
             x = torch.ones(2)
-            how = ("sum", [2], "tree", "wide", "once", None)
             messages = []
-            for group, shape in (("meshplan:0123", [2]), ("0", [3])):
+            for group, size in (("meshplan:0123", 2), ("0", 3)):
+                step = Step(
+                    "all_reduce", (0,), (size,), "", "", "sum", None, "exchange", Contract()
+                )
+                text = write_step(step)
                 with pytest.raises(GroupStateError) as caught:
-                    torch.ops.meshplan.exchange(x, how[0], shape, *how[2:], group)
+                    torch.ops.meshplan.reduction(x, text, "exchange", False, [group, "", "", ""])
                 messages.append(str(caught.value))
             return messages
 

@@ -205,7 +205,7 @@ def test_tracing_sees_one_operator() -> None:
             found.append([n for n in names if "view" not in n])
         return found
 
-    assert run_ranks(ranks, 2) == [[["meshplan.exchange.default"]] * 3] * 2
+    assert run_ranks(ranks, 2) == [[["meshplan.reduction.default"]] * 3] * 2
 
 
 @pytest.mark.parametrize(

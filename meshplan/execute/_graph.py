@@ -1,8 +1,8 @@
 """Reductions of CPU tensors over gloo in graphs: as one operator, which runs them later.
 
-What torch traces holds ``meshplan::exchange`` or ``meshplan::reduction``, which runs the same code
-as an eager call. So a rank that runs a compiled graph and one that does not issue the same
-collectives, compiled graphs compare headers too, and no pass over a graph can drop the comparison.
+What torch traces holds ``meshplan::reduction``, which runs the same code as an eager call. So a
+rank that runs a compiled graph and one that does not issue the same collectives, compiled graphs
+compare headers too, and no pass over a graph can drop the comparison.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshplan._torch import functional_operators as _ops
-from meshplan.contract import Contract, Op
+from meshplan.contract import Contract
 from meshplan.execute._groups import StepGroups, resolve_group
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._shards import select_shard
 from meshplan.execute.paths import Outcome, Path
-from meshplan.execute.paths._exchange import PATH as EXCHANGE
 from meshplan.kernel import OPERATORS
 from meshplan.planner import Step
 
@@ -39,52 +41,17 @@ def trace_reduction(
     ``is_complex``, its last dim holds real and imaginary parts. The operator takes a ticket by the
     name ``calls`` when it runs.
     """
-    log, ops = CollectiveLog(), torch.ops.meshplan
-    contract, flat = step.contract, not step.scatter and step.inner == 1
-    if path is EXCHANGE and flat and step.norm is None and not is_complex:
-        assert contract is not None
-        contracted = contract.order, contract.accumulate, contract.rounding
-        over = step.divisor, groups.flat.group_name, calls
-        sizes = list(step.sizes)
-        exchanged = log.issue(ops.exchange, summand, step.op, sizes, *contracted, *over)
-        return Outcome(exchanged, log)
+    log = CollectiveLog()
     found = (groups.whole, groups.inner, groups.outer, groups.gather)
     names = ["" if group is None else group.group_name for group in found]
-    return Outcome(
-        log.issue(ops.reduction, summand, _written(step), path.name, is_complex, names, calls),
-        log,
-    )
+    how = write_step(step), path.name, is_complex, names, calls
+    return Outcome(log.issue(torch.ops.meshplan.reduction, summand, *how), log)
 
 
-def define_operators(run: _Run) -> None:
-    """Define both operators. ``run`` reduces over gloo by the path of a name. Its last arguments
-    are ``is_complex`` and the name by which a ticket is taken.
+def define_operator(run: _Run) -> None:
+    """Define the operator. ``run`` reduces over gloo by the path of a name. Its last arguments are
+    ``is_complex`` and the name by which a ticket is taken.
     """
-
-    def exchange(
-        message: Tensor,
-        op: Op,
-        shape: list[int],
-        order: str,
-        accumulate: str,
-        rounding: str,
-        divisor: int | None,
-        group: str,
-        calls: str = "",
-    ) -> Tensor:
-        step = Step(
-            kind="all_reduce",
-            axes=tuple(range(len(shape))),
-            sizes=tuple(shape),
-            move="",
-            why="",
-            op=op,
-            path=EXCHANGE.name,
-            contract=Contract(order, accumulate, rounding),  # type: ignore[arg-type]
-            divisor=divisor,
-        )
-        groups = StepGroups(resolve_group(group, math.prod(shape)))
-        return _finished(run(message, step, groups, EXCHANGE.name, False, calls))
 
     def reduction(
         message: Tensor,
@@ -94,15 +61,11 @@ def define_operators(run: _Run) -> None:
         groups: list[str],
         calls: str = "",
     ) -> Tensor:
-        return _finished(run(message, _read(step), _groups(groups), path, is_complex, calls))
+        read = _read(step)
+        reduced = run(message, read, _groups(groups, read), path, is_complex, calls)
+        waited: Tensor = _ops.wait_tensor(reduced.tensor)
+        return waited
 
-    OPERATORS.define(  # type: ignore[no-untyped-call]
-        "exchange(Tensor message, str op, int[] shape, str order, str accumulate, str rounding, "
-        'int? divisor, str group, str calls="") -> Tensor',
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    OPERATORS.impl("exchange", exchange, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("meshplan::exchange", _same, lib=OPERATORS)
     OPERATORS.define(  # type: ignore[no-untyped-call]
         "reduction(Tensor message, str step, str path, bool is_complex, str[] groups, "
         'str calls="") -> Tensor',
@@ -110,15 +73,6 @@ def define_operators(run: _Run) -> None:
     )
     OPERATORS.impl("reduction", reduction, "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake("meshplan::reduction", _result, lib=OPERATORS)
-
-
-def _finished(reduced: Outcome) -> Tensor:
-    waited: Tensor = _ops.wait_tensor(reduced.tensor)
-    return waited
-
-
-def _same(message: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(message, memory_format=torch.contiguous_format)
 
 
 def _result(
@@ -129,51 +83,34 @@ def _result(
     groups: list[str],
     calls: str = "",
 ) -> Tensor:
-    shard = select_shard(message, _read(step), _groups(groups).position)
-    return shard.new_empty(shard.shape)
+    read = _read(step)
+    if read.scatter:
+        message = select_shard(message, read, _groups(groups, read).position)
+    return torch.empty_like(message, memory_format=torch.contiguous_format)
 
 
-def _groups(names: list[str]) -> StepGroups:
-    whole, inner, outer, gather = (resolve_group(name) if name else None for name in names)
+def _groups(names: list[str], step: Step) -> StepGroups:
+    ranks = math.prod(step.sizes)
+    sizes = ranks, step.inner, ranks // step.inner, None
+    pairs = zip(names, sizes, strict=True)
+    whole, inner, outer, gather = (resolve_group(*pair) if pair[0] else None for pair in pairs)
     return StepGroups(whole, inner=inner, outer=outer, gather=gather)
 
 
-def _written(step: Step) -> str:
-    """What runs of a step, as text."""
-    return json.dumps(
-        {
-            "kind": step.kind,
-            "axes": step.axes,
-            "sizes": step.sizes,
-            "op": step.op,
-            "divisor": step.divisor,
-            "path": step.path,
-            "contract": step.contract and step.contract.id,
-            "norm": step.norm,
-            "scatter": step.scatter,
-            "lengths": step.lengths,
-            "inner": step.inner,
-            "between": step.between,
-            "halving": step.halving,
-            "chunk": step.chunk,
-            "leaves": step.leaves,
-        }
-    )
+def write_step(step: Step) -> str:
+    """What runs of a reduction, as text."""
+    values = {field.name: getattr(step, field.name) for field in fields(step)}
+    contract = step.contract and step.contract.id
+    return json.dumps(values | {"contract": contract, "move": "", "why": ""})
 
 
+# In each call of a compiled graph.
+@lru_cache(maxsize=1024)
 def _read(text: str) -> Step:
-    words = json.loads(text)
-    contract = words.pop("contract")
-    return Step(
-        **words
-        | {
-            "axes": tuple(words["axes"]),
-            "sizes": tuple(words["sizes"]),
-            "scatter": tuple((axis, dim) for axis, dim in words["scatter"]),
-            "lengths": tuple(words["lengths"]),
-            "halving": words["halving"] and tuple(map(tuple, words["halving"])),
-        },
-        contract=contract and Contract.of_id(contract),
-        move="",
-        why="",
-    )
+    values = {name: _read_value(value) for name, value in json.loads(text).items()}
+    contract = values.pop("contract")
+    return Step(**values, contract=contract and Contract.of_id(contract))
+
+
+def _read_value(value: Any) -> Any:
+    return tuple(map(_read_value, value)) if isinstance(value, list) else value

@@ -31,7 +31,7 @@ from meshplan.execute._deferred import DeferredWire
 from meshplan.execute._failures import raise_failure
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute._gloo_groups import is_gloo
-from meshplan.execute._graph import define_operators, trace_reduction
+from meshplan.execute._graph import define_operator, trace_reduction
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import Header, RankHeader, tensor_header
 from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
@@ -452,4 +452,4 @@ def _run_path(path: Path, summand: Tensor, step: Step, groups: StepGroups, wire:
     return reduced if checked is reduced.tensor else Outcome(checked, wire.log)
 
 
-define_operators(_in_graph)
+define_operator(_in_graph)
