@@ -21,7 +21,7 @@ from meshplan import (
     deterministic_reduce_scatter,
     kernel,
 )
-from meshplan.collectives import Work, _coalesced, _reduction
+from meshplan.collectives import Work, _reduction
 from meshplan.errors import (
     FallbackRefusedError,
     GroupAgreementError,
@@ -420,7 +420,7 @@ def test_coalesced_reductions_have_the_bits_of_single_ones() -> None:
     """Mixed dtypes and shapes, empty and strided tensors, more than one bucket."""
 
     def ranks(rank: int) -> bool:
-        _coalesced._BUCKET_BYTES = 1 << 10
+        _reduction._BUCKET_BYTES = 1 << 10
 
         def tensors() -> list[Tensor]:
             some = [

@@ -20,7 +20,7 @@ from meshplan import (
     deterministic_reduce_scatter,
     deterministic_reduce_scatter_coalesced,
 )
-from meshplan.collectives import Work, _coalesced, functional
+from meshplan.collectives import Work, _reduction, functional
 from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupStateError, SignatureMismatchError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
@@ -233,7 +233,7 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
     """Mixed dtypes, uneven sizes, empty and strided tensors, few and many buckets."""
 
     def ranks(rank: int) -> None:
-        _coalesced._BUCKET_BYTES = bucket_bytes
+        _reduction._BUCKET_BYTES = bucket_bytes
         tensors = mixed(rank)
         sizes = [(UNEVEN, None)[i % 3 == 2] for i in range(len(tensors))]
         for path in PATHS:
@@ -267,7 +267,7 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
 @pytest.mark.parametrize("bucket_bytes", [1 << 8, 32 << 20])
 def test_coalesced_gathers_have_the_bits_of_single_ones(bucket_bytes: int) -> None:
     def ranks(rank: int) -> None:
-        _coalesced._BUCKET_BYTES = bucket_bytes
+        _reduction._BUCKET_BYTES = bucket_bytes
         wholes = [*mixed(0), torch.arange(9) % 2 == 0, leaf(1, (9, 2)).to(torch.float8_e5m2)]
         wholes.append(torch.view_as_complex(leaf(2, (9, 2))).conj())
         parts = [shard(whole, rank, UNEVEN) for whole in wholes]
@@ -320,7 +320,7 @@ def test_outputs_may_share_memory_with_other_inputs() -> None:
 
     def ranks(rank: int) -> None:
         for bucket_bytes in (1 << 6, 32 << 20):
-            _coalesced._BUCKET_BYTES = bucket_bytes
+            _reduction._BUCKET_BYTES = bucket_bytes
             for path in ("native", "exchange"):
                 tensors = [leaf(rank, (9, 4)), leaf(rank + 0, (9, 4)).flip(0).contiguous()]
                 wanted = [tensor.clone() for tensor in tensors]

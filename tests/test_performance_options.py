@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
 from meshplan import BackendOptions, Contract, clip_grad_norm_, collectives
-from meshplan.collectives import _coalesced, functional
+from meshplan.collectives import _reduction, functional
 from meshplan.definition import reduce_leaves
 from meshplan.execute import PATHS
 from meshplan.kernel import _digest
@@ -87,7 +87,7 @@ def lists(leaf: Tensor, contract: Contract) -> Iterator[tuple[str, Tensor]]:
     """The same by lists in buckets of several sizes: elements move to other messages."""
     with pytest.MonkeyPatch.context() as patch:
         for bucket in (1, 64, 1500, 32 << 20):
-            patch.setattr(_coalesced, "_BUCKET_BYTES", bucket)
+            patch.setattr(_reduction, "_BUCKET_BYTES", bucket)
             for parts in ([NUMEL], [1, 2, 300, 0, 700]):
                 pieces = [piece.clone() for piece in torch.split(leaf, parts)]
                 for async_op in (False, True):

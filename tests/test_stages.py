@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshplan.execute._stages import Stages, run_stages
 from meshplan.execute._wire import Message
+from meshplan.execute.paths._hierarchical import Stages, run_stages
 from meshplan.planner import count_chunks, cut_chunks, weigh_chunks
 from meshplan.planner._path_costs import MAX_CHUNKS, chunk_unit
 from meshplan.topology import Links

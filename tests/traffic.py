@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.debug._comm_mode import c10d_collective_ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.execute._gloo_channel import Channel
+from meshplan.execute._gloo import Channel
 from meshplan.execute._provenance import CollectiveLog
 
 _COUNTED = CommDebugMode().comm_registry | c10d_collective_ops

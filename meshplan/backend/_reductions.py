@@ -18,12 +18,14 @@ from meshplan._dtypes import name_of
 from meshplan._observing import Extent, within
 from meshplan.backend._operations import Operation
 from meshplan.backend._options import NAME, BackendOptions
-from meshplan.collectives._coalesced import all_reduce_list, check_distinct, scatter_list
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
+    all_reduce_list,
+    check_distinct,
     describe_group,
     find_bound,
     reduce_tensor,
+    scatter_list,
 )
 from meshplan.definition import canonicalize_nans
 from meshplan.errors import ContractError, FallbackRefusedError

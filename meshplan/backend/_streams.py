@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from meshplan._calls import GroupCalls
 from meshplan._torch.process_group import end_coalescing, start_coalescing
 from meshplan.backend._work import PassedWork
-from meshplan.collectives._lanes import StreamWork
-from meshplan.collectives._streams import SideStream, StreamCall
+from meshplan.collectives._lanes import SideStream, StreamCall, StreamWork
 from meshplan.errors import BackendError, SignatureMismatchError
 from meshplan.flatten._create import hidden_device
 

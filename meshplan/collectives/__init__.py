@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from meshplan import _require_torch as _require_torch
-from meshplan.collectives._all_reduce import (
-    deterministic_all_reduce as deterministic_all_reduce,
+from meshplan.collectives._api import (
+    deterministic_all_gather as deterministic_all_gather,
 )
-from meshplan.collectives._coalesced import (
+from meshplan.collectives._api import (
     deterministic_all_gather_coalesced as deterministic_all_gather_coalesced,
 )
-from meshplan.collectives._coalesced import (
+from meshplan.collectives._api import (
+    deterministic_all_reduce as deterministic_all_reduce,
+)
+from meshplan.collectives._api import (
     deterministic_all_reduce_coalesced as deterministic_all_reduce_coalesced,
 )
-from meshplan.collectives._coalesced import (
+from meshplan.collectives._api import (
+    deterministic_reduce_scatter as deterministic_reduce_scatter,
+)
+from meshplan.collectives._api import (
     deterministic_reduce_scatter_coalesced as deterministic_reduce_scatter_coalesced,
 )
 from meshplan.collectives._lanes import Work as Work
@@ -28,12 +34,6 @@ from meshplan.collectives._nccl_profiles import (
 from meshplan.collectives._nccl_profiles import nccl_profile as nccl_profile
 from meshplan.collectives._norms import clip_grad_norm_ as clip_grad_norm_
 from meshplan.collectives._norms import exact_norm as exact_norm
-from meshplan.collectives._shards import (
-    deterministic_all_gather as deterministic_all_gather,
-)
-from meshplan.collectives._shards import (
-    deterministic_reduce_scatter as deterministic_reduce_scatter,
-)
 
 # Registers the operators.
 from meshplan.collectives import functional as functional  # isort: skip

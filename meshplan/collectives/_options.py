@@ -20,7 +20,7 @@ from meshplan.errors import (
     FallbackRefusedError,
     PolicyError,
 )
-from meshplan.execute._switches import ONE_SHOT_VARIABLE, one_shot_switch
+from meshplan.execute._choose import ONE_SHOT_VARIABLE, one_shot_switch
 from meshplan.execute.paths import _path as registry
 from meshplan.execute.paths import check_path, select_path
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -21,20 +21,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._bits import flatten
 from meshplan._calls import Ticket, calls_of
 from meshplan._dtypes import name_of
 from meshplan._observing import within
 from meshplan._spans import span
 from meshplan._torch import dispatch_modes
+from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
-from meshplan.errors import AxisNameError, GroupStateError, MeshplanError
+from meshplan.errors import AxisNameError, ContractError, GroupStateError, MeshplanError
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.execute._header import step_header
+from meshplan.execute._choose import one_shot_switch
+from meshplan.execute._header import gather_header, list_header, step_header
 from meshplan.execute._provenance import Event, Purpose, record
 from meshplan.execute._run import BoundReduction, compare_headers
 from meshplan.execute._shards import select_shard
-from meshplan.execute._switches import one_shot_switch
 from meshplan.execute.paths import sharing_of
 from meshplan.flatten import Group, registry
 from meshplan.planner import Step
@@ -357,3 +359,341 @@ def compare_calls(group: ProcessGroup, tensor: Tensor, call: str) -> None:
 def describe_group(group: ProcessGroup) -> str:
     """The group, for the report."""
     return f"group {group.group_name} of {group.size()} ranks"
+
+
+# Lists of tensors in few messages, with the bits of one tensor at a time.
+#
+# No split of a list into messages changes a bit: the order of additions does not depend on the
+# message. Path ``native`` has no such order, so that each tensor is one message.
+
+_BUCKET_BYTES = 32 << 20
+
+Shards = tuple[int, tuple[int, ...]]
+"""The dimension that is split, and the length of each rank's shard along it."""
+
+
+def all_reduce_list(
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
+    *,
+    alone: bool = False,  # a call of one tensor, whose ranks compare no lists
+) -> list[Tensor]:
+    """Reduce a list in few messages, in place or to ``outs``; all arguments are checked."""
+    reduce_one = partial(
+        reduce_tensor,
+        options=options,
+        group=group,
+        request=f"deterministic_all_reduce {options.op}",
+        ticket=ticket,
+        apart=apart,
+    )
+    if alone:
+        (out,) = outs or tensors
+        return [put(out, reduce_one(tensors[0], in_place=out is tensors[0]))]
+    layout = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
+    _compare_lists("all_reduce", tensors, layout, group, ticket, options, apart)
+
+    def reduce(bucket: list[int]) -> Sequence[Tensor]:
+        parts = [tensors[i] for i in bucket]
+        if len(bucket) == 1:
+            return [reduce_one(parts[0], in_place=outs is None)]
+        whole = reduce_one(torch.cat([part.reshape(-1) for part in parts]))
+        return torch.split(whole, [part.numel() for part in parts])
+
+    return _collect(_buckets(tensors, options), reduce, outs or tensors, outs is None)
+
+
+def scatter_list(
+    tensors: Sequence[Tensor],
+    shards: Sequence[Shards],
+    outs: Sequence[Tensor] | None,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
+    *,
+    alone: bool = False,
+) -> list[Tensor]:
+    """Reduce-scatter a list in few messages; all arguments are checked."""
+    if not alone:
+        layout = [f"{t.dtype}{list(t.shape)} {s}" for t, s in zip(tensors, shards, strict=True)]
+        _compare_lists("reduce_scatter", tensors, layout, group, ticket, options, apart)
+
+    def scatter(bucket: list[int]) -> Sequence[Tensor]:
+        if len(bucket) == 1:
+            (i,) = bucket
+            return [scatter_tensor(tensors[i], options, group, shards[i], ticket, apart)]
+        parts = [
+            [part.reshape(-1) for part in torch.split(tensors[i], list(lengths), at)]
+            for i in bucket
+            for at, lengths in [shards[i]]
+        ]
+        # The shards of rank 0 of all tensors, then those of rank 1, and so on.
+        by_rank = list(zip(*parts, strict=True))
+        sums = tuple(sum(part.numel() for part in row) for row in by_rank)
+        message = torch.cat([part for row in by_rank for part in row])
+        whole = scatter_tensor(message, options, group, (0, sums), ticket, apart)
+        shares = torch.split(whole, [part.numel() for part in by_rank[group.rank()]])
+        return [
+            share.view(shard_shape(tensors[i], group, shards[i]))
+            for i, share in zip(bucket, shares, strict=True)
+        ]
+
+    return _collect(_buckets(tensors, options), scatter, outs)
+
+
+def gather_list(
+    tensors: Sequence[Tensor],
+    shards: Sequence[Shards],
+    outs: Sequence[Tensor] | None,
+    group: ProcessGroup,
+    apart: bool,
+    ticket: Ticket,
+    *,
+    alone: bool = False,
+) -> list[Tensor]:
+    """All-gather a list in few messages; all arguments are checked."""
+    used = second_group(group, tensors[0]) if apart else group
+    shapes = [gathered_shape(one, split) for one, split in zip(tensors, shards, strict=True)]
+    if not alone:
+        triples = zip(tensors, shapes, shards, strict=True)
+        layout = [f"{one.dtype}{list(shape)} {split}" for one, shape, split in triples]
+        _compare_lists("all_gather", tensors, layout, used, ticket)
+
+    def gather(bucket: list[int]) -> Sequence[Tensor]:
+        if len(bucket) == 1:
+            return [gather_tensor(tensors[bucket[0]], used, shards[bucket[0]], ticket)]
+        rows = [tensors[i].detach().movedim(shards[i][0], 0).contiguous() for i in bucket]
+        rows = [row.resolve_conj().resolve_neg() for row in rows]
+        message = torch.cat([flatten(row).view(torch.uint8) for row in rows])
+        # Bytes of each tensor on each rank.
+        widths = [row.shape[1:].numel() * row.element_size() for row in rows]
+        pairs = zip(bucket, widths, strict=True)
+        counts = [[length * width for length in shards[i][1]] for i, width in pairs]
+        sums = tuple(sum(by_tensor) for by_tensor in zip(*counts, strict=True))
+        whole = gather_tensor(message, used, (0, sums), ticket)
+        pieces = iter(torch.split(whole, [n for row in zip(*counts, strict=True) for n in row]))
+        by_rank = [[next(pieces) for _ in bucket] for _ in sums]
+        return [
+            # The concatenation puts a tensor of any dtype at an aligned address.
+            torch.cat([row[k] for row in by_rank])
+            .view(tensors[i].dtype)
+            .view(sum(shards[i][1]), *rows[k].shape[1:])
+            .movedim(0, shards[i][0])
+            .contiguous()
+            for k, i in enumerate(bucket)
+        ]
+
+    return _collect(_buckets(tensors, None, shapes), gather, outs)
+
+
+def check_distinct(written: Sequence[Tensor]) -> None:
+    """Refuse to write to one tensor twice."""
+    # While torch traces, a tensor has no address.
+    several = written if len(written) > 1 else ()
+    addresses = [tensor.data_ptr() for tensor in several if tensor.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ContractError(
+            f"{len(written)} tensors to write to, and one of them is in the list twice; pass each "
+            "tensor once"
+        )
+
+
+def _compare_lists(
+    kind: str,
+    tensors: Sequence[Tensor],
+    layout: Sequence[str],
+    group: ProcessGroup,
+    ticket: Ticket,
+    options: ReductionOptions | None = None,
+    apart: bool = False,
+) -> None:
+    """Compare the lists of all ranks: a message does not show where each of its tensors ends."""
+    # Lists of one tensor too: another rank may have passed more.
+    if options is not None and options.native:
+        return
+    op = options.op if options is not None else ""
+    call = f"deterministic_{kind}_coalesced"
+    purpose = Purpose(call, f"{kind} {op}".strip(), describe_group(group))
+    header = list_header(kind, tensors, layout, op, group.size())
+    used = second_group(group, tensors[0]) if apart else group
+    compare_headers(tensors[0], used, header, purpose, ticket.word)
+
+
+def _buckets(
+    tensors: Sequence[Tensor],
+    options: ReductionOptions | None,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+) -> Iterator[list[int]]:
+    """Positions of the tensors of each message; the same on every rank. Tensors of one device, and
+    in a reduction of one dtype, are put together up to a size. An all-gather has no ``options``,
+    and the ``shapes`` of its results.
+    """
+    if options is not None and options.native:
+        yield from ([i] for i in range(len(tensors)))
+        return
+    kinds: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        kind = tensor.device if options is None else (tensor.device, tensor.dtype)
+        kinds.setdefault(kind, []).append(i)
+    for positions in kinds.values():
+        bucket: list[int] = []
+        filled = 0
+        for i in positions:
+            shape = tensors[i].shape if shapes is None else torch.Size(shapes[i])
+            nbytes = shape.numel() * tensors[i].element_size()
+            if bucket and filled + nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(i)
+            filled += nbytes
+        yield bucket
+
+
+def _collect(
+    buckets: Iterable[list[int]],
+    run: Callable[[list[int]], Sequence[Tensor]],
+    outs: Sequence[Tensor] | None,
+    in_place: bool = False,
+) -> list[Tensor]:
+    """Run the buckets, and write their results to ``outs``."""
+    results: dict[int, Tensor] = {}
+    for bucket in buckets:
+        for i, value in zip(bucket, run(bucket), strict=True):
+            results[i] = put(outs[i], value) if in_place and outs else value
+    # Without ``in_place`` all is read before it is written: a tensor of ``outs`` may share memory
+    # with the input of another bucket.
+    found = [results[i] for i in range(len(results))]
+    return found if in_place or not outs else list(map(put, outs, found))
+
+
+def put(out: Tensor, value: Tensor) -> Tensor:
+    return out if value is out else out.copy_(value.view(out.shape))
+
+
+def read_scatter(
+    tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
+) -> Shards:
+    """The shards of a reduce-scatter over ``group``; ``None`` for one rank. Raises ContractError
+    for an invalid ``dim``, or ``sizes`` that do not add up to its length.
+    """
+    dim = _read_dim(tensor, dim)
+    ranks = 1 if group is None else group.size()
+    length = tensor.shape[dim]
+    if sizes is None:
+        # As torch.chunk splits, with empty shards at the end.
+        width = -(-length // ranks)
+        return dim, tuple(max(0, min(width, length - rank * width)) for rank in range(ranks))
+    if len(sizes) != ranks or sum(sizes) != length or min(sizes) < 0:
+        raise ContractError(
+            f"sizes={list(sizes)} do not split dim {dim} of {length} elements for a group of "
+            f"{ranks}; pass one size for each rank, whose sum is the length"
+        )
+    return dim, tuple(sizes)
+
+
+def read_gather(
+    tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
+) -> Shards:
+    """The shards of an all-gather over ``group``; ``None`` for one rank. Raises ContractError for
+    an invalid ``dim``, or ``sizes`` that do not fit this rank's shard.
+    """
+    dim = _read_dim(tensor, dim)
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    lengths = tuple(sizes) if sizes is not None else (tensor.shape[dim],) * ranks
+    if len(lengths) != ranks or lengths[rank] != tensor.shape[dim] or min(lengths) < 0:
+        raise ContractError(
+            f"sizes={list(lengths)} for a group of {ranks}, of which this is rank {rank}, and its "
+            f"tensor has {tensor.shape[dim]} elements along dim {dim}; pass one size for each rank"
+        )
+    return dim, lengths
+
+
+def shard_shape(tensor: Tensor, group: ProcessGroup | None, shards: Shards) -> tuple[int, ...]:
+    """The shape of this rank's shard of ``tensor``."""
+    dim, lengths = shards
+    rank = 0 if group is None else group.rank()
+    return (*tensor.shape[:dim], lengths[rank], *tensor.shape[dim + 1 :])
+
+
+def gathered_shape(tensor: Tensor, shards: Shards) -> tuple[int, ...]:
+    """The shape of the result of an all-gather of this rank's ``tensor``."""
+    dim, lengths = shards
+    return (*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :])
+
+
+def scatter_tensor(
+    tensor: Tensor,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    shards: Shards,
+    ticket: Ticket,
+    apart: bool = False,
+) -> Tensor:
+    """This rank's shard of the reduction, waited for; all arguments are checked."""
+    dim, lengths = shards
+    request = f"deterministic_reduce_scatter {options.op} of dim {dim}"
+    cut: dict[str, Any] = {"dim": dim, "lengths": lengths}
+    return reduce_tensor(tensor, options, group, request, ticket, apart=apart, **cut)
+
+
+def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: Ticket) -> Tensor:
+    """The shards of all ranks, joined, from checked arguments. Over gloo, raises
+    SignatureMismatchError on every rank if ranks brought different shards.
+    """
+    started = time.perf_counter()
+    dim, lengths = shards
+    request = f"deterministic_all_gather along dim {dim}"
+    planned = f"all_gather of {len(lengths)} ranks"
+    purpose = Purpose(request, planned, describe_group(group))
+    header = gather_header(tensor.dtype, tensor.shape, dim, lengths)
+    sends = compare_headers(tensor, group, header, purpose, ticket.word)
+    rows = tensor.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
+    shape = rows.shape[1:]
+    # Backends support few dtypes; every backend sends bytes.
+    mine = flatten(rows).view(torch.uint8)
+    width = max(lengths)
+    row = shape.numel() * tensor.element_size()
+    if mine.numel() < width * row:
+        padded = mine.new_zeros(width * row)
+        padded[: mine.numel()] = mine
+        mine = padded
+    whole = mine
+    if mine.numel():
+        sends = (*sends, "all_gather_into_tensor")
+        ranks, name = len(lengths), group.group_name
+        whole = mine.new_empty(ranks * mine.numel())
+        with span("all_gather"):
+            # With an output, because of gloo: see GlooWire.all_gather.
+            _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, ranks, name, out=whole))
+    parts = whole.view(len(lengths), width * row)
+    if any(length < width for length in lengths):
+        pairs = zip(parts, lengths, strict=True)
+        whole = torch.cat([part[: length * row] for part, length in pairs])
+    joined = whole.view(tensor.dtype).view(sum(lengths), *shape).movedim(0, dim).contiguous()
+    event = Event(
+        asked=request,
+        planned=planned,
+        ran="all_gather",
+        sends=sends,
+        group=purpose.group,
+        dtype=name_of(tensor.dtype),
+        why="bytes are moved",
+        kind="collective",
+        ranks=len(lengths),
+    )
+    seconds = time.perf_counter() - started
+    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
+    return joined
+
+
+def _read_dim(tensor: Tensor, dim: int) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ContractError(
+            f"dim={dim} of a tensor with {tensor.ndim} dimensions; pass one of its dimensions"
+        )
+    return dim % tensor.ndim

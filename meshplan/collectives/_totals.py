@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshplan._torch import device_types_of
-from meshplan.collectives._all_reduce import deterministic_all_reduce
+from meshplan.collectives._api import deterministic_all_reduce
 from meshplan.collectives._options import AnyOp
 from meshplan.collectives._reduction import GroupLike, read_group
 from meshplan.errors import (

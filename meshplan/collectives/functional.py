@@ -11,13 +11,15 @@ or ``meshplan::all_gather``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshplan.collectives._operators import LINEAR
+from meshplan._calls import calls_of
 from meshplan.collectives._options import (
     AnyOp,
+    ReductionOptions,
     check_summand,
     check_tensor,
     read_options,
@@ -26,11 +28,170 @@ from meshplan.collectives._reduction import (
     GroupLike,
     compare_calls,
     counts_refused,
+    gather_tensor,
+    gathered_shape,
+    read_gather,
     read_group,
+    read_scatter,
+    reduce_tensor,
+    scatter_tensor,
 )
-from meshplan.collectives._shards import gathered_shape, read_gather, read_scatter
 from meshplan.contract import Contract
 from meshplan.errors import ContractStateError
+from meshplan.execute._groups import resolve_group
+from meshplan.kernel import OPERATORS
+
+# The collectives as operators that torch's tools see: ``torch.ops.meshplan.all_reduce`` and more.
+#
+# They name the process group, have fake implementations for tracing and, but for ``all_reduce_``,
+# derivatives. The functions around them check; they take what was checked.
+#
+# The derivative is that of the sum of all ranks' losses, as in ``torch.distributed.nn``: what
+# every rank's result does to every rank's loss comes back to each summand. Gradients are reduced
+# under the same contract as the values.
+
+LINEAR = ("sum", "avg")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def _all_reduce(
+    tensor: Tensor, path: str, op: str, contract: str, strict: bool, group: str
+) -> Tensor:
+    return _reduce(tensor, _options(path, op, contract, strict), group)
+
+
+def _all_reduce_in_place(
+    tensor: Tensor, path: str, op: str, contract: str, strict: bool, group: str
+) -> None:
+    value = _reduce(tensor, _options(path, op, contract, strict), group, in_place=True)
+    if value is not tensor:
+        tensor.copy_(value)
+
+
+def _options(path: str, op: str, contract: str, strict: bool) -> ReductionOptions:
+    # A graph comes here without the function that checks, perhaps in another environment.
+    return read_options(op, path, Contract.of_id(contract), strict)  # type: ignore[arg-type]
+
+
+def _reduce(
+    tensor: Tensor, options: ReductionOptions, group: str, in_place: bool = False
+) -> Tensor:
+    check_summand(tensor, options)
+    name = f"deterministic_all_reduce {options.op}"
+    found = resolve_group(group)
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return reduce_tensor(tensor, options, found, name, ticket, in_place=in_place)
+
+
+def _reduce_scatter(
+    tensor: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    path: str,
+    op: str,
+    contract: str,
+    strict: bool,
+    group: str,
+) -> Tensor:
+    options = _options(path, op, contract, strict)
+    check_summand(tensor, options)
+    found = resolve_group(group, len(sizes))
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return scatter_tensor(tensor, options, found, (dim, tuple(sizes)), ticket)
+
+
+def _all_gather(
+    tensor: Tensor, dim: int, sizes: Sequence[int], group: str, *of_gradient: Any
+) -> Tensor:
+    found = resolve_group(group, len(sizes))
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return gather_tensor(tensor, found, (dim, tuple(sizes)), ticket)
+
+
+def _same(tensor: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _shard(tensor: Tensor, dim: int, sizes: Sequence[int], *rest: Any) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = sizes[resolve_group(rest[-1]).rank()]
+    return tensor.new_empty(shape)
+
+
+def _whole(tensor: Tensor, dim: int, sizes: Sequence[int], *_: Any) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = sum(sizes)
+    return tensor.new_empty(shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.given = inputs[1:]
+
+
+def _all_reduce_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    _, op, *_ = ctx.given
+    _refuse_if_not_linear(op)
+    return torch.ops.meshplan.all_reduce(gradient, *ctx.given), *(None,) * 5
+
+
+def _reduce_scatter_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    dim, sizes, path, op, contract, strict, group = ctx.given
+    _refuse_if_not_linear(op)
+    # Whose own gradient is a reduce-scatter again: the second derivative of this one.
+    how = (group, path, contract, strict)
+    whole = torch.ops.meshplan.all_gather(gradient, dim, sizes, *how)
+    return whole / len(sizes) if op == "avg" else whole, *(None,) * 7
+
+
+def _all_gather_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    dim, sizes, group, path, contract, strict = ctx.given
+    how = (path, "sum", contract, strict, group)
+    shard = torch.ops.meshplan.reduce_scatter(gradient, dim, sizes, *how)
+    return shard, *(None,) * 6
+
+
+def _refuse_if_not_linear(op: str) -> None:
+    if op not in LINEAR:
+        raise ContractStateError(
+            f"op={op!r} over ranks has no derivative; pass op='sum' or 'avg', or reduce "
+            "tensor.detach()"
+        )
+
+
+_HOW = "str path, str op, str contract, bool strict, str group"
+for _name, _arguments, _run, _fake, _backward in (
+    ("all_reduce", f"Tensor tensor, {_HOW}", _all_reduce, _same, _all_reduce_backward),
+    (
+        "reduce_scatter",
+        f"Tensor tensor, int dim, int[] sizes, {_HOW}",
+        _reduce_scatter,
+        _shard,
+        _reduce_scatter_backward,
+    ),
+    (
+        "all_gather",
+        "Tensor tensor, int dim, int[] sizes, str group, "
+        f'str path="auto", str contract="{Contract().id}", bool strict=False',
+        _all_gather,
+        _whole,
+        _all_gather_backward,
+    ),
+):
+    OPERATORS.define(f"{_name}({_arguments}) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
+    OPERATORS.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"meshplan::{_name}", _fake, lib=OPERATORS)
+    torch.library.register_autograd(
+        f"meshplan::{_name}", _backward, setup_context=_keep, lib=OPERATORS
+    )
+
+OPERATORS.define(f"all_reduce_(Tensor(a!) tensor, {_HOW}) -> ()", tags=_TAGS)  # type: ignore[no-untyped-call]
+OPERATORS.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshplan::all_reduce_", _nothing, lib=OPERATORS)
+
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 

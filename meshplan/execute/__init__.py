@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from meshplan.execute._announce import run_as_one as run_as_one
+from meshplan.execute._choose import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
 from meshplan.execute._choose import PathChoice as PathChoice
+from meshplan.execute._choose import one_shot_switch as one_shot_switch
 from meshplan.execute._groups import StepGroups as StepGroups
 from meshplan.execute._provenance import COUNTERS as COUNTERS
 from meshplan.execute._provenance import MAX_RECORDS as MAX_RECORDS
+from meshplan.execute._provenance import SCHEMA_VERSION as SCHEMA_VERSION
 from meshplan.execute._provenance import Event as Event
 from meshplan.execute._provenance import Purpose as Purpose
+from meshplan.execute._provenance import Report as Report
 from meshplan.execute._provenance import clear_report as clear_report
 from meshplan.execute._provenance import record as record
 from meshplan.execute._provenance import report as report
-from meshplan.execute._report import SCHEMA_VERSION as SCHEMA_VERSION
-from meshplan.execute._report import Report as Report
 from meshplan.execute._run import BoundReduction as BoundReduction
 from meshplan.execute._run import run_reduction as run_reduction
-from meshplan.execute._switches import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
-from meshplan.execute._switches import one_shot_switch as one_shot_switch
 from meshplan.execute._wire import Wire as Wire
 from meshplan.execute._wire import is_traced as is_traced
 from meshplan.execute.paths import PATHS as PATHS

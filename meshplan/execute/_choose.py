@@ -7,6 +7,7 @@ dtype of the summand are compared in the first message, whose room is the same o
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +18,12 @@ from torch import Tensor
 
 from meshplan.contract import check_dtype
 from meshplan.definition import partial_dtype
-from meshplan.errors import ContractTypeError, FallbackRefusedError
+from meshplan.errors import ContractTypeError, FallbackRefusedError, PolicyError
 from meshplan.execute._deferred import is_deferred
-from meshplan.execute._gloo_channel import inline_bytes
+from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import RankHeader
 from meshplan.execute._provenance import Event
-from meshplan.execute._switches import ONE_SHOT_VARIABLE
 from meshplan.execute._wire import Wire
 from meshplan.execute.paths import Outcome, Path, get_path
 from meshplan.execute.paths._exchange import PATH as EXCHANGE
@@ -31,10 +31,8 @@ from meshplan.execute.paths._halving import PATH as HALVING
 from meshplan.execute.paths._halving import why_not_simulated
 from meshplan.execute.paths._hierarchical import PATH as HIERARCHICAL
 from meshplan.execute.paths._native import PATH as NATIVE
-from meshplan.execute.paths._one_shot import PATH as ONE_SHOT
 from meshplan.execute.paths._reference import PATH as REFERENCE
-from meshplan.execute.paths._shared_memory import FASTER_MODE
-from meshplan.execute.paths._two_shot import PATH as TWO_SHOT
+from meshplan.execute.paths._shared_memory import FASTER_MODE, ONE_SHOT, TWO_SHOT
 from meshplan.planner import Reach, Step, find_halving_sizes, one_message_bytes
 from meshplan.topology._links import CPU_LINKS
 
@@ -354,3 +352,22 @@ def check_fallback(chosen: ChosenPath, request: PathRequest, strict: bool, call:
         + ", or strict=False"
         * replaceable
     )
+
+
+# The switch for one-shot reductions, under the name that other systems gave it.
+
+ONE_SHOT_VARIABLE = "MESHPLAN_USE_1STAGE_ALLREDUCE"
+"""The environment variable that forces one-shot (``1``) or forbids it (``0``)."""
+
+
+def one_shot_switch() -> bool | None:
+    """``MESHPLAN_USE_1STAGE_ALLREDUCE``, for path ``auto`` only. ``1``: always one-shot (True).
+    ``0``: never (False). Unset or empty: the faster path (None). Others raise PolicyError.
+    """
+    value = os.environ.get(ONE_SHOT_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise PolicyError(
+            f"{ONE_SHOT_VARIABLE}={value!r} is no switch; write 1 for one-shot reductions wherever "
+            "the path is auto, 0 for none, or unset it"
+        )
+    return {"0": False, "1": True}.get(value)

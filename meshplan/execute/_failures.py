@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from meshplan._calls import is_unsent
 from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
-from meshplan.execute._gloo_groups import break_connections
+from meshplan.execute._gloo import break_connections
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
 from meshplan.flatten import RollCall, find_missing, format_failure, is_across_jobs

@@ -29,8 +29,7 @@ from meshplan.execute import _audit
 from meshplan.execute._choose import BY_SIZE, ChosenPath, PathRequest, check_fallback, choose
 from meshplan.execute._deferred import DeferredWire
 from meshplan.execute._failures import raise_failure
-from meshplan.execute._gloo import GlooWire
-from meshplan.execute._gloo_groups import is_gloo
+from meshplan.execute._gloo import GlooWire, is_gloo
 from meshplan.execute._graph import define_operator, trace_reduction
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import Header, RankHeader, tensor_header
@@ -132,6 +131,7 @@ class BoundReduction:
         """
         started = time.perf_counter()
         step, purpose = self.step, self.purpose
+        assert step.op is not None
         if traced is None:
             traced = is_traced(tensor)
         chosen = self._choose(tensor, groups, traced)

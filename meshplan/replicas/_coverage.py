@@ -29,7 +29,7 @@ from meshplan._observing import OBSERVING
 from meshplan._torch.watched_groups import unwatch_groups, watch_groups
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import FallbackRefusedError, InstallError, PolicyError
-from meshplan.execute._report import format_bytes
+from meshplan.execute._provenance import format_bytes
 
 # Who calls a reduction: the first frame outside torch, meshplan and Python's own library.
 

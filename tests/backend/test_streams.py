@@ -22,8 +22,8 @@ import meshplan
 import meshplan.backend
 from meshplan import BackendOptions
 from meshplan.backend import _reductions
-from meshplan.collectives import Work, _streams
-from meshplan.collectives._streams import SideStream, StreamCall
+from meshplan.collectives import Work, _lanes
+from meshplan.collectives._lanes import SideStream, StreamCall
 from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError
 from meshplan.testing import order_sensitive
@@ -410,7 +410,7 @@ def follow_memory(rank: int) -> dict[str, Any]:
     found["held after another stream's wait"] = emulated.is_live(address)
     gate.open()
 
-    _streams.MAX_HELD = 4
+    _lanes.MAX_HELD = 4
     emulated.synchronize()
     gate = emulated.Gate(side.stream)
     emulated.counters.host_waits.clear()

@@ -1,9 +1,16 @@
-"""The paths: one module each, whose ``PATH`` is registered by one line here."""
+"""The paths: an instance of each is registered by one line here."""
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from meshplan.execute.paths import (
+    _exchange,
+    _halving,
+    _hierarchical,
+    _integer,
+    _native,
+    _reference,
+    _shared_memory,
+)
 from meshplan.execute.paths._path import PATHS as PATHS
 from meshplan.execute.paths._path import Outcome as Outcome
 from meshplan.execute.paths._path import Path as Path
@@ -15,15 +22,15 @@ from meshplan.execute.paths._path import sharing_of as sharing_of
 from meshplan.execute.paths._path import unregister as unregister
 
 # The order is that of texts for users.
-for _module in (
-    "one_shot",
-    "two_shot",
-    "exchange",
-    "halving",
-    "hierarchical",
-    "integer",
-    "integer_checksum",
-    "reference",
-    "native",
+for _instance in (
+    _shared_memory.ONE_SHOT,
+    _shared_memory.TWO_SHOT,
+    _exchange.PATH,
+    _halving.PATH,
+    _hierarchical.PATH,
+    _integer.PATH,
+    _integer.CHECKED,
+    _reference.PATH,
+    _native.PATH,
 ):
-    register(import_module(f"{__name__}._{_module}").PATH)
+    register(_instance)

@@ -119,5 +119,9 @@ class SharedMemoryPath(Path):
         return result
 
 
+ONE_SHOT = SharedMemoryPath("one_shot")
+"""Every rank reads all summands and folds all of them."""
+TWO_SHOT = SharedMemoryPath("two_shot")
+"""Every rank folds a part, and reads the other parts."""
 FASTER_MODE = SharedMemoryPath("auto")
 """For a traced graph whose sizes are unknown."""
