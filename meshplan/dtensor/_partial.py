@@ -148,7 +148,8 @@ class PlannedPartial(PartialHooks):
     call. It is equal to itself only: the seam makes one for each redistribution and mesh.
     """
 
-    _step: Step
+    step: Step
+    axes: tuple[int, ...]  # that it finishes, those of size 1 included
     _layout: Layout
     _config: Config
     _asked: str
@@ -156,11 +157,19 @@ class PlannedPartial(PartialHooks):
     _last: _MeshGroups | None
     _known: dict[tuple[GroupCalls, bool], _MeshGroups]
 
-    def __init__(self, step: Step, layout: Layout, asked: str, config: Config) -> None:
+    def __init__(
+        self,
+        step: Step,
+        layout: Layout,
+        asked: str,
+        config: Config,
+        axes: tuple[int, ...],
+    ) -> None:
         super().__init__(step.op)
         # Torch's placements are frozen dataclasses.
         for name, value in (
-            ("_step", step),
+            ("step", step),
+            ("axes", axes),
             ("_layout", layout),
             ("_config", config),
             ("_asked", asked),
@@ -172,7 +181,7 @@ class PlannedPartial(PartialHooks):
     @never_compiled
     def reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
         if dispatch_modes() and is_counted():
-            kind, op, shape = self._step.kind, self._step.op or "", tuple(tensor.shape)
+            kind, op, shape = self.step.kind, self.step.op or "", tuple(tensor.shape)
             again = partial(self.reduce_value, tensor, mesh, mesh_dim)
             return run_as_one(again, kind, op, shape, tensor.dtype, self._any_group)
         if isinstance(tensor, AsyncCollectiveTensor):
@@ -193,7 +202,7 @@ class PlannedPartial(PartialHooks):
 
     def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
         """What is known of the groups of ``mesh``: by identity, as equal meshes may have others."""
-        axes = self._step.axes
+        axes = self.step.axes
         beside = is_worker_thread()
         calls = calls_of(*map(mesh.get_group, axes), order=self._members(), beside=beside)
         found = self._known.get((calls, beside))
@@ -256,7 +265,7 @@ class PlannedPartial(PartialHooks):
         self, mesh: DeviceMesh, found: _MeshGroups, call: int
     ) -> tuple[BoundReduction, StepGroups]:
         """Find or create the groups of the step. The first use of a group is an agreement round."""
-        step, config = self._step, self._config
+        step, config = self.step, self._config
         if step.inner > 1:
             # Several inner groups take part in one reduction, so all their members agree first.
             registry().meet(
@@ -294,11 +303,11 @@ class PlannedPartial(PartialHooks):
         self, tensor: torch.Tensor, mesh: DeviceMesh, bound: BoundReduction, more: str = ""
     ) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        contract = self._step.contract
+        contract = self.step.contract
         mine = Record.of(
             tensor=f"{dtype}{list(tensor.shape)}",
             call=self._asked,
-            step=self._step.brief(self._layout),
+            step=self.step.brief(self._layout),
             contract=contract and contract.id,
             audit=more or None,
         )
@@ -309,15 +318,15 @@ class PlannedPartial(PartialHooks):
 
     def _blocks(self) -> tuple[Block | None, ...]:
         """The blocks of the groups that reduce; ``None`` for the whole group."""
-        inner = self._step.inner
+        inner = self.step.inner
         return (None,) if inner == 1 else (Block("inner", inner), Block("outer", inner))
 
     def _members(self) -> tuple[int, ...]:
-        return self._layout.group_of(this_rank(), self._step.axes) or ()
+        return self._layout.group_of(this_rank(), self.step.axes) or ()
 
     def _text(self, groups: Sequence[Group]) -> str:
         roles = [f"{block.kind} " if block else "" for block in self._blocks()]
-        roles += ["gathered on "] if self._step.gather_axes else []
+        roles += ["gathered on "] if self.step.gather_axes else []
         return "; ".join(f"{role}{group}" for role, group in zip(roles, groups, strict=True))
 
     def _find(
@@ -356,7 +365,7 @@ class PlannedPartial(PartialHooks):
         return object.__hash__(self)
 
     def __repr__(self) -> str:
-        return f"PlannedPartial({self._step.line(self._layout)})"
+        return f"PlannedPartial({self.step.line(self._layout)})"
 
     def __str__(self) -> str:
         return f"Planned({self.reduce_op})"

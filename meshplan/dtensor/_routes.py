@@ -276,15 +276,6 @@ PLAIN = (Partial, Replicate, Shard)
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
-    """One planned reduction and all axes that it finishes, those of size 1 included."""
-
-    placement: PlannedPartial
-    axes: tuple[int, ...]
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """The execution of one (source, target) on one mesh.
 
@@ -297,9 +288,9 @@ class Route:
     """
 
     plan: Plan
-    carriers: dict[int, Carrier]
+    carriers: dict[int, PlannedPartial]
     torch_events: tuple[Event, ...]
-    whole: Carrier | None
+    whole: PlannedPartial | None
     scatters: bool
 
 
@@ -416,14 +407,10 @@ def _new_route(planned: Plan, config: Config) -> Route:
             f"fall through to PyTorch: {short[0].line(problem.layout)}; redistribute to Replicate "
             "on every axis at once, without another sum, use plain Partial, or pass strict=False"
         )
-    carriers: dict[int, Carrier] = {}
+    carriers: dict[int, PlannedPartial] = {}
     for step in planned.reductions:
         axes = _finished_axes(problem, step, [s for s in planned.reductions if s is not step])
-        carrier = Carrier(
-            placement=PlannedPartial(step, problem.layout, asked, config),
-            axes=axes,
-            first=step.axes[0],
-        )
+        carrier = PlannedPartial(step, problem.layout, asked, config, axes)
         carriers.update(dict.fromkeys(axes, carrier))
     torch_events = [
         torch_event(asked, step.line(problem.layout), step.why, fallback=step in short)

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
@@ -52,7 +52,6 @@ from meshplan.dtensor._routes import (
     FACTS,
     KEPT_ORDER,
     PLAIN,
-    Carrier,
     MeshEntry,
     Route,
     change_facts,
@@ -139,25 +138,40 @@ def current_key() -> str:
 
 @dataclass(slots=True)
 class _Decision:
-    """The steps that replace one list of torch's.
+    """The steps that replace one list of torch's, and everything that they depend on. Torch's list
+    stays in use unchanged where there is nothing to plan.
 
     Attributes:
+        infos: torch's list. The reference keeps its identity from being reused.
+        token, override, mesh, src, dst: the decision is valid if all are unchanged; if torch's list
+            stays, if token and override are. The mesh is a weak reference.
         original: torch's own function.
-        runs: the steps; torch merges runs of several.
+        runs: the steps; torch merges runs of several. ``None``: torch's list.
         events: recorded in the report by every redistribution.
         carriers: the placements that carry planned reductions.
         scatters: whether a reduction returns only this rank's shard.
         world: a weak reference to the default group.
         cacheable: whether equal facts always lead to the same decision.
+        tracked: the steps for torch's executor, if there are reductions to track.
+        unmerged: whether torch's switch kept it from merging some of these steps; ``None``: there
+            were none to merge.
     """
 
+    infos: list[TransformInfo]
+    token: object
+    override: PolicyByAxis | None
+    mesh: weakref.ref[DeviceMesh]
+    src: Placements
+    dst: Placements
     original: Optimize
-    runs: list[list[TransformInfo]]
-    events: list[Event]
-    carriers: list[PlannedPartial]
-    scatters: bool
-    world: weakref.ref[ProcessGroup] | None
-    cacheable: bool
+    runs: list[list[TransformInfo]] | None = None
+    events: Sequence[Event] = ()
+    carriers: list[PlannedPartial] = field(default_factory=list)
+    scatters: bool = False
+    world: weakref.ref[ProcessGroup] | None = None
+    cacheable: bool = True
+    tracked: TrackedSteps | None = None
+    unmerged: bool | None = None
 
     def holds(self) -> bool:
         """Whether the default group is the same, and no other ranks are simulated.
@@ -170,37 +184,13 @@ class _Decision:
             and not (self.scatters and local_tensor_mode() is not None)
         )
 
-    def steps(self, device_mesh: DeviceMesh, src: Placements, dst: Placements) -> list[Any]:
+    def steps(self, device_mesh: DeviceMesh) -> list[Any]:
         """The steps; torch merges each run, which depends on the meshes flattened by now."""
         steps: list[TransformInfo] = []
-        for run in self.runs:
-            steps += self.original(run, device_mesh, src, dst) if len(run) > 1 else run
+        for run in self.runs or ():
+            merged = len(run) > 1
+            steps += self.original(run, device_mesh, self.src, self.dst) if merged else run
         return steps
-
-
-@dataclass(slots=True)
-class _CachedDecision:
-    """A decision of one thread, and everything that it depends on.
-
-    Attributes:
-        infos: torch's list. The reference keeps its identity from being reused.
-        token, override, mesh, src, dst: the decision is valid if all are unchanged; without a
-            decision, if token and override are. The mesh is a weak reference.
-        decision: ``None``: torch's list is returned unchanged.
-        tracked: the steps for torch's executor, if there are reductions to track.
-        unmerged: whether torch's switch kept it from merging some of these steps; ``None``: there
-            were none to merge.
-    """
-
-    infos: list[TransformInfo]
-    token: object
-    override: PolicyByAxis | None
-    mesh: weakref.ref[DeviceMesh]
-    src: Placements
-    dst: Placements
-    decision: _Decision | None
-    tracked: TrackedSteps | None
-    unmerged: bool | None
 
 
 @never_compiled
@@ -218,39 +208,37 @@ def planned_transform_infos(
     state = THREAD.state
     if state.waiting is not None:
         check_last_plan(state)
-    cached: _CachedDecision | None = state.decisions.get(id(transform_infos))
+    decision: _Decision | None = state.decisions.get(id(transform_infos))
     # While torch makes a graph, sizes may be symbols and the graph needs its guard: decide again.
     if (
-        cached is not None
-        and cached.token is FACTS.token
-        and cached.override is _read_override()
+        decision is not None
+        and decision.token is FACTS.token
+        and decision.override is _read_override()
         and TRACING.tracing_context is None
     ):
-        decision = cached.decision
-        if decision is None:
+        if decision.runs is None:
             # It depends on the steps alone: equal meshes share a list of torch's.
             COUNTERS.untouched += 1
             return transform_infos
         if (
-            cached.mesh() is device_mesh
-            and (cached.src is src_placements or cached.src == src_placements)
-            and cached.dst == dst_placements
+            decision.mesh() is device_mesh
+            and (decision.src is src_placements or decision.src == src_placements)
+            and decision.dst == dst_placements
             and decision.holds()
         ):
             caller = sys._getframe(1)
             for event in decision.events:
                 record(event)
             # Torch's executor gets the one tracked list. Another caller gets a list of its own.
-            tracked = cached.tracked
+            tracked = decision.tracked
             if (
                 tracked is not None
                 and caller.f_code is tracked.executor
-                and (cached.unmerged is None or cached.unmerged == merging_is_disabled())
+                and (decision.unmerged is None or decision.unmerged == merging_is_disabled())
             ):
                 state.waiting = (caller, tracked.asked)
                 return tracked
-            steps = decision.steps(device_mesh, cached.src, cached.dst)
-            return track_steps(steps, decision.carriers, caller)
+            return track_steps(decision.steps(device_mesh), decision.carriers, caller)
     try:
         return _decide(transform_infos, device_mesh, src_placements, dst_placements)
     except Exception:
@@ -300,7 +288,10 @@ def _decide(
     config, original = now
     if override is not None:
         config = _with_policy(config, override)
-    decision, steps = None, infos
+    # The entry is removed when its mesh is freed.
+    held = weakref.ref(device_mesh, partial(THREAD.state.decisions.pop, id(infos)))
+    decision = _Decision(infos, token, override, held, src, dst, original)
+    steps = infos
     if _is_untouched(infos, config):
         COUNTERS.untouched += 1
         if infos and (any_by_coordinate() or _slices(infos[0])):
@@ -310,8 +301,8 @@ def _decide(
     else:
         mesh = mesh_entry(device_mesh)
         config = with_topology_for(config, mesh.layout, src, dst)
-        decision = _plan(mesh, config, original, infos, device_mesh, src, dst, traced)
-        steps = decision.steps(device_mesh, src, dst)
+        _plan(decision, mesh, config, device_mesh, traced)
+        steps = decision.steps(device_mesh)
         for event in decision.events:
             record(event)
         if mesh.descending:
@@ -321,25 +312,14 @@ def _decide(
         if mesh.descending or not decision.cacheable:
             return steps
     if not traced:
-        # The entry is removed when its mesh is freed.
-        held = weakref.ref(device_mesh, partial(THREAD.state.decisions.pop, id(infos)))
-        tracked = steps if isinstance(steps, TrackedSteps) else None
-        runs = [] if tracked is None or decision is None else decision.runs
-        unmerged = merging_is_disabled() if any(len(run) > 1 for run in runs) else None
-        _cache(_CachedDecision(infos, token, override, held, src, dst, decision, tracked, unmerged))
+        _cache(decision, steps)
     return steps
 
 
 def _plan(
-    mesh: MeshEntry,
-    config: Config,
-    original: Optimize,
-    infos: list[TransformInfo],
-    device_mesh: DeviceMesh,
-    src: Placements,
-    dst: Placements,
-    traced: bool,
-) -> _Decision:
+    decision: _Decision, mesh: MeshEntry, config: Config, device_mesh: DeviceMesh, traced: bool
+) -> None:
+    infos, src, dst = decision.infos, decision.src, decision.dst
     route = find_route(mesh, config, device_mesh, src, dst)
     simulated = local_tensor_mode() is not None
     events: list[Event] = []
@@ -364,7 +344,7 @@ def _plan(
         flattened = bool(flattened_meshes_of(root_mesh_of(device_mesh)))
 
         def merge(run: list[TransformInfo]) -> list[TransformInfo]:
-            return original(run, device_mesh, src, dst)
+            return decision.original(run, device_mesh, src, dst)
 
         merged, reasons = merge_safely(steps, mesh.layout, this_rank(), merge, flattened)
         asked = f"({', '.join(map(str, src))}) -> ({', '.join(map(str, dst))}) on {mesh.layout}"
@@ -373,24 +353,22 @@ def _plan(
     if route.whole is None or not infos:
         events += route.torch_events
     world = dist.group.WORLD
-    return _Decision(
-        original=original,
-        runs=runs,
-        events=events,
-        carriers=carriers,
-        scatters=route.scatters,
-        world=None if world is None else weakref.ref(world),
-        cacheable=cacheable,
-    )
+    decision.runs, decision.events, decision.carriers = runs, events, carriers
+    decision.world = None if world is None else weakref.ref(world)
+    decision.scatters, decision.cacheable = route.scatters, cacheable
 
 
-def _cache(made: _CachedDecision) -> None:
+def _cache(made: _Decision, steps: list[Any]) -> None:
     """Cache a decision, unless it holds symbols or buffers of others, which would stay alive."""
+    if isinstance(steps, TrackedSteps):
+        made.tracked = steps
+        if any(len(run) > 1 for run in made.runs or ()):
+            made.unmerged = merging_is_disabled()
     shapes = (size for info in made.infos for size in info.logical_shape)
     if not (
         all(type(p) in PLAIN for p in (*made.src, *made.dst))
         and all(type(size) is int for size in shapes)
-        and (made.tracked is not None or made.decision is None or not made.decision.carriers)
+        and (made.tracked is not None or not made.carriers)
     ):
         return
     decisions = THREAD.state.decisions
@@ -429,11 +407,13 @@ def _slices(transform_info: TransformInfo) -> bool:
 _REPLICATE = Replicate()
 
 
-def carrier_step(carrier: Carrier, logical_shape: Any, device_mesh: DeviceMesh) -> TransformInfo:
+def carrier_step(
+    carrier: PlannedPartial, logical_shape: Any, device_mesh: DeviceMesh
+) -> TransformInfo:
     """The step in which torch's executor calls a planned reduction."""
     step: TransformInfo = flattened_step(
-        mesh_dim=carrier.first,
-        src_dst_placements=(carrier.placement, _REPLICATE),
+        mesh_dim=carrier.step.axes[0],
+        src_dst_placements=(carrier, _REPLICATE),
         logical_shape=logical_shape,
         mesh=device_mesh,
         original_mesh_dims=carrier.axes,
@@ -450,7 +430,7 @@ def torch_order_steps(
     if not route.carriers:
         return list(transform_infos)
     steps: list[TransformInfo] = []
-    placed: list[Carrier] = []
+    placed: list[PlannedPartial] = []
     finished: set[int] = set()
     for info in transform_infos:
         carrier = route.carriers.get(info.mesh_dim)
