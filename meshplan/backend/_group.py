@@ -33,6 +33,7 @@ from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
     ALL_REDUCE,
     SCATTER,
+    BoundTable,
     agree_on_policy,
     check_blocks,
     check_equal_blocks,
@@ -40,7 +41,6 @@ from meshplan.backend._reductions import (
     reduce_blocks,
     reduce_inside,
 )
-from meshplan.backend._steady import SteadyTable
 from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import (
     FinishedWork,
@@ -141,7 +141,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         keep_calls(self, self._calls)
         self._has_agreed = False
         self._followed = self.inner_timeout
-        self._steady = SteadyTable(options)
+        self._bound = BoundTable(options)
         self._device_lane: DeviceLane | None = None
         if "cuda" in inside:
             create_lane = partial(create, "reductions on cuda", backend=str(inside["cuda"]))
@@ -176,14 +176,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         """All-reduce each tensor in place, with the bits of one ``allreduce`` each."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if len(tensors) == 1:
-            repeated = self._steady.find(ALL_REDUCE, tensors[0], tensors[0], opts.reduceOp)
+            repeated = self._bound.find(ALL_REDUCE, tensors[0], tensors[0], opts.reduceOp)
             if repeated is not None:
                 return self._begin(repeated, tensors, opts)
         operation = self._operation(opts, tensors)
         if operation.op is None:
             return self._reduce_inside(kind, operation, tensors, tensors, opts)
         if len(tensors) == 1 and tensors[0].is_cpu:
-            first = self._steady.first(ALL_REDUCE, tensors[0], tensors[0], operation)
+            first = self._bound.first(ALL_REDUCE, tensors[0], tensors[0], operation)
             return self._start(first, tensors, opts)
         run = partial(reduce_all, [*map(writable, tensors)], operation, self.options)
         return self._start(in_caller_mode(run, tensors), tensors, opts)
@@ -338,7 +338,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         """Destroy the inner groups, after the reductions that were issued."""
         if not is_forked():
             self._thread.join()
-        self._steady.clear()
+        self._bound.clear()
         everything = dist.group.WORLD is self or dist.group.WORLD is None
         # Functions of meshplan reduce over this group itself. One that hangs there holds its
         # memory, and no caller waits for it after ``abort``.
@@ -386,7 +386,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if len(outputs) == len(inputs) == 1:
             output, tensor = outputs[0], inputs[0]
             if tensor.numel() == output.numel() * self.size():
-                repeated = self._steady.find(SCATTER, tensor, output, opts.reduceOp)
+                repeated = self._bound.find(SCATTER, tensor, output, opts.reduceOp)
                 if repeated is not None:
                     return self._begin(repeated, outputs, opts)
         operation = self._operation(opts, [*outputs, *inputs])
@@ -397,7 +397,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             check_equal_blocks(output, tensor, self.size())
         if len(outputs) == 1 and outputs[0].is_cpu:
-            first = self._steady.first(SCATTER, inputs[0], outputs[0], operation)
+            first = self._bound.first(SCATTER, inputs[0], outputs[0], operation)
             return self._start(first, outputs, opts)
         lengths = [[output.numel()] * self.size() for output in outputs]
         flat = [tensor.reshape(-1) for tensor in map(writable, inputs)]

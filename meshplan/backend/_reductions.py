@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,8 +16,10 @@ from torch.distributed import ProcessGroup, Work
 from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._observing import Extent, within
-from meshplan.backend._operations import Operation
+from meshplan._torch import dispatch_modes, profiler_enabled
+from meshplan.backend._operations import Operation, read_operation
 from meshplan.backend._options import NAME, BackendOptions
+from meshplan.backend._work import Reduce, in_caller_mode, writable
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
     all_reduce_list,
@@ -134,39 +136,111 @@ SCATTER: Kind = "reduce_scatter"
 """Equal blocks of the message, one for each rank."""
 
 
-def reduce_one(
-    kind: Kind,
-    message: Tensor,
-    out: Tensor,
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-    ticket: Ticket,
-) -> None:
-    """Reduce ``message`` into ``out``, both detached; otherwise as ``reduce_all``."""
-    if kind == SCATTER:
-        lengths = [out.numel()] * group.size()
-        reduce_blocks([out], [message.reshape(-1)], [lengths], operation, options, group, ticket)
-    else:
-        assert message.data_ptr() == out.data_ptr()
-        reduce_all([out], operation, options, group, ticket)
+MAX_BOUND = 256
+"""Reductions that a group keeps; where there are more, all are bound again."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def find_one(
-    kind: Kind,
-    message: Tensor,
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-) -> BoundReduction | None:
-    """The reduction that ``reduce_one`` has just made, for ``run_into``; a message is flat there
-    where blocks of it are scattered.
+class BoundTable:
+    """The reductions of one tensor that a group of the backend has run before, by kind, operation,
+    dtype and shape. What is in it changes no bit, no message and no order: a reduction that is not
+    found runs the ordinary way, and meets those that are. ``options`` are the group's.
     """
-    how, request = options_of(operation, options), _request(kind, operation)
-    if kind == ALL_REDUCE:
-        return find_bound(message, how, group, request)
-    lengths = (message.numel() // group.size(),) * group.size()
-    return find_bound(message.view(-1), how, group, request, dim=0, lengths=lengths)
+
+    def __init__(self, options: BackendOptions) -> None:
+        self._options = options
+        self._bound: dict[Hashable, BoundReduction] = {}
+
+    def find(self, kind: Kind, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
+        """The reduction of ``message`` into ``out`` by a ``ReduceOp``, to be run once in its turn.
+        ``None`` if none like it was run before, or if operators or spans are watched.
+        """
+        found = self._bound.get((kind, op.op, message.dtype, message.shape))
+        if found is None or not _can_repeat(message, out) or _is_watched():
+            return None
+        return partial(self._repeat, found, kind, message, out, op)
+
+    def first(self, kind: Kind, message: Tensor, out: Tensor, operation: Operation) -> Reduce:
+        """The reduction the ordinary way, which is then kept; to be run once in its turn."""
+        return in_caller_mode(partial(self._run, kind, message, out, operation), [out])
+
+    def clear(self) -> None:
+        """Forget all reductions."""
+        self._bound.clear()
+
+    def _run(
+        self,
+        kind: Kind,
+        message: Tensor,
+        out: Tensor,
+        operation: Operation,
+        lane: ProcessGroup,
+        ticket: Ticket,
+    ) -> None:
+        """Reduce ``message``, flat where blocks of it are scattered, and keep the reduction."""
+        options, summand, written = self._options, message.detach(), writable(out)
+        cut: dict[str, Any] = {}
+        if kind == SCATTER:
+            summand = summand.reshape(-1)
+            cut = {"dim": 0, "lengths": (out.numel(),) * lane.size()}
+            blocks = [list(cut["lengths"])]
+            reduce_blocks([written], [summand], blocks, operation, options, lane, ticket)
+        else:
+            reduce_all([written], operation, options, lane, ticket)
+        if operation.factor is not None or lane.size() == 1 or not _can_repeat(message, out):
+            return
+        request = _request(kind, operation)
+        found = find_bound(summand, options_of(operation, options), lane, request, **cut)
+        if found is None:
+            return
+        if len(self._bound) >= MAX_BOUND:
+            self._bound.clear()
+        op = getattr(dist.ReduceOp, operation.name.upper())
+        self._bound[kind, op, message.dtype, message.shape] = found
+
+    def _repeat(
+        self,
+        found: BoundReduction,
+        kind: Kind,
+        message: Tensor,
+        out: Tensor,
+        op: Any,
+        lane: ProcessGroup,
+        ticket: Ticket,
+    ) -> None:
+        flat = message.view(-1) if kind == SCATTER else message
+        if not found.run_into(flat, out, ticket.word):
+            operation = read_operation(op, message, self._options.contract)
+            self.first(kind, message, out, operation)(lane, ticket)
+
+
+def _is_watched() -> bool:
+    """Whether operators and spans are seen: by modes, by torch's profiler, or by Nsight."""
+    on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(dispatch_modes()) or profiler_enabled() or on_cuda
+
+
+def _can_repeat(message: Tensor, out: Tensor) -> bool:
+    if message is out:
+        return is_plain_memory(message)
+    if not (is_plain_memory(message) and is_plain_memory(out)) or message.dtype is not out.dtype:
+        return False
+    # The message is read while the result is written.
+    return message.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the kernel can read and write the memory of ``tensor`` as its elements."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+        return False
+    try:
+        # None of torch's zeros without memory, and no wrapper of a transformation.
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
 
 
 def agree_on_policy(group: ProcessGroup, policy: str) -> None:

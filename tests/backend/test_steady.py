@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
 import meshplan.backend
-from meshplan.backend import BackendOptions, _reductions, _steady
-from meshplan.backend._steady import is_steady
+from meshplan.backend import BackendOptions, _reductions
+from meshplan.backend._reductions import is_plain_memory
 from meshplan.collectives._options import read_options
 from meshplan.execute import BoundReduction
 from tests.backend.test_reductions import CONTRACTS, OPS, RANKS, bits, cases, expected, summand
@@ -219,11 +219,11 @@ def test_a_repeated_call_over_gloo_reads_no_options() -> None:
 
 def keep_few(_: int) -> list[Any]:
     group: Any = dist.new_group(backend="meshplan")
-    with mock.patch.object(_steady, "MAX_STEADY", 3):
+    with mock.patch.object(_reductions, "MAX_BOUND", 3):
         for numel in range(1, 9):
             dist.all_reduce(torch.ones(numel), group=group)
-            assert len(group._steady._known) <= 3
-    kept = len(group._steady._known)
+            assert len(group._bound._bound) <= 3
+    kept = len(group._bound._bound)
     # After a shutdown of meshplan the ranks agree again, and then it is steady again.
     meshplan.shutdown()
     with count_decisions() as decided:
@@ -231,7 +231,7 @@ def keep_few(_: int) -> list[Any]:
             x = torch.ones(8)
             dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    after = len(group._steady._known)
+    after = len(group._bound._bound)
     del group
     gc.collect()
     return [kept, decided.call_count, x[0].item(), after]
@@ -285,13 +285,13 @@ def zeros(_: int) -> list[bool]:
     batched: list[bool] = []
 
     def note(x: Tensor) -> Tensor:
-        batched.append(is_steady(x))
+        batched.append(is_plain_memory(x))
         return x
 
     torch.func.vmap(note)(plain)
     kinds = (zero, negative, plain.t(), plain.to_sparse(), plain.to("meta"))
-    return [is_steady(plain), *batched, *(is_steady(x) for x in kinds)]
+    return [is_plain_memory(plain), *batched, *(is_plain_memory(x) for x in kinds)]
 
 
-def test_only_plain_memory_is_steady() -> None:
+def test_only_plain_memory_is_plain_memory() -> None:
     assert zeros(0) == [True, *[False] * 5, False]
