@@ -8,7 +8,6 @@ of them raise, or none.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,29 +27,27 @@ PIECE_BYTES = 64 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class AuditDifference:
-    """The differences of all ranks together; the same record on every rank."""
-
-    elements: int  # how many differ, summed over all ranks
-    ranks: tuple[int, ...]  # global ranks that hold one or more of them, in the order of the group
-    members: int  # how many ranks reduce together
-    element: int  # position of the first difference in the flat result of ``ranks[0]``
-    found: int  # its bits
-    expected: int  # its bits in the reference
-
-
 def audit(
-    summand: Tensor, result: Tensor, step: Step, groups: StepGroups
-) -> AuditDifference | None:
-    """Compare ``result``, waited for here, with the reference, on all ranks of the step; ``None``
-    if every element of every rank has the reference's bits. ``W`` ranks gather ``W`` times the
-    bytes of the summand, ``PIECE_BYTES`` at a time. Each rank folds all of it and needs the memory
-    of one more summand.
+    summand: Tensor,
+    result: Tensor,
+    step: Step,
+    groups: StepGroups,
+    *,
+    request: str,
+    path: str,
+    dtype: torch.dtype,  # of the tensor that was reduced, whose summand is real
+    call: int,  # the number of the call among those of this reduction
+) -> AuditError | None:
+    """Compare ``result``, waited for here, with the reference, on all ranks of the step. Returns
+    the error that all ranks raise, if an element of any rank has other bits. ``W`` ranks gather
+    ``W`` times the bytes of the summand, ``PIECE_BYTES`` at a time. Each rank folds all of it and
+    needs the memory of one more summand.
     """
+    assert step.contract is not None
     expected = _reference(summand, step, groups)
     wanted = _bits(select_shard(expected, step, groups.position))
     found = _bits(_ops.wait_tensor(result))
+    # For each rank: how many elements differ, and of the first one its position and both bits.
     row = [groups.rank, 0, 0, 0, 0]
     differs = found != wanted
     count = int(differs.sum())
@@ -61,45 +58,23 @@ def audit(
     wrong = [row for row in rows if row[1]]
     if not wrong:
         return None
-    _, _, element, bits, correct = wrong[0]
-    return AuditDifference(
-        elements=sum(row[1] for row in wrong),
-        ranks=tuple(row[0] for row in wrong),
-        members=len(rows),
-        element=element,
-        found=bits,
-        expected=correct,
-    )
-
-
-def audit_error(
-    difference: AuditDifference,
-    request: str,
-    step: Step,
-    path: str,
-    tensor: Tensor,
-    call: int,
-) -> AuditError:
-    """The error for ``difference``, the same on every rank. ``call`` is the number of the call
-    among those of this reduction.
-    """
-    assert step.contract is not None
-    ranks, element, dtype = difference.ranks, f"{difference.element}", tensor.dtype
-    if tensor.is_complex():
-        part = ("real", "imaginary")[difference.element % 2]
-        element, dtype = f"{difference.element // 2} ({part} part)", dtype.to_real()
+    _, _, position, *bits = wrong[0]
+    ranks, elements = tuple(row[0] for row in wrong), sum(row[1] for row in wrong)
+    element = f"{position}"
+    if dtype.is_complex:
+        part = ("real", "imaginary")[position % 2]
+        element, dtype = f"{position // 2} ({part} part)", dtype.to_real()
+    differ = "element differs" if elements == 1 else "elements differ"
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    found, expected = (_shown(bits, dtype) for bits in (difference.found, difference.expected))
-    some = difference.elements
+    got, correct = (_shown(one, dtype) for one in bits)
     return AuditError(
         f"call {call} of {request}: path {path} does not give the bits of contract "
-        f"{step.contract.id}: {some} {'element differs' if some == 1 else 'elements differ'} on "
-        f"{len(ranks)} of {difference.members} ranks ({shown}); the first is element "
-        f"{element} of the result of rank {ranks[0]}, {found} instead of {expected}; do "
-        "not trust what was computed since the last audit: look for failing hardware on these "
-        "ranks, and compare path='reference'",
+        f"{step.contract.id}: {elements} {differ} on {len(ranks)} of {len(rows)} ranks ({shown}); "
+        f"the first is element {element} of the result of rank {ranks[0]}, {got} "
+        f"instead of {correct}; do not trust what was computed since the last audit: look for "
+        "failing hardware on these ranks, and compare path='reference'",
         ranks=ranks,
-        elements=some,
+        elements=elements,
     )
 
 

@@ -165,24 +165,25 @@ class BoundReduction:
             result = torch.view_as_complex(result)
         event = self._event(chosen, tuple(reduced.log.names), tensor, traced)
         seconds = time.perf_counter() - started
-        if traced:
-            # A size may be a symbol: to compare it would add a guard to the graph.
-            record(event, seconds=seconds)
-            return result
-        # Reductions outside the contract and empty or traced tensors are never compared.
-        audits = bool(audit and in_contract) and summand.numel() > 0
-        difference = _audit.audit(summand, reduced.tensor, step, groups) if audits else None
-        record(
-            event,
-            elements=tensor.numel(),
-            nbytes=tensor.nbytes,
-            seconds=seconds,
-            audited=audits,
-        )
-        if difference is not None:
+        # Reductions outside the contract and empty tensors are never compared.
+        audits, error = bool(audit and in_contract) and summand.numel() > 0, None
+        if audits:
+            error = _audit.audit(
+                summand,
+                reduced.tensor,
+                step,
+                groups,
+                request=purpose.request,
+                path=chosen.path.reported_name,
+                dtype=tensor.dtype,
+                call=audit,
+            )
+        # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
+        sizes = {} if traced else {"elements": tensor.numel(), "nbytes": tensor.nbytes}
+        record(event, seconds=seconds, audited=audits, **sizes)
+        if error is not None:
             # All ranks raise it: the audit has the same result on each.
-            path = chosen.path.reported_name
-            raise _audit.audit_error(difference, purpose.request, step, path, tensor, audit)
+            raise error
         return result
 
     def run(
