@@ -223,7 +223,7 @@ class TestMessages(TestCase):
         )
         self.assertExpectedInline(
             self.message(ValueError, contract="tree"),
-            """MP411: contract='tree' is not a contract; pass contract=meshplan.Contract(order='tree')""",
+            """MP411: contract='tree' is not a contract; pass contract=meshplan.Contract()""",
         )
         self.assertExpectedInline(
             self.message(ValueError, policy={"tp": "quick"}),

@@ -9,9 +9,10 @@ from typing import Any
 from meshplan._message_text import shorten
 from meshplan._torch import BackendOptionsBase, default_pg_timeout
 from meshplan._variables import check_variables
-from meshplan.collectives._options import check_contract, check_requested_path
+from meshplan.collectives._options import check_requested_path
 from meshplan.contract import Contract
 from meshplan.errors import BackendError, BackendTypeError, PolicyError
+from meshplan.execute._choose import check_contract
 from meshplan.planner import check_audit
 
 NAME = "meshplan"
@@ -60,7 +61,8 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
                 f"timeout={timeout!r} is not a timedelta; pass datetime.timedelta(seconds=...)"
             )
         super().__init__(NAME, default_pg_timeout if timeout is None else timeout)
-        check_contract(contract)
+        if contract is not None:
+            check_contract(contract)
         self.contract = contract or _contract_of(os.environ.get("MESHPLAN_CONTRACT"))
         self.path = path or os.environ.get("MESHPLAN_PATH") or "auto"
         check_requested_path(self.path)

@@ -18,9 +18,8 @@ from meshplan.errors import (
     ContractStateError,
     ContractTypeError,
     FallbackRefusedError,
-    PolicyError,
 )
-from meshplan.execute._choose import ONE_SHOT_VARIABLE, one_shot_switch
+from meshplan.execute._choose import check_contract, check_one_shot, one_shot_switch
 from meshplan.execute.paths import _path as registry
 from meshplan.execute.paths import check_path, select_path
 
@@ -75,7 +74,8 @@ def read_options(
         path = select_path(path, verify)
     check_requested_path(path)
     name = read_op(op)
-    check_contract(contract)
+    if contract is not None:
+        check_contract(contract)
     if path == "native":
         if contract is not None and contract != Contract(rounding=contract.rounding):
             raise ContractError(
@@ -107,37 +107,17 @@ def read_op(op: object) -> Op:
 
 
 def check_requested_path(path: str) -> None:
-    """
-    Raises:
-        PolicyError: ``path`` is unknown, or the environment forbids it.
-    """
+    """Raise PolicyError if ``path`` is unknown, or the environment forbids it."""
     if torch.compiler.is_compiling():
         check_path(path)
     else:
         _check_path(path, registry.changes)
-    if path == "one_shot" and one_shot_switch() is False:
-        raise PolicyError(
-            f"path='one_shot' is forbidden by {ONE_SHOT_VARIABLE}=0; unset the variable, or pass "
-            "path='auto'"
-        )
-
-
-def check_contract(contract: object) -> None:
-    """
-    Raises:
-        ContractError: it is neither a contract nor ``None``.
-    """
-    if not isinstance(contract, Contract | None):
-        raise ContractError(
-            f"contract={contract!r} is not a contract; pass contract=meshplan.Contract()"
-        )
+    if path == "one_shot":
+        check_one_shot(one_shot_switch())
 
 
 def check_tensor(tensor: object, name: str = "tensor") -> None:
-    """
-    Raises:
-        ContractTypeError: not a dense tensor of this process.
-    """
+    """Raise ContractTypeError for all but a dense tensor of this process."""
     if not isinstance(tensor, Tensor):
         hint = "; for a list of tensors call the _coalesced function" if name == "tensor" else ""
         raise ContractTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")

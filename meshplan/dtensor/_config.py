@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.contract import Contract
-from meshplan.errors import ContractError, PolicyError, TopologyError
-from meshplan.execute import ONE_SHOT_VARIABLE, PathChoice, check_path, sharing_of
+from meshplan.errors import PolicyError, TopologyError
+from meshplan.execute import PathChoice, check_path, sharing_of
+from meshplan.execute._choose import check_contract, check_one_shot
 from meshplan.flatten import Sharing
 from meshplan.layout import Layout
 from meshplan.planner import (
@@ -70,17 +71,10 @@ class Config:
         for policy in [self.policy] if isinstance(self.policy, str) else dict(self.policy).values():
             check_policy(policy, "exchange")
         check_path(self.path)
-        if self.path == "one_shot" and self.one_shot is False:
-            raise PolicyError(
-                f"path='one_shot' is forbidden by {ONE_SHOT_VARIABLE}=0; unset the variable, or "
-                "pass path='auto'"
-            )
+        if self.path == "one_shot":
+            check_one_shot(self.one_shot)
         check_audit(self.audit)
-        if not isinstance(self.contract, Contract):
-            raise ContractError(
-                f"contract={self.contract!r} is not a contract; "
-                "pass contract=meshplan.Contract(order='tree')"
-            )
+        check_contract(self.contract)
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 < self.timeout < math.inf
         ):

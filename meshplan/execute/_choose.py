@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from meshplan.contract import check_dtype
+from meshplan.contract import Contract, check_dtype
 from meshplan.definition import partial_dtype
-from meshplan.errors import ContractTypeError, FallbackRefusedError, PolicyError
+from meshplan.errors import ContractError, ContractTypeError, FallbackRefusedError, PolicyError
 from meshplan.execute._deferred import is_deferred
 from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._groups import StepGroups
@@ -371,3 +371,20 @@ def one_shot_switch() -> bool | None:
             "the path is auto, 0 for none, or unset it"
         )
     return {"0": False, "1": True}.get(value)
+
+
+def check_one_shot(switch: bool | None) -> None:
+    """Raise PolicyError if the ``switch`` forbids path ``one_shot``."""
+    if switch is False:
+        raise PolicyError(
+            f"path='one_shot' is forbidden by {ONE_SHOT_VARIABLE}=0; unset the variable, or pass "
+            "path='auto'"
+        )
+
+
+def check_contract(contract: object) -> None:
+    """Raise ContractError if it is no contract."""
+    if not isinstance(contract, Contract):
+        raise ContractError(
+            f"contract={contract!r} is not a contract; pass contract=meshplan.Contract()"
+        )
