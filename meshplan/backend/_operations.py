@@ -17,32 +17,19 @@ from meshplan.errors import ContractTypeError
 
 @dataclass(frozen=True)
 class Operation:
-    """A reduction that a caller requests.
+    """A reduction that a caller requests."""
 
-    Attributes:
-        name: the name of the ``ReduceOp``, in lower case.
-        op: in the contract; ``None`` where the contract does not define it for the dtype.
-        why: why it does not; empty if it does.
-        fallback: whether the inner backend's result, if it reduces, is a fallback: it depends on
-            the order of the summands, and no caller has requested it.
-        factor: of ``PREMUL_SUM``, this rank's.
-    """
-
-    name: str
-    op: Op | None
-    why: str = ""
+    name: str  # of the ``ReduceOp``, in lower case
+    op: Op | None  # ``None`` where the contract does not define it for the dtype
+    why: str = ""  # why it does not
+    # Whether the inner backend's result depends on the order, which no caller has requested.
     fallback: bool = True
-    factor: float | Tensor | None = None
+    factor: float | Tensor | None = None  # of ``PREMUL_SUM``, this rank's
 
     def scale(self, tensor: Tensor, contract: Contract) -> Tensor:
-        """The summand of this rank; ``tensor`` itself without a factor.
-
-        A ``PREMUL_SUM`` multiplies each leaf by the factor in the accumulator's dtype and adds the
-        products in that dtype. With ``rounding="node"`` a product is a node, and is rounded.
-
-        Args:
-            tensor: real or complex floats.
-            contract: of the reduction.
+        """The summand of this rank; ``tensor`` itself without a factor. A ``PREMUL_SUM`` multiplies
+        each leaf by the factor in the accumulator's dtype and adds the products in that dtype. With
+        ``rounding="node"`` a product is a node, and is rounded.
         """
         if self.factor is None:
             return tensor
@@ -64,10 +51,8 @@ def read_operation(
     contract: Contract,
     policy: str = "deterministic",
 ) -> Operation:
-    """What ``op`` is on tensors like this one, in a group of this contract and policy.
-
-    Raises:
-        ContractTypeError: a product of floats in an exact order.
+    """What ``op`` is on tensors like this one, in a group of this contract and policy. Raises
+    ContractTypeError for a product of floats in an exact order.
     """
     kind: Any = getattr(op, "op", op)
     name = str(kind.name).lower()

@@ -34,16 +34,10 @@ from meshplan.orders import PartialResult
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSum:
-    """A sum over shards, neither divided nor rounded.
+    """A sum over shards, neither divided nor rounded."""
 
-    Attributes:
-        value: this rank's block, of ``partial_dtype``.
-        divisor: of the sum over shards; 1 if it is not divided.
-        contract: of the sum.
-    """
-
-    value: Tensor
-    divisor: int
+    value: Tensor  # this rank's block, of ``partial_dtype``
+    divisor: int  # of the sum over shards; 1 if it is not divided
     contract: Contract
 
 
@@ -113,18 +107,8 @@ def scatter_partial_sum(
     group: ProcessGroup,
     ticket: Ticket,
 ) -> None:
-    """Reduce equal blocks of ``message`` to ``output``, and append the partial sum to ``found``.
-
-    The summands travel in the accumulator's dtype: twice the bytes for 16 bits.
-
-    Args:
-        output: detached; this rank's block.
-        message: flat; one block for each rank.
-        operation: one that ``keeps`` accepts.
-        options: of the group.
-        found: appended to.
-        group: the inner group for reductions, of several ranks.
-        ticket: of the call.
+    """Reduce equal blocks of the flat ``message`` to ``output``, and append the partial sum to
+    ``found``. The summands travel in the accumulator's dtype: twice the bytes for 16 bits.
     """
     contract, dtype = options.contract, output.dtype
     wide = partial_dtype("sum", dtype, contract)
@@ -148,15 +132,8 @@ def reduce_partial_sums(
     group: ProcessGroup,
     ticket: Ticket,
 ) -> None:
-    """Write the reduction of all ranks' partial sums to ``tensor``, divided and rounded once.
-
-    A rank without a partial sum brings another dtype or another divisor: an error on all ranks.
-
-    Args:
-        tensor: detached.
-        partial_sum: of the tensor.
-        operation: one with which the partial sum ``continues``.
-        options, group, ticket: as for ``scatter_partial_sum``.
+    """Write the reduction of all ranks' partial sums to ``tensor``, divided and rounded once. A
+    rank without a partial sum brings another dtype or divisor: an error on all ranks.
     """
     value = partial_sum.value
     if value.is_cuda:

@@ -52,14 +52,8 @@ def reduce_all(
     group: ProcessGroup,
     ticket: Ticket,
 ) -> None:
-    """All-reduce each tensor in place.
-
-    Args:
-        tensors: detached, of any dtypes for which ``operation`` is the same.
-        operation: one that the contract defines.
-        options: of the group.
-        group: the inner group for reductions.
-        ticket: of the call.
+    """All-reduce each tensor in place, over the inner group for reductions. They are detached, of
+    any dtypes for which ``operation`` is the same, which the contract defines.
     """
     how = options_of(operation, options)
     if _in_one(tensors, operation, options, group):
@@ -96,13 +90,8 @@ def reduce_blocks(
     group: ProcessGroup,
     ticket: Ticket,
 ) -> None:
-    """Reduce each flat input and write the block of this rank to the output.
-
-    Args:
-        outputs: detached; this rank's blocks, of any shapes.
-        inputs: flat; the blocks of all ranks, in order of the ranks.
-        lengths: elements of the block of each rank, for each input.
-        operation, options, group, ticket: as for ``reduce_all``.
+    """Reduce each flat input, with the blocks of all ranks in order, and write the block of this
+    rank to the output of any shape. ``lengths`` are those of the blocks, for each input.
     """
     how = options_of(operation, options)
     if _in_one(outputs, operation, options, group):
@@ -245,20 +234,14 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 def agree_on_policy(group: ProcessGroup, policy: str) -> None:
     """Agree with the other members of the inner ``group``, before it reduces for the first time.
-
-    Raises:
-        GroupAgreementError: on every rank, if the members differ in their policy.
+    Raises GroupAgreementError on every rank if their policies differ.
     """
     if group.size() > 1:
         registry().of(group, "cpu", token=Record.of(policy=policy))
 
 
 def check_equal_blocks(output: Tensor, tensor: Tensor, ranks: int) -> None:
-    """Refuse a tensor that is not one block for each rank, of the output's size.
-
-    Raises:
-        ContractError: with the sizes.
-    """
+    """Raise ContractError for a tensor that is not one block of the output's size per rank."""
     if tensor.numel() != output.numel() * ranks:
         raise ContractError(
             f"a reduce-scatter over {ranks} ranks got an input of {tensor.numel()} and an output "
@@ -267,11 +250,7 @@ def check_equal_blocks(output: Tensor, tensor: Tensor, ranks: int) -> None:
 
 
 def check_blocks(output: Tensor, lengths: Sequence[int], rank: int, ranks: int) -> None:
-    """Refuse blocks that are not one for each rank, or an output of another size or dtype.
-
-    Raises:
-        ContractError: with the sizes.
-    """
+    """Raise ContractError unless each rank has a block, and the output this rank's size."""
     if len(lengths) != ranks or output.numel() != lengths[rank]:
         raise ContractError(
             f"a reduce-scatter over {ranks} ranks got blocks of {list(lengths)} elements and an "
@@ -288,11 +267,7 @@ def reduce_inside(
     group: Any,
     *given: Any,
 ) -> Work:
-    """Let the inner backend of ``group`` reduce by a method with these arguments, and record it.
-
-    Raises:
-        FallbackRefusedError: ``strict``, and the order matters.
-    """
+    """Let the inner backend of ``group`` reduce by a method with these arguments, and record it."""
     _record_inner(operation, tensors, method, options, group)
     extent: Extent = "fallback" if operation.fallback else "native"
     first, opts, pass_on = tensors[0], given[-1], group.pass_on
@@ -322,10 +297,8 @@ def _record_inner(
     options: BackendOptions,
     group: ProcessGroup,
 ) -> None:
-    """Record that the inner backend reduces; refuse it if ``strict`` and the order matters.
-
-    Raises:
-        FallbackRefusedError: with the reason why the contract does not define the reduction.
+    """Record that the inner backend reduces. Raises FallbackRefusedError if ``strict`` and the
+    order matters.
     """
     started = time.perf_counter()
     dtype = name_of(tensors[0].dtype)

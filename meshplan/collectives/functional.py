@@ -41,14 +41,8 @@ from meshplan.errors import ContractStateError
 from meshplan.execute._groups import resolve_group
 from meshplan.kernel import OPERATORS
 
-# The collectives as operators that torch's tools see: ``torch.ops.meshplan.all_reduce`` and more.
-#
-# They name the process group, have fake implementations for tracing and, but for ``all_reduce_``,
-# derivatives. The functions around them check; they take what was checked.
-#
-# The derivative is that of the sum of all ranks' losses, as in ``torch.distributed.nn``: what
-# every rank's result does to every rank's loss comes back to each summand. Gradients are reduced
-# under the same contract as the values.
+# The operators that torch's tools see: they name the process group, have fake implementations for
+# tracing and, but for ``all_reduce_``, derivatives, as in ``torch.distributed.nn``.
 
 LINEAR = ("sum", "avg")
 _TAGS = (torch.Tag.pt2_compliant_tag,)

@@ -126,19 +126,13 @@ def _lane(mesh: DeviceMesh, beside: bool) -> str:
 
 @dataclass(slots=True, eq=False)
 class _MeshGroups:
-    """A planned reduction over the groups of one mesh, for one kind of thread.
+    """A planned reduction over the groups of one mesh, for one kind of thread."""
 
-    Attributes:
-        mesh, thread: of the last call; slices of a mesh are new objects.
-        calls, lane: what counts its calls.
-        bound: ``None`` until the first call.
-    """
-
-    mesh: weakref.ref[DeviceMesh]
-    thread: int
-    calls: GroupCalls
+    mesh: weakref.ref[DeviceMesh]  # of the last call; slices of a mesh are new objects
+    thread: int  # likewise
+    calls: GroupCalls  # counts its calls
     lane: str
-    bound: BoundReduction | None = None
+    bound: BoundReduction | None = None  # from the first call on
 
 
 class PlannedPartial(PartialHooks):

@@ -58,16 +58,11 @@ _LOG = logging.getLogger("meshplan")
 
 @dataclass(slots=True)
 class _GatheredCluster:
-    """The gathered cluster of one default group.
-
-    Attributes:
-        cluster: ``None`` if the ranks are simulated and there is nothing to gather.
-        by_request: gathered in ``prepare`` or ``install``, and not in some reduction.
-        configs: configurations with its topology, by the key of those without.
-    """
+    """The gathered cluster of one default group; ``None`` if the ranks are simulated."""
 
     cluster: Cluster | None
-    by_request: bool
+    by_request: bool  # in ``prepare`` or ``install``, and not in some reduction
+    # Configurations with its topology, by the key of those without.
     configs: dict[str, Config] = field(default_factory=dict)
 
     def complete(self, config: Config) -> Config:
@@ -197,20 +192,12 @@ def _reduces_over_all(layout: Layout, src: Sequence[Placement], dst: Sequence[Pl
 
 @dataclass(slots=True, weakref_slot=True)
 class MeshEntry:
-    """The cached values of one mesh.
-
-    Attributes:
-        layout: read once.
-        device_type: of the mesh.
-        descending: axes along which ranks do not ascend in every group.
-        by_coordinate: those of them along which tensors were sharded in the order of coordinates
-            (``_guards``).
-        routes, by_placement: the caches of ``_routes``.
-    """
+    """The cached values of one mesh."""
 
     layout: Layout
     device_type: str
-    descending: frozenset[int]
+    descending: frozenset[int]  # axes along which ranks do not ascend in every group
+    # Those along which tensors were sharded in the order of coordinates (``_guards``).
     by_coordinate: set[int] = field(default_factory=set)
     routes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     by_placement: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -277,21 +264,13 @@ PLAIN = (Partial, Replicate, Shard)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The execution of one (source, target) on one mesh.
-
-    Attributes:
-        plan: of the planner.
-        carriers: of the planned reductions, by axis.
-        torch_events: report entries of the steps that fall through to PyTorch.
-        whole: the carrier, if it alone is the whole redistribution.
-        scatters: whether a reduction returns only this rank's shard.
-    """
+    """The execution of one (source, target) on one mesh."""
 
     plan: Plan
-    carriers: dict[int, PlannedPartial]
-    torch_events: tuple[Event, ...]
-    whole: PlannedPartial | None
-    scatters: bool
+    carriers: dict[int, PlannedPartial]  # by axis
+    torch_events: tuple[Event, ...]  # of the steps that fall through to PyTorch
+    whole: PlannedPartial | None  # if one reduction is the whole redistribution
+    scatters: bool  # whether a reduction returns only this rank's shard
 
 
 def find_route(

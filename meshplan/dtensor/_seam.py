@@ -140,44 +140,27 @@ def current_key() -> str:
 class _Decision:
     """The steps that replace one list of torch's, and everything that they depend on. Torch's list
     stays in use unchanged where there is nothing to plan.
-
-    Attributes:
-        infos: torch's list. The reference keeps its identity from being reused.
-        token, override, mesh, src, dst: the decision is valid if all are unchanged; if torch's list
-            stays, if token and override are. The mesh is a weak reference.
-        original: torch's own function.
-        runs: the steps; torch merges runs of several. ``None``: torch's list.
-        events: recorded in the report by every redistribution.
-        carriers: the placements that carry planned reductions.
-        scatters: whether a reduction returns only this rank's shard.
-        world: a weak reference to the default group.
-        cacheable: whether equal facts always lead to the same decision.
-        tracked: the steps for torch's executor, if there are reductions to track.
-        unmerged: whether torch's switch kept it from merging some of these steps; ``None``: there
-            were none to merge.
     """
 
-    infos: list[TransformInfo]
+    infos: list[TransformInfo]  # the reference keeps its identity from being reused
+    # Valid if these are unchanged; if torch's list stays, only token and override count.
     token: object
     override: PolicyByAxis | None
     mesh: weakref.ref[DeviceMesh]
     src: Placements
     dst: Placements
     original: Optimize
-    runs: list[list[TransformInfo]] | None = None
+    runs: list[list[TransformInfo]] | None = None  # which torch merges; ``None``: torch's list
     events: Sequence[Event] = ()
     carriers: list[PlannedPartial] = field(default_factory=list)
-    scatters: bool = False
+    scatters: bool = False  # a reduction returns only this rank's shard
     world: weakref.ref[ProcessGroup] | None = None
-    cacheable: bool = True
-    tracked: TrackedSteps | None = None
-    unmerged: bool | None = None
+    cacheable: bool = True  # equal facts always lead to the same decision
+    tracked: TrackedSteps | None = None  # if there are reductions to track
+    unmerged: bool | None = None  # whether torch's switch kept it from merging steps
 
     def holds(self) -> bool:
-        """Whether the default group is the same, and no other ranks are simulated.
-
-        A process that simulates all ranks has no shard of its own to compute.
-        """
+        """Whether the default group is the same, and this process still computes one shard."""
         return (
             self.world is not None
             and self.world() is dist.group.WORLD

@@ -40,23 +40,16 @@ _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 
 
 class ThreadState:
-    """The state of one thread. Every redistribution finds all of it by one look-up.
-
-    Attributes:
-        reduced: the carrier whose reduction returned last.
-        waiting: the frame that called the seam, and the request, of the last plan, until the
-            executor starts on it.
-        decisions: the seam's, by the identity of torch's list of steps.
-        left_to_torch: the frame, and its code, whose reductions the policy leaves to torch; noted
-            while reductions are counted.
-    """
+    """The state of one thread. Every redistribution finds all of it by one look-up."""
 
     __slots__ = ("decisions", "left_to_torch", "reduced", "waiting")
 
     def __init__(self) -> None:
-        self.reduced: object = None
+        self.reduced: object = None  # the carrier whose reduction returned last
+        # The caller of the seam and the request, until the executor starts on the plan.
         self.waiting: tuple[FrameType, str] | None = None
-        self.decisions: dict[int, Any] = {}
+        self.decisions: dict[int, Any] = {}  # by the identity of torch's list of steps
+        # The frame and its code, while reductions are counted.
         self.left_to_torch: tuple[int, CodeType] | None = None
         # The seam reads torch's tracing context in every redistribution. In a thread that never
         # traced, the attribute is missing, and the look-up is slower than reading None. Entering
@@ -75,17 +68,8 @@ THREAD = _Thread()
 
 
 class TrackedSteps(list[Any]):
-    """The steps of a plan, whose iteration by the executor checks each planned reduction.
-
-    The state of a run is in its iterator and thread, so the seam can return one list many times.
-
-    Args:
-        steps: at least one of them carries a planned reduction.
-        carriers: the placements that carry them.
-        executor: the code that runs them.
-
-    Attributes:
-        asked: the requested redistribution, as text.
+    """The steps of a plan, whose iteration by the executor checks each planned reduction. The state
+    of a run is in its iterator and thread, so the seam can return one list many times.
     """
 
     def __init__(self, steps: list[Any], carriers: list[Any], executor: CodeType) -> None:
@@ -127,10 +111,8 @@ def track_steps(steps: list[Any], carriers: list[Any], caller: FrameType) -> lis
 
 
 def flattened_step(**values: Any) -> Any:
-    """A step of torch's flattened class for a planned reduction, with a weak reference to its mesh.
-
-    The seam caches steps, and a cached step must not keep its mesh alive. ``values`` are the fields
-    of torch's class.
+    """A step of torch's flattened class, with a weak reference to its mesh, which a cached step
+    must not keep alive. ``values`` are the fields of torch's class.
     """
     return _flattened_step_class()(**values)
 

@@ -281,10 +281,7 @@ def _report(library: str, what: str) -> None:
 
 
 def _notify(library: str, text: str) -> None:
-    """
-    Raises:
-        FallbackRefusedError: ``strict``.
-    """
+    """Warn once for each library; with ``strict``, raise FallbackRefusedError."""
     config = _read_config() if _read_config is not None else None
     # Policy "fast" requests the backend's order.
     if config is None or config.policy == "fast":
