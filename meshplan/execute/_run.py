@@ -163,7 +163,8 @@ class BoundReduction:
             result = result ** (1.0 / step.norm)
         if chosen.pairs:
             result = torch.view_as_complex(result)
-        event = self._event(chosen, tuple(reduced.log.names), tensor, traced)
+        names = tuple(reduced.log.names)
+        event = chosen.events.get(names) or self._event(chosen, names, tensor, traced)
         seconds = time.perf_counter() - started
         # Reductions outside the contract and empty tensors are never compared.
         audits, error = bool(audit and in_contract) and summand.numel() > 0, None
@@ -190,7 +191,7 @@ class BoundReduction:
         self, tensor: Tensor, groups: StepGroups, ticket: int, traced: bool | None = None
     ) -> Tensor:
         """As ``start``, waited for; counts the call, and audits it where that is its turn."""
-        audit = self.next_audit(tensor, groups)
+        audit = 0 if self.audit is None else self.next_audit(tensor, groups)
         pending = self.start(tensor.detach(), groups, audit=audit, traced=traced, ticket=ticket)
         result: Tensor = _ops.wait_tensor(pending)
         return result
@@ -200,11 +201,9 @@ class BoundReduction:
         are contiguous, and nothing is traced. Returns False, with nothing done, if the groups are
         gone. Raises as ``start``; ``out`` may then hold NaN (or all ones).
         """
-        pg = self.handles[0].process_group()
-        if pg is None:
-            return False
-        chosen = self._chosen.get(_key(message))
-        if chosen is not None and not chosen.was_sought:
+        key = message.device, message.dtype, message.shape, registry.changes
+        chosen = self._chosen.get(key)
+        if chosen is not None and not chosen.was_sought and self.groups() is not None:
             chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
         kernel = None if chosen is None else chosen.kernel
         rounds = message.dtype.is_floating_point and self.step.op not in ("max", "min")
@@ -218,6 +217,9 @@ class BoundReduction:
                 # Whoever reads the version of ``out`` has seen it rise when the call was issued.
                 out.data.copy_(result.view(out.shape))
             return True
+        pg = self.handles[0].process_group()
+        if pg is None:
+            return False
         started = time.perf_counter()
         try:
             kernel(message, out, ticket)
@@ -230,7 +232,8 @@ class BoundReduction:
 
     def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:
         # A graph is made once, and its sizes may be symbols.
-        chosen = None if traced else self._chosen.get(_key(tensor))
+        key = tensor.device, tensor.dtype, tensor.shape, registry.changes
+        chosen = None if traced else self._chosen.get(key)
         if chosen is None:
             over_gloo = is_gloo(tensor, groups)
             captured = traced and is_captured(tensor)
@@ -241,7 +244,7 @@ class BoundReduction:
             if not traced:
                 if len(self._chosen) >= MAX_RECORDS:
                     self._chosen.clear()
-                self._chosen[_key(tensor)] = chosen
+                self._chosen[key] = chosen
         return chosen
 
     def _find_kernel(
@@ -261,10 +264,7 @@ class BoundReduction:
     def _event(
         self, chosen: ChosenPath, collectives: tuple[str, ...], tensor: Tensor, traced: bool
     ) -> Event:
-        """The event of a call. ``collectives`` are the names of those that it issued."""
-        event = chosen.events.get(collectives)
-        if event is not None:
-            return event
+        """The event of calls that issue ``collectives``, by name; kept from now on."""
         step, purpose, why = self.step, self.purpose, chosen.why
         contract = step.contract if chosen.path.in_contract else None
         if not collectives:
@@ -286,10 +286,6 @@ class BoundReduction:
             traced=traced,
         )
         return event
-
-
-def _key(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.dtype, tensor.shape, registry.changes
 
 
 def run_reduction(
