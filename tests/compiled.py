@@ -17,11 +17,7 @@ from tests.processes import warm_compiler
 
 # The operators that a planned reduction is traced as: each reduction is one of them. A call of
 # ``fold`` stands between torch's all-to-all and all-gather, on other backends than gloo.
-REDUCTIONS = (
-    "meshplan.peer_reduce",
-    "meshplan.reduction",
-    "meshplan.fold",
-)
+REDUCTIONS = ("meshplan.peer_reduce", "meshplan.reduction", "meshplan.fold")
 NATIVE = ("_c10d_functional.all_reduce", "_c10d_functional.reduce_scatter_tensor")
 
 

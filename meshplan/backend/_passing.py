@@ -93,12 +93,7 @@ class PassingProcessGroup(WrappingProcessGroup):
 
 
 class _Stage:
-    """The contiguous copies for one call, and the tensors that they stand for.
-
-    Args:
-        method: of the inner group.
-        as_bytes: pass each tensor as its bytes.
-    """
+    """The contiguous copies for a call of the inner group, and the tensors that they stand for."""
 
     def __init__(self, method: str, as_bytes: bool = False) -> None:
         self._refuses, self._is_sent = method in _REFUSE_STRIDES, method == "send"

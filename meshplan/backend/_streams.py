@@ -23,13 +23,7 @@ from meshplan.flatten._create import hidden_device
 
 
 class StreamReductionWork(StreamWork):
-    """A reduction on a side stream, for torch's C++ and Python code.
-
-    Args:
-        call: of the reduction.
-        tensors: of the caller, that it writes.
-        calls: of the group.
-    """
+    """A reduction on a side stream that writes ``tensors``, for torch's C++ and Python code."""
 
     def __init__(self, call: StreamCall, tensors: Sequence[Tensor], calls: GroupCalls) -> None:
         super().__init__(call, list(tensors))
@@ -56,19 +50,9 @@ class StreamReductionWork(StreamWork):
 
 
 class DeviceLane:
-    """The inner group and the side streams of one group for reductions on GPUs.
-
-    Callers issue them, so they have an inner group that no thread of the group uses. It is created
-    by the first one: most groups have none.
-
-    Args:
-        create: creates the inner group, with a timeout.
-        timeout: of reductions.
-        calls: of the group.
-
-    Attributes:
-        timeout: as above; for an inner group that is created later.
-        group: the inner group, once there is one.
+    """The inner group and the side streams of one group for reductions on GPUs. Callers issue them,
+    so they have an inner group that no thread of the group uses. It is created by the first one,
+    with the last ``timeout``: most groups have none.
     """
 
     def __init__(
@@ -81,10 +65,8 @@ class DeviceLane:
         self._lock = threading.Lock()
 
     def find_group(self) -> ProcessGroup:
-        """The inner group; every member calls this in its first reduction on a GPU.
-
-        Raises:
-            BackendError: that is captured in a CUDA graph.
+        """The inner group; every member calls this in its first reduction on a GPU. Raises
+        BackendError if that is captured in a CUDA graph.
         """
         with self._lock:
             if self.group is None:
@@ -108,12 +90,8 @@ class DeviceLane:
     def start(
         self, run: Callable[[], object], tensors: Sequence[Tensor], is_async: bool
     ) -> StreamReductionWork:
-        """Issue a reduction behind those that were issued before it.
-
-        Args:
-            run: issues the reduction, and refers to every tensor of it.
-            tensors: that it writes, of one device.
-            is_async: leave the wait to the caller; if not, errors are raised now.
+        """Issue a reduction that writes ``tensors``, of one device, behind those that were issued
+        before it. ``run`` refers to every tensor of it. Unless ``is_async``, errors are raised now.
         """
         call = self.side_stream(tensors[0].device).issue(partial(_run, run, self._calls))
         work = StreamReductionWork(call, tensors, self._calls)
@@ -123,17 +101,9 @@ class DeviceLane:
 
 
 class Coalescing:
-    """A block of calls that NCCL launches at its end, and that run at once on CPUs.
-
-    A reduction is several calls, each of which needs the result of the one before. It ends the
-    block, and begins it again.
-
-    Args:
-        inner: the group whose calls are coalesced.
-        device: of the tensors.
-
-    Raises:
-        RuntimeError: from torch, if the inner backend cannot coalesce calls.
+    """A block of calls that NCCL launches at its end, and that run at once on CPUs. A reduction is
+    several calls, each of which needs the result of the one before. It ends the block, and begins
+    it again. Torch raises RuntimeError if the inner backend cannot coalesce calls.
     """
 
     def __init__(self, inner: Any, device: torch.device) -> None:

@@ -20,12 +20,7 @@ from meshplan.collectives._lanes import OrderedThread, Work
 
 
 class ReductionWork(Work):
-    """A reduction under way; ``wait`` raises what it has failed with.
-
-    Args:
-        future: of the reduction.
-        tensors: that it writes.
-    """
+    """A reduction under way that writes ``tensors``; ``wait`` raises what it has failed with."""
 
     def __init__(self, future: Future[Any], tensors: Sequence[Tensor]) -> None:
         super().__init__(future)
@@ -60,11 +55,7 @@ def _pass_on(
 
 
 class FinishedWork(dist.Work):
-    """A reduction that has succeeded.
-
-    Args:
-        tensors: that it has written.
-    """
+    """A reduction that has succeeded, and written ``tensors``."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -101,12 +92,8 @@ class FinishedWork(dist.Work):
 
 
 class PassedWork(ReceivingWork):
-    """Calls of the inner group, as one work.
-
-    Args:
-        works: of the calls.
-        finish: runs once after them, on the thread that waits first; it may be called again.
-        written: what the calls write, for the future.
+    """Calls of the inner group, as one work. ``finish`` runs once after them, on the thread that
+    waits first; it may be called again. The future has what is ``written``.
     """
 
     def __init__(
@@ -158,14 +145,7 @@ def start_reduction(
     thread: OrderedThread,
     is_async: bool,
 ) -> dist.Work:
-    """Run a reduction after those that were issued before it.
-
-    Args:
-        run: the reduction.
-        tensors: that it writes.
-        thread: of the group.
-        is_async: return before it has finished.
-    """
+    """Run a reduction that writes ``tensors`` after those that were issued before it."""
     if is_async:
         return ReductionWork(thread.submit(run), tensors)
     thread.run(run)
