@@ -316,16 +316,16 @@ def groups(peers: object) -> StepGroups:
 
 def test_counts_are_bounded_and_die_with_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_run, "MAX_REDUCTIONS", 3)
-    one, other = Peers(), Peers()
+    one, other, next_call = Peers(), Peers(), _run.next_call
     before = len(_run._COUNTS)
     sources = [Purpose(f"asked {n}", "planned", "a") for n in range(4)]
-    assert [_run.next_call(groups(one), sources[0]) for _ in range(3)] == [1, 2, 3]
-    assert _run.next_call(groups(other), sources[0]) == 1
+    assert [next_call(groups(one), sources[0]) for _ in range(3)] == [1, 2, 3]
+    assert next_call(groups(other), sources[0]) == 1
     # Of another group of the same ranks.
-    assert _run.next_call(groups(one), Purpose("asked 0", "planned", "b")) == 1
-    assert [_run.next_call(groups(one), source) for source in sources] == [4, 1, 1, 1]
+    assert next_call(groups(one), Purpose("asked 0", "planned", "b")) == 1
+    assert [next_call(groups(one), source) for source in sources] == [4, 1, 1, 1]
     # The fourth call restarted all counts.
-    assert [_run.next_call(groups(one), source) for source in sources[::3]] == [1, 2]
+    assert [next_call(groups(one), source) for source in sources[::3]] == [1, 2]
     assert len(_run._COUNTS) == before + 2
     del one, other
     gc.collect()

@@ -234,8 +234,7 @@ def test_hierarchical_step_looks_up_groups_once(scatter: bool) -> None:
 
     def ranks(rank: int) -> tuple[bool, int, int, str]:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        how = "asked", Config(timeout=20.0), step.axes
-        planned = PlannedPartial(step, Layout.from_mesh(mesh), *how)
+        planned = PlannedPartial(step, Layout.from_mesh(mesh), "", Config(timeout=20.0), step.axes)
         summand = order_sensitive(6, rank=rank, world_size=8).view(3, 2)
         first = planned._reduce_value(summand, mesh, 0) + 0
         count = len(registry())
