@@ -8,8 +8,13 @@ from collections.abc import Sequence
 def chunk_sizes(size: int, chunks: int) -> list[int]:
     """Lengths of the ``chunks`` parts of a dim of ``size`` that ``torch.chunk`` would make, with
     the empty parts at the end that DTensor adds."""
+    return [chunk_size(size, chunks, i) for i in range(chunks)]
+
+
+def chunk_size(size: int, chunks: int, place: int) -> int:
+    """Number ``place`` of ``chunk_sizes``."""
     width = -(-size // chunks)
-    return [max(0, min(width, size - i * width)) for i in range(chunks)]
+    return max(0, min(width, size - place * width))
 
 
 def nested_chunk_sizes(size: int, axes: Sequence[int]) -> list[int]:

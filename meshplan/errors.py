@@ -56,7 +56,7 @@ class TopologyInputError(TopologyError):
 
 
 class PlacementError(MeshplanError, ValueError):
-    """Placements that do not fit the mesh, or that cannot be reduced together."""
+    """Placements that do not fit the mesh or the local tensor, or cannot be reduced together."""
 
     code = "MP401"
 

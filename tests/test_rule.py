@@ -155,7 +155,7 @@ errors of meshplan
   MP112           AxisNameError            The mesh has no axis of this name or position.
   MP211           TopologyError            Invalid nodes or domains of ranks, or a rank outside the topology.
   MP212           TopologyInputError       An invalid description of a cluster: a file, an output or variables.
-  MP401           PlacementError           Placements that do not fit the mesh, or that cannot be reduced together.
+  MP401           PlacementError           Placements that do not fit the mesh or the local tensor, or cannot be reduced together.
   MP402           PolicyError              A policy, path or option that does not exist.
   MP403           ShardOrderError          Shards would be gathered in the order of sorted ranks, but are ordered by mesh coordinate.
   MP404           BackendTypeError         The `pg_options` of a group of the backend `meshplan` are of another type or backend.

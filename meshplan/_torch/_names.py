@@ -152,6 +152,7 @@ _REDISTRIBUTION = {
         "redistribute_local_tensor",
         "runs the plan",
         "text",
+        parameters=("local_tensor", "current_spec", "target_spec", "..."),
         same_in=("torch.distributed.tensor._dispatch", "torch.distributed.tensor._api"),
         callers=(
             (_REDISTRIBUTE, "Redistribute.forward"),

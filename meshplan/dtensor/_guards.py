@@ -15,21 +15,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from meshplan._chunks import chunk_sizes, nested_chunk_sizes
-from meshplan._torch import TransformInfo, collective_of
+from meshplan._calls import calls_of
+from meshplan._chunks import chunk_size, chunk_sizes, nested_chunk_sizes
+from meshplan._torch import TransformInfo, collective_of, local_tensor_mode
 from meshplan._torch.placements import ShardHooks
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._routes import MeshEntry, change_facts, mesh_entry
-from meshplan.errors import FallbackRefusedError, ShardOrderError
+from meshplan.errors import FallbackRefusedError, PlacementError, ShardOrderError
 from meshplan.execute import Event, record
 from meshplan.layout import Layout
 
@@ -159,6 +161,74 @@ class _WatchedShard(ShardHooks):
             f"what was computed from shards cut in the order of mesh coordinates; {fix}",
             stacklevel=2,
         )
+
+
+# Torch computes the length of every rank's shard from the global shape, and moves shards of other
+# lengths as if they had these: it returns elements that no rank has, or gloo ends ranks. No header
+# travels with a move, so each rank checks its own shard before anything is sent.
+
+_any_refused = False
+
+
+def find_moved_dims(infos: Iterable[TransformInfo]) -> set[int]:
+    """The dims whose shards are moved, or come in place of those of another dim."""
+    pairs = [info.src_dst_placements for info in infos if info.src_dst_placements[0].is_shard()]
+    shards: list[Any] = [one for pair in pairs for one in pair if one.is_shard()]
+    return {shard.dim for shard in shards}
+
+
+def check_moves(executor: FrameType, mesh: DeviceMesh, infos: Sequence[TransformInfo]) -> bool:
+    """Raise PlacementError if this rank's shard has another length. Its peers may be in this move,
+    so no later call may reach them: the groups stop, and raise GroupStateError from then on.
+    Returns whether no move was ever refused. Else no decision is cached: equal meshes, of which
+    some have stopped groups, share it.
+    """
+    global _any_refused
+    error = find_other_length(executor, mesh, find_moved_dims(infos))
+    if not error and not _any_refused:
+        return True
+    calls = [calls_of(mesh.get_group(info.mesh_dim)) for info in infos]
+    for one in calls:
+        one.refuse_stopped()
+    if error:
+        _any_refused = True
+        change_facts()
+        for one in calls:
+            one.stop(error)
+        raise error
+    return False
+
+
+def find_other_length(
+    executor: FrameType, mesh: DeviceMesh, dims: Container[int]
+) -> PlacementError | None:
+    """The error if the tensor that torch's ``executor`` moves has not the lengths of its spec on
+    ``dims``.
+
+    Torch's cached steps have shapes as well, but perhaps those of another rank, which this process
+    has simulated over an equal mesh.
+    """
+    values, place = executor.f_locals, mesh.get_coordinate()
+    shard, spec = values.get("local_tensor"), values.get("current_spec")
+    if shard is None or spec is None or place is None or local_tensor_mode() is not None:
+        return None
+    # Shards that are no chunks have no order.
+    for dim, axes in spec.shard_order or ():
+        length, shape = (size := spec.shape[dim]), tuple(shard.shape)
+        plain = dim in dims and all(type(spec.placements[axis]) is Shard for axis in axes)
+        if not plain or any(type(each) is not int for each in (size, *shape)):
+            continue
+        for axis in axes:
+            length = chunk_size(length, mesh.size(axis), place[axis])
+        if shape[dim : dim + 1] != (length,):
+            return PlacementError(
+                f"DTensor moves {length} elements on dim {dim} of this rank's shard, which has "
+                f"shape {list(shape)}: it splits {size} elements over the mesh as "
+                "torch.chunk does. Pass such shards to DTensor.from_local, or gather others by "
+                "meshplan.deterministic_all_gather(local, sizes=...). Ranks whose shards are right "
+                "wait for this one until their timeout"
+            )
+    return None
 
 
 Merge = Callable[[list[TransformInfo]], list[TransformInfo]]

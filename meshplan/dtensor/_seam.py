@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -43,6 +43,9 @@ from meshplan.dtensor._guards import (
     MovedShard,
     ScatteredShard,
     any_by_coordinate,
+    check_moves,
+    find_moved_dims,
+    find_other_length,
     merge_safely,
     safe_runs,
     watch_shards,
@@ -158,6 +161,7 @@ class _Decision:
     cacheable: bool = True  # equal facts always lead to the same decision
     tracked: TrackedSteps | None = None  # if there are reductions to track
     unmerged: bool | None = None  # whether torch's switch kept it from merging steps
+    moves: Container[int] = ()  # the dims whose shards are moved; each call checks their lengths
 
     def holds(self) -> bool:
         """Whether the default group is the same, and this process still computes one shard."""
@@ -198,6 +202,9 @@ def planned_transform_infos(
         and decision.token is FACTS.token
         and decision.override is _read_override()
         and TRACING.tracing_context is None
+        and not (
+            decision.moves and find_other_length(sys._getframe(1), device_mesh, decision.moves)
+        )
     ):
         if decision.runs is None:
             # It depends on the steps alone: equal meshes share a list of torch's.
@@ -268,12 +275,14 @@ def _decide(
     traced = is_graph_traced()
     if traced:
         _guard_graph()
+    moves = find_moved_dims(infos)
+    may_cache = not moves or check_moves(sys._getframe(2), device_mesh, infos)
     config, original = now
     if override is not None:
         config = _with_policy(config, override)
     # The entry is removed when its mesh is freed.
     held = weakref.ref(device_mesh, partial(THREAD.state.decisions.pop, id(infos)))
-    decision = _Decision(infos, token, override, held, src, dst, original)
+    decision = _Decision(infos, token, override, held, src, dst, original, moves=moves)
     steps = infos
     if _is_untouched(infos, config):
         COUNTERS.untouched += 1
@@ -294,7 +303,7 @@ def _decide(
         steps = track_steps(steps, decision.carriers, sys._getframe(2))
         if mesh.descending or not decision.cacheable:
             return steps
-    if not traced:
+    if may_cache and not traced:
         _cache(decision, steps)
     return steps
 
