@@ -51,6 +51,7 @@ _UNSENT = (
     "DefaultCPUAllocator",
     "Invalid scalar type",
     "Unconvertible NCCL type",
+    "Cannot use ReduceOp.",
     "ProcessGroupGloo::",
 )
 
@@ -100,8 +101,7 @@ class Ticket:
         if isinstance(error, GroupStateError) and error.unanswered:
             # The peers give up on this rank in this call, at their pace. It comes back to the call.
             self._calls.give_back(self._lane, self.number)
-        if not _is_of_all_ranks(error):
-            self._calls.stop(error)
+        self._calls.stop_after(error)
 
 
 def _is_of_all_ranks(error: BaseException) -> bool:
@@ -120,8 +120,6 @@ class GroupCalls:
             agreed on it.
     """
 
-    __slots__ = ("__weakref__", "_bases", "_counts", "_failure", "_lock", "_name", "_order")
-
     def __init__(self, name: str = "", order: tuple[int, ...] | None = None) -> None:
         # No exception: its frames would keep the tensors of the call alive.
         self._failure = ""
@@ -129,6 +127,7 @@ class GroupCalls:
         self._lock = threading.Lock()
         self._bases: dict[str, int] = {}
         self._name = ""
+        self._works: list[dist.Work] = []
         # Equal on all these ranks, like the name.
         self._order = (
             ""
@@ -169,6 +168,8 @@ class GroupCalls:
         Raises:
             GroupStateError: the group has stopped, with the first failure.
         """
+        if self._works:
+            self._note_failures()
         if self._failure:
             error = GroupStateError(
                 f"group {self._name} has stopped, because a reduction failed before: "
@@ -186,12 +187,40 @@ class GroupCalls:
             base = self._bases[lane] = int.from_bytes(digest[:4], "little", signed=True) * _HALF
         return base
 
-    def stop(self, error: BaseException) -> None:
-        self._failure = self._failure or str(error) or type(error).__name__
+    def stop(self, error: BaseException, where: str = "") -> None:
+        self._failure = self._failure or where + (str(error) or type(error).__name__)
+
+    def stop_after(self, error: BaseException, where: str = "") -> None:
+        """Stop unless every rank raises ``error`` in this call."""
+        if not _is_of_all_ranks(error):
+            self.stop(error, where)
+
+    def stop_inside(self, error: Exception) -> None:
+        """``stop_after`` an error of the inner backend: a rank may have come to it alone."""
+        self.stop_after(error, "the inner backend, which names no rank, failed on this rank: ")
+
+    def watch(self, work: dist.Work) -> None:
+        """Stop if ``work`` of the inner backend fails, even if no caller waits for it. The next
+        call finds that: a callback would run on a thread of the backend, also while Python ends.
+        """
+        with self._lock:
+            self._works.append(work)
+
+    def _note_failures(self) -> None:
+        with self._lock:
+            ended = [work for work in self._works if work.is_completed()]
+            self._works = [work for work in self._works if work not in ended]
+        for work in ended:
+            try:
+                # At once: it has ended.
+                work.wait()
+            except Exception as error:
+                self.stop_inside(error)
 
     def restart(self) -> None:
         """Count from 1 again and end a stop, once all ranks have left what went before."""
         self._failure = ""
+        self._works.clear()
         self._counts.clear()
 
 

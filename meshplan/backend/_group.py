@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
-from meshplan._calls import GroupCalls, Ticket, is_unsent, keep_calls
+from meshplan._calls import GroupCalls, Ticket, keep_calls
 from meshplan._torch import (
     REDUCE_SCATTER_SINGLE,
     DistributedBackendOptions,
@@ -52,7 +52,7 @@ from meshplan.backend._work import (
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import ReductionOptions, check_destination
 from meshplan.collectives._reduction import reduce_tensor
-from meshplan.errors import BackendError, ContractError, GroupStateError, MeshplanError
+from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import registry
 from meshplan.flatten._create import peer_timeout
@@ -465,17 +465,19 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self, method: str, operation: Operation, tensors: Sequence[Tensor], *given: Any
     ) -> Work:
         """Let the inner backend reduce what the contract does not define, or all by policy."""
+        self._calls.refuse_stopped()
         if self.options.policy == "fast" and self._create_lane and not self._has_agreed:
             # A rank of another policy would reduce on another group, which is of one policy.
             self._thread.run(partial(agree_on_policy, self.inner, self.options.policy))
             self._has_agreed = True
         try:
-            return reduce_inside(operation, tensors, method, self.options, self, *given)
+            work = reduce_inside(operation, tensors, method, self.options, self, *given)
         except RuntimeError as error:
-            # A rank may have come here alone, with tensors that only it passed.
-            if not isinstance(error, MeshplanError) and not is_unsent(error):
-                self._calls.stop(error)
+            self._calls.stop_inside(error)
             raise
+        if tensors[0].is_cpu:
+            self._calls.watch(work)
+        return work
 
 
 def _default_options() -> BackendOptions:
