@@ -54,5 +54,9 @@ def test_seeds_draw_every_fault_through_every_door() -> None:
         "path": {"auto", "exchange", "halving", "reference", "integer", "hierarchical"},
         "order": {"tree", "rank", "exact"},
         "world": {2, 3, 4, 5},
+        "retries": {False, True},
+        "ending": {"shutdown", "group"},
     }.items():
         assert {getattr(case, name) for case in cases} == values
+    threads = {(case.threads, case.backward) for case in cases}
+    assert threads == {(False, False), (False, True), (True, False), (True, True)}
