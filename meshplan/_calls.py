@@ -62,10 +62,8 @@ def is_unsent(error: BaseException) -> bool:
 
 
 class Ticket:
-    """One call of a group. As a context it stops the group if the call fails on this rank alone.
-
-    Attributes:
-        number: of the call, from 1 on; the same on every rank.
+    """One call of a group, whose ``number`` counts from 1 and is the same on every rank. As a
+    context it stops the group if the call fails on this rank alone.
     """
 
     __slots__ = ("_calls", "_lane", "number")
@@ -81,10 +79,6 @@ class Ticket:
         return self._calls.base(self._lane) | self.number % _HALF
 
     def __enter__(self) -> Ticket:
-        """
-        Raises:
-            GroupStateError: the group has stopped, with the first failure.
-        """
         self._calls.refuse_stopped()
         return self
 
@@ -113,11 +107,8 @@ def _is_of_all_ranks(error: BaseException) -> bool:
 
 
 class GroupCalls:
-    """The calls over some process groups on this rank.
-
-    Args:
-        name: of the groups, the same on all ranks that reduce together; empty while they have not
-            agreed on it.
+    """The calls over some process groups on this rank. Their ``name`` is the same on all ranks that
+    reduce together, and empty while they have not agreed on it.
     """
 
     def __init__(self, name: str = "", order: tuple[int, ...] | None = None) -> None:
@@ -148,10 +139,8 @@ class GroupCalls:
         _NAMED[self._name] = self
 
     def take(self, lane: str) -> Ticket:
-        """Take the ticket of a call, on entry and in the caller's thread.
-
-        Args:
-            lane: the device type, and what else orders calls apart; equal on all ranks.
+        """Take the ticket of a call, on entry and in the caller's thread. ``lane`` is the device
+        type, and what else orders calls apart; equal on all ranks.
         """
         with self._lock:
             number = self._counts[lane] = self._counts.get(lane, 0) + 1
@@ -164,10 +153,7 @@ class GroupCalls:
                 self._counts[lane] = number - 1
 
     def refuse_stopped(self) -> None:
-        """
-        Raises:
-            GroupStateError: the group has stopped, with the first failure.
-        """
+        """Raise GroupStateError, with the first failure, if the group has stopped."""
         if self._works:
             self._note_failures()
         if self._failure:
@@ -261,10 +247,8 @@ def keep_calls(group: ProcessGroup, calls: GroupCalls) -> None:
 
 
 def take_named(name: str, lane: str) -> Ticket:
-    """The ticket of a call that a compiled graph runs; the graph has the name of its groups.
-
-    Raises:
-        GroupStateError: no groups of that name.
+    """The ticket of a call that a compiled graph runs; the graph has the name of its groups. Raises
+    GroupStateError if there are none.
     """
     # The living group of torch first: a group may have the name of one that was destroyed.
     try:
