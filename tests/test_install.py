@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import meshplan
 from meshplan.dtensor import _seam, current_config
 from meshplan.dtensor._graphs import remove_tag
-from meshplan.dtensor._uncovered import unwatch
 from meshplan.errors import InstallError
 from meshplan.planner import Policy
+from meshplan.replicas._coverage import report_libraries
 from tests.traffic import Issued, counts
 
 HOUR = 3600
@@ -32,7 +32,7 @@ def _always_out() -> object:
     yield
     _redistribute._optimize_transform_infos = TORCHS_OWN
     _seam.activate(None)
-    unwatch()
+    report_libraries(None)
     remove_tag()
 
 

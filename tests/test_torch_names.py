@@ -17,10 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 import meshplan._torch as room
 from meshplan._torch import (
-    DDP_NAMES,
     NAMES,
     TESTING_NAMES,
-    WATCHED_FSDP_NAMES,
     find_moved,
 )
 from meshplan._torch._entry import Entry
@@ -35,7 +33,7 @@ ROOM = ROOT / "meshplan" / "_torch"
 FRESH = ROOT / "meshplan" / "dtensor" / "_fresh.py"
 # Other libraries whose private names meshplan reads.
 LIBRARIES = ("spmd_types",)
-ALL = NAMES | DDP_NAMES | WATCHED_FSDP_NAMES | TESTING_NAMES
+ALL = NAMES | TESTING_NAMES
 
 
 def texts() -> dict[Path, str]:
@@ -154,13 +152,9 @@ def test_private_name_of_meshplan_is_not_found(line: str, package: Package) -> N
 
 
 def test_each_name_has_one_entry() -> None:
-    found = Counter(
-        str(entry)
-        for names in (NAMES, DDP_NAMES, WATCHED_FSDP_NAMES, TESTING_NAMES)
-        for entry in names.values()
-    )
+    found = Counter(str(entry) for names in (NAMES, TESTING_NAMES) for entry in names.values())
     assert [name for name, count in found.items() if count > 1] == []
-    assert len(ALL) == len({**found, **{str(one): 1 for one in WATCHED_FSDP_NAMES.values()}})
+    assert len(ALL) == len(found)
 
 
 def test_each_name_is_used_or_has_parts_that_are(package: Package) -> None:
@@ -245,22 +239,21 @@ def test_changed_signature_is_reported(name: str) -> None:
     assert f"instead of another, {', '.join(entry.parameters[1:])}" in found
 
 
-@pytest.mark.parametrize("names", [NAMES, DDP_NAMES, WATCHED_FSDP_NAMES])
-def test_install_checks_every_table(names: dict[str, Entry]) -> None:
-    name = next(reversed(names))
+def test_install_checks_the_table() -> None:
+    name = next(reversed(NAMES))
     with (
-        mock.patch.dict(names, {name: break_entry(names[name])}),
+        mock.patch.dict(NAMES, {name: break_entry(NAMES[name])}),
         pytest.raises(UnsupportedTorchError, match="not found"),
     ):
         check_seam()
 
 
 def test_an_older_torch_need_not_have_a_later_name() -> None:
-    entry = replace(WATCHED_FSDP_NAMES["training_state_of"], since=(99, 0))
-    assert list(find_moved({"training_state_of": break_entry(entry)})) == []
+    entry = replace(NAMES["tensors_of_ranks"], since=(99, 0))
+    assert list(find_moved({"tensors_of_ranks": break_entry(entry)})) == []
     assert entry.given()(mock.Mock()) is None
     with mock.patch.object(torch, "__version__", "main"):
-        assert list(find_moved({"training_state_of": break_entry(entry)})) != []
+        assert list(find_moved({"tensors_of_ranks": break_entry(entry)})) != []
 
 
 @pytest.mark.parametrize(("version", "place"), [("2.11.0", "then"), ("2.15.1", "Store")])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan._torch._check import find_moved, refuse_moved
 from meshplan._torch._entry import TESTED_TORCH, is_absent, tested_range
 from meshplan._torch._names import NAMES
-from meshplan._torch._optional_names import DDP_NAMES, TESTING_NAMES, WATCHED_FSDP_NAMES
+from meshplan._torch._optional_names import TESTING_NAMES
 
 if TYPE_CHECKING:
     # What the names are to a type checker.
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
     # Constructors and values that are not typed further.
     BackendOptionsBase: Any
-    FSDPParamGroup: Any
     functional_operators: Any
     attribute_source: Callable[..., Any]
     install_guard: Callable[..., Any]
@@ -91,7 +90,6 @@ if TYPE_CHECKING:
     guard_builder: Callable[[], Any]
     frame_translator: Callable[[], Any]
     frames_compiled: Callable[[], Any]
-    post_backward_state: Callable[[], Any]
     comm_debug_mode: Callable[[], type[Any] | None]
     debug_mode: Callable[[], type[Any] | None]
 
@@ -107,8 +105,6 @@ if TYPE_CHECKING:
     is_zerotensor: Callable[[Tensor], bool]
     version_of: Callable[[Tensor], int]
     collective_of: Callable[[Any], str | None]
-    training_state_of: Callable[[Any], Any]
-    hooks_of_ddp: Callable[[Any], list[tuple[Any, Any]]]
     gather_bytes: Callable[[Any, Tensor, Tensor], Any]
     register_backend: Callable[..., None]
     set_default_backend: Callable[..., None]
@@ -124,17 +120,14 @@ if TYPE_CHECKING:
     TO_REPLICATE_TENSOR: str
     TO_NEW_SHARD_DIM: str
     IMPORT_SOURCE: str
-    MARKED_CONSTANT: str
     CACHE_KEY_TAG: str
-    WAIT_FOR_POST_BACKWARD: str
-    PRE_FORWARD: str
     ALL_GATHER_SINGLE: str
     REDUCE_SCATTER_SINGLE: str
 
 else:
 
     def __getattr__(name: str) -> Any:
-        for names in (NAMES, WATCHED_FSDP_NAMES, DDP_NAMES, TESTING_NAMES):
+        for names in (NAMES, TESTING_NAMES):
             if name in names:
                 found = globals()[name] = names[name].given()
                 return found

@@ -269,13 +269,6 @@ _COMPILING = {
         "loaded",
         source=r"^FRAME_COMPILE_COUNTER\b",
     ),
-    "MARKED_CONSTANT": Entry(
-        "torch._dynamo.decorators",
-        "_dynamo_marked_constant",
-        "runs a function of meshplan's once where dynamo traces",
-        "text",
-        source=r"^    fn\._dynamo_marked_constant = True\b",
-    ),
 }
 
 NAMES: dict[str, Entry] = {

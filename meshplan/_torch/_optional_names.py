@@ -1,51 +1,8 @@
-"""The private names of torch that only some jobs need: FSDP2, DDP, ``meshplan.testing``."""
+"""The private names of torch that only ``meshplan.testing`` needs."""
 
 from __future__ import annotations
 
 from meshplan._torch._entry import Entry
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GROUP = f"{_FSDP}._fsdp_param_group"
-_COMMON = f"{_FSDP}._fsdp_common"
-
-
-_WATCHES = "warns of reductions outside the contract"
-
-WATCHED_FSDP_NAMES: dict[str, Entry] = {
-    # Runs right before a reduction, once there are gradients.
-    "WAIT_FOR_POST_BACKWARD": Entry(
-        _GROUP,
-        "FSDPParamGroup._wait_for_post_backward",
-        _WATCHES,
-        "text",
-        parameters=("self", "..."),
-        callers=((_GROUP, "FSDPParamGroup.post_backward"),),
-    ),
-    "training_state_of": Entry(_GROUP, "FSDPParamGroup._training_state", _WATCHES, "attribute"),
-    "post_backward_state": Entry(_GROUP, "TrainingState.POST_BACKWARD", _WATCHES, "current"),
-    "FSDPParamGroup": Entry(
-        _GROUP, "FSDPParamGroup", _WATCHES, stores=("mesh_info", "all_reduce_grads")
-    ),
-    "FSDPMeshInfo": Entry(_COMMON, "FSDPMeshInfo", _WATCHES, stores=("shard_process_group",)),
-    "DDPMeshInfo": Entry(_COMMON, "DDPMeshInfo", _WATCHES, stores=("replicate_process_group",)),
-}
-"""What the warning about FSDP2 uses, checked once FSDP2 is imported."""
-
-_DDP = "torch.nn.parallel.distributed"
-
-DDP_NAMES: dict[str, Entry] = {
-    # Begins a step whose backward reduces.
-    "PRE_FORWARD": Entry(
-        _DDP,
-        "DistributedDataParallel._pre_forward",
-        _WATCHES,
-        "text",
-        parameters=("self", "..."),
-    ),
-    "hooks_of_ddp": Entry(_DDP, "DistributedDataParallel._comm_hooks", _WATCHES, "attribute"),
-}
-"""What is used of DDP, checked by ``install``: torch imports it always."""
-
 
 _BATCHES = "splits batches of any structure"
 _CONTROLS = "settings that reach the bits of gradients"

@@ -2,16 +2,16 @@
 
 One function of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
 ``_optimize_transform_infos`` up as a module global on every redistribution. While meshplan is
-installed, one setting keeps compiled graphs on disk apart (``_graphs``), and methods of other
-libraries are wrapped to report reductions outside the contract (``_uncovered``).
+installed, one setting keeps compiled graphs on disk apart (``_graphs``), and reductions over groups
+of other backends are followed to report those of libraries that redistribute no DTensor.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,11 +23,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._torch import (
-    DDP_NAMES,
     NAMES,
     SEAM,
     TESTED_TORCH,
-    WATCHED_FSDP_NAMES,
     disable_current_modes,
     find_moved,
     redistribute_module,
@@ -51,12 +49,12 @@ from meshplan.dtensor._seam import (
     current_key,
     planned_transform_infos,
 )
-from meshplan.dtensor._uncovered import unwatch, watch
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
 from meshplan.execute import PathChoice, one_shot_switch, select_path
 from meshplan.flatten import Block, Group, registry
 from meshplan.layout import Layout
 from meshplan.planner import intra_node_blocks
+from meshplan.replicas._coverage import report_libraries
 from meshplan.topology import Topology
 
 
@@ -78,16 +76,31 @@ def check_seam() -> None:
     """Check the private names of torch that meshplan uses. Nothing is replaced or sent, and no
     process group is needed.
     """
-    watched = WATCHED_FSDP_NAMES["FSDPParamGroup"].module in sys.modules
-    refuse_moved(
-        [
-            *find_moved(NAMES),
-            *find_moved(DDP_NAMES),
-            # FSDP2 is not imported for this check. A later import checks it (``_uncovered``).
-            *(find_moved(WATCHED_FSDP_NAMES) if watched else ()),
-            *effect_differences(_tracking),
-        ]
-    )
+    refuse_moved([*find_moved(NAMES), *effect_differences(_tracking)])
+
+
+class UncoveredReductionWarning(UserWarning):
+    """A library reduces outside the contract while meshplan is installed.
+
+    With ``strict=True`` that is a ``FallbackRefusedError``.
+    """
+
+
+# Libraries that have warned: once in each process, even if meshplan is installed again.
+_warned: set[str] = set()
+
+
+def _report(library: str, what: str) -> None:
+    config = current_config()
+    # Policy "fast" requests the backend's order.
+    if config is None or config.policy == "fast":
+        return
+    text = f"{what}: meshplan.install() covers redistributions of DTensors only"
+    if config.strict:
+        raise FallbackRefusedError(f"{text}; or pass strict=False to it")
+    if config.path != "native" and library not in _warned:
+        _warned.add(library)
+        warnings.warn(f"meshplan: {text}", UncoveredReductionWarning, stacklevel=4)
 
 
 _lock = threading.RLock()
@@ -124,9 +137,10 @@ def install(
     Code of ``torch.compile`` is compiled again if the arguments change, and all of it if nothing
     was installed before.
 
-    FSDP2, DDP and spmd_types reduce without redistributions of DTensors. Over groups of another
+    FSDP, DDP and spmd_types reduce without redistributions of DTensors. Over groups of another
     backend than ``meshplan``, the first such reduction of each library in this process warns
-    (``UncoveredReductionWarning``). ``meshplan.coverage`` counts all of them, by call site.
+    (``UncoveredReductionWarning``), except of spmd_types in compiled code. ``meshplan.coverage``
+    counts all of them, by call site.
 
     Args:
         policy: ``deterministic``: every such reduction runs under the contract, as one collective.
@@ -146,7 +160,7 @@ def install(
             The environment variable ``MESHPLAN_PATH`` overrides it. With path ``auto``,
             ``MESHPLAN_USE_1STAGE_ALLREDUCE=1`` selects ``one_shot``, and ``0`` excludes it.
         strict: raise ``FallbackRefusedError``, before anything is sent, instead of running a
-            reduction below the requested policy or path; also if FSDP2, DDP or spmd_types would
+            reduction below the requested policy or path; also if FSDP, DDP or spmd_types would
             reduce in the backend's own order.
         verify: with path ``integer``: ``"checksum"`` raises ``ChecksumError`` on every rank if a
             bit of a message changes. A reduction under the contract that cannot be verified so
@@ -179,8 +193,6 @@ def install(
             number of ranks than the job's raises in the first redistribution.)
         GroupAgreementError: with ``topology="live"``, ranks that did not arrive.
         UnsupportedTorchError: an untested torch version, or one whose private names have moved.
-        FallbackRefusedError: ``strict``, and a version of spmd_types whose reductions cannot be
-            observed.
         InstallError: called where torch compiles.
     """
     refuse_in_graph("meshplan.install")
@@ -213,13 +225,7 @@ def _put_in_place(config: Config) -> None:
     # without a configuration calls torch's own.
     set_tag(current_key)
     activate((config, getattr(redistribute_module, SEAM)))
-    try:
-        watch(current_config)
-    except FallbackRefusedError:
-        activate(None)
-        unwatch()
-        remove_tag()
-        raise
+    report_libraries(_report)
     setattr(redistribute_module, SEAM, planned_transform_infos)
     forget_graphs()
 
@@ -245,7 +251,7 @@ def uninstall() -> None:
             )
         setattr(redistribute_module, SEAM, now[1])
         activate(None)
-        unwatch()
+        report_libraries(None)
         remove_tag()
 
 

@@ -43,7 +43,9 @@ _WRAPPERS = ("typing_extensions.py",)
 # By the parts of torch that a reduction comes through.
 _PARTS = {
     "autograd/graph.py": "backward",
-    "distributed/fsdp/": "FSDP2",
+    "distributed/fsdp/_fully_shard/": "FSDP2",
+    "distributed/fsdp/": "FSDP1",
+    "distributed/tensor/debug/": "",
     "distributed/tensor/": "DTensor",
     "distributed/optim/": "optimizer",
     "distributed/algorithms/ddp_comm_hooks/": "DDP hook",
@@ -53,14 +55,22 @@ _PARTS = {
 }
 
 
+# Parts that reduce without a redistribution of a DTensor, and a package that does.
+_CPP = "C++, such as DDP's reducer"
+_LIBRARIES = ("FSDP2", "FSDP1", "DDP hook", _CPP)
+_SPMD_TYPES = os.sep + "spmd_types" + os.sep
+
+
 class CallSite(NamedTuple):
     """``text``: file, line, function and the parts of torch in between, outermost first.
 
     ``left_to_torch``: whether meshplan's policy has left the reduction to torch.
+    ``library``: the one that reduces where ``install`` has no part in it; empty for other callers.
     """
 
     text: str
     left_to_torch: bool
+    library: str
 
 
 def find_call_site() -> CallSite:
@@ -77,20 +87,27 @@ def find_call_site() -> CallSite:
         if inner is None and part != _OWN:
             inner = part
             if part == "backward":
-                parts.append("C++, such as DDP's reducer")
+                parts.append(_CPP)
         if part == "DTensor" and not left:
             left = OBSERVING.is_left_to_torch is not None and OBSERVING.is_left_to_torch(frame)
         if part and part != _OWN and part not in parts:
             parts.append(part)
         frame = frame.f_back
     through = f" ({', '.join(reversed(parts))})" if parts else ""
+    library = ""
+    if "DTensor" not in parts:
+        library = next((one for one in _LIBRARIES if one in parts), "")
     if frame is None:
-        return CallSite(f"thread {threading.current_thread().name}{through}", left)
+        # Autograd's threads for devices have no frame at all.
+        library = library or _CPP * (inner is None)
+        return CallSite(f"thread {threading.current_thread().name}{through}", left, library)
     code = frame.f_code
+    if _SPMD_TYPES in code.co_filename:
+        library = "spmd_types"
     path = "/".join(Path(code.co_filename).parts[-2:])
     # Of a function that torch.compile has divided.
     name = re.sub(r"^torch_dynamo_resume_in_(.+)_at_\d+$", r"\1", code.co_name)
-    return CallSite(f"{path}:{frame.f_lineno} {name}{through}", left)
+    return CallSite(f"{path}:{frame.f_lineno} {name}{through}", left, library)
 
 
 _OWN = "meshplan"
@@ -271,11 +288,9 @@ class Coverage:
                 raise InstallError(
                     "this coverage was started before; start a new one: meshplan.coverage().start()"
                 )
-            if not _active:
-                watch_groups(_watch)
-                OBSERVING.observer = _Caller
             self.open_step = CoverageStep(1)
             _active += (self,)
+            _follow()
         return self
 
     @never_compiled
@@ -287,9 +302,7 @@ class Coverage:
             if step is None:
                 return
             _active = tuple(one for one in _active if one is not self)
-            if not _active:
-                OBSERVING.observer = None
-                unwatch_groups()
+            _follow()
             if step.rows or not self._ended:
                 self._ended.append(step)
 
@@ -334,6 +347,29 @@ def _line(kind: str, count: str, size: str, seconds: str, what: str) -> str:
 _LOCK = threading.Lock()
 # Replaced as a whole: threads that reduce read it without the lock.
 _active: tuple[Coverage, ...] = ()
+_report: Callable[[str, str], object] | None = None
+_following = False
+
+
+def report_libraries(report: Callable[[str, str], object] | None) -> None:
+    """Call ``report`` with the name of a library and the reduction in words, before each one that
+    FSDP, DDP or spmd_types makes outside the contract; ``None``: no more.
+    """
+    global _report
+    with _LOCK:
+        _report = report
+        _follow()
+
+
+def _follow() -> None:
+    """Follow reductions while someone counts or reports; the lock is held."""
+    global _following
+    OBSERVING.observer = _Caller if _active else None
+    before, _following = _following, bool(_active) or _report is not None
+    if _following and not before:
+        watch_groups(_watch)
+    elif before and not _following:
+        unwatch_groups()
 
 
 @never_compiled
@@ -402,19 +438,29 @@ def _watch(
     extent, tensors = _observing.current_extent(), list(_flatten(given))
     if extent == "counted" or group.size() == 1 or not tensors:
         return reduction()
+    dtype, op, report = tensors[0].dtype, _op_name(op), _report
+    any_order = op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex)
     caller = _observing.find_origin()
     if not isinstance(caller, _Caller):
-        # The block has just ended.
-        return reduction()
-    dtype = tensors[0].dtype
-    native = extent == "native" or caller.site.left_to_torch
-    kind: Kind = "native" if native else "outside"
-    op = _op_name(op)
-    if op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex):
-        kind = "any order"
+        # Nobody counts, or the block has just ended.
+        if report is None or any_order:
+            return reduction()
+        caller = _Caller()
+    site = caller.site
+    native = extent == "native" or site.left_to_torch
+    kind: Kind = "any order" if any_order else "native" if native else "outside"
     what = f"{_short(name)} {op.lower()} over {group.name()}"
-    if kind == "outside" and any(one.strict for one in _active):
-        raise _refused(f"{what}, {group.size()} ranks", name_of(dtype), caller, extent)
+    if kind == "outside":
+        about = (
+            f"{site.text}: {what}, {group.size()} ranks, of {name_of(dtype)} is outside the "
+            f"contract, in the backend's own order; {_FIXES.get(extent, _FIX)}"
+        )
+        if report is not None and site.library and extent != "fallback":
+            report(site.library, about)
+        if any(one.strict for one in _active):
+            raise FallbackRefusedError(f"{about}, or pass strict=False to meshplan.coverage")
+    if not caller.steps:
+        return reduction()
     started = time.perf_counter()
     result = _observing.within("counted", reduction)
     seconds = time.perf_counter() - started
@@ -423,14 +469,8 @@ def _watch(
     return result
 
 
-def _refused(what: str, dtype: str, caller: _Caller, extent: str) -> FallbackRefusedError:
-    fix = 'create the group by init_process_group("meshplan") or new_group(backend="meshplan")'
-    if extent == "fallback":
-        fix = "convert the tensor to a dtype and layout of the contract"
-    return FallbackRefusedError(
-        f"{caller.site.text}: {what}, of {dtype} is outside the contract, in the backend's own "
-        f"order; {fix}, or pass strict=False to meshplan.coverage"
-    )
+_FIX = 'create the group by init_process_group("meshplan") or new_group(backend="meshplan")'
+_FIXES = {"fallback": "convert the tensor to a dtype and layout of the contract"}
 
 
 def _flatten(given: Any) -> Iterator[Tensor]:
