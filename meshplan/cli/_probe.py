@@ -19,7 +19,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Small, medium, and large enough for the protocols and algorithms of large messages. Odd lengths
 # make the last chunk of each rank shorter than the others.
 NUMELS = (1_021, 65_539, 2_097_169)
-EXACT_NUMELS = (1_021, 65_539)
 _SEEN = "observed in this run; equal bits prove nothing about other sizes, placements or versions"
 
 
@@ -37,26 +36,6 @@ class ProbeRow:
     @property
     def differs(self) -> bool:
         return self.results > 1 or not self.consistent
-
-
-@dataclass(frozen=True, slots=True)
-class RoundingRow:
-    """How many sums of one collective have the bits of ``order="exact"``."""
-
-    axes: tuple[str, ...]  # labels of the reduced axes
-    size: int  # ranks of a group
-    collective: str  # ``all_reduce`` or ``reduce_scatter``
-    algorithm: str  # the forced one, or ``default``
-    dtype: str  # of the summands
-    numel: int
-    inputs: str  # kind of summands
-    # The most elements of other bits on one rank; ``None``: the collective failed.
-    wrong: int | None
-
-    @property
-    def differs(self) -> bool:
-        """Whether a sum had other bits. A collective that failed has none."""
-        return bool(self.wrong)
 
 
 def add(verbs: Any) -> None:
@@ -93,12 +72,6 @@ def add(verbs: Any) -> None:
         help="number of elements; may be repeated (default: "
         f"{', '.join(map(str, NUMELS[:-1]))} and {NUMELS[-1]})",
     )
-    option(
-        "--exact",
-        action="store_true",
-        help="test instead whether its all-reduces and reduce-scatters return the exact sum, "
-        "rounded once, on adversarial inputs; with nccl by each algorithm that can be forced",
-    )
     add_timeout(parser)
     add_output(parser)
 
@@ -115,8 +88,7 @@ def _compare(given: argparse.Namespace, is_first: bool) -> int:
     header, rows = probe_run.run_probe(given)
     if is_first:
         is_json = given.output_format == "json"
-        text = _format_exact if given.exact else _format_text
-        write = _format_json if is_json else text
+        write = _format_json if is_json else _format_text
         say(write(header, rows) + "\n", fits=not is_json)
     return 1 if any(row.differs for row in rows) else 0
 
@@ -133,43 +105,18 @@ def _check(given: argparse.Namespace) -> None:
             "--node-size and --algorithm need --backend nccl_model; add it, or leave them out"
         )
     given.dtype = list(map(read_dtype, given.dtype or DTYPES[:2]))
-    known = DTYPES[:2] if given.exact else DTYPES
     for dtype in given.dtype:
-        if dtype not in known:
-            raise PolicyError(f"--dtype: use one of {', '.join(known)}, got {dtype}")
+        if dtype not in DTYPES:
+            raise PolicyError(f"--dtype: use one of {', '.join(DTYPES)}, got {dtype}")
     for numel in given.numel or ():
         if not 1 <= numel <= 1 << 31:
             raise PolicyError(f"--numel: use 1 to 2147483648, got {numel}")
 
 
-def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow | RoundingRow]) -> str:
+def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
     found = [asdict(row) | {"axes": list(row.axes), "differs": row.differs} for row in rows]
     answer = {**header, "differs": any(row.differs for row in rows), "reductions": found}
     return json.dumps({**answer, "about": _SEEN}, indent=2)
-
-
-def _format_exact(header: dict[str, Any], rows: Sequence[RoundingRow]) -> str:
-    lines = [f"mesh {header['mesh']}, backend {header['backend']}", header["origin"]]
-    table = [("axes", "ranks", "collective", "algorithm", "dtype", "elements", "inputs", "correct")]
-    table += [
-        (
-            " x ".join(row.axes),
-            str(row.size),
-            row.collective,
-            row.algorithm,
-            row.dtype,
-            str(row.numel),
-            row.inputs,
-            "failed" if row.wrong is None else f"{1 - row.wrong / row.numel:.1%}",
-        )
-        for row in rows
-    ]
-    lines += format_table(table, ruled=False)
-    ran = [row for row in rows if row.wrong is not None]
-    wrong = sum(row.differs for row in ran)
-    verdict = f"{wrong} of {len(ran)} reductions had sums that were not correctly rounded"
-    about = "observed in this run; it certifies no other inputs, sizes, placements or versions"
-    return "\n".join([*lines, f"{verdict} ({about})"])
 
 
 def _format_text(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
