@@ -1,4 +1,4 @@
-"""Totals of steps and comparisons, as text, numbers, gauges of Prometheus and spans."""
+"""Totals of steps and comparisons, as text, numbers and gauges of Prometheus."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshplan.errors import ReplicaDivergenceError
@@ -23,23 +20,8 @@ ROOT = Path(__file__).parents[1]
 REPORT = ReplicaReport(3, 12, 48, (), (), 2, 3600.0)
 
 
-class Spans:
-    """OpenTelemetry's tracer, as far as it is used."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[str, int, dict[str, float]]] = []
-        self.ended = 0
-
-    def start_span(self, name: str, *, start_time: int, attributes: dict[str, float]) -> Spans:
-        self.begun.append((name, start_time, attributes))
-        return self
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def monitored(tracer: Any = None) -> StepMonitor:
-    monitor = StepMonitor(tracer)
+def monitored() -> StepMonitor:
+    monitor = StepMonitor()
     for number in (1, 2):
         step = CoverageStep(number)
         step.add(CoverageRow("outside", "all_reduce", "float32", 2, "here"), 8, 0.25)
@@ -72,33 +54,6 @@ def test_scalars_are_totals_by_name() -> None:
         "meshplan/replicas/failed_checks": 1,
     }
     assert found["meshplan/replicas/differing_tensors"] == 0
-
-
-def test_spans_have_the_numbers_of_a_step() -> None:
-    spans = Spans()
-    monitored(spans)
-    assert [name for name, _, _ in spans.begun] == [
-        *["meshplan.step"] * 2,
-        *["meshplan.verify_replicas"] * 2,
-    ]
-    assert spans.ended == 4
-    starts = [start for _, start, _ in spans.begun]
-    assert starts[0] <= starts[1]
-    # The comparison took an hour.
-    assert starts[2] - starts[3] > 0
-    second = spans.begun[1][2]
-    assert (second["meshplan.step"], second["meshplan.outside.count"]) == (2, 1)
-    assert spans.begun[2][2] == {"meshplan.differing_tensors": 2}
-
-
-def test_tracer_of_opentelemetry_accepts_the_spans() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monitored(provider.get_tracer("meshplan"))
-    found = exporter.get_finished_spans()
-    assert [span.name for span in found].count("meshplan.step") == 2
-    assert found[0].attributes["meshplan.outside.count"] == 1
-    assert found[0].end_time >= found[0].start_time
 
 
 @pytest.fixture(scope="module")
@@ -141,22 +96,3 @@ def test_prometheus_reads_the_totals_of_each_rank(job: list[dict[str, Any]]) -> 
             for one in (agreeing, differing)
         ]
         assert checks == [[2, 0], [1, 1]]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_opentelemetry_has_the_totals_of_each_rank(job: list[dict[str, Any]]) -> None:
-    for found in job:
-        for part, count in (("agreeing", 2), ("differing", 1)):
-            spans, scalars = found[part]["spans"], found[part]["scalars"]
-            steps = [one for one in spans if one["name"] == "meshplan.step"]
-            checks = [one for one in spans if one["name"] == "meshplan.verify_replicas"]
-            assert (len(steps), len(checks), len(spans)) == (count, count, 2 * count)
-            assert all(one["start"] < one["end"] for one in steps)
-            for name in ("contract/count", "outside/count", "contract/bytes"):
-                attribute = f"meshplan.{name.replace('/', '.')}"
-                total = sum(one["attributes"][attribute] for one in steps)
-                assert total == scalars[f"meshplan/{name}"]
-            differing = [one["attributes"]["meshplan.differing_tensors"] for one in checks]
-            assert differing == [scalars["meshplan/replicas/differing_tensors"]] * count
-            assert bool(differing[-1]) == (part == "differing")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Mapping
-from typing import Any
 
 from meshplan.errors import ReplicaDivergenceError
 from meshplan.replicas._comparison import ReplicaReport
@@ -16,27 +13,19 @@ class StepMonitor:
     """Adds up the steps of ``meshplan.coverage(on_step=monitor)``. ``str(monitor)`` is one line.
 
     Another thread may read it, such as one that answers a scraper.
-
-    Args:
-        tracer: of OpenTelemetry (``opentelemetry.trace.get_tracer("meshplan")``): gets one span
-            for each step and one for each comparison. ``None``: no spans.
     """
 
-    def __init__(self, tracer: Any = None) -> None:
-        self._tracer = tracer
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._step_began = time.time_ns()
         self._totals = dict.fromkeys(_names(), 0.0)
 
     def __call__(self, step: CoverageStep) -> None:
         """Add a step that has ended."""
         scalars = step.to_scalars()
         with self._lock:
-            began, self._step_began = self._step_began, time.time_ns()
             self._totals["meshplan/steps"] += 1
             for name, number in scalars.items():
                 self._totals[name] += number
-        self._trace("meshplan.step", began, {"meshplan/step": step.number} | scalars)
 
     def add_check(self, found: ReplicaReport | ReplicaDivergenceError | None) -> None:
         """Add the result of ``meshplan.verify_replicas``.
@@ -48,14 +37,11 @@ class StepMonitor:
         if found is None:
             return
         differing = found.tensors if isinstance(found, ReplicaDivergenceError) else 0
-        seconds = found.seconds if isinstance(found, ReplicaReport) else 0.0
         with self._lock:
             self._totals["meshplan/replicas/checks"] += 1
             self._totals["meshplan/replicas/failed_checks"] += differing > 0
             # Of the last comparison: replicas that were restored are equal again.
             self._totals["meshplan/replicas/differing_tensors"] = differing
-        began = time.time_ns() - int(seconds * 1e9)
-        self._trace("meshplan.verify_replicas", began, {"meshplan/differing_tensors": differing})
 
     def to_scalars(self) -> dict[str, float]:
         """Totals since the monitor was created, with the names of ``CoverageStep.to_scalars``."""
@@ -71,11 +57,6 @@ class StepMonitor:
             f"[meshplan] {totals['meshplan/steps']:.0f} steps: {', '.join(counts)}; replicas "
             f"compared {checks:.0f} times, {failed:.0f} times different"
         )
-
-    def _trace(self, name: str, began: int, attributes: Mapping[str, float]) -> None:
-        if self._tracer is not None:
-            named = {key.replace("/", "."): number for key, number in attributes.items()}
-            self._tracer.start_span(name, start_time=began, attributes=named).end()
 
 
 def _names() -> list[str]:
