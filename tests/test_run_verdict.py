@@ -33,7 +33,14 @@ REPORT: dict[str, Any] = {
     "reductions": [OUTSIDE],
     "steps": {"taken": {"0": 20, "1": 20, "2": 20, "3": 20}, "compared": 5, "not_compared": 15},
     "replicas": {"tensors": 12, "compared": 60, "first_difference": None},
+    "hazards": [],
     "settings_that_differ": {},
+}
+HAZARD = {
+    "code": "MP101",
+    "severity": "error",
+    "text": "replicas may differ: the 8 groups are placed on nodes in 5 different ways",
+    "fix": "order the axes as --mesh fsdp=5,ddp=8 (no GPU is left out)",
 }
 DIFFERENCE = {
     "step": 4,
@@ -72,6 +79,19 @@ class VerdictTest(expecttest.TestCase):
 """,
         )
         assert find_status(found) == 3
+
+    def test_hazards_of_placements(self) -> None:
+        info = HAZARD | {"code": "MP102", "severity": "info", "fix": None}
+        more = [HAZARD | {"code": code, "fix": None} for code in ("MP106", "MP301", "MP301")]
+        lines = format_verdict(report(hazards=[HAZARD, *more, info])).splitlines()
+        self.assertExpectedInline(
+            "\n".join(one for one in lines if "hazard" in one or " more: " in one or "or " in one),
+            """\
+  hazard MP101: replicas may differ: the 8 groups are placed on nodes in 5 different ways
+  hazard MP106: replicas may differ: the 8 groups are placed on nodes in 5 different ways
+    and 2 more: MP301
+  fix: or order the axes as --mesh fsdp=5,ddp=8 (no GPU is left out)""",
+        )
 
     def test_job_under_the_contract(self) -> None:
         found = report(backend="meshplan", reductions=[OUTSIDE | {"contract": "v1/tree/wide/once"}])
@@ -215,6 +235,7 @@ vllm: fix: to keep it, set VLLM_PLUGINS=meshplan where vLLM starts (one variable
             error="ValueError: " + "e" * 500,
             meshes=REPORT["meshes"] * 50,
             reductions=[OUTSIDE] * 50,
+            hazards=[HAZARD | {"text": "h" * 500}] * 50,
             steps={"taken": {str(n): n for n in range(500)}, "compared": 1, "not_compared": 0},
             settings_that_differ={str(n): {"1": [0], "2": [1, 2, 3]} for n in range(50)},
             not_observed=["w" * 100] * 50,

@@ -115,7 +115,7 @@ def _read_jobs(script: str, events: Sequence[Mapping[str, Any]]) -> Iterator[Job
         flattened: dict[tuple[str, ...], None] = {}
         kinds = set()
         for use in uses:
-            found = [_find_axes(layout, ranks) for ranks in use["along"]]
+            found = [find_axes(layout, ranks) for ranks in use["along"]]
             if None in found:
                 continue  # a part of another mesh
             kinds.add(use["use"])
@@ -139,7 +139,7 @@ def _read_jobs(script: str, events: Sequence[Mapping[str, Any]]) -> Iterator[Job
         )
 
 
-def _find_axes(layout: Layout, ranks: Sequence[int]) -> tuple[int, ...] | None:
+def find_axes(layout: Layout, ranks: Sequence[int]) -> tuple[int, ...] | None:
     """The axes whose group of the first of these ranks they are; ``None`` if there are none."""
     if len(ranks) == 1:
         return ()

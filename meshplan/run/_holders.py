@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -36,9 +37,17 @@ _REDUCED = 4096
 Ranks = tuple[int, ...]
 
 
+@dataclass(slots=True)
+class _Mesh:
+    """What is read of a mesh once; holders by placements."""
+
+    layout: Layout | None = None
+    holders: dict[Any, set[Ranks]] = field(default_factory=dict)
+
+
 # In the order of their first appearance.
 _MODULES: Any = WeakIdKeyDictionary()
-_MESHES: Any = WeakIdKeyDictionary()
+_MESHES: Any = WeakIdKeyDictionary()  # and the _Mesh of each
 _LAYOUTS: dict[Layout, None] = {}
 _MOST_LAYOUTS = 64
 
@@ -48,8 +57,16 @@ def find_layouts() -> list[Layout]:
     for mesh in _list_alive(_MESHES) if len(_LAYOUTS) < _MOST_LAYOUTS else ():
         # A slice reads its ranks from the default group, and only on its own ranks.
         with suppress(RuntimeError, ValueError):
-            _LAYOUTS.setdefault(Layout.from_mesh(mesh))
+            _LAYOUTS.setdefault(layout_of(mesh))
     return list(_LAYOUTS)
+
+
+def layout_of(mesh: DeviceMesh) -> Layout:
+    """Read once: it takes longer than the digest of a small tensor."""
+    found: _Mesh = _MESHES.setdefault(mesh, _Mesh())
+    if found.layout is None:
+        found.layout = Layout.from_mesh(mesh)
+    return found.layout
 
 
 def remember_modules_and_meshes() -> None:
@@ -62,7 +79,7 @@ def remember_modules_and_meshes() -> None:
     @functools.wraps(init)
     def remembered(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
         init(mesh, *arguments, **options)
-        _MESHES[mesh] = None
+        _MESHES[mesh] = _Mesh()
 
     owner.__init__ = remembered
 
@@ -81,6 +98,7 @@ class ParameterTable:
     """What is known of parameters, by identity; read again when an unknown one appears."""
 
     def __init__(self) -> None:
+        self.uses: dict[Ranks, set[bool]] = {}  # whether replicated, along a group of this rank
         self._names: Any = {}
         self._groups: Any = {}
         self._lock = threading.Lock()
@@ -126,17 +144,31 @@ class ParameterTable:
         found: set[Ranks] = {self._groups.get(parameter, ())}
         gradient = parameter.grad
         if tensor.mesh is not None:
-            layout, placements = Layout.from_mesh(tensor.mesh), tensor.placements
-            # A strided shard is no shard to torch's is_shard.
-            axes = [axis for axis, one in enumerate(placements) if one.is_replicate()]
-            if axes and not any(one.is_partial() for one in placements):
-                found.add(tuple(sorted(layout.group_of(rank, axes) or ())))
-        elif found == {()} and type(gradient) is Tensor and gradient.numel():
+            return self._find_holders(tensor.mesh, tensor.placements, rank)
+        if found == {()} and type(gradient) is Tensor and gradient.numel():
             with self._lock:
                 start, end, ranks = self._reduced.get(_refer(gradient), (0, 0, ()))
             at = gradient.data_ptr()
             found.add(ranks if start <= at and at + gradient.nbytes <= end else ())
-        return {ranks for ranks in found if len(ranks) > 1}
+        found = {ranks for ranks in found if len(ranks) > 1}
+        for ranks in found:
+            self.uses.setdefault(ranks, set()).add(True)
+        return found
+
+    def _find_holders(self, mesh: DeviceMesh, placements: Any, rank: int) -> set[Ranks]:
+        layout = layout_of(mesh)
+        known: dict[Any, set[Ranks]] = _MESHES[mesh].holders
+        if placements not in known:
+            # A strided shard is no shard to torch's is_shard.
+            replicated = [one.is_replicate() for one in placements]
+            axes = [axis for axis, one in enumerate(replicated) if one]
+            ranks = tuple(sorted(layout.group_of(rank, axes) or ())) if axes else ()
+            partial = any(one.is_partial() for one in placements)
+            known[placements] = {ranks} if len(ranks) > 1 and not partial else set()
+            for axis, one in enumerate(replicated):
+                group = tuple(sorted(layout.group_of(rank, axis) or ()))
+                self.uses.setdefault(group, set()).add(one)
+        return known[placements]
 
 
 def _refer(tensor: Tensor) -> Any:

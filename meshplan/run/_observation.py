@@ -11,7 +11,6 @@ import atexit
 import functools
 import hashlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -36,10 +35,12 @@ from meshplan.replicas._coverage import coverage
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run import _report
 from meshplan.run._exchange import Exchange
+from meshplan.run._hazards import ObservedFacts
 from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
 from meshplan.run._reductions import ReductionTable
 from meshplan.run._settings import RunSettings
 from meshplan.run._snapshots import Snapshots
+from meshplan.topology._locate import locate_rank
 
 _FINISH_SECONDS = 10.0
 # Launchers end all ranks of a job after one has failed.
@@ -72,6 +73,7 @@ class Observation:
         self._lock = threading.Lock()
         self._ended = False
         self._report: dict[str, Any] | None = None
+        self.facts: tuple[ObservedFacts, ...] = ()  # of the meshes, for a picture
 
     def start(self) -> None:
         """Begin, if there is a process group and this has not begun."""
@@ -79,7 +81,8 @@ class Observation:
             if self._exchange is not None or not dist.is_initialized() or self._ended:
                 return
             self._backend, self.rank = dist.get_backend(), dist.get_rank()
-            hello = {"host": socket.gethostname(), "settings": _report.read_settings()}
+            place = locate_rank(os.environ).to_json()
+            hello = {"location": place, "settings": _report.read_settings()}
             store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
             exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
             self._exchange = exchange
@@ -226,10 +229,12 @@ class Observation:
             "backend": self._backend,
             "notes": list(self.notes),
             "rows": self._reductions.describe(self.rank),
+            "uses": self._parameters.uses.copy(),
             "seconds_per_step": (times[-1] - times[0]) / steps if steps > 0 else None,
         }
         with self._exchange.lock:
-            return _report.build(self._exchange.ledger, own, state, error)
+            report, self.facts = _report.build(self._exchange.ledger, own, state, error)
+        return report
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:
         """End the observation of a job that has ended, by ``error`` or well, and return on rank 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from itertools import chain, combinations
 from typing import Any
 
 import torch.distributed as dist
@@ -43,22 +44,23 @@ class ReductionTable(CoverageStep):
         """``reductions`` of the report: those whose result depends on an order."""
         with self._guard:
             found = list(self._found.items())
-        labels = _name_groups(rank)
+        labels = name_groups(rank)
         events = {(one["asked"], one["dtype"]): one for one in report(json=True)["entries"]}
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for (row, ranks), (calls, elements) in found:
             if row.kind == "any order":
                 continue
             event = events.get((row.reduction, row.dtype), {"contract": None, "group": None})
-            call, op = row.reduction, None
+            call, op, backend = row.reduction, None, None
             if row.kind != "contract":
-                call, op = row.reduction.split(" ")[:2]
+                call, op, _, backend = row.reduction.split(" ", 3)
             facts = {
                 "call": call,
                 "op": op,
                 "dtype": row.dtype,
                 "group": (labels.get(ranks) or format_ranks(ranks)) if ranks else event["group"],
                 "group_size": row.ranks,
+                "backend": backend,
                 "site": row.site,
                 "kind": row.kind,
                 "contract": event["contract"] if row.kind == "contract" else None,
@@ -70,10 +72,14 @@ class ReductionTable(CoverageStep):
         return list(rows.values())
 
 
-def _name_groups(rank: int) -> dict[Ranks, str]:
-    """Labels of axes, by the ranks of this rank's groups over them."""
+def name_groups(rank: int) -> dict[Ranks, str]:
+    """Labels of axes and of sets of axes, by the ranks of this rank's groups over them."""
     found: dict[Ranks, str] = {}
     for layout in find_layouts():
-        for axis, label in enumerate(layout.names or ()):
-            found.setdefault(tuple(sorted(layout.group_of(rank, axis) or ())), label)
+        wide = [axis for axis, size in enumerate(layout.sizes) if size > 1]
+        sets = chain.from_iterable(combinations(wide, n + 1) for n in range(len(wide)))
+        # A mesh without names has labels where they tell its axes apart.
+        for axes in sets if layout.names or len(wide) > 1 else ():
+            label = " x ".join(layout.axes[axis] for axis in axes)
+            found.setdefault(tuple(sorted(layout.group_of(rank, axes) or ())), label)
     return found

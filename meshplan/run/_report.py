@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from meshplan.run._hazards import ObservedFacts, describe_hazards
 from meshplan.run._holders import find_layouts
 from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
+from meshplan.run._reductions import name_groups
 
 _NCCL = ("ALGO", "COLLNET_ENABLE", "MAX_NCHANNELS", "MIN_NCHANNELS", "NVLS_ENABLE", "PROTO")
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_TUNER_PLUGIN", "OMP_NUM_THREADS")
@@ -39,11 +41,16 @@ def read_settings() -> dict[str, Any]:
     return found
 
 
-def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dict[str, Any]:
-    """The report on what has been posted until now; ``own`` is what rank 0 has observed itself."""
+def build(
+    ledger: Ledger, own: dict[str, Any], state: str, error: object
+) -> tuple[dict[str, Any], tuple[ObservedFacts, ...]]:
+    """The report on what has been posted until now, and the facts of its meshes; ``own`` is what
+    rank 0 has observed itself.
+    """
     from meshplan import __version__
 
-    hosts = group_by_value({rank: hello["host"] for rank, hello in ledger.hellos.items()})
+    places = {rank: hello["location"] for rank, hello in ledger.hellos.items()}
+    hosts = group_by_value({rank: one["name"] for rank, one in places.items()})
     notes = [*own["notes"], *ledger.find_unposted()]
     # Siblings have one label: their rows are the same but for the counts.
     rows = {_key(row): row for row in own["rows"]}
@@ -53,9 +60,20 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
             rows.setdefault(_key(row), row)
     missing = {"posted nothing": set(range(ledger.world_size)) - ledger.hellos.keys()}
     missing["not heard to the end"] = ledger.hellos.keys() - ledger.finals.keys()
+    groups = {label: ranks for ranks, label in name_groups(0).items()}
+    layouts = find_layouts()
+    hazards, unjudged, facts = describe_hazards(
+        list(rows.values()),
+        groups,
+        own["uses"],
+        layouts,
+        places,
+        ledger.world_size,
+    )
+    notes += unjudged
     if state != "running":
         notes += [f"{format_ranks(ranks)}: {what}" for what, ranks in missing.items() if ranks]
-    return {
+    report = {
         "version": 1,
         "state": state,
         "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -68,15 +86,17 @@ def build(ledger: Ledger, own: dict[str, Any], state: str, error: object) -> dic
         "not_observed": notes,
         "meshes": [
             {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
-            for one in find_layouts()
+            for one in layouts
         ],
         "reductions": list(rows.values()),
         "steps": ledger.describe_steps(),
         "replicas": ledger.describe_replicas(),
+        "hazards": hazards,
         "settings": read_settings(),
         "settings_that_differ": find_differing_settings(ledger.hellos),
         "seconds_per_step": own["seconds_per_step"],
     }
+    return report, facts
 
 
 def write(path: str, report: dict[str, Any]) -> None:

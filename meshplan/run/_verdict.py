@@ -17,9 +17,9 @@ from meshplan.lint._programs import FIXES, ProgramFix, find_fix
 from meshplan.lint._reporters._words import escape_line
 from meshplan.run._ledger import format_ranks, group_by_value
 
-MOST_LINES = 17
+MOST_LINES = 20
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
-_MOST = {"rows": 3, "meshes": 2, "fixes": 4, "width": 188}  # each line has an indent
+_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}  # each line has an indent
 
 Report = Mapping[str, Any]
 
@@ -92,6 +92,12 @@ def _list_findings(report: Report) -> Iterator[str]:
             yield f"  and {len(outside) - _MOST['rows']} more"
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
+    hazards = [one for one in report["hazards"] if one["severity"] != "info"]
+    for one in hazards[: _MOST["hazards"]]:
+        yield f"hazard {one['code']}: {one['text']}"
+    if len(hazards) > _MOST["hazards"]:
+        codes = sorted({one["code"] for one in hazards[_MOST["hazards"] :]})
+        yield f"  and {len(hazards) - _MOST['hazards']} more: {', '.join(codes)}"
     if differing := report["settings_that_differ"]:
         settings = (f"{name}={_list_values(values)}" for name, values in differing.items())
         yield f"settings differ: {'; '.join(settings)}"
@@ -136,9 +142,12 @@ def _list_fixes(report: Report) -> Iterator[str]:
     if cause in _CAUSES and _CAUSES[cause][1]:
         yield _CAUSES[cause][1]
     fix = _find_program_fix(report["reductions"])
+    # Another layout changes the job: it stands behind what leaves it as it is.
+    layouts = [f"or {one['fix']}" for one in report["hazards"] if one["fix"]]
     if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"to keep it, {fix.action} ({fix.cost})"
+        yield from layouts[:1]
 
 
 def _find_cause(report: Report) -> str | None:

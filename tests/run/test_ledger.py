@@ -159,12 +159,12 @@ def test_replicas_that_agreed_before_did_not_start_apart() -> None:
 def test_ranks_that_were_not_heard_to_the_end_are_named() -> None:
     ledger = Ledger(3)
     for rank in (0, 1):
-        ledger.add(rank, {"hello": {"host": "a", "settings": {}}})
+        ledger.add(rank, {"hello": {"location": {"name": "a"}, "settings": {}}})
     ledger.add(0, {"final": {"notes": [], "rows": []}})
-    own = {"notes": [], "rows": [], "backend": "gloo", "seconds_per_step": None}
+    own = {"notes": [], "rows": [], "uses": {}, "backend": "gloo", "seconds_per_step": None}
     notes = ["rank 2: posted nothing", "rank 1: not heard to the end"]
-    assert build(ledger, own, "ended", None)["not_observed"] == notes
-    assert build(ledger, own, "running", None)["not_observed"] == []
+    assert build(ledger, own, "ended", None)[0]["not_observed"] == notes
+    assert build(ledger, own, "running", None)[0]["not_observed"] == []
 
 
 def test_tensors_that_are_gone_are_named_without_elements() -> None:
