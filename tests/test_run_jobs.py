@@ -129,7 +129,9 @@ def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> Non
     (tmp_path / "job").mkdir()
     shutil.copy2(JOBS / "digests.py", tmp_path / "job")
     shutil.copy2(JOBS / "jagged.py", tmp_path / "job" / "train.py")
-    plain = torchrun(tmp_path, "job/train.py", 6, "--every", "1")
+    page = tmp_path / "run.html"
+    plain = torchrun(tmp_path, "job/train.py", 6, "--every", "1", "--html", str(page))
+    assert "(ddp=2, fsdp=3) on 3 nodes of 2" in page.read_text(encoding="utf-8")
     assert len(digests(plain)) > 1
     assert plain.report["replicas"]["first_difference"]["cause"] == "order"
     (shown,) = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")

@@ -31,6 +31,7 @@ def add(verbs: Any) -> None:
     about += " it does alone, and rank 0 writes a verdict to standard error when it ends."
     option = add_verb(verbs, "run", run, what, description=about).add_argument
     option("--report", metavar="FILE", help="write the report, as JSON, after each compared step")
+    option("--html", metavar="FILE", help="write a page for browsers when the job ends")
     compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"
     option("--every", metavar="N", default="100", help=compares)
     option("--gradients", action="store_true", help="compare gradients before each compared step")
@@ -50,13 +51,14 @@ def run(given: argparse.Namespace) -> int:
     os.environ.pop("MESHPLAN_RUN", None)
     try:
         source = None if given.module else _read_script(given.script)
-        if given.report:
-            try_to_open(given.report)
+        for name in filter(None, (given.report, given.html)):
+            try_to_open(name)
         settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(
             report=given.report,
             every=read_number(given.every, "--every"),
             gradients=given.gradients,
             strict=given.strict,
+            html=given.html,
             backend=given.backend,
         )
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)

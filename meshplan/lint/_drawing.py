@@ -1,6 +1,6 @@
-"""The page of ``meshplan lint --html``: a summary of all inputs, findings, one SVG of their meshes.
+"""Pages of ``--html``. That of the linter: all inputs, findings, one SVG of their meshes.
 
-The page needs no network and no script, and follows the light or dark scheme of the reader.
+A page needs no network and no script, and follows the light or dark scheme of the reader.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ figure{margin:1rem 0;overflow-x:auto}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;padding:.6rem 1rem;background:#f3f5f7}
 table{border-collapse:collapse}
 th,td{text-align:left;padding:.25rem 1.2rem .25rem 0;border-bottom:1px solid #8c959f;\
-vertical-align:top;overflow-wrap:anywhere}
+vertical-align:top}
 .error{color:#b3001b} .warning{color:#7a5200}
 @media (prefers-color-scheme:dark){
 body{color:#e6edf3;background:#0f1318}
@@ -78,9 +78,17 @@ def write_page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>{_quote(title)}</title>\n<style>\n{_PAGE_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{_quote(title)}</h1>\n{body}</body>\n</html>\n"
+        f"<title>{quote(title)}</title>\n<style>\n{_PAGE_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{quote(title)}</h1>\n{body}</body>\n</html>\n"
     )
+
+
+def write_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that scrolls by itself where the window is narrow."""
+    head = "".join(f"<th>{quote(one)}</th>" for one in heads)
+    lines = [f"<tr>{head}</tr>\n"] * bool(heads)
+    lines += ["<tr>" + "".join(f"<td>{quote(one)}</td>" for one in row) + "</tr>\n" for row in rows]
+    return f"<figure>\n<table>\n{''.join(lines)}</table>\n</figure>\n"
 
 
 def write_report(report: LintReport, facts: Sequence[JobFacts]) -> str:
@@ -90,9 +98,9 @@ def write_report(report: LintReport, facts: Sequence[JobFacts]) -> str:
         report: the findings and inputs.
         facts: of every mesh; those with findings are drawn.
     """
-    body = f"<p>{_quote(format_counts(report))}</p>\n"
+    body = f"<p>{quote(format_counts(report))}</p>\n"
     if checked := format_checked(report):
-        body += f"<p>{_quote(checked)}</p>\n"
+        body += f"<p>{quote(checked)}</p>\n"
     body += "".join(_write_inputs(report))
     if picture := draw_meshes(facts, report.findings):
         body += f"<h2>Meshes with findings</h2>\n<figure>\n{picture}</figure>\n"
@@ -110,12 +118,9 @@ def _write_inputs(report: LintReport) -> Iterator[str]:
         if one.state != "no mesh" or one.kind != "file"
     ]
     if rows:
-        yield "<table>\n<tr><th>input</th><th>result</th><th>findings</th><th>reason</th></tr>\n"
-        for row in rows:
-            yield "<tr>" + "".join(f"<td>{_quote(cell)}</td>" for cell in row) + "</tr>\n"
-        yield "</table>\n"
+        yield write_table(("input", "result", "findings", "reason"), rows)
     if report.judged:
-        yield "<ul>\n" + "".join(f"<li>{_quote(one)}</li>\n" for one in report.judged) + "</ul>\n"
+        yield "<ul>\n" + "".join(f"<li>{quote(one)}</li>\n" for one in report.judged) + "</ul>\n"
 
 
 def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -123,28 +128,30 @@ def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:
     seen: dict[tuple[Fix, ...], str] = {}
     for one in findings:
         where = f"{format_source(one.source)}: {one.subject}" if one.subject else str(one.source)
-        head = f'<span class="{one.severity}">{one.severity} {_quote(one.code)}</span>'
-        yield f"<h3>{head}: {_quote(one.message)}</h3>\n<p>{_quote(where)}</p>\n"
+        head = f'<span class="{one.severity}">{one.severity} {quote(one.code)}</span>'
+        yield f"<h3>{head}: {quote(one.message)}</h3>\n<p>{quote(where)}</p>\n"
         if one.details:
-            yield f"<pre>{chr(10).join(_quote(line, lines=True) for line in one.details)}</pre>\n"
+            yield f"<pre>{chr(10).join(quote(line, lines=True) for line in one.details)}</pre>\n"
         if one.fixes in seen:
-            yield f"<p>Fixes: those of {_quote(seen[one.fixes])}.</p>\n"
+            yield f"<p>Fixes: those of {quote(seen[one.fixes])}.</p>\n"
         elif one.fixes:
             seen[one.fixes] = f"the first {one.code} of {format_source(one.source)}"
             yield "<ol>\n"
             for fix in one.fixes:
                 diff = f"<pre>{escape(escape_text(fix.diff))}</pre>" if fix.diff else ""
-                yield f"<li>{_quote(format_fix(fix))}{diff}</li>\n"
+                yield f"<li>{quote(format_fix(fix))}{diff}</li>\n"
             yield "</ol>\n"
 
 
-def _quote(text: str, *, lines: bool = False) -> str:
+def quote(text: str, *, lines: bool = False) -> str:
     """The beginning of a text, safe in HTML and XML."""
     cut = text[:_MAX_TEXT] + "…" * (len(text) > _MAX_TEXT)
     return escape(escape_text(cut) if lines else escape_line(cut))
 
 
-def draw_meshes(facts: Sequence[JobFacts], findings: Sequence[Finding]) -> str:
+def draw_meshes(
+    facts: Sequence[JobFacts], findings: Sequence[Finding], *, every: bool = False
+) -> str:
     """The ranks of all meshes with findings on their nodes and domains, as one SVG document.
 
     A rank has the colour of its group. Groups that are placed on nodes differently from most are
@@ -153,11 +160,14 @@ def draw_meshes(facts: Sequence[JobFacts], findings: Sequence[Finding]) -> str:
     Args:
         facts: of every mesh. A mesh whose placement is unknown is not drawn.
         findings: of these meshes.
+        every: draw meshes without findings too.
 
     Returns:
-        The document, or an empty string if no mesh has a finding and a known placement.
+        The document, or an empty string if there is no such mesh with a known placement.
     """
     axes_of: dict[int, dict[tuple[int, ...], None]] = {}
+    if every:
+        axes_of = {i: {} for i, one in enumerate(facts) if one.topology.known}
     number = {(one.job.source, str(one.layout)): i for i, one in enumerate(facts)}
     for finding in findings:
         i = number.get((finding.source, finding.subject))
@@ -217,7 +227,7 @@ class _Canvas:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mp" width="{width}" '
             f'height="{height}" viewBox="0 0 {width} {height}" font-family="{_FONT}" role="img" '
-            f'aria-label="meshes with findings">\n<style>\n{light}{dark}</style>\n'
+            f'aria-label="meshes">\n<style>\n{light}{dark}</style>\n'
             f'<rect class="page" width="100%" height="100%"/>\n{"".join(self.parts)}</svg>\n'
         )
 

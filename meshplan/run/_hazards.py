@@ -60,6 +60,13 @@ class Observed(NamedTuple):
     locations: tuple[str, ...]
 
 
+class Judged(NamedTuple):
+    """The facts of each mesh, and the findings, most severe first."""
+
+    facts: tuple[JobFacts, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
 class ObservedFacts(JobFacts):
     """Those of the linter, with only the reductions that ran; a trial of another mesh has all."""
 
@@ -102,31 +109,30 @@ class ObservedFacts(JobFacts):
 
 def read_reduction(row: Mapping[str, Any], ranks_of: Mapping[str, Ranks]) -> Ran | str | None:
     """From a row of the report; the reason if its group is in no mesh, ``None`` if it is safe."""
-    if row["kind"] == "contract" or row["backend"] in _EVEN or row["group_size"] < 3:
+    if row["kind"] == "contract" or row["backend"] in _EVEN:
         return None
     if row["group"] not in ranks_of:
-        return str(row["group"])
+        # A sum of two does not depend on its order.
+        return str(row["group"]) if row["group_size"] > 2 else None
     parts = tuple(one for one in _PARTS if one in row["site"])
     return Ran(ranks_of[row["group"]], row["call"], parts)
 
 
 @lru_cache(maxsize=4)
-def find_hazards(seen: Observed) -> tuple[tuple[Finding, ...], tuple[ObservedFacts, ...]]:
-    """The findings, most severe first, and the facts of each mesh, to draw it; ``TopologyError`` if
-    locations are invalid.
-    """
+def find_hazards(seen: Observed) -> Judged:
+    """Judge them; ``TopologyError`` if locations are invalid."""
     locations = [RankLocation.from_json(json.loads(one)) for one in seen.locations]
     cluster = merge_locations(locations)
     whole = [one for one in seen.layouts if not _is_part(one, seen.layouts)]
     jobs = [_read_job(one, seen) for one in whole if one.highest_rank < len(locations)]
     facts = tuple(ObservedFacts(job, cluster, seen.ran) for job in jobs)
     if not seen.ran:
-        return (), facts
+        return Judged(facts)
     nccl: Any = torch.cuda.nccl
     version = nccl.version() if torch.cuda.is_available() else None
     found = [*check_facts(facts)]
     found += check_environment(os.environ, nccl_version=version, driver=None, jobs=jobs)
-    return sort_findings(found), facts
+    return Judged(facts, sort_findings(found))
 
 
 def _is_part(layout: Layout, layouts: Sequence[Layout]) -> bool:
@@ -176,8 +182,8 @@ def describe_hazards(
     layouts: Sequence[Layout],
     locations: Mapping[int, Any],
     world_size: int,
-) -> tuple[list[dict[str, Any]], list[str], tuple[ObservedFacts, ...]]:
-    """``hazards`` of the report, what could not be judged, and the facts of each mesh."""
+) -> tuple[list[dict[str, Any]], list[str], Judged]:
+    """``hazards`` of the report, what could not be judged, and what both are made of."""
     read = [read_reduction(row, ranks_of) for row in rows]
     ran = frozenset(one for one in read if isinstance(one, Ran))
     outside = sorted({one for one in read if isinstance(one, str)})
@@ -189,18 +195,19 @@ def describe_hazards(
     ]
     if missing := set(range(world_size)) - locations.keys():
         notes += [f"hazards: the hosts of {format_ranks(sorted(missing))}"] * bool(ran)
-        return [], notes, ()
+        return [], notes, Judged()
     places = tuple(json.dumps(locations[rank], sort_keys=True) for rank in range(world_size))
     used = frozenset((ranks, frozenset(found)) for ranks, found in uses.items())
     try:
-        findings, facts = find_hazards(Observed(tuple(layouts), used, ran, places))
+        judged = find_hazards(Observed(tuple(layouts), used, ran, places))
     except TopologyError as error:
-        return [], [*notes, f"hazards: {error}"], ()
-    for one in facts if ran else ():
+        return [], [*notes, f"hazards: {error}"], Judged()
+    for one in judged.facts if ran else ():
         if axes := one.job.find_unknown_axes():
             notes.append(f"hazards over {one.layout}: the use of {', '.join(axes)}")
         if one.topology.domains is None:
             notes.append("NVLink domains of hosts")
+    # Another layout is listed: what leaves it as it is, is the same for all of them.
     hazards = [
         {
             "code": one.code,
@@ -208,9 +215,9 @@ def describe_hazards(
             "mesh": one.subject,
             "text": one.message,
             "details": list(one.details),
-            "fix": format_fix(one.fixes[0]) if one.fixes else None,
+            "fix": next((format_fix(fix) for fix in one.fixes if fix.mesh), None),
             "axes": one.data.get("axes", []),
         }
-        for one in findings
+        for one in judged.findings
     ]
-    return hazards, list(dict.fromkeys(notes)), facts
+    return hazards, list(dict.fromkeys(notes)), judged

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 from meshplan.errors import PolicyError
 from meshplan.run import RunSettings
@@ -24,7 +25,10 @@ class ObservedJob:
         self._settings = settings
         self._process = os.getpid()
         # The script may change its folder.
-        report = settings.report and os.path.abspath(os.path.join(folder, settings.report))
+        report, self._page = (
+            name and os.path.abspath(os.path.join(folder, name))
+            for name in (settings.report, settings.html)
+        )
         self._observation = observe(settings._replace(report=report))
 
     def finish(self, error: BaseException | None) -> int:
@@ -42,8 +46,11 @@ class ObservedJob:
             if report is None:
                 reasons = self._observation.notes or ["the script created no process group"]
                 raise ValueError("; ".join(reasons))
-            text = format_verdict(report, self._settings.report)
+            saved = ", ".join(filter(None, (self._settings.report, self._settings.html)))
+            text = format_verdict(report, saved)
             status = find_status(report) if strict else 0
+            if self._page:
+                text += self._save_page(self._page, report, text)
         except Exception as fault:
             text = f"[meshplan] no verdict: {type(fault).__name__}: {fault}\n"
             status = 3 if strict else 0
@@ -51,6 +58,16 @@ class ObservedJob:
             sys.stderr.write(text)
             sys.stderr.flush()
         return status
+
+    def _save_page(self, path: str, report: dict[str, Any], text: str) -> str:
+        """Write the page; a line about a failure."""
+        from meshplan.run._page import save_page
+
+        try:
+            save_page(path, report, text, *self._observation.judged)
+        except OSError as fault:
+            return f"  the page could not be written: {fault}\n"
+        return ""
 
 
 def observe_by_variable(text: str, folder: str) -> None:

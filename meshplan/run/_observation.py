@@ -35,7 +35,7 @@ from meshplan.replicas._coverage import coverage
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run import _report
 from meshplan.run._exchange import Exchange
-from meshplan.run._hazards import ObservedFacts
+from meshplan.run._hazards import Judged
 from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
 from meshplan.run._reductions import ReductionTable
 from meshplan.run._settings import RunSettings
@@ -73,7 +73,7 @@ class Observation:
         self._lock = threading.Lock()
         self._ended = False
         self._report: dict[str, Any] | None = None
-        self.facts: tuple[ObservedFacts, ...] = ()  # of the meshes, for a picture
+        self.judged = Judged()
 
     def start(self) -> None:
         """Begin, if there is a process group and this has not begun."""
@@ -233,7 +233,7 @@ class Observation:
             "seconds_per_step": (times[-1] - times[0]) / steps if steps > 0 else None,
         }
         with self._exchange.lock:
-            report, self.facts = _report.build(self._exchange.ledger, own, state, error)
+            report, self.judged = _report.build(self._exchange.ledger, own, state, error)
         return report
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:

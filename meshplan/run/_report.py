@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshplan.run._hazards import ObservedFacts, describe_hazards
+from meshplan.run._hazards import Judged, describe_hazards
 from meshplan.run._holders import find_layouts
 from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
 from meshplan.run._reductions import name_groups
@@ -43,9 +43,9 @@ def read_settings() -> dict[str, Any]:
 
 def build(
     ledger: Ledger, own: dict[str, Any], state: str, error: object
-) -> tuple[dict[str, Any], tuple[ObservedFacts, ...]]:
-    """The report on what has been posted until now, and the facts of its meshes; ``own`` is what
-    rank 0 has observed itself.
+) -> tuple[dict[str, Any], Judged]:
+    """The report on what has been posted until now, and its findings; ``own`` is what rank 0 has
+    observed itself.
     """
     from meshplan import __version__
 
@@ -62,7 +62,7 @@ def build(
     missing["not heard to the end"] = ledger.hellos.keys() - ledger.finals.keys()
     groups = {label: ranks for ranks, label in name_groups(0).items()}
     layouts = find_layouts()
-    hazards, unjudged, facts = describe_hazards(
+    hazards, unjudged, judged = describe_hazards(
         list(rows.values()),
         groups,
         own["uses"],
@@ -96,7 +96,7 @@ def build(
         "settings_that_differ": find_differing_settings(ledger.hellos),
         "seconds_per_step": own["seconds_per_step"],
     }
-    return report, facts
+    return report, judged
 
 
 def write(path: str, report: dict[str, Any]) -> None:

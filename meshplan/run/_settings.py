@@ -18,6 +18,7 @@ class RunSettings(NamedTuple):
         first: how many steps at the start are compared, each of them.
         gradients: compare gradients before each observed step too.
         strict: exit with status 3 if replicas differ or a reduction is outside the contract.
+        html: path of a page for browsers, which rank 0 writes at the end.
         backend: of the default group, ``meshplan``; ``None`` leaves the job's own.
     """
 
@@ -26,6 +27,7 @@ class RunSettings(NamedTuple):
     first: int = 3
     gradients: bool = False
     strict: bool = False
+    html: str | None = None
     backend: str | None = None
 
     @classmethod

@@ -92,7 +92,8 @@ def _list_findings(report: Report) -> Iterator[str]:
             yield f"  and {len(outside) - _MOST['rows']} more"
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
-    hazards = [one for one in report["hazards"] if one["severity"] != "info"]
+    # Warnings are about time, and in the report.
+    hazards = [one for one in report["hazards"] if one["severity"] == "error"]
     for one in hazards[: _MOST["hazards"]]:
         yield f"hazard {one['code']}: {one['text']}"
     if len(hazards) > _MOST["hazards"]:
@@ -143,7 +144,8 @@ def _list_fixes(report: Report) -> Iterator[str]:
         yield _CAUSES[cause][1]
     fix = _find_program_fix(report["reductions"])
     # Another layout changes the job: it stands behind what leaves it as it is.
-    layouts = [f"or {one['fix']}" for one in report["hazards"] if one["fix"]]
+    errors = [one for one in report["hazards"] if one["severity"] == "error"]
+    layouts = [f"or {one['fix']}" for one in errors if one["fix"]]
     if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
         yield f"to keep it, {fix.action} ({fix.cost})"

@@ -1,5 +1,7 @@
 """Data parallelism by DTensor on a (2, 3) mesh, over a model of NCCL on hosts of two GPUs."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from digests import print_digest
@@ -11,6 +13,8 @@ from meshplan.testing import nccl_model
 
 
 def main():
+    # The hosts of the model, for those who observe where ranks are.
+    os.environ["MESHPLAN_HOST"] = f"host{int(os.environ['RANK']) // 2}"
     nccl_model.register()
     nccl_model.configure(domain_size=2, algorithm="tree")
     dist.init_process_group("nccl_model")

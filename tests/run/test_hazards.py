@@ -92,9 +92,9 @@ class TestText(TestCase):
         groups = {axis: layout.group_of(0, axis) or () for axis in layout.axes}
         uses = {ranks: {True} for ranks in groups.values()}
         places = {rank: RankLocation(f"h{rank // 8}", "h").to_json() for rank in range(40)}
-        hazards, notes, facts = describe_hazards(BY_AXIS, groups, uses, [layout], places, 40)
+        hazards, notes, judged = describe_hazards(BY_AXIS, groups, uses, [layout], places, 40)
         found = next(one for one in hazards if one["code"] == "MP101")
-        assert len(facts) == 1
+        assert len(judged.facts) == 1
         self.assertExpectedInline(
             "\n".join([found["text"], *found["details"], found["fix"]]),
             """\
