@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor
+from meshplan.run._signals import suppress
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 # All-reduces whose memory is remembered, before those of freed memory are forgotten.

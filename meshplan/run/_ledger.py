@@ -5,8 +5,9 @@ tensors. Sets are named by their holders and by names, dtypes and shapes of thei
 only equal lists are compared. After a difference rank 0 asks one rank of each class for the digests
 of the tensors, then for those of blocks of the first tensor that differs, then for some blocks.
 
-A rank posts about 150 bytes for each set, kind and observed step, and rank 0 holds these of at most
-``PENDING`` steps: 300 kB for each step of 1,000 ranks with 1,000 tensors in two sets. At most
+A rank posts about 150 bytes for each set, kind and observed step, and rank 0 holds these until the
+last holder has posted, such as one that connects late: 300 kB for each step of 1,000 ranks with
+1,000 tensors in two sets. Beyond ``HELD_POSTS`` it drops the oldest steps of a set. At most
 ``ASKED`` ranks answer, with 100 bytes for each tensor and ``VALUE_BYTES`` of elements.
 """
 
@@ -24,7 +25,7 @@ from meshplan._message_text import format_first, format_runs
 from meshplan.errors import Divergence, Elements
 from meshplan.replicas._comparison import Difference, advise, format_elements
 
-PENDING = 4
+HELD_POSTS = 400_000  # some 60 MB
 ASKED = 8
 VALUE_BYTES = 64 << 10
 KINDS = ("gradient", "parameter", "optimizer state")
@@ -56,6 +57,7 @@ class Ledger:
         self.taken: dict[int, dict[str, int]] = {}
         self.sets: dict[str, _TensorSet] = {}
         self.first: Message | None = None
+        self._held = 0  # posts of steps that not all holders have posted
         self._place = (0, 0)
         self._search: _Search | None = None
         self._question: Message = {}
@@ -84,13 +86,15 @@ class Ledger:
             one.kind, one.ranks, one.tensors = post["kind"], tuple(post["ranks"]), post["tensors"]
         one.posted.add(rank)
         words = one.pending.setdefault(step, {})
+        self._held += rank not in words
         words[rank] = post["words"]
-        if len(one.pending) > PENDING:
-            del one.pending[min(one.pending)]
+        while self._held > HELD_POSTS and len(one.pending) > 1:
+            self._held -= len(one.pending.pop(min(one.pending)))
         if not one.ranks or len(words) < len(one.ranks):
             return []
         # The posts of a rank come in order: no earlier step is completed any more.
-        one.pending = {other: rest for other, rest in one.pending.items() if other > step}
+        for other in [other for other in one.pending if other <= step]:
+            self._held -= len(one.pending.pop(other))
         one.compared += 1
         classes = _classes_of(words)
         place = (step, KINDS.index(one.kind))

@@ -39,6 +39,7 @@ from meshplan.run._hazards import Judged
 from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
 from meshplan.run._reductions import ReductionTable
 from meshplan.run._settings import RunSettings
+from meshplan.run._signals import is_of_handler
 from meshplan.run._snapshots import Snapshots
 from meshplan.topology._locate import locate_rank
 
@@ -91,7 +92,9 @@ class Observation:
         self._coverage.start().open_step = self._reductions
 
     def call(self, observe: Callable[[Observation], None]) -> None:
-        """Call an observer, which never raises into the job, nor runs in a forked child of it."""
+        """Call an observer, which never raises into the job, nor runs in a forked child of it. What
+        a signal handler of the job raises meanwhile is the job's own.
+        """
         if os.getpid() == self._pid and not self._ended:
             # What a captured graph replays calls no observer, and would write into old digests.
             cuda: Any = torch.cuda
@@ -103,6 +106,8 @@ class Observation:
                 if self._exchange is not None:
                     observe(self)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def before_step(self, optimizer: Optimizer) -> None:

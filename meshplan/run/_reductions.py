@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from itertools import chain, combinations
 from typing import Any
 
@@ -14,6 +13,7 @@ from meshplan.execute import report
 from meshplan.replicas._coverage import MAX_ROWS, CoverageRow, CoverageStep
 from meshplan.run._holders import ParameterTable, Ranks, find_layouts
 from meshplan.run._ledger import format_ranks
+from meshplan.run._signals import suppress
 
 
 class ReductionTable(CoverageStep):

@@ -18,8 +18,9 @@ from meshplan._torch import disable_current_modes
 from meshplan.kernel import digest_table, digest_words
 from meshplan.replicas._tensors import NamedTensor
 
-# Steps of a set that rank 0 may ask about, and bytes of all copies of their tensors.
-KEPT = 4
+# Steps of a set that rank 0 may ask about, such as those before a late rank had connected, and
+# bytes of all copies of their tensors.
+KEPT = 32
 COPIED_BYTES = 64 << 20
 # Of a tensor whose elements are compared.
 BLOCKS = 64

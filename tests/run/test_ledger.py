@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshplan.replicas._tensors import NamedTensor
-from meshplan.run._ledger import PENDING, Ledger
+from meshplan.run import _ledger
+from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
 from meshplan.run._snapshots import Snapshots
 from meshplan.testing import order_sensitive
@@ -103,13 +104,36 @@ def test_a_gradient_of_the_same_step_comes_before_its_parameter() -> None:
     assert found.first["kind"] == "gradient"
 
 
-def test_a_rank_that_steps_less_often_is_not_waited_for() -> None:
+def test_steps_before_a_rank_connects_are_compared() -> None:
+    found, steps = Ranks(3), range(1, 9)
+    late = []
+    for step in steps:
+        for rank in found.ranks:
+            tensors = values(step)
+            if rank == 2 and step >= 2:
+                flip(tensors["bias"], 2, rank)
+            message = found.post(rank, step, tensors)
+            if rank == 2:
+                late.append(message)
+            else:
+                found.deliver(rank, message)
+    for message in late:
+        found.deliver(2, message)
+    assert found.ledger.describe_steps()["compared"] == len(steps)
+    assert (found.first["step"], found.first["tensor"]) == (2, "bias")
+    assert found.first["elements"] == 1
+    assert found.ledger._held == 0
+
+
+def test_a_rank_that_steps_less_often_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ledger, "HELD_POSTS", 8)
     found = Ranks(3)
     for step in range(1, 12):
         for rank in found.ranks:
             if rank != 1 or step < 4:
                 found.deliver(rank, found.post(rank, step, values(step)))
-    assert len(found.ledger.sets["the parameters"].pending) <= PENDING
+    held = found.ledger.sets["the parameters"].pending
+    assert list(held) == [8, 9, 10, 11]
     for rank in found.ranks:
         final = {
             "final": {"notes": [], "rows": []},

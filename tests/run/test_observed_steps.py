@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -207,3 +212,61 @@ def test_a_failing_observer_is_noted_and_never_raises() -> None:
 
     (note,) = run_ranks(run, 2)[0]["not_observed"]
     assert note == "TypeError: 'NoneType' object is not callable"
+
+
+def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
+    """Wherever in the hook it arrives: also where an error of the hook itself is passed over."""
+
+    def run(rank: int) -> Any:
+        class Handler:
+            def stop(self, *_: Any) -> None:
+                raise TimeoutError("of the job")
+
+            __call__ = stop
+
+        found, seen = observed("first=9"), []
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        handler = Handler()
+
+        def arrive(*_: Any) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+        places: list[tuple[Any, str]] = [
+            (found, "_is_observed"),
+            (found._parameters, "note_reduction"),
+        ]
+        for owner, name in places:
+            for one in (handler, handler.stop, partial(Handler.stop, handler)):
+                signal.signal(signal.SIGUSR1, one)
+                with mock.patch.object(owner, name, side_effect=arrive):
+                    try:
+                        dist.all_reduce(torch.ones(1))
+                        optimizer.step()
+                    except TimeoutError as error:
+                        seen.append(str(error))
+        with mock.patch.object(found, "_is_observed", side_effect=TimeoutError("of the hook")):
+            optimizer.step()
+        return seen, found.finish(None)
+
+    (seen, report), _ = run_ranks(run, 2)
+    assert seen == ["of the job"] * 6
+    assert "TimeoutError: of the hook" in report["not_observed"]
+
+
+def test_meshes_in_a_whole_graph_are_compiled_as_before() -> None:
+    def reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+        part = mesh["a"]
+        partial_sum = DTensor.from_local(x, part, [Partial()])
+        total: Any = partial_sum.redistribute(part, [Replicate()])
+        whole: Tensor = total.to_local()
+        return whole + mesh._flatten("ab").size() + part.size()
+
+    def run(rank: int) -> Any:
+        observed("first=9")
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        compiled = torch.compile(reduce, backend="aot_eager", fullgraph=True)
+        return compiled(torch.ones(2), mesh).tolist()
+
+    warm_compiler()
+    assert run_ranks(run, 2) == [[6.0, 6.0]] * 2
