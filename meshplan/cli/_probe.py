@@ -55,7 +55,10 @@ def add(verbs: Any) -> None:
         help="default: nccl with GPUs, else gloo; nccl_model adds on CPUs in an order of NCCL",
     )
     option(
-        "--node-size", type=int, metavar="N", help="for nccl_model: consecutive ranks on each host"
+        "--node-size",
+        type=int,
+        metavar="N",
+        help="for nccl_model: consecutive ranks on each host",
     )
     option("--algorithm", choices=("ring", "tree"), help="for nccl_model (default: ring)")
     option(

@@ -9,7 +9,6 @@ from meshplan.replicas._comparison import ReplicaReport as ReplicaReport
 from meshplan.replicas._coverage import Coverage as Coverage
 from meshplan.replicas._coverage import CoverageStep as CoverageStep
 from meshplan.replicas._coverage import coverage as coverage
-from meshplan.replicas._monitor import StepMonitor as StepMonitor
 from meshplan.replicas._verify import ReplicaCheck as ReplicaCheck
 from meshplan.replicas._verify import digest as digest
 from meshplan.replicas._verify import verify_replicas as verify_replicas

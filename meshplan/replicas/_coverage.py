@@ -104,13 +104,20 @@ def find_call_site() -> CallSite:
     code = frame.f_code
     if _SPMD_TYPES in code.co_filename:
         library = "spmd_types"
-    path = "/".join(Path(code.co_filename).parts[-2:])
+    place = _format_place(code.co_filename, frame.f_lineno, code.co_name)
+    return CallSite(f"{place}{through}", left, library)
+
+
+@functools.lru_cache(maxsize=4096)
+def _format_place(filename: str, line: int, name: str) -> str:
+    path = "/".join(Path(filename).parts[-2:])
     # Of a function that torch.compile has divided.
-    name = re.sub(r"^torch_dynamo_resume_in_(.+)_at_\d+$", r"\1", code.co_name)
-    return CallSite(f"{path}:{frame.f_lineno} {name}{through}", left, library)
+    name = _DIVIDED.sub(r"\1", name)
+    return f"{path}:{line} {name}"
 
 
 _OWN = "meshplan"
+_DIVIDED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
 @functools.lru_cache(maxsize=4096)

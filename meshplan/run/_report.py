@@ -12,10 +12,22 @@ import torch
 
 from meshplan.run._hazards import Judged, describe_hazards
 from meshplan.run._holders import find_layouts
-from meshplan.run._ledger import Ledger, find_differing_settings, format_ranks, group_by_value
+from meshplan.run._ledger import (
+    Ledger,
+    find_differing_settings,
+    format_ranks,
+    group_by_value,
+)
 from meshplan.run._reductions import name_groups
 
-_NCCL = ("ALGO", "COLLNET_ENABLE", "MAX_NCHANNELS", "MIN_NCHANNELS", "NVLS_ENABLE", "PROTO")
+_NCCL = (
+    "ALGO",
+    "COLLNET_ENABLE",
+    "MAX_NCHANNELS",
+    "MIN_NCHANNELS",
+    "NVLS_ENABLE",
+    "PROTO",
+)
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_TUNER_PLUGIN", "OMP_NUM_THREADS")
 _ORDERS = (*_VARIABLES, *(f"NCCL_{name}" for name in _NCCL))
 
@@ -85,7 +97,10 @@ def build(
         "hosts": hosts,
         "not_observed": notes,
         "meshes": [
-            {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
+            {
+                "axes": dict(zip(one.axes, one.sizes, strict=True)),
+                "ranks": list(one.ranks),
+            }
             for one in layouts
         ],
         "reductions": list(rows.values()),

@@ -19,7 +19,13 @@ from meshplan.run._ledger import format_ranks, group_by_value
 
 MOST_LINES = 20
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
-_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}  # each line has an indent
+_MOST = {
+    "rows": 3,
+    "hazards": 2,
+    "meshes": 2,
+    "fixes": 3,
+    "width": 188,
+}  # each line has an indent
 
 Report = Mapping[str, Any]
 
