@@ -248,25 +248,6 @@ def test_install_checks_the_table() -> None:
         check_seam()
 
 
-def test_an_older_torch_need_not_have_a_later_name() -> None:
-    entry = replace(NAMES["tensors_of_ranks"], since=(99, 0))
-    assert list(find_moved({"tensors_of_ranks": break_entry(entry)})) == []
-    assert entry.given()(mock.Mock()) is None
-    with mock.patch.object(torch, "__version__", "main"):
-        assert list(find_moved({"tensors_of_ranks": break_entry(entry)})) != []
-
-
-@pytest.mark.parametrize(("version", "place"), [("2.11.0", "then"), ("2.15.1", "Store")])
-def test_a_name_that_has_moved_is_found_in_both_places(version: str, place: str) -> None:
-    older = Entry("torch.distributed", "then", "stores", "text")
-    entry = Entry("torch.distributed", "Store", "stores", "text", since=(2, 14), older=older)
-    with mock.patch.object(torch, "__version__", version):
-        assert entry.given() == place
-        assert list(find_moved({"Store": entry})) == (
-            [] if place == "Store" else ["torch.distributed.then (stores): not found"]
-        )
-
-
 def test_torch_is_imported_with_the_first_name() -> None:
     line = "import sys, meshplan._torch as room; print('torch' in sys.modules);"
     line += "print(room.SEAM, 'torch' in sys.modules);"

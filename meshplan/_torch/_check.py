@@ -20,9 +20,8 @@ def find_moved(names: Mapping[str, Entry]) -> Iterator[str]:
     Args:
         names: a table of the room.
     """
-    for listed in names.values():
-        entry = listed.in_force
-        if entry.is_expected:
+    for entry in names.values():
+        if not entry.optional:
             yield from _differences(entry)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from meshplan.errors import UnsupportedTorchError
 TESTED_TORCH = ((2, 11), (2, 15))
 """The first and the last series of torch that meshplan is tested with."""
 
-Gives = Literal["value", "call", "current", "loaded", "attribute", "method", "text", "path"]
+Gives = Literal["value", "call", "current", "loaded", "attribute", "method", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class Entry:
             the moment. ``loaded``: a function that returns the value if its module is imported,
             else ``None``. ``attribute``: a function that reads the attribute of an object.
             ``method``: a function that calls the method of an object. ``text``: the last part of
-            the name, for ``getattr`` and ``setattr``. ``path``: the whole name, for
-            an error.
+            the name, for ``getattr`` and ``setattr``.
         parts: attributes of the value that are used as well.
         stores: attributes that objects of the class have, set by its functions or in the class.
         parameters: of a function, or the fields of a dataclass; ``...`` at the end: and others.
@@ -42,9 +40,6 @@ class Entry:
         same_in: modules that must have the same object by this name.
         source: a pattern that the module's file must have; for modules that are not imported to
             be checked.
-        since: the first series of torch that has it; before that, ``older`` holds, or, without it,
-            the function returns ``None``.
-        older: the entry for torch before ``since``.
         optional: no torch must have it; where it is missing the function returns ``None``.
         lenient: objects of other classes come as well; for those the function returns ``None``.
     """
@@ -59,8 +54,6 @@ class Entry:
     callers: tuple[tuple[str, str], ...] = ()
     same_in: tuple[str, ...] = ()
     source: str = ""
-    since: tuple[int, int] = (0, 0)
-    older: Entry | None = None
     optional: bool = False
     lenient: bool = False
 
@@ -76,24 +69,13 @@ class Entry:
         """The path without its last part."""
         return self.path.rpartition(".")[0]
 
-    @property
-    def in_force(self) -> Entry:
-        """This entry, or the older one in a torch that is before it."""
-        return self.older if self.older is not None and series() < self.since else self
-
-    @property
-    def is_expected(self) -> bool:
-        return not self.optional and series() >= self.since
-
     def found(self) -> Any:
         """The value in this torch, looked up now; a class that raises when it is used if none."""
-        entry = self.in_force
-        return _find(entry.module, entry.path)
+        return _find(self.module, self.path)
 
     def given(self) -> Any:
         """What the name in ``meshplan._torch`` is, see ``gives``."""
-        entry = self.in_force
-        return _GIVES[entry.gives](entry)
+        return _GIVES[self.gives](self)
 
 
 class _Absent(type):
@@ -129,19 +111,6 @@ def is_absent(*found: object) -> bool:
 def tested_range() -> str:
     (low_major, low), (high_major, high) = TESTED_TORCH
     return f"{low_major}.{low} to {high_major}.{high}"
-
-
-def series() -> tuple[int, int]:
-    """This torch, as (major, minor); later than any for a version that is not a number."""
-    import torch
-
-    return _series(torch.__version__)
-
-
-@cache
-def _series(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (sys.maxsize, 0)
 
 
 def _find(module: str, path: str) -> Any:
@@ -197,7 +166,7 @@ def _loaded(entry: Entry) -> Callable[[], Any]:
 def _attribute(entry: Entry) -> Callable[[Any], Any]:
     if entry.optional or entry.lenient:
         return lambda owner: getattr(owner, entry.name, None)
-    return attrgetter(entry.name) if entry.is_expected else lambda owner: None
+    return attrgetter(entry.name)
 
 
 def _method(entry: Entry) -> Callable[..., Any]:
@@ -217,5 +186,4 @@ _GIVES: dict[Gives, Callable[[Entry], Any]] = {
     "attribute": _attribute,
     "method": _method,
     "text": lambda entry: entry.name,
-    "path": str,
 }

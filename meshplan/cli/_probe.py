@@ -11,7 +11,13 @@ from typing import Any
 
 from meshplan._needs_torch import import_with_torch
 from meshplan.cli._launch import run_on_ranks
-from meshplan.cli._options import add_mesh, add_output, add_timeout, add_verb, read_dtype
+from meshplan.cli._options import (
+    add_mesh,
+    add_output,
+    add_timeout,
+    add_verb,
+    read_dtype,
+)
 from meshplan.cli._output import format_table, say
 from meshplan.errors import PolicyError
 
@@ -118,7 +124,11 @@ def _check(given: argparse.Namespace) -> None:
 
 def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
     found = [asdict(row) | {"axes": list(row.axes), "differs": row.differs} for row in rows]
-    answer = {**header, "differs": any(row.differs for row in rows), "reductions": found}
+    answer = {
+        **header,
+        "differs": any(row.differs for row in rows),
+        "reductions": found,
+    }
     return json.dumps({**answer, "about": _SEEN}, indent=2)
 
 

@@ -30,16 +30,29 @@ def add(verbs: Any) -> None:
     about = "Use torchrun, or another launcher, to run it on all ranks of a job. The script runs as"
     about += " it does alone, and rank 0 writes a verdict to standard error when it ends."
     option = add_verb(verbs, "run", run, what, description=about).add_argument
-    option("--report", metavar="FILE", help="write the report, as JSON, after each compared step")
+    option(
+        "--report",
+        metavar="FILE",
+        help="write the report, as JSON, after each compared step",
+    )
     option("--html", metavar="FILE", help="write a page for browsers when the job ends")
     compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"
     option("--every", metavar="N", default="100", help=compares)
-    option("--gradients", action="store_true", help="compare gradients before each compared step")
+    option(
+        "--gradients",
+        action="store_true",
+        help="compare gradients before each compared step",
+    )
     refuses = "exit with 3 if replicas differ or a reduction is outside the contract"
     option("--strict", action="store_true", help=refuses)
     creates = "create all process groups with it: every reduction under the contract"
     option("--backend", choices=("meshplan",), help=creates)
-    option("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    option(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is a module, as for python -m",
+    )
     option("script", help="the training script, or the module")
     words = option("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     words.required = False  # for the message about a missing script

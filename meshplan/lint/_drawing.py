@@ -120,7 +120,7 @@ def _write_inputs(report: LintReport) -> Iterator[str]:
     if rows:
         yield write_table(("input", "result", "findings", "reason"), rows)
     if report.judged:
-        yield "<ul>\n" + "".join(f"<li>{quote(one)}</li>\n" for one in report.judged) + "</ul>\n"
+        yield ("<ul>\n" + "".join(f"<li>{quote(one)}</li>\n" for one in report.judged) + "</ul>\n")
 
 
 def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:

@@ -56,7 +56,11 @@ def run_script(
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
         **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_size)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-        **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"},
+        **{
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+        },
         **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
     }
     with tempfile.TemporaryDirectory() as folder:

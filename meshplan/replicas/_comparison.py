@@ -622,7 +622,11 @@ def _describe_order(
 
 
 def _find_candidates(
-    channel: ReplicaChannel, layout: Layout, one: ReplicaSet, groups: Tensor, wanted: int
+    channel: ReplicaChannel,
+    layout: Layout,
+    one: ReplicaSet,
+    groups: Tensor,
+    wanted: int,
 ) -> tuple[list[str], list[_DivergentGroup]]:
     """The name of a tensor for each group in which it differs; and the first ``wanted``."""
     # A digest has 16 bytes.

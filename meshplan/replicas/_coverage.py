@@ -323,7 +323,8 @@ class Coverage:
         for step in self.steps:
             for found in step.rows:
                 tally = rows.setdefault(
-                    CoverageRow(*(found[name] for name in CoverageRow._fields)), _Tally()
+                    CoverageRow(*(found[name] for name in CoverageRow._fields)),
+                    _Tally(),
                 )
                 tally.add(found["count"], found["bytes"], found["seconds"])
         lines = [str(step) for step in self.steps]

@@ -114,7 +114,11 @@ def compare_scope(
         absent = [rank for rank in part.layout.ranks if note not in words[rank][1:]]
         try:
             _compare_part(part, absent, header if distinct else None, options)
-        except (PlacementError, ReplicaDivergenceError, SignatureMismatchError) as error:
+        except (
+            PlacementError,
+            ReplicaDivergenceError,
+            SignatureMismatchError,
+        ) as error:
             failure = failure or error
     _share_failure(channel, ranks, failure, options.step)
 

@@ -79,7 +79,15 @@ def _list_reductions(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in ordered[:_MOST_ROWS]
     ]
-    heads = ("call site", "reduction", "dtype", "group", "calls", "elements", "contract")
+    heads = (
+        "call site",
+        "reduction",
+        "dtype",
+        "group",
+        "calls",
+        "elements",
+        "contract",
+    )
     more = f"<p>and {len(rows) - _MOST_ROWS} more</p>" if len(rows) > _MOST_ROWS else ""
     return (write_table(heads, cells) if cells else "") + more
 
