@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshplan.errors import TopologyError
 from meshplan.layout import Layout
 from meshplan.lint._check import check_environment, check_facts, sort_findings
 from meshplan.lint._facts import JobFacts
@@ -120,7 +119,7 @@ def read_reduction(row: Mapping[str, Any], ranks_of: Mapping[str, Ranks]) -> Ran
 
 @lru_cache(maxsize=4)
 def find_hazards(seen: Observed) -> Judged:
-    """Judge them; ``TopologyError`` if locations are invalid."""
+    """Judge them."""
     locations = [RankLocation.from_json(json.loads(one)) for one in seen.locations]
     cluster = merge_locations(locations)
     whole = [one for one in seen.layouts if not _is_part(one, seen.layouts)]
@@ -129,7 +128,7 @@ def find_hazards(seen: Observed) -> Judged:
     if not seen.ran:
         return Judged(facts)
     nccl: Any = torch.cuda.nccl
-    version = nccl.version() if torch.cuda.is_available() else None
+    version = nccl.version() if torch.cuda.is_initialized() else None
     found = [*check_facts(facts)]
     found += check_environment(os.environ, nccl_version=version, driver=None, jobs=jobs)
     return Judged(facts, sort_findings(found))
@@ -200,8 +199,8 @@ def describe_hazards(
     used = frozenset((ranks, frozenset(found)) for ranks, found in uses.items())
     try:
         judged = find_hazards(Observed(tuple(layouts), used, ran, places))
-    except TopologyError as error:
-        return [], [*notes, f"hazards: {error}"], Judged()
+    except Exception as error:  # locations that contradict each other; none costs the verdict
+        return [], [*notes, f"hazards: {type(error).__name__}: {error}"], Judged()
     for one in judged.facts if ran else ():
         if axes := one.job.find_unknown_axes():
             notes.append(f"hazards over {one.layout}: the use of {', '.join(axes)}")

@@ -144,8 +144,8 @@ class ParameterTable:
         found: set[Ranks] = {self._groups.get(parameter, ())}
         gradient = parameter.grad
         if tensor.mesh is not None:
-            return self._find_holders(tensor.mesh, tensor.placements, rank)
-        if found == {()} and type(gradient) is Tensor and gradient.numel():
+            found |= self._find_holders(tensor.mesh, tensor.placements, rank)
+        elif found == {()} and type(gradient) is Tensor and gradient.numel():
             with self._lock:
                 start, end, ranks = self._reduced.get(_refer(gradient), (0, 0, ()))
             at = gradient.data_ptr()

@@ -84,10 +84,7 @@ class Observation:
             self._backend, self.rank = dist.get_backend(), dist.get_rank()
             place = locate_rank(os.environ).to_json()
             hello = {"location": place, "settings": _report.read_settings()}
-            store, handlers = (
-                default_store(),
-                (self._snapshots.answer, self._write, self._note),
-            )
+            store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
             exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
             self._exchange = exchange
             exchange.post(lambda: {"hello": hello})
@@ -159,10 +156,7 @@ class Observation:
                 posts.append((post, self._snapshots.take(name, step, tensors)))
         taken = self._count_steps(post["set"] for post, _ in posts)
         self._exchange.post(
-            lambda: {
-                "posts": [one | {"words": read()} for one, read in posts],
-                "taken": taken,
-            }
+            lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
         )
 
     def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
@@ -172,10 +166,7 @@ class Observation:
 
     def _name_set(self, unit: int, kind: str, ranks: Ranks, tensors: list[NamedTensor]) -> str:
         """The same on all holders, and another one for each optimizer."""
-        lines = [
-            f"{kind} {ranks}",
-            *(f"{one} {list(one.local.shape)}" for one in tensors),
-        ]
+        lines = [f"{kind} {ranks}", *(f"{one} {list(one.local.shape)}" for one in tensors)]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
         names = (f"{digest} {number}" for number in range(1 + len(self._steps)))
         return next(one for one in names if self._owners.setdefault(one, unit) == unit)
@@ -211,9 +202,7 @@ class Observation:
             if kind == "parameter":
                 yield name, parameter, parameter
             elif kind == "gradient":
-                yield from (
-                    [(name, parameter, parameter.grad)] if parameter.grad is not None else []
-                )
+                yield from [(name, parameter, parameter.grad)] if parameter.grad is not None else []
             else:
                 states = [one.state.get(parameter) for one in (optimizer, *self._nested)]
                 for key, value in next(filter(None, states), {}).items():

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from meshplan.replicas._tensors import named_tensors
+from meshplan.run._holders import ParameterTable
 from tests.processes import run_ranks, warm_compiler
 from tests.run.test_observed_jobs import observed
 
@@ -270,3 +272,20 @@ def test_meshes_in_a_whole_graph_are_compiled_as_before() -> None:
 
     warm_compiler()
     assert run_ranks(run, 2) == [[6.0, 6.0]] * 2
+
+
+def test_holders_by_mesh_and_by_module_add_up() -> None:
+    """As of DistributedDataParallel around a model with tensor parallelism."""
+
+    def run(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+        table = ParameterTable()
+        table.refresh()
+        table._groups[parameter] = (rank, 7)
+        (named,) = named_tensors({"weight": parameter})
+        return table.holders_of(parameter, named, rank), table.uses
+
+    for rank, (holders, uses) in enumerate(run_ranks(run, 2)):
+        assert holders == {(0, 1), (rank, 7)}
+        assert uses == {(0, 1): {True}, (rank, 7): {True}}
