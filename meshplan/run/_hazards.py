@@ -127,8 +127,8 @@ def find_hazards(seen: Observed) -> Judged:
     facts = tuple(ObservedFacts(job, cluster, seen.ran) for job in jobs)
     if not seen.ran:
         return Judged(facts)
-    nccl: Any = torch.cuda.nccl
-    version = nccl.version() if torch.cuda.is_initialized() else None
+    cuda: Any = torch.cuda
+    version = cuda.nccl.version() if cuda.is_initialized() else None
     found = [*check_facts(facts)]
     found += check_environment(os.environ, nccl_version=version, driver=None, jobs=jobs)
     return Judged(facts, sort_findings(found))
