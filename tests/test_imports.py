@@ -16,7 +16,6 @@ PACKAGE = ROOT / "meshplan"
 CIRCLES = [
     "lint._facts lint._fixes lint._rules lint._rules._pages lint._rules._rule lint._rules.cluster "
     "lint._rules.environment lint._rules.jagged lint._rules.mesh",
-    "lint._readers._changes lint._readers._scopes",
 ]
 
 

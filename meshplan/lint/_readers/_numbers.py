@@ -11,6 +11,8 @@ from meshplan.layout import Layout
 
 INSTEAD = "give the mesh with --mesh"
 """The end of messages about meshes that are not constants."""
+RUN = f"pass the file to --run, or {INSTEAD}"
+"""The same of meshes that a Python file computes."""
 UNKNOWN_RANKS = (
     "depends on the number of ranks, which is unknown; "
     "pass --world-size, or --hosts and --node-size"
@@ -121,13 +123,18 @@ def evaluate(
         return other(node)
     left = evaluate(node.left, lookup, other, depth + 1)
     right = evaluate(node.right, lookup, other, depth + 1)
-    if left is None or right is None or type(node.op) not in _OPERATIONS:
+    return None if left is None or right is None else combine(node.op, left, right)
+
+
+def combine(op: ast.operator, left: int, right: int) -> int | None:
+    """The value of an operation of two whole numbers; ``None`` if it has none."""
+    if type(op) not in _OPERATIONS:
         return None
-    if isinstance(node.op, ast.Pow) and (not 0 <= right <= 40 or abs(left) > 1024):
+    if isinstance(op, ast.Pow) and (not 0 <= right <= 40 or abs(left) > 1024):
         return None
-    if isinstance(node.op, ast.Mod | ast.FloorDiv | ast.Div) and right == 0:
+    if isinstance(op, ast.Mod | ast.FloorDiv | ast.Div) and right == 0:
         return None
-    if isinstance(node.op, ast.Div) and left % right:
+    if isinstance(op, ast.Div) and left % right:
         return None
-    found = _OPERATIONS[type(node.op)](left, right)
+    found = _OPERATIONS[type(op)](left, right)
     return found if abs(found) <= _LIMIT else None

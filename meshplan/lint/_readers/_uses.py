@@ -1,4 +1,4 @@
-"""The roles of axes from their use: the calls of a Python file that get each mesh.
+"""The meshes of a Python file, and the roles of their axes from the calls that get each mesh.
 
 Sources of positions and names of arguments: torch 2.11 to 2.15, ``distributed/fsdp``,
 ``distributed/_composable``, ``distributed/tensor``, ``distributed/pipelining``,
@@ -8,15 +8,24 @@ Sources of positions and names of arguments: torch 2.11 to 2.15, ``distributed/f
 from __future__ import annotations
 
 import ast
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from meshplan.lint._readers._mesh_calls import MeshCall
-from meshplan.lint._readers._meshes import Items, Mesh, MeshValues, Record, Root, Value
-from meshplan.lint._readers._scopes import Scope
-from meshplan.lint._readers._source import PythonSource
+from meshplan.errors import MeshplanError
+from meshplan.layout import Layout
+from meshplan.lint._readers._constants import Reader
+from meshplan.lint._readers._numbers import Edit, UnknownMesh, apply_edits
+from meshplan.lint._readers._values import (
+    Arguments,
+    Items,
+    Path,
+    Record,
+    Span,
+    Value,
+    Whole,
+    list_values,
+)
 from meshplan.lint._roles import Role, find_role
 
 _Kind = Literal["fsdp2", "fsdp1", "ddp", "dtensor", "model", "pipeline", "context"]
@@ -31,7 +40,7 @@ class _Argument(NamedTuple):
 
 
 _MESH = ("device_mesh", "mesh")
-_CALLS: Mapping[str, _Argument] = {
+CALLS: Mapping[str, _Argument] = {
     "fully_shard": _Argument("fsdp2", 1, ("mesh",)),
     "apply_fsdp": _Argument("fsdp2", 1, ("dp_mesh", "mesh", "device_mesh")),
     "FullyShardedDataParallel": _Argument("fsdp1", 1, ("device_mesh", "process_group")),
@@ -56,9 +65,139 @@ _CALLS: Mapping[str, _Argument] = {
         for name in ("zeros", "ones", "empty", "full", "rand", "randn", "redistribute")
     },
 }
+# Ranks of a mesh that are written out one by one.
+_MAX_LISTED = 4096
 # Arguments of any other function whose names say what they are for.
-_NAMED = ("_mesh", "_group", "_process_group", "_device_mesh")
+NAMED = ("_mesh", "_group", "_process_group", "_device_mesh")
 _BY_PRIORITY: tuple[Role, ...] = ("apart", "experts", "model", "shard", "replicate")
+
+
+class MeshCall(NamedTuple):
+    """A mesh that a file makes.
+
+    Attributes:
+        layout: the mesh.
+        source: the file.
+        names: the place of each axis's name; empty for a mesh without names.
+        sizes: of the axes with their places in the shape, if the file has a shape.
+        total: the number of ranks, if the file has it next to the shape.
+        listed: the place of the ranks, if the file lists them.
+    """
+
+    layout: Layout
+    source: Reader
+    names: Sequence[Span]
+    sizes: Sequence[tuple[Whole, Span]] = ()
+    total: Whole | None = None
+    listed: Span | None = None
+
+    def rewrite(self, layout: Layout) -> str | None:
+        """The file with another mesh of the same axes; ``None`` if it cannot express that."""
+        if not self.sizes and self.listed is None:
+            return None
+        axes = self.layout.axes
+        moved = layout.axes != axes
+        if sorted(layout.axes) != sorted(axes) or (moved and not self._can_move(layout)):
+            return None
+        text = self.source.text
+        edits = []
+        # The text of a name or size moves as it is written: a constant stays a constant.
+        if moved:
+            name_of = dict(zip(axes, self.names, strict=True))
+            for place, axis in zip(self.names, layout.axes, strict=True):
+                edits.append(Edit(*place, text[slice(*name_of[axis])]))
+        if self.listed is not None:
+            if layout.world_size > _MAX_LISTED:
+                return None
+            edits.append(Edit(*self.listed, str(layout.grid.tolist())))
+            return apply_edits(text, edits)
+        if layout.ranks != range(layout.world_size):
+            return None
+        if self.total is not None and self.total != layout.world_size:
+            edits.append(Edit(*self.total.span, str(layout.world_size)))
+        for (here, at), axis, size in zip(self.sizes, layout.axes, layout.sizes, strict=True):
+            old, place = self.sizes[axes.index(axis)]
+            if moved:
+                edits.append(Edit(*at, text[slice(*place)] if old == size else str(size)))
+            elif here != size:
+                edits.append(Edit(*here.span, str(size)))
+        return apply_edits(text, edits)
+
+    def _can_move(self, layout: Layout) -> bool:
+        """Whether the axes have names, and torch accepts their order in ``mesh["a", "b"]``."""
+        # torch refuses slices of a mesh whose axes are not in the order of the mesh.
+        for node in ast.walk(self.source.tree):
+            parts = (
+                node.slice.elts
+                if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)
+                else []
+            )
+            names = [getattr(one, "value", None) for one in parts]
+            found = [layout.axes.index(name) for name in names if name in layout.axes]
+            if len(found) == len(names) and found != sorted(found):
+                return False
+        return bool(self.names)
+
+
+@dataclass(eq=False, slots=True)
+class Root:
+    """A mesh over all ranks that a call makes.
+
+    Attributes:
+        call: that makes it.
+        mesh: its layout; ``None`` if it is unknown.
+        error: why it is unknown.
+        flattened: the axes of each flattened mesh, by name.
+        is_split: whether ``_unflatten`` makes another mesh of its parts.
+        moment: as `Reader.moment`, when it was made.
+        place: among the meshes, in the order in which they are made.
+    """
+
+    call: ast.Call
+    mesh: MeshCall | None = None
+    error: UnknownMesh | MeshplanError | None = None
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    is_split: bool = False
+    moment: tuple[int, int] = (0, 0)
+    place: int = 0
+
+    def view(self) -> Mesh:
+        """The mesh of all its axes."""
+        assert self.mesh is not None
+        names = self.mesh.layout.names or (None,) * len(self.mesh.layout.sizes)
+        return Mesh(self, tuple(Axis(name, (i,)) for i, name in enumerate(names)))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a mesh: one of its root, or several that are flattened."""
+
+    name: str | None
+    of: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A mesh or a process group: axes of a root."""
+
+    root: Root
+    axes: tuple[Axis, ...]
+
+    def take(self, names: Sequence[str]) -> Mesh | None:
+        """``mesh["a", "b"]``; ``None`` if an axis is unknown."""
+        known = {axis.name: axis for axis in self.axes}
+        flat = self.root.flattened
+        found = [
+            known.get(name) or (Axis(name, flat[name]) if name in flat else None) for name in names
+        ]
+        return Mesh(self.root, tuple(axis for axis in found if axis)) if None not in found else None
+
+    def flatten(self, name: str | None = None) -> Mesh:
+        """The mesh of one axis over all of these."""
+        if len(self.axes) == 1 and name is None:
+            return self
+        label = name or "_".join(str(axis.name) for axis in self.axes)
+        return Mesh(self.root, (Axis(label, tuple(i for axis in self.axes for i in axis.of)),))
 
 
 @dataclass(slots=True)
@@ -77,19 +216,53 @@ class Uses:
         unread: kinds of calls that are given a mesh that is not followed.
     """
 
-    def __init__(self, roots: Iterable[Root]) -> None:
+    def __init__(self) -> None:
         self._axes: dict[tuple[Root, int], _AxisUse] = {}
-        self._roots = [root for root in roots if root.mesh is not None]
         self.unread: set[_Kind] = set()
 
-    def axis(self, root: Root, index: int) -> _AxisUse:
-        """The use of an axis of a root, without that of its parent."""
-        return self._axes.setdefault((root, index), _AxisUse())
+    def add_call(self, name: str, given: Arguments) -> None:
+        """Note what a call of a function from elsewhere does with the meshes that it is given."""
+        argument = CALLS.get(name)
+        if argument is None:
+            self._add_named(given)
+            return
+        values = [value for key, value in given.named.items() if key in argument.names]
+        if argument.position is not None:
+            values += given.positional[argument.position : argument.position + 1]
+        for value in values:
+            meshes = [one for one in list_values(value) if isinstance(one, Mesh)]
+            if not meshes and value is not None and not isinstance(value, Items):
+                self.unread.add(argument.kind)
+            for mesh in meshes:
+                self._add(argument.kind, mesh, given)
+            if isinstance(value, Items) and argument.kind == "fsdp1":  # groups of hybrid sharding
+                roles: tuple[Role, ...] = ("shard", "replicate")
+                for (one, _), role in zip(value.entries or (), roles, strict=False):
+                    for mesh in list_values(one):
+                        if isinstance(mesh, Mesh):
+                            self._note(mesh, 0, role, "fsdp1", weak=False)
 
-    def add(self, mesh: Mesh, position: int, role: Role | None, kind: _Kind, weak: bool) -> None:
-        """Note the use of one axis of a mesh."""
+    def _add_named(self, given: Arguments) -> None:
+        """``tp_mesh=mesh["x"]``: the name of an argument of any other function."""
+        for key, value in given.named.items():
+            ending = next((end for end in NAMED if key.endswith(end)), None)
+            role = "unknown" if ending is None else find_role(key.removesuffix(ending))
+            for mesh in list_values(value) if role != "unknown" else ():
+                if isinstance(mesh, Mesh):
+                    for position in range(len(mesh.axes)):
+                        one = role if len(mesh.axes) == 1 else None
+                        self._note(mesh, position, one, "context", weak=True)
+
+    def _add(self, kind: _Kind, mesh: Mesh, given: Arguments) -> None:
+        roles, weak = _find_roles(kind, mesh, given), kind in ("context", "dtensor")
+        if kind == "dtensor" and len(mesh.axes) == 1:
+            kind = "model"  # one reduction, of an axis
+        for position, role in enumerate(roles):
+            self._note(mesh, position, role, kind, weak)
+
+    def _note(self, mesh: Mesh, position: int, role: Role | None, kind: _Kind, weak: bool) -> None:
         for index in mesh.axes[position].of:
-            use = self.axis(mesh.root, index)
+            use = self._axes.setdefault((mesh.root, index), _AxisUse())
             use.kinds.add(kind)
             if role is not None:
                 (use.weak if weak else use.strong).add(role)
@@ -100,40 +273,14 @@ class Uses:
         return tuple(self._find_role(root, i, axis) for i, axis in enumerate(root.mesh.layout.axes))
 
     def _find_role(self, root: Root, index: int, axis: str) -> Role:
-        uses = list(self._list_uses(root, index))
-        named = find_role(axis)
-        strong = {role for use in uses for role in use.strong}
-        if strong:
-            return named if named in strong else _choose(strong)
-        weak = {role for use in uses for role in use.weak}
-        return _choose(weak) if weak and named == "unknown" else "unknown"
+        use, named = self._axes.get((root, index), _AxisUse()), find_role(axis)
+        if use.strong:
+            return named if named in use.strong else _choose(use.strong)
+        return _choose(use.weak) if use.weak and named == "unknown" else "unknown"
 
     def find_kinds(self, root: Root) -> set[_Kind]:
         """What the mesh is given to."""
-        assert root.mesh is not None
-        count = len(root.mesh.layout.sizes)
-        return {k for i in range(count) for use in self._list_uses(root, i) for k in use.kinds}
-
-    def _list_uses(self, root: Root, index: int) -> Iterator[_AxisUse]:
-        """The uses of an axis, and of the axes that it was split from."""
-        yield self.axis(root, index)
-        if root.parent is None or root.mesh is None:
-            return
-        for i in root.parts[index]:
-            yield from self._list_uses(root.parent, i)
-        # Dense layers and experts have a mesh each, and the outer axes of both are one.
-        same = _describe_axis(root.mesh, index)
-        for other in self._roots:
-            if other.parent is root.parent and other is not root and other.mesh is not None:
-                for i in range(len(other.mesh.layout.sizes)):
-                    if _describe_axis(other.mesh, i) == same:
-                        yield self.axis(other, i)
-
-
-def _describe_axis(mesh: MeshCall, index: int) -> tuple[str, int, int]:
-    """The name, the size and the stride of an axis."""
-    layout = mesh.layout
-    return layout.axes[index], layout.sizes[index], math.prod(layout.sizes[index + 1 :])
+        return {kind for key, use in self._axes.items() if key[0] is root for kind in use.kinds}
 
 
 def _choose(roles: set[Role]) -> Role:
@@ -141,75 +288,14 @@ def _choose(roles: set[Role]) -> Role:
     return next(role for role in _BY_PRIORITY if role in roles)
 
 
-def find_uses(source: PythonSource, values: MeshValues) -> Uses:
-    """The uses of the axes of all meshes of a file.
-
-    Args:
-        source: the file.
-        values: its meshes.
-    """
-    uses = Uses(values.roots.values())
-    for call, scope in source.calls:
-        name = source.find_name(call.func, scope)
-        if name == "partial" and call.args:
-            name = source.find_name(call.args[0], scope)
-            call = ast.copy_location(ast.Call(call.args[0], call.args[1:], call.keywords), call)
-        if source.find_definition(call.func, scope) is not None:
-            continue  # what the function of this file does with its arguments is read there
-        argument = _CALLS.get(name)
-        if argument is None:
-            _read_names(call, scope, values, uses)
-            continue
-        for value in _find_argument(call, scope, argument, values, uses):
-            _add_use(argument.kind, value, call, source, values, uses)
-    return uses
-
-
-def _find_argument(
-    call: ast.Call, scope: Scope, argument: _Argument, values: MeshValues, uses: Uses
-) -> Iterator[Value]:
-    """What a call is given as its mesh."""
-    nodes = [(one.value, scope) for one in call.keywords if one.arg in argument.names]
-    if argument.position is not None and argument.position < len(call.args):
-        nodes.append((call.args[argument.position], scope))
-    for keyword in call.keywords:
-        for record in values.find(keyword.value, scope) if keyword.arg is None else ():
-            if isinstance(record, Record):
-                nodes += [(one, home) for key, one, home in record.items if key in argument.names]
-    for node, home in nodes:
-        found = values.find(node, home)
-        yield from found
-        if not found and not isinstance(node, ast.Constant):
-            uses.unread.add(argument.kind)
-
-
-def _add_use(
-    kind: _Kind, value: Value, call: ast.Call, source: PythonSource, values: MeshValues, uses: Uses
-) -> None:
-    """Note the use of the axes of a mesh, or of the groups of FSDP1's hybrid sharding."""
-    if isinstance(value, Items) and kind == "fsdp1":
-        pair: tuple[Role, ...] = ("shard", "replicate")
-        for (node, home), role in zip(value.items, pair, strict=False):
-            for mesh in values.find_meshes(node, home):
-                uses.add(mesh, 0, role, kind, weak=False)
-    if not isinstance(value, Mesh):
-        return
-    roles, weak = _find_roles(kind, value, call, source), kind in ("context", "dtensor")
-    if kind == "dtensor" and len(value.axes) == 1:
-        kind = "model"  # one reduction, of an axis
-    for position, role_of_axis in enumerate(roles):
-        uses.add(value, position, role_of_axis, kind, weak)
-
-
-def _find_roles(
-    kind: _Kind, mesh: Mesh, call: ast.Call, source: PythonSource
-) -> Sequence[Role | None]:
+def _find_roles(kind: _Kind, mesh: Mesh, given: Arguments) -> Sequence[Role | None]:
     """The role that a call assigns to each axis of its mesh."""
     count = len(mesh.axes)
     by_position: tuple[Role, ...] = ("replicate", "shard")
+    strategy = given.named.get("sharding_strategy")
     match kind:
-        case "fsdp1" if _is_unsharded(call):
-            return ["replicate"] * count
+        case "fsdp1" if isinstance(strategy, Path) and strategy.last == "NO_SHARD":
+            return ["replicate"] * count  # as DDP
         case "fsdp2" | "fsdp1" if count <= 2:
             return by_position[-count:]
         case "ddp":
@@ -217,31 +303,12 @@ def _find_roles(
         case "pipeline":
             return ["apart"] * count
         case "model" if count == 1:
-            plan = [one.value for one in call.keywords if one.arg == "parallelize_plan"]
-            nodes = [*plan, *call.args[2:3]]
-            names = {source.resolve_callee(n.func) for n in nodes if isinstance(n, ast.Call)}
-            return ["experts" if any("Expert" in name for name in names) else "model"]
+            plans: list[Value] = [given.named.get("parallelize_plan"), *given.positional[2:3]]
+            is_expert = any(isinstance(one, Record) and "Expert" in one.path for one in plans)
+            return ["experts" if is_expert else "model"]
         case "context":
             return ["shard"] * count
         case "dtensor":
             whole = mesh.root.mesh is not None and count == len(mesh.root.mesh.layout.sizes)
             return ["replicate" if whole else "model"] * count
     return [None] * count
-
-
-def _is_unsharded(call: ast.Call) -> bool:
-    """Whether FSDP1 replicates, as DDP does."""
-    strategy = next((one.value for one in call.keywords if one.arg == "sharding_strategy"), None)
-    return isinstance(strategy, ast.Attribute) and strategy.attr == "NO_SHARD"
-
-
-def _read_names(call: ast.Call, scope: Scope, values: MeshValues, uses: Uses) -> None:
-    """``tp_mesh=mesh["x"]``: the name of an argument of any other function."""
-    for keyword in call.keywords:
-        ending = next((end for end in _NAMED if (keyword.arg or "").endswith(end)), None)
-        if keyword.arg is None or ending is None:
-            continue
-        role = find_role(keyword.arg.removesuffix(ending))
-        for mesh in values.find_meshes(keyword.value, scope) if role != "unknown" else ():
-            for position in range(len(mesh.axes)):
-                uses.add(mesh, position, role if len(mesh.axes) == 1 else None, "context", True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from meshplan.lint._job import JobFile
-from meshplan.lint._readers._changes import find_callee
+from meshplan.lint._readers._constants import find_callee
 from meshplan.lint._readers._degrees import read_document
 from meshplan.lint._readers._documents import find_framework
 from meshplan.lint._readers._numbers import Edit, apply_edits

@@ -8,26 +8,57 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import NamedTuple
 
 from meshplan.errors import LayoutError, MeshplanError
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, Skipped, add_source
 from meshplan.lint._programs import Program, find_program_of_modules
-from meshplan.lint._readers._classes import CLASSES, WRAPPERS, read_degrees
-from meshplan.lint._readers._contracts import has_exact_backend, installs_exact
-from meshplan.lint._readers._derived import DERIVED, read_derived
-from meshplan.lint._readers._meshes import MeshValues, Root
-from meshplan.lint._readers._numbers import INSTEAD, UnknownMesh
-from meshplan.lint._readers._scopes import Scope
-from meshplan.lint._readers._source import PythonSource
-from meshplan.lint._readers._tree import format_dotted, read_slice
-from meshplan.lint._readers._uses import Uses, find_uses
+from meshplan.lint._readers._classes import (
+    ATTRIBUTES,
+    CLASSES,
+    DERIVED,
+    TRAINERS,
+    WRAPPERS,
+    read_changed,
+    read_degrees,
+)
+from meshplan.lint._readers._constants import Reader, TooLong, parse
+from meshplan.lint._readers._numbers import RUN, UnknownMesh
+from meshplan.lint._readers._uses import Axis, Mesh, MeshCall, Root, Uses
+from meshplan.lint._readers._values import (
+    UNKNOWN,
+    Arguments,
+    Grid,
+    Items,
+    Path,
+    Record,
+    Span,
+    Text,
+    Unknown,
+    Value,
+    Whole,
+    list_values,
+)
 from meshplan.lint._roles import Framework, assume_roles, resolve_roles
+from meshplan.lint._spec import MAX_AXES, find_nested_shape, make_layout
 
 # A file of a training job makes a few.
 _MAX_MESHES = 256
+_INSTALLS = frozenset({"install", "installed", "uninstall"})
+_GROUPS = frozenset(
+    {"init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"}
+    | {"split_group", "shrink_group", "_set_pg_options"}
+)
+_OPTIONS = ("contract", "path", "policy", "inner", "audit", "strict", "timeout")
+_POLICY = "deterministic"
+# Collectives outside DTensor, and the groups that they need.
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "get_group", "get_all_groups")
+# What makes ranks: the first argument of Colossal-AI's DeviceMesh, where torch's has a device type.
+_RANKS = frozenset({"arange", "range", "tensor", "Tensor"})
+_MAKERS = frozenset({"init_device_mesh", "DeviceMesh"})
 # Calls of torch after which DTensor reduces.
 _DTENSOR = frozenset(
     {"DTensor", "distribute_tensor", "distribute_module", "redistribute", "from_local"}
@@ -35,6 +66,7 @@ _DTENSOR = frozenset(
 _FSDP1 = frozenset({"FullyShardedDataParallel", "FSDP"})
 _DDP = frozenset({"DistributedDataParallel", "DDP", "replicate"})
 _NAMES = ("init_device_mesh", *CLASSES)
+_EVERY_NAME = frozenset({*_NAMES, "DeviceMesh"})
 # A `DeviceMesh` that is made, renamed or passed on, and not only the type of an argument.
 _MARK = re.compile(
     rf"\b(?:{'|'.join(_NAMES)})\b|\bDeviceMesh(?:\s*[(]|\.|\s+as\b)"
@@ -69,73 +101,381 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     """
     if not makes_meshes(text):
         return JobFile()
-    source = PythonSource(name, text, world_size)
-    values = MeshValues(source)
-    uses = find_uses(source, values)
-    jobs: list[Job] = []
-    skipped = [
-        Skipped(
-            Source(name, use.lineno),
-            f"init_device_mesh is passed on, and its calls are not read; {INSTEAD}",
-        )
-        for use in source.uses
-        if source.resolve_callee(use) == "init_device_mesh"
-    ]
-    called = {source.resolve_callee(call.func) for call, _ in source.calls}
-    # Of a mesh from elsewhere, as of an imported function, which may be any of these.
-    flattened = [
-        read_slice(call.func.value)
-        for call, scope in source.calls
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr == "_flatten"
-        and not values.find_meshes(call.func.value, scope)
-    ]
-    roots: dict[tuple[ast.Call, Scope], list[Root]] = {}
-    for (call, scope, _), root in values.roots.items():
-        roots.setdefault((call, scope), []).append(root)
-    for call, scope in source.calls:
+    source = MeshReader(parse(name, text), text, world_size)
+    try:
+        source.read_file()
+    except (TooLong, RecursionError):
+        return JobFile(skipped=(Skipped(Source(name), f"more calls than are followed; {RUN}"),))
+    jobs, skipped = _list_meshes(source, name)
+    for call, given in source.degrees:
         where = Source(name, call.lineno)
         try:
-            for root in roots.get((call, scope), ()):
-                if root.error is not None:
-                    raise root.error
-                if root.mesh is not None and not root.is_split:
-                    job = _make_job(source, values, root, where, uses, called)
-                    jobs.append(replace(job, flattened=_list_flattened(root, flattened)))
-            callee = source.resolve_callee(call.func)
-            if callee in CLASSES or callee in WRAPPERS:
-                jobs += read_degrees(source, call, scope, where, world_size)
-            elif callee == "from_group" and format_dotted(call.func).endswith(
-                "DeviceMesh.from_group"
-            ):
-                raise UnknownMesh(f"a mesh of groups that the program makes; {INSTEAD}")
+            jobs += read_degrees(source, source.degrees, call, given, where, world_size)
         except UnknownMesh as unknown:
-            # One axis of any size has no mesh to judge, unless it is split.
-            lasting = not unknown.has_one_axis or "_unflatten" in text
-            skipped += [Skipped(where, str(unknown))] * lasting
+            skipped.append(Skipped(where, str(unknown)))
         except MeshplanError as error:
             raise add_source(where, error) from None
-        if len(jobs) + len(skipped) > _MAX_MESHES:
-            raise LayoutError(
-                f"{where}: more than {_MAX_MESHES} meshes in one file; give them one by one"
-            )
-    derived, unread = read_derived(source, name, world_size)
-    jobs += derived
-    skipped += unread
+    for record, lines in source.changes.items():
+        try:
+            jobs += read_changed(source, record, lines, name, world_size)
+        except (UnknownMesh, LayoutError) as error:
+            # Configurations of one file are for jobs of different numbers of ranks.
+            skipped.append(Skipped(Source(name, min(lines.values())), str(error.args[0])))
+    if len(jobs) + len(skipped) > _MAX_MESHES:
+        raise LayoutError(
+            f"{name}: more than {_MAX_MESHES} meshes in one file; give them one by one"
+        )
     # A function that is called twice with one shape makes one mesh.
+    jobs.sort(key=lambda job: job.source.line or 0)
     return JobFile(tuple(dict.fromkeys(jobs)), tuple(dict.fromkeys(skipped)))
 
 
-def _make_job(
-    source: PythonSource,
-    values: MeshValues,
-    root: Root,
-    where: Source,
-    uses: Uses,
-    called: Set[str],
-) -> Job:
+def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped]]:
+    """The jobs of the meshes that calls make, and those that are unknown."""
+    jobs: list[Job] = []
+    skipped = [Skipped(Source(name, line), why) for line, why in source.notes]
+    called = {source.resolve_callee(call.func) for call in source.calls}
+    for call in source.calls:
+        if call not in source.read_calls and source.resolve_callee(call.func) in _EVERY_NAME:
+            why = f"{source.shorten(call)} is not followed; {RUN}"
+            skipped.append(Skipped(Source(name, call.lineno), why))
+    roots = sorted(source.roots.values(), key=lambda one: (one.call.lineno, one.call.col_offset))
+    for root in roots:
+        where = Source(name, root.call.lineno)
+        if isinstance(root.error, MeshplanError):
+            raise add_source(where, root.error)
+        if root.error is not None:
+            # One axis of any size has no mesh to judge, unless it is split.
+            lasting = not root.error.has_one_axis or "_unflatten" in source.text
+            skipped += [Skipped(where, str(root.error))] * lasting
+        elif not root.is_split:
+            job = _make_job(source, root, where, called)
+            jobs.append(replace(job, flattened=_list_flattened(root, source.flattened)))
+    return jobs, skipped
+
+
+class _Contract(NamedTuple):
+    """A call that sets a contract, after ``place`` meshes."""
+
+    path: Path
+    given: Arguments
+    moment: tuple[int, int]
+    place: int
+
+
+class MeshReader(Reader):
+    """Reads the meshes that calls make, their parts, and what they are given to.
+
+    Attributes:
+        roots: the meshes, by call.
+        uses: of their axes.
+        degrees: the calls of classes that take degrees, with their arguments.
+        changes: configurations whose degrees are set, each with the lines of them.
+        notes: lines with what is not read, and why.
+        flattened: the names in slices of unknown meshes that are flattened.
+        modules: first parts of the names of the imported modules.
+    """
+
+    def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
+        super().__init__(tree, text, world_size)
+        self.roots: dict[object, Root] = {}
+        self.uses = Uses()
+        self.degrees: list[tuple[ast.Call, Arguments]] = []
+        self.changes: dict[Record, dict[str, int]] = {}
+        self.notes: list[tuple[int, str]] = []
+        self.flattened: list[tuple[str, ...]] = []
+        self._contracts: list[_Contract] = []
+        imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
+        self.modules = {
+            name.partition(".")[0]
+            for one in imports
+            for name in (
+                [two.name for two in one.names]
+                if isinstance(one, ast.Import)
+                else [one.module or ""] * (not one.level)
+            )
+        }
+
+    def answer(self, path: Path, given: Arguments, node: ast.Call) -> Value:
+        name = path.last
+        if name in _GROUPS or name in _INSTALLS:
+            place = len(self.roots)
+            self._contracts.append(_Contract(path, given, self.moment, place))
+        for one in given:
+            if isinstance(one, Path) and one.last == "init_device_mesh":
+                why = f"init_device_mesh is passed on, and its calls are not read; {RUN}"
+                self.notes.append((node.lineno, why))
+        if name in _MAKERS:
+            return self._add_root(node, lambda: self._read_mesh(name, given, node))
+        if name in CLASSES or name in WRAPPERS or name in TRAINERS:
+            self.degrees.append((node, given))
+        if path.name.endswith("DeviceMesh.from_group"):
+            self.notes.append((node.lineno, f"a mesh of groups that the program makes; {RUN}"))
+        if name == "_flatten" and isinstance(node.func, ast.Attribute):
+            self.flattened.append(_read_slice(node.func.value))
+        if name == "partial" and given.positional and isinstance(given.positional[0], Path):
+            name = given.positional[0].last
+            given = replace(given, positional=given.positional[1:])
+        self.uses.add_call(name, given)
+        return None
+
+    def note_attribute(self, owner: Value, name: str, line: int) -> None:
+        if name in ATTRIBUTES:
+            for one in list_values(owner):
+                record = one if isinstance(one, Record) and one.owner is None else Record({})
+                self.changes.setdefault(record, {})[name] = line
+
+    def find_item(self, value: Value, index: Value) -> Value:
+        names = _read_names(index)
+        found = value.take(names) if isinstance(value, Mesh) and names else None
+        return UNKNOWN if found is None else found
+
+    def call_method(self, value: Value, name: str, given: Arguments, node: ast.Call) -> Value:
+        if not isinstance(value, Mesh):
+            return UNKNOWN
+        first = next(iter(given.positional), None)
+        match name:
+            case "_flatten":
+                names = _read_names(given.named.get("mesh_dim_name", first))
+                flat = value.flatten(names[0] if names else None)
+                if flat.axes[0].name is not None:
+                    value.root.flattened[flat.axes[0].name] = flat.axes[0].of
+                return flat
+            case "_unflatten":
+                value.root.is_split = True
+                return self._add_root(node, lambda: self._split(value.root.mesh, given, node))
+            case "get_group":
+                where = given.named.get("mesh_dim", first)
+                axis = None if where is None else _find_axis(value, where)
+                return (
+                    value.flatten()
+                    if where is None
+                    else UNKNOWN
+                    if axis is None
+                    else Mesh(value.root, (axis,))
+                )
+            case "__getitem__":
+                return self.find_item(value, first)
+        return UNKNOWN
+
+    def has_exact_backend(self, root: Root) -> bool:
+        """Whether the backend reduces under the exact order in all groups, and refuses the rest."""
+        given = self._find_contract(root, "init_process_group", _GROUPS)
+        keywords = {key.arg for call in self.calls for key in call.keywords}
+        if given is None or "backend_override" in keywords:
+            return False
+        name = given.named.get("backend", next(iter(given.positional), None))
+        options = _find_made(given.named.get("pg_options"), "BackendOptions")
+        if name != "meshplan" or options is None:
+            return False
+        fields = dict(zip(_OPTIONS, options.positional, strict=False)) | (options.fields or {})
+        return fields.get("strict") is True and _is_exact(fields)
+
+    def installs_exact(self, root: Root) -> bool:
+        """Whether ``meshplan.install`` runs all DTensor reductions under the exact order."""
+        given = self._find_contract(root, "install", _INSTALLS)
+        called = {self.resolve_callee(call.func) for call in self.calls}
+        others = any(name.startswith(_COLLECTIVES) for name in called)
+        return given is not None and not given.positional and not others and _is_exact(given.named)
+
+    def _find_contract(self, root: Root, name: str, others: Set[str]) -> Arguments | None:
+        """The arguments of the one call that always runs before a mesh is made, if it does."""
+        nodes = [one for one in ast.walk(self.tree) if isinstance(one, ast.Name | ast.Attribute)]
+        is_one = sum(self.resolve_callee(one) in others for one in nodes) == 1
+        found = [one for one in self._contracts if one.path.last == name and one.path.is_imported]
+        if not is_one or len(found) != 1 or "meshplan" not in self.modules:
+            return None
+        (run, depth), last = found[0].moment, root.moment[0]
+        earlier = run in (0, last) and depth == 0 and found[0].place < root.place
+        is_whole = earlier and found[0].given.is_complete
+        return found[0].given if is_whole else None
+
+    def _add_root(self, node: ast.Call, make: Callable[[], MeshCall]) -> Value:
+        """The mesh that a call makes."""
+        root = Root(node, moment=self.moment, place=len(self.roots) + 1)
+        try:
+            root.mesh = make()
+        except (UnknownMesh, MeshplanError) as error:
+            root.error = error
+        # A loop is read twice.
+        root = self.roots.setdefault((node, self.stack, root.mesh and root.mesh.layout), root)
+        return UNKNOWN if root.mesh is None else root.view()
+
+    def _read_mesh(self, called: str, given: Arguments, node: ast.Call) -> MeshCall:
+        """The mesh of a call of ``init_device_mesh`` or ``DeviceMesh``."""
+        key = "mesh_shape" if called == "init_device_mesh" else "mesh"
+        written = _list_written(node, key, 1)
+        if key not in given.named and len(given.positional) < 2:
+            raise UnknownMesh(f"{called} is called without its second argument here; {RUN}")
+        shape = given.named.get(key, next(iter(given.positional[1:]), None))
+        if "mesh_dim_names" not in given.named and not given.is_complete:
+            raise UnknownMesh(f"{called} is called with ** here, which may name axes; {RUN}")
+        names = _list_written(node, "mesh_dim_names", 2)
+        labels, places = self._read_labels(given.named.get("mesh_dim_names"), names)
+        if called == "DeviceMesh":
+            first = next(iter(given.positional), None)
+            made = isinstance(first, Record) and first.path.rpartition(".")[2] in _RANKS
+            if made or isinstance(first, Items | Grid):
+                raise UnknownMesh(f"a DeviceMesh of another library takes ranks first; {RUN}")
+            return self._read_ranks(shape, labels, places, written)
+        if not isinstance(shape, Items) or shape.entries is None:
+            raise UnknownMesh(f"the shape {self._show(written, node)} is not a constant; {RUN}")
+        sizes = self._read_sizes(shape, written)
+        layout = make_layout([size for size, _ in sizes], labels)
+        return MeshCall(layout, self, places, sizes)
+
+    def _show(self, written: ast.expr | None, node: ast.expr) -> str:
+        return self.shorten(written or node)
+
+    def _split(self, world: MeshCall | None, given: Arguments, node: ast.Call) -> MeshCall:
+        """The mesh whose axes are parts of the one axis of a mesh."""
+        if world is None or len(world.layout.sizes) > 1 or not world.sizes:
+            raise UnknownMesh(f"the parts of an axis of several are not read; {RUN}")
+        order = ("dim", "mesh_shape", "mesh_dim_names")
+        named = dict(zip(order, given.positional, strict=False)) | given.named
+        named["mesh_shape"] = named.get("mesh_sizes", named.get("mesh_shape"))
+        mesh = self._read_mesh("init_device_mesh", replace(given, named=named), node)
+        count = world.sizes[0][0] if world.total is None else world.total
+        if mesh.layout.world_size != count or mesh.layout.names is None:
+            raise LayoutError(
+                f"_unflatten needs one name for each size, and sizes that fill {count}, got "
+                f"{' x '.join(map(str, mesh.layout.sizes))}; use other sizes"
+            )
+        return mesh._replace(total=count)
+
+    def _read_labels(
+        self, given: Value, written: ast.expr | None
+    ) -> tuple[list[str] | None, list[Span]]:
+        """The names of the axes, if they have some, and the place of each."""
+        if given is None:
+            return None, []
+        shown = self.shorten(written) if written is not None else "this"
+        if not isinstance(given, Items) or given.entries is None:
+            raise UnknownMesh(f"mesh_dim_names={shown} is not a constant; {RUN}")
+        for place, (name, _) in enumerate(given.entries):
+            if not isinstance(name, Text):
+                shown = self._show_part(written, place) or shown
+                raise UnknownMesh(
+                    f"{shown} in mesh_dim_names is not a constant; give it with --mesh"
+                )
+        return [str(name) for name, _ in given.entries], [at for _, at in given.entries]
+
+    def _show_part(self, written: ast.expr | None, place: int) -> str:
+        parts = getattr(written, "elts", [])
+        return self.shorten(parts[place]) if place < len(parts) else ""
+
+    def _read_sizes(self, shape: Items, written: ast.expr | None) -> list[tuple[Whole, Span]]:
+        entries = shape.entries or []
+        if len(entries) > MAX_AXES:
+            raise LayoutError(f"a mesh has up to {MAX_AXES} axes, got {len(entries)}")
+        for place, (size, _) in enumerate(entries):
+            if not isinstance(size, Whole):
+                ranks = isinstance(size, Unknown) and size.ranks
+                shown = self._show_part(written, place) or (
+                    "a size of the shape" if written is None else self.shorten(written)
+                )
+                raise UnknownMesh(
+                    f"{shown} is not a constant; {'pass --world-size, or ' * ranks}{RUN}",
+                    has_one_axis=len(entries) == 1,
+                )
+        return list(entries)
+
+    def _read_ranks(
+        self, value: Value, labels: list[str] | None, places: list[Span], written: ast.expr | None
+    ) -> MeshCall:
+        """The mesh of listed ranks, ``arange(40).view(8, 5)`` and the like."""
+        shown = "here" if written is None else self.shorten(written)
+        if isinstance(value, Items):
+            ranks = _list_nested(value, 0)
+            if ranks is not None:
+                layout = make_layout(find_nested_shape(ranks), labels, ranks)
+                return MeshCall(layout, self, places, listed=value.span)
+        base = value
+        while isinstance(base, Grid) and not base.is_changed and base.base is not None:
+            base = base.base
+        if not isinstance(value, Grid) or base.is_changed or not isinstance(value.count, Whole):
+            is_counted = isinstance(value, Grid) and not base.is_changed and value.sizes is None
+            raise UnknownMesh(
+                f"the ranks {shown} are not constants; {RUN}", has_one_axis=is_counted
+            )
+        count = value.count
+        sizes = [(count, count.span)]
+        if value.sizes is not None:
+            if value.sizes.entries is None:
+                raise UnknownMesh(f"the ranks {shown} are not constants; {RUN}")
+            sizes = self._read_sizes(value.sizes, None)
+        values = [size for size, _ in sizes]
+        if -1 in values:
+            raise UnknownMesh(f"a size of -1 in {shown} is not supported; use the size")
+        layout = make_layout(values, labels)
+        if layout.world_size != count:
+            raise LayoutError(
+                f"{count} ranks do not fill the shape {' x '.join(map(str, values))}; "
+                f"use arange({layout.world_size})"
+            )
+        return MeshCall(layout, self, places, sizes, count)
+
+
+def _is_exact(given: Mapping[str, Value]) -> bool:
+    """Whether the arguments name the exact order, and nothing that leaves a reduction out."""
+    contract, path = _find_made(given.get("contract"), "Contract"), given.get("path", "auto")
+    if contract is None or given.get("policy", _POLICY) != _POLICY:
+        return False
+    orders = [*contract.positional, *(contract.fields or {}).values()]
+    return orders == ["exact"] and isinstance(path, str) and path != "native"
+
+
+def _find_made(value: Value, name: str) -> Record | None:
+    """The object, if a class of meshplan makes it."""
+    pattern = rf"meshplan\b.*\.{name}"
+    is_made = isinstance(value, Record) and re.fullmatch(pattern, value.path)
+    return value if is_made else None
+
+
+def _list_written(node: ast.Call, key: str, position: int) -> ast.expr | None:
+    """The expression that a call passes under a name or at a position."""
+    named = [one.value for one in node.keywords if one.arg == key]
+    return next(iter([*named, *node.args[position : position + 1]]), None)
+
+
+def _list_nested(value: Value, depth: int) -> object:
+    """Nested lists of numbers; ``None`` if an item is not a constant."""
+    if isinstance(value, Whole):
+        return int(value)
+    if not isinstance(value, Items) or value.entries is None or depth > 32:
+        return None
+    found = [_list_nested(one, depth + 1) for one, _ in value.entries]
+    return None if None in found else found
+
+
+def _read_names(value: Value) -> list[str]:
+    """The names in ``mesh["a", "b"]``; empty if one is unknown."""
+    parts = [value]
+    if isinstance(value, Items):
+        parts = [one for one, _ in value.entries or ()]
+    return [str(one) for one in parts] if all(isinstance(one, Text) for one in parts) else []
+
+
+def _read_slice(node: ast.expr) -> tuple[str, ...]:
+    """The names of ``mesh["a", "b"]`` or ``mesh["a"]``; empty for anything else."""
+    if not isinstance(node, ast.Subscript):
+        return ()
+    items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    texts = [getattr(item, "value", None) for item in items]
+    return tuple(map(str, texts)) if all(isinstance(text, str) for text in texts) else ()
+
+
+def _find_axis(mesh: Mesh, where: Value) -> Axis | None:
+    """The axis of a name or a position."""
+    if isinstance(where, Whole):
+        return mesh.axes[where] if -len(mesh.axes) <= where < len(mesh.axes) else None
+    found = mesh.take([where]) if isinstance(where, Text) else None
+    return None if found is None else found.axes[0]
+
+
+def _make_job(source: MeshReader, root: Root, where: Source, called: Set[str]) -> Job:
     """The job of a mesh that a call makes."""
-    mesh = root.mesh
+    mesh, uses = root.mesh, source.uses
     assert mesh is not None
     roles, kinds = uses.find_roles(root), uses.find_kinds(root)
     framework: Framework = "dtensor"
@@ -153,7 +493,7 @@ def _make_job(
         elif called & _DDP:
             framework = "ddp"
     # A mesh that is not followed is this one, if there is no other.
-    is_only = sum(not other.is_split for other in values.roots.values()) == 1
+    is_only = sum(not other.is_split for other in source.roots.values()) == 1
     if framework == "fsdp2" and is_only and uses.unread & {"fsdp2", "fsdp1"}:
         roles = assume_roles(resolve_roles(mesh.layout.axes, roles, framework), framework)
     is_torch = (framework != "dtensor" and program is None) or "dtensor" in kinds
@@ -161,10 +501,10 @@ def _make_job(
     found = find_program_of_modules(frozenset(source.modules), torch_reduces=is_torch)
     if program is not None and found in ("unknown", "torch"):
         found = program
-    is_exact = found in ("torch", "fsdp1") and has_exact_backend(source, root.call, root.scope)
+    is_exact = found in ("torch", "fsdp1") and source.has_exact_backend(root)
     # `install` does not reach what FSDP2 and DDP reduce, nor calls that are not seen here.
     if found == "torch" and framework == "dtensor" and kinds <= {"dtensor", "model"}:
-        is_exact |= installs_exact(source, root.call, root.scope)
+        is_exact |= source.installs_exact(root)
     return Job(
         mesh.layout,
         where,
