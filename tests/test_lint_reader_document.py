@@ -88,7 +88,7 @@ verl.sh:1 (dp=16, tp=2) shard model: fsdp2
 config.yaml:5: not judged: pipeline_model_parallel_size = ${oc.env:PP} has no value in this file; use a number
 registry.py:5 (dp_shard=5) shard: fsdp2
 registry.py:10 (dp_replicate=8, dp_shard=5) replicate shard: fsdp2
-registry.py:17: not judged: tensor_parallel_degree depends on a condition; pass the file to --run, or give the mesh with --mesh
+registry.py:17: not judged: tensor_parallel_degree depends on a condition; use --run, or give the mesh with --mesh
 """,
         )
 

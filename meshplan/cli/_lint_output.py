@@ -184,7 +184,7 @@ def _report(
     found += [
         CONTRADICTION.make_finding(one.contradiction, Source(one.name))
         for one in request.inputs
-        if one.contradiction
+        if one.contradiction and not one.is_found
     ]
     kept, ignored, unused = remove_ignored(found, request.reader.comments)
     wanted = [

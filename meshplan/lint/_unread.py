@@ -12,9 +12,9 @@ import re
 from meshplan._message_text import shorten
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Skipped
-from meshplan.lint._readers._constants import find_callee
 from meshplan.lint._readers._names import SHORT, SIZE, is_size, suggest_degree
 from meshplan.lint._readers._numbers import INSTEAD, find_line
+from meshplan.lint._readers._values import find_callee, read_string
 
 _NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d"
 # Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
@@ -134,11 +134,7 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             return [(one.arg, one.value) for one in node.keywords if one.arg]
         case ast.Dict():
             pairs = zip(node.keys, node.values, strict=True)
-            return [
-                (key, value)
-                for node, value in pairs
-                if node and (key := getattr(node, "value", None))
-            ]
+            return [(key, value) for node, value in pairs if node and (key := read_string(node))]
         case ast.Assign(targets=targets, value=value):
             return [(target.id, value) for target in targets if isinstance(target, ast.Name)]
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):

@@ -35,9 +35,11 @@ from meshplan.lint._readers._values import (
     Unknown,
     Value,
     Whole,
+    find_callee,
     is_constant,
     is_dict,
     join,
+    list_keys,
     list_marks,
     list_values,
 )
@@ -55,20 +57,25 @@ _FUNCTIONS = frozenset(
     | {"list", "map", "max", "min", "new_group", "print", "prod", "range", "repr", "reversed"}
     | {"set", "sorted", "str", "sum", "tensor", "tuple", "type", "warning", "zip"}
 )
-# Functions that may bind any name.
-_BINDERS = frozenset({"exec", "eval", "globals", "locals", "vars"})
+# Functions that may bind any name of the module, and words of those that set attributes.
+_BINDERS = frozenset({"exec", "globals"})
+_SETTERS = re.compile(
+    r"apply|cli|configure|load|merge|override|overwrite|parse|read|setattr|update"
+)
+# Classes whose methods set no attribute that a class of the file has.
+_BASES = frozenset(
+    {"ABC", "Enum", "Generic", "IntEnum", "LightningModule", "Module", "NamedTuple", "Protocol"}
+    | {"TestCase", "object"}
+)
+# Decorators that pass the arguments of a call on.
+_WRAPPERS = frozenset(
+    {"cached_property", "classmethod", "inference_mode", "no_grad", "property", "record"}
+    | {"staticmethod"}
+)
 
 
 class TooLong(Exception):
     """The file has more calls than are followed."""
-
-
-def find_callee(call: ast.expr) -> str:
-    """The last part of the name that is called; of a method, the method."""
-    match call:
-        case ast.Call(ast.Attribute(attr=name)) | ast.Call(ast.Name(name)):
-            return name
-    return ""
 
 
 def parse(name: str, text: str) -> ast.Module:
@@ -282,7 +289,9 @@ class Reader:
         """Forget the values of the module's names, which a star or ``exec`` may bind again."""
         while scope.outer is not None:
             scope = scope.outer
-        scope.names = dict.fromkeys(scope.names, UNKNOWN)
+        for name, value in scope.names.items():
+            is_kept = isinstance(value, Function | Class | Path)
+            scope.names[name] = value if is_kept else UNKNOWN
 
     def _read_branches(self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope) -> bool:
         """Read statements of which one list runs; whether the end of all is never reached."""
@@ -416,6 +425,11 @@ class Reader:
                 one.is_changed, one = True, one.base
             for entry in inside:
                 self.change(entry)
+
+    def _forget_fields(self, value: Value) -> None:
+        """Note that all attributes of an object may have changed."""
+        if isinstance(value, Record) and value.owner is not None:
+            value.fields = None
 
     def _find_attribute(self, value: Value, name: str) -> Value:
         return join([self._find_attribute_of(one, name) for one in list_values(value)])
@@ -610,6 +624,10 @@ class Reader:
         else:
             function = self.read(node.func, scope)
         given = self._read_arguments(node, scope)
+        if function is UNKNOWN and isinstance(owner, Record) and owner.owner is not None:
+            bases = {getattr(one, "last", "object") for one in owner.owner.bases}
+            if not bases <= _BASES:
+                self._forget_fields(owner)  # a method of a class from elsewhere
         match function:
             case Function():
                 return self._enter(function, given, node)
@@ -628,9 +646,10 @@ class Reader:
         """The value of a call of a function from elsewhere."""
         found = self.answer(path, given, node)
         found = self._call_builtin(path, given, node) if found is None else found
-        if path.last not in _FUNCTIONS and found is None:
-            for one in given:
-                self.change(one)
+        for one in given if path.last not in _FUNCTIONS and found is None else ():
+            self.change(one)
+            if _SETTERS.search(path.last.lower()):
+                self._forget_fields(one)
         fields = dict(given.named) if given.is_complete else None
         made = Record(fields, None, path.name, given.positional, self.moment)
         return made if found is None else found
@@ -646,10 +665,8 @@ class Reader:
             case "tuple" | "list" | "tensor", Items(entries=entries):
                 copy = None if entries is None else [*entries]
                 return Items(copy, first.span, path.last == "tuple")
-            case "list" | "tensor", Grid():
-                return Grid(first.count, first.sizes, first)
-            case "arange" | "range", _ if len(given.positional) == 1:
-                return Grid(first)
+            case "tuple" | "list", Record(fields=dict() as fields) if is_dict(first):
+                return list_keys(fields)
             case "dict", None if given.is_complete:
                 return Record(dict(given.named), moment=self.moment)
             case "cast", _ if len(given.positional) == 2:
@@ -659,6 +676,15 @@ class Reader:
                 for name in given.named:
                     self.note_attribute(made, name, node.lineno)
                 return made
+        return self._count_ranks(path, given)
+
+    def _count_ranks(self, path: Path, given: Arguments) -> Value:
+        first = next(iter(given.positional), None)
+        match path.last, first:
+            case "list" | "tensor", Grid():
+                return Grid(first.count, first.sizes, first)
+            case "arange" | "range", _ if len(given.positional) == 1:
+                return Grid(first)
             case "get_world_size", None:
                 return self.world_size
             case "get" | "getenv", "WORLD_SIZE":
@@ -671,8 +697,9 @@ class Reader:
             case (Unknown(), _) | (Record(path=str()), _) if not is_dict(value):
                 return self._call_path(Path(name, is_imported=True), given, node)
             case Record(path="", fields=dict() as fields), "keys" | "values":
-                parts = fields.keys() if name == "keys" else fields.values()
-                return Items([(one, getattr(one, "span", (0, 0))) for one in parts])
+                if name == "keys":
+                    return list_keys(fields)
+                return Items([(one, getattr(one, "span", (0, 0))) for one in fields.values()])
             case Record(path="", fields=dict() as fields), "get" if given.positional:
                 return self._find_item(value, given.positional[0])
             case Grid(), "view" | "reshape":
@@ -723,7 +750,9 @@ class Reader:
         positional = [*bound, *given.positional]
         every = [*names, *(one.arg for one in args.kwonlyargs)]
         found: dict[str, Value] = {key: Record({}, None, key, moment=self.moment) for key in every}
-        found |= function.defaults if known else {}
+        # A decorator such as click.command takes arguments from elsewhere.
+        is_plain = list_marks(function.node) <= _WRAPPERS
+        found |= function.defaults if known and is_plain else {}
         found |= dict(zip(names, positional, strict=False))
         rest = {key: one for key, one in given.named.items() if key not in found}
         found |= {key: one for key, one in given.named.items() if key in found}

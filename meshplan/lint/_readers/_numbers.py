@@ -11,7 +11,7 @@ from meshplan.layout import Layout
 
 INSTEAD = "give the mesh with --mesh"
 """The end of messages about meshes that are not constants."""
-RUN = f"pass the file to --run, or {INSTEAD}"
+RUN = f"use --run, or {INSTEAD}"
 """The same of meshes that a Python file computes."""
 UNKNOWN_RANKS = (
     "depends on the number of ranks, which is unknown; "

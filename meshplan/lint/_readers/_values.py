@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -180,3 +180,23 @@ def list_marks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
     marks = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
     names = {getattr(one, "attr", getattr(one, "id", "")) for one in marks}
     return names | ({"property"} if "cached_property" in names else set())
+
+
+def list_keys(fields: Iterable[str]) -> Items:
+    """The keys of a dict; those that are names of arguments have no place."""
+    keys = [one if isinstance(one, Text) else Text(one) for one in fields]
+    return Items([(one, one.span) for one in keys])
+
+
+def find_callee(call: ast.expr) -> str:
+    """The last part of the name that is called; of a method, the method."""
+    match call:
+        case ast.Call(ast.Attribute(attr=name)) | ast.Call(ast.Name(name)):
+            return name
+    return ""
+
+
+def read_string(node: ast.AST) -> str | None:
+    """The value of a literal string."""
+    found = node.value if isinstance(node, ast.Constant) else None
+    return found if isinstance(found, str) else None

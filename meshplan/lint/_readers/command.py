@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from meshplan.lint._job import JobFile
-from meshplan.lint._readers._constants import find_callee
 from meshplan.lint._readers._degrees import read_document
 from meshplan.lint._readers._documents import find_framework
 from meshplan.lint._readers._numbers import Edit, apply_edits
 from meshplan.lint._readers._options import read_command
+from meshplan.lint._readers._values import find_callee
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(

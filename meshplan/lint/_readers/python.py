@@ -41,6 +41,7 @@ from meshplan.lint._readers._values import (
     Value,
     Whole,
     list_values,
+    read_string,
 )
 from meshplan.lint._roles import Framework, assume_roles, resolve_roles
 from meshplan.lint._spec import MAX_AXES, find_nested_shape, make_layout
@@ -375,7 +376,7 @@ class MeshReader(Reader):
                     "a size of the shape" if written is None else self.shorten(written)
                 )
                 raise UnknownMesh(
-                    f"{shown} is not a constant; {'pass --world-size, or ' * ranks}{RUN}",
+                    f"{shown} is not a constant; {'pass --world-size, ' * ranks}{RUN}",
                     has_one_axis=len(entries) == 1,
                 )
         return list(entries)
@@ -461,8 +462,8 @@ def _read_slice(node: ast.expr) -> tuple[str, ...]:
     if not isinstance(node, ast.Subscript):
         return ()
     items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    texts = [getattr(item, "value", None) for item in items]
-    return tuple(map(str, texts)) if all(isinstance(text, str) for text in texts) else ()
+    texts = [read_string(item) for item in items]
+    return tuple(text for text in texts if text is not None) if None not in texts else ()
 
 
 def _find_axis(mesh: Mesh, where: Value) -> Axis | None:
