@@ -15,7 +15,7 @@ PACKAGE = ROOT / "meshplan"
 # Modules that import each other, also within functions and for types. Add none.
 CIRCLES = [
     "lint._facts lint._fixes lint._rules lint._rules._pages lint._rules._rule lint._rules.cluster "
-    "lint._rules.environment lint._rules.jagged lint._rules.mesh",
+    "lint._rules.environment lint._rules.mesh",
 ]
 
 

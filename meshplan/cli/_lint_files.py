@@ -193,7 +193,7 @@ def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], dict[str, 
 
 def is_job(name: str, text: str) -> bool:
     """Whether a file of a directory may start a job: no test, and no library of Python."""
-    *folders, base = name.replace("\\", "/").lower().split("/")
+    *folders, base = name.lower().split("/")
     if _TEST.fullmatch(base) or any(_TESTS.fullmatch(one) for one in folders):
         return False
     return not base.endswith((".py", ".pyi")) or bool(_LAUNCH.search(text))

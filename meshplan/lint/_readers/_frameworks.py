@@ -6,11 +6,149 @@ mean the same, and dots stand between the levels. A key that is not in the table
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from meshplan.lint._readers._engines import PLAIN, SERVING, SGLANG, VLLM
-from meshplan.lint._readers._megatron import AUTOMODEL, MEGATRON, MEGATRON_MESH, NEMO, NEMO_RECIPES
 from meshplan.lint._readers._tables import Framework, Mesh
+
+# Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
+# first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
+# axis. Experts have one, no cp axis, and the remaining data-parallel ranks. In older releases an
+# encoder with sizes of its own has other ranks than the decoder (encoder_world_size there).
+# FlagScale's hetero_process_meshes are several meshes.
+_MEGATRON_KEYS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "num_distributed_optimizer_instances": "dp_replicate",
+}
+_MEGATRON_MESH = Mesh(
+    keys=_MEGATRON_KEYS,
+    order=("pp", "dp_replicate", "dp", "cp", "tp"),
+    section=r"(?P<part>.*)",
+    rest="dp",
+    shown=frozenset({"dp", "edp", "ep"}),
+    orders={"use_tp_pp_dp_mapping": "tp-cp-ep-pp-dp", "order": ""},
+    experts=("pp", "edp", "ep", "etp"),
+    expert_tp=True,
+    sharded=r"(?:.*\.)?use_(?:distributed_optimizer|torch_fsdp2|megatron_fsdp|custom_fsdp)=true"
+    r"|(?:.*\.)?zero1=true|.*optim\.name=(?:distributed_fused_adam|mcore_distributed_optim)",
+    unsharded=r"(?:.*\.)?data_parallel_sharding_strategy=no_shard",
+    is_sharded=False,
+    flattened=("dp", "dp_shard", "cp"),
+    needs=frozenset({"tp", "pp", "ep", "dp_replicate"}),
+    refused={
+        r"(?:.*\.)?encoder_(?:tensor|pipeline)_model_parallel_size=(?!0$|none|null).*": (
+            "encoder and decoder have ranks of their own"
+        ),
+        r"(?:.*\.)?hetero_process_meshes[.=].*": "each of the hetero_process_meshes has its ranks",
+    },
+)
+_MEGATRON = Framework(
+    program="megatron",
+    mark=r"(?:.*\.)?(?:(?:tensor|pipeline|expert)_model_parallel_size"
+    r"|num_distributed_optimizer_instances)",
+    meshes=(
+        replace(
+            _MEGATRON_MESH,
+            refused={
+                **_MEGATRON_MESH.refused,
+                r"(?:tensor|pipeline)_parallel_size=(?!1$).*": (
+                    "tensor_parallel_size and pipeline_parallel_size are not Megatron-LM's"
+                ),
+            },
+        ),
+    ),
+    kinds=frozenset({"command"}),
+)
+# NeMo Automodel, nemo_automodel/components/distributed/mesh_utils.py, _create_fsdp2_device_mesh:
+# (pp, dp_replicate, dp_shard, cp, tp), and _create_moe_mesh: (ep_shard, ep) over all of them in a
+# stage. NeMo RL's DTensor workers call it: nemo_rl/models/automodel/setup.py, setup_distributed.
+# dp_size is dp_replicate times dp_shard, and follows from the ranks.
+_AUTOMODEL_MESH = Mesh(
+    keys={
+        "pp_size": "pp",
+        "dp_replicate_size": "dp_replicate",
+        "cp_size": "cp",
+        "tp_size": "tp",
+        "ep_size": "ep",
+    },
+    order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    section=r"(?P<part>)distributed",
+    rest="dp_shard",
+    shown=frozenset({"dp_shard", "ep_shard", "ep"}),
+    experts=("pp", "ep_shard", "ep"),
+    flattened=("dp_shard", "cp"),
+    needs=frozenset({"pp", "dp_replicate", "cp", "tp", "ep"}),
+    unless=r"distributed\.(?:strategy=ddp|_target_=.*ddpmanager)",
+    refused={
+        r"distributed\.(?:strategy=.*megatron.*|_target_=.*(?:megatronfsdp|nvfsdp).*)": (
+            "the mesh of Megatron-FSDP is not read"
+        ),
+        r"separate_meshes=true": "teacher and student have meshes on ranks of their own",
+    },
+)
+_AUTOMODEL = Framework(
+    program="nemo",
+    mark=r"distributed\.(?:strategy|_target_|[a-z_]+_size)",
+    meshes=(_AUTOMODEL_MESH,),
+    kinds=frozenset({"document"}),
+    word=r"nemo_automodel|recipe",
+)
+
+# NeMo 1 and 2, NeMo RL and Megatron Bridge start Megatron-LM with its default order: NeMo,
+# nemo/lightning/megatron_init.py, initialize_model_parallel_for_nemo; Megatron Bridge,
+# src/megatron/bridge/training/initialize.py, _create_pg_collection. Ranks: trainer.devices of
+# Lightning, cluster.gpus_per_node of NeMo RL.
+_NEMO_REFUSED = {
+    **_MEGATRON_MESH.refused,
+    # NeMo RL, ROLL and RLinf, which start Megatron-LM on a part of the cluster.
+    r".*generation\.colocated\.enabled=false": "training and generation have ranks of their own",
+    r".*\.device_mapping=.*": "each device_mapping has ranks of its own",
+    r"cluster\.component_placement\..*=(?!all$).*": "component_placement separates the ranks",
+}
+_NEMO = Framework(
+    program="nemo",
+    mark=_MEGATRON.mark + r"|(?:.*\.)?dtensor_cfg\..*_parallel_size",
+    meshes=(
+        replace(
+            _AUTOMODEL_MESH,
+            keys={
+                "tensor_parallel_size": "tp",
+                "context_parallel_size": "cp",
+                "expert_parallel_size": "ep",
+            },
+            section=r"(?P<part>.*\.dtensor_cfg)",
+            needs=frozenset({"tp", "cp"}),
+            refused=_NEMO_REFUSED,
+        ),
+        replace(
+            _MEGATRON_MESH,
+            section=r"(?P<part>(?!.*(?:vllm|sglang|generation)).*)",
+            refused=_NEMO_REFUSED,
+        ),
+    ),
+    launch={
+        "trainer.num_nodes": "hosts",
+        "trainer.devices": "ranks per host",
+        "cluster.num_nodes": "hosts",
+        "cluster.gpus_per_node": "ranks per host",
+        "num_nodes": "hosts",
+        "num_gpus_per_node": "ranks per host",
+        "devices": "ranks per host",
+    },
+    kinds=frozenset({"document"}),
+)
+# The recipes of both in Python shard the optimizer's state.
+_NEMO_RECIPES = replace(
+    _NEMO,
+    mark=_MEGATRON.mark,
+    meshes=(replace(_MEGATRON_MESH, is_sharded=True),),
+    kinds=frozenset({"python"}),
+    classes=frozenset({"MegatronStrategy", "initialize_model_parallel", "ModelParallelConfig"}),
+)
 
 # torchtitan, torchtitan/distributed/parallel_dims.py, ParallelDims.build_mesh: the dense mesh is
 # (pp, dp_replicate, dp_shard, cp, tp), the sparse one (pp, dp_replicate, efsdp, ep) of 2026 and
@@ -70,7 +208,7 @@ _VERL = Framework(
     meshes=(
         _VERL_FSDP,
         replace(
-            MEGATRON_MESH,
+            _MEGATRON_MESH,
             section=r"(?P<part>actor_rollout_ref\.actor|critic)\.megatron",
             is_sharded=True,
         ),
@@ -162,7 +300,7 @@ _ACCELERATE = Framework(
 # _initialize_distributed, which makes the axes in Megatron-LM's order. An absent
 # context_parallel_size is 2 in today's releases; older ones have no such axis.
 _ACCELERATE_MEGATRON_MESH = replace(
-    MEGATRON_MESH,
+    _MEGATRON_MESH,
     keys={
         "megatron_lm_tp_degree": "tp",
         "megatron_lm_pp_degree": "pp",
@@ -373,6 +511,81 @@ _LIGHTNING = Framework(
     classes=frozenset({"ModelParallelStrategy"}),
 )
 
+# vLLM, vllm/distributed/parallel_state.py, initialize_model_parallel: (dp, pp, pcp, tp). Data
+# parallel ranks serve different requests and reduce nothing. SGLang, python/sglang/srt/
+# distributed/parallel_state.py, initialize_model_parallel: (pp, tp) on world_size = pp * tp ranks,
+# and python/sglang/srt/managers/data_parallel_controller.py, launch_dp_schedulers: as many for each
+# data-parallel replica. With --enable-dp-attention attention has its own groups inside of tp.
+# Sections: a file of engines has a list; vLLM's production stack has vllmConfig in Helm's values.
+_SECTION = (
+    r"(?:(?P<part>\d+\.(?=engine_args)|.*(?=vllm_config))?"
+    r"(?:engine_args|engine_kwargs|server_args|vllm|parallel|vllm_config))?"
+)
+_SERVING_MESH = Mesh(
+    keys={
+        "data_parallel_size": "dp",
+        "pipeline_parallel_size": "pp",
+        "prefill_context_parallel_size": "cp",
+        "context_parallel_size": "cp",
+        "tensor_parallel_size": "tp",
+        **{f"{axis}{unit}": axis for axis in ("dp", "pp", "cp", "tp") for unit in ("", "_size")},
+    },
+    order=("dp", "pp", "cp", "tp"),
+    section=_SECTION,
+    roles={"dp": "apart"},
+    reduction="dtensor",
+    needs=frozenset({"dp", "pp", "tp"}),
+    refused={
+        r"enable_dp_attention=true": "--enable-dp-attention has two meshes on the same ranks",
+        r".*args\.\d+=--(?:tensor|pipeline|data)[_-]parallel[_-]size.*": (
+            "an argument of the engine has another degree"
+        ),
+    },
+)
+_VLLM = Framework(
+    program="vllm",
+    mark=r"(?:(?:\d+\.engine_args|.*vllm_config)\.)?(?:data|pipeline|tensor|prefill_context)_parallel_size"
+    r"|tp|dp|pp|tp_size|dp_size|pp_size",
+    meshes=(_SERVING_MESH,),
+    kinds=frozenset({"document", "command", "python"}),
+    classes=frozenset({"LLM", "EngineArgs", "AsyncEngineArgs"}),
+    without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
+    word=r"\bvllm\b",
+)
+_SGLANG = replace(
+    _VLLM,
+    program="sglang",
+    classes=frozenset({"Engine", "ServerArgs"}),
+    word=r"\b(?:sglang|sgl)\b",
+)
+_SERVING = replace(
+    _VLLM,
+    program="serving",
+    mark=r"(?:data|pipeline|tensor|prefill_context)_parallel_size",
+    kinds=frozenset({"command"}),
+    classes=frozenset(),
+    word="",
+)
+
+# Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
+_PLAIN_AXES = ("pp", "dp_replicate", "dp", "ddp", "dp_shard", "fsdp", "cp", "sp", "tp")
+PLAIN = Framework(
+    program="unknown",
+    mark=r"(?:" + "|".join(_PLAIN_AXES) + r")(?:_size|_degree)?",
+    meshes=(
+        Mesh(
+            keys={
+                f"{axis}{unit}": axis for axis in _PLAIN_AXES for unit in ("", "_size", "_degree")
+            },
+            order=_PLAIN_AXES,
+            reduction="dtensor",
+        ),
+    ),
+    kinds=frozenset({"command"}),
+    # FastVideo's data axes, which shard parameters along the ranks of sp.
+    without=r"hsdp_(?:replicate|shard)_dim",
+)
+
 FRAMEWORKS: tuple[Framework, ...] = (
     *(
         _TORCHTITAN,
@@ -381,10 +594,10 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _NEOX,
         _VERL,
         _VERL_SFT,
-        AUTOMODEL,
-        NEMO,
-        NEMO_RECIPES,
-        MEGATRON,
+        _AUTOMODEL,
+        _NEMO,
+        _NEMO_RECIPES,
+        _MEGATRON,
     ),
     *(
         _ACCELERATE_MEGATRON,
@@ -394,6 +607,6 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _ACCELERATE_FSDP,
         _DEEPSPEED,
     ),
-    *(_PRIME, _LIGHTNING, VLLM, SGLANG, SERVING, PLAIN),
+    *(_PRIME, _LIGHTNING, _VLLM, _SGLANG, _SERVING, PLAIN),
 )
 """The first of them whose mark is among the keys of a file reads it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshplan._message_text import shorten
 from meshplan.lint._readers._documents import LAUNCH, Document, Setting, Unknown, match
-from meshplan.lint._readers._engines import PLAIN
+from meshplan.lint._readers._frameworks import PLAIN
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._script import Option, Script, Word
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from meshplan.lint._rules import cluster as cluster
 from meshplan.lint._rules import environment as environment
-from meshplan.lint._rules import jagged as jagged
 from meshplan.lint._rules import mesh as mesh
 from meshplan.lint._rules._pages import ERRORS as ERRORS
 from meshplan.lint._rules._pages import find_code as find_code
