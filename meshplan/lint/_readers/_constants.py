@@ -62,11 +62,6 @@ _BINDERS = frozenset({"exec", "globals"})
 _SETTERS = re.compile(
     r"apply|cli|configure|load|merge|override|overwrite|parse|read|setattr|update"
 )
-# Classes whose methods set no attribute that a class of the file has.
-_BASES = frozenset(
-    {"ABC", "Enum", "Generic", "IntEnum", "LightningModule", "Module", "NamedTuple", "Protocol"}
-    | {"TestCase", "object"}
-)
 # Decorators that pass the arguments of a call on.
 _WRAPPERS = frozenset(
     {"cached_property", "classmethod", "inference_mode", "no_grad", "property", "record"}
@@ -224,6 +219,7 @@ class Reader:
                 return self._read_with(node, scope)
             case ast.Try() | ast.TryStar():
                 self._read_branches([node.body, []], scope)
+                self._blur(node.body, scope)
                 self._read_branches([node.orelse, *(one.body for one in node.handlers)], scope)
                 return self._read_block(node.finalbody, scope)
             case ast.Match():
@@ -297,14 +293,17 @@ class Reader:
         """Read statements of which one list runs; whether the end of all is never reached."""
         before = scope.names
         ends: list[dict[str, Value]] = []
+        left = False
         for body in bodies:
             scope.names = dict(before)
             self.depth += 1
-            if not self._read_block(body, scope):
-                ends.append(scope.names)
+            ended = self._read_block(body, scope)
             self.depth -= 1
-        if len(ends) < len(bodies):
-            self.depth += 1  # up to the end of the function
+            if not ended:
+                ends.append(scope.names)
+            elif any(isinstance(two, _LEAVES) for one in body for two in ast.walk(one)):
+                left = True
+        self.depth += left  # up to the end of the function, unless the program ends
         names = dict.fromkeys(name for end in ends or [before] for name in end)
         scope.names = {
             name: join([end.get(name, UNKNOWN) for end in ends or [before]]) for name in names
@@ -324,8 +323,14 @@ class Reader:
                 self._store(node.target, item, scope)
             self._read_block(node.body, scope)
         self.depth -= 1
-        scope.names |= {name: join([before[name], UNKNOWN]) for name in changed if name in before}
+        scope.names |= {name: join([before[name], scope.names[name]]) for name in before}
+        self._blur(node.body, scope)
         self._read_block(node.orelse, scope)
+
+    def _blur(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Note that statements may have been left at any place."""
+        for name in _list_targets(body):
+            scope.names[name] = join([scope.names.get(name, UNKNOWN), UNKNOWN])
 
     def _find_any(self, value: Value) -> Value:
         """What an item of a value may be."""
@@ -428,7 +433,7 @@ class Reader:
 
     def _forget_fields(self, value: Value) -> None:
         """Note that all attributes of an object may have changed."""
-        if isinstance(value, Record) and value.owner is not None:
+        if isinstance(value, Record) and not is_dict(value):
             value.fields = None
 
     def _find_attribute(self, value: Value, name: str) -> Value:
@@ -439,13 +444,15 @@ class Reader:
             case Path():
                 return Path(f"{value.name}.{name}", value.is_imported)
             case Class():
-                return self._find_member(value.find(name), value, value)
+                return self._forget_late(name, self._find_member(value.find(name), value, value))
             case Record(owner=Class() as owner):
                 if value.fields is not None and name in value.fields:
                     return self._forget_late(name, value.fields[name])
                 found = owner.find(name)
-                is_known = value.fields is not None or isinstance(found, Function)
-                return self._find_member(found, value, owner) if is_known else UNKNOWN
+                is_closed = value.fields is not None and not owner.is_open
+                if not is_closed and not isinstance(found, Function):
+                    return UNKNOWN
+                return self._forget_late(name, self._find_member(found, value, owner))
             case Record(fields=dict() as fields) if value.path:
                 inside = Record({}, None, f"{value.path}.{name}", moment=value.moment)
                 return fields.setdefault(name, inside) if value.owner is None else UNKNOWN
@@ -624,23 +631,27 @@ class Reader:
         else:
             function = self.read(node.func, scope)
         given = self._read_arguments(node, scope)
-        if function is UNKNOWN and isinstance(owner, Record) and owner.owner is not None:
-            bases = {getattr(one, "last", "object") for one in owner.owner.bases}
-            if not bases <= _BASES:
-                self._forget_fields(owner)  # a method of a class from elsewhere
-        match function:
-            case Function():
-                return self._enter(function, given, node)
-            case Class():
-                return self._make(function, given, node)
-            case Path():
-                if function.last in _BINDERS and not function.is_imported:
-                    self._forget(scope)
-                return self._call_path(function, given, node)
-        if not method:
-            method = find_callee(node)
-        values = list_values(owner)
-        return join([self._call_method(one, method, given, node) for one in values])
+        made_of = owner.owner if isinstance(owner, Record) else None
+        if function is UNKNOWN and made_of is not None and made_of.is_open:
+            self._forget_fields(owner)  # a method of a class from elsewhere
+        choices = list_values(function)
+        known = [one for one in choices if isinstance(one, Function | Class | Path)]
+        found = [self._call_one(one, given, node, scope) for one in known]
+        if not known:
+            name = method or find_callee(node)
+            found = [self._call_method(one, name, given, node) for one in list_values(owner)]
+        return join(found + [UNKNOWN] * (0 < len(known) < len(choices)))
+
+    def _call_one(
+        self, function: Function | Class | Path, given: Arguments, node: ast.Call, scope: Scope
+    ) -> Value:
+        if isinstance(function, Function):
+            return self._enter(function, given, node)
+        if isinstance(function, Class):
+            return self._make(function, given, node)
+        if function.last in _BINDERS and not function.is_imported:
+            self._forget(scope)
+        return self._call_path(function, given, node)
 
     def _call_path(self, path: Path, given: Arguments, node: ast.Call) -> Value:
         """The value of a call of a function from elsewhere."""
@@ -778,6 +789,10 @@ class Reader:
             is_known = given.is_complete and not (given.positional and is_derived)
             values = dict(zip(fields, given.positional, strict=False)) | given.named
             found.fields = values if is_known else None
+            after = owner.find("__post_init__")
+            if isinstance(after, Function):
+                method = Function(after.node, after.scope, after.defaults, after.owner, found)
+                self._enter(method, Arguments(), node)
         return found
 
     def _read_uncalled(self, function: Function) -> None:
@@ -802,6 +817,7 @@ class Reader:
 
 
 _RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+_LEAVES = (ast.Return, ast.Continue, ast.Break)
 
 
 def _list_changes(node: ast.AST) -> list[str]:

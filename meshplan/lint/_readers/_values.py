@@ -10,6 +10,11 @@ from typing import Any, TypeAlias
 Span: TypeAlias = tuple[int, int]
 Value: TypeAlias = Any
 _MAX_EITHER = 16
+# Classes whose methods set no attribute that a class of the file has.
+_BASES = frozenset(
+    {"ABC", "Enum", "Generic", "IntEnum", "LightningModule", "Module", "NamedTuple", "Protocol"}
+    | {"TestCase", "object"}
+)
 
 
 class Unknown:
@@ -130,6 +135,12 @@ class Class:
         return next((one for one in found if one is not None), None)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a class from elsewhere may set its attributes."""
+        inside = [one.is_open if isinstance(one, Class) else _is_foreign(one) for one in self.bases]
+        return any(inside)
+
+    @property
     def has_fields(self) -> bool:
         """Whether its arguments are its attributes."""
         names = {*list_marks(self.node), *(getattr(one, "last", "") for one in self.bases)}
@@ -147,6 +158,10 @@ class Arguments:
 
     def __iter__(self) -> Iterator[Value]:
         return iter((*self.positional, *self.named.values()))
+
+
+def _is_foreign(base: Value) -> bool:
+    return not (isinstance(base, Path) and base.last in _BASES)
 
 
 def join(values: Sequence[Value]) -> Value:
