@@ -60,7 +60,7 @@ _FUNCTIONS = frozenset(
 # Functions that may bind any name of the module, and words of those that set attributes.
 _BINDERS = frozenset({"exec", "globals"})
 _SETTERS = re.compile(
-    r"apply|cli|configure|load|merge|override|overwrite|parse|read|setattr|update"
+    r"apply|cli|configure|load|merge|override|overwrite|parse|read|setattr|update|vars"
 )
 # Decorators that pass the arguments of a call on.
 _WRAPPERS = frozenset(
@@ -285,9 +285,7 @@ class Reader:
         """Forget the values of the module's names, which a star or ``exec`` may bind again."""
         while scope.outer is not None:
             scope = scope.outer
-        for name, value in scope.names.items():
-            is_kept = isinstance(value, Function | Class | Path)
-            scope.names[name] = value if is_kept else UNKNOWN
+        _forget_values(scope.names)
 
     def _read_branches(self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope) -> bool:
         """Read statements of which one list runs; whether the end of all is never reached."""
@@ -435,11 +433,15 @@ class Reader:
         """Note that all attributes of an object may have changed."""
         if isinstance(value, Record) and not is_dict(value):
             value.fields = None
+        elif isinstance(value, Class):
+            _forget_values(value.scope.names)
 
     def _find_attribute(self, value: Value, name: str) -> Value:
         return join([self._find_attribute_of(one, name) for one in list_values(value)])
 
     def _find_attribute_of(self, value: Value, name: str) -> Value:
+        if name == "__dict__":
+            self._forget_fields(value)
         match value:
             case Path():
                 return Path(f"{value.name}.{name}", value.is_imported)
@@ -793,6 +795,8 @@ class Reader:
             if isinstance(after, Function):
                 method = Function(after.node, after.scope, after.defaults, after.owner, found)
                 self._enter(method, Arguments(), node)
+        if owner.find("__getattribute__") or owner.find("__setattr__"):
+            found.fields = None
         return found
 
     def _read_uncalled(self, function: Function) -> None:
@@ -818,6 +822,11 @@ class Reader:
 
 _RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _LEAVES = (ast.Return, ast.Continue, ast.Break)
+
+
+def _forget_values(names: dict[str, Value]) -> None:
+    for name, value in names.items():
+        names[name] = value if isinstance(value, Function | Class | Path) else UNKNOWN
 
 
 def _list_changes(node: ast.AST) -> list[str]:
