@@ -21,8 +21,9 @@ For developers: every bar and every measurement. Users find the figures of a job
 
 Made by one command; do not edit. All figures of a case come from one run, in which the compared
 calls take turns in the same processes. The time of a call is that of its slowest rank. The tables
-have medians and, in brackets, 95th percentiles. Ratios are those of medians. The raw data are in
-`docs/performance/performance.json`.
+have medians and, in brackets, 95th percentiles, of the cases that have a bar. Ratios are those of
+medians. All cases are in `docs/performance/performance.json`, and what a suite does is the first
+text of its module.
 
     make bench
 
@@ -52,15 +53,12 @@ def write_page(found: dict[str, Any], folder: Path) -> list[Path]:
         if suite["skipped"]:
             parts += [f"    {suite['command']}\n", f"Left out here: {suite['skipped']}.\n"]
             continue
-        parts += [
-            suite["about"] + "\n",
-            f"    {suite['command']}\n",
-        ]
+        parts += [f"    {suite['command']}\n"]
         drawn = draw(suite["name"], title, cases, pictures)
         if drawn:
             files += drawn
             parts += [f"![{title}](performance/{suite['name']}.png)\n"]
-        parts += ["\n".join(_table(cases)) + "\n"]
+        parts += ["\n".join(_table([case for case in cases if case.bars] or cases)) + "\n"]
     page = folder / "performance.md"
     page.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return [page, *files]

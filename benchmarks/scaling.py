@@ -1,15 +1,9 @@
-"""What all-reduces would cost on 8 to 100,000 GPUs, and how far such predictions are off here.
+"""How far predictions are off: all-reduces of CPU processes over gloo.
 
-The model is that of `meshplan simulate --cost`: latencies and bandwidths of links, data-sheet
-figures for the GPUs. Compared are meshplan's plan, the same without recursive halving, torch's
-all-reduces axis by axis (a ring or a tree each, whichever is faster), and one ring and one tree
-over all ranks. A clock for the messages that the plan's code sends shows the same times as the
-formula.
-
-How far it is off is seen where there is something to measure: jobs of CPU processes over gloo. They
-measure their links as `meshplan links` does, predict from these alone, and then run: gloo's ring,
-gloo's rings axis by axis, and meshplan's plan. Links between hosts are network namespaces, at a
-rate that the kernel limits, where namespaces are allowed.
+Jobs measure their links as `meshplan links` does, predict from these alone as `meshplan simulate
+--cost --links` does, and then run: gloo's ring, gloo's rings axis by axis, and meshplan's plan.
+Links between hosts are network namespaces, at a rate that the kernel limits, where namespaces are
+allowed. Predictions for GPUs are compared with published times in tests/test_calibration.py.
 
     python -m benchmarks.scaling
 """
@@ -38,95 +32,19 @@ from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, on_ranks, slowest
 from meshplan import Layout
 from meshplan.cli._links_run import time_exchanges
-from meshplan.cli._simulate import CLUSTERS, NODE, NUMELS
 from meshplan.flatten import discover
-from meshplan.planner import Prediction, Problem, plan, predict_backend, predict_plan
+from meshplan.planner import Prediction, Problem, predict_backend, predict_plan
 from meshplan.topology import Topology
 from meshplan.topology._links import fit_links
-from tests.clock import clock
 
 AXES = ("ddp", "fsdp")
 # Hosts, ranks on each, and megabits a second between hosts.
 JOBS = ((1, 2, 0), (1, 4, 0), (2, 2, 1000), (2, 3, 250))
 SMOKE_JOBS = ((1, 2, 0),)
-# Of the ratios to one ring and one tree, whichever is faster; predicted.
-BARS: dict[tuple[int, int], dict[str, float]] = {
-    (1 << 14, 512): {"one tree": 3.5},
-    (1 << 14, 4096): {"one tree": 3.5},
-    (1 << 14, 100_000): {"one tree": 4.5},
-    (1 << 22, 512): {"one tree": 2.5},
-    (1 << 22, 4096): {"one tree": 2.5},
-    (1 << 22, 100_000): {"one tree": 3.2},
-    **{(1 << 28, ranks): {"one ring": 1.0, "one tree": 1.1} for ranks in (64, 512, 4096)},
-}
-# GPUs whose messages are clocked too.
-CLOCKED = (64, 512, 4096)
 # Elements, and calls that count.
 SIZES = ((1 << 14, 21), (1 << 18, 21), (1 << 22, 6))
 SMOKE_SIZES = ((1 << 10, 2),)
 SAYS = "benchmark: "
-
-
-def predictions(smoke: bool) -> Iterator[Case]:
-    """Of GPUs, larger and larger clusters of them."""
-    for numel in NUMELS[:1] if smoke else NUMELS:
-        for ranks in CLUSTERS[:2] if smoke else CLUSTERS:
-            problem = problem_of(
-                Layout.of(ddp=ranks // NODE, fsdp=NODE),
-                numel,
-                Topology.uniform(ranks, node_size=NODE, domain_size=NODE),
-            )
-            found = {
-                "meshplan": predict_plan(replace(problem, path="auto")),
-                "exchange only": predict_plan(problem),
-                "axis by axis": predict_backend(problem, [[axis] for axis in AXES]),
-                "one ring": predict_backend(problem, [AXES], "ring"),
-                "one tree": predict_backend(problem, [AXES], "tree"),
-            }
-            limits = BARS.get((numel, ranks), {})
-            for what, unit, value in (
-                ("time", "us", lambda one: one.cost.nanoseconds / 1e3),
-                ("sent over the network by a rank", "MB", lambda one: one.cost.network / 1e6),
-            ):
-                yield Case(
-                    name=f"{what}, all-reduce of {numel * 4 >> 10} KiB on {ranks} GPUs, predicted",
-                    unit=unit,
-                    runs={name: Figures.of([value(one)]) for name, one in found.items()},
-                    peers=("axis by axis", "one ring", "one tree") if unit == "us" else (),
-                    ranks=ranks,
-                    parameters={
-                        "message": f"{numel * 4 >> 10} KiB, predicted",
-                        "world_size": ranks,
-                    },
-                    bars=tuple(
-                        at_most(limit, "meshplan", peer)
-                        for peer, limit in limits.items()
-                        if unit == "us"
-                    ),
-                )
-
-
-def clocked(smoke: bool) -> Iterator[Case]:
-    """The formula of meshplan's plan, and a clock for the messages that its code sends."""
-    for numel in NUMELS[:1] if smoke else NUMELS:
-        for ranks in CLOCKED[:1] if smoke else CLOCKED:
-            topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE)
-            layout = Layout.of(ddp=ranks // NODE, fsdp=NODE)
-            problem = replace(problem_of(layout, numel, topology), path="auto")
-            (step,) = plan(problem).reductions
-            shown = clock(step, topology, numel, lanes=step.inner > 1)
-            formula = predict_plan(problem).cost.nanoseconds / 1e3
-            yield Case(
-                name=f"{step.describe_path()}, {numel * 4 >> 10} KiB on {ranks} GPUs",
-                unit="us",
-                runs={
-                    "predicted": Figures.of([formula]),
-                    "clocked": Figures.of([shown.seconds * 1e6]),
-                },
-                peers=("clocked",),
-                ranks=ranks,
-                parameters={"message": f"{numel * 4 >> 10} KiB, clocked", "world_size": ranks},
-            )
 
 
 def problem_of(layout: Layout, numel: int, topology: Topology) -> Problem:
@@ -227,9 +145,7 @@ def on_hosts(file: str, hosts: int, each: int, rate: int, words: Sequence[str]) 
 
 
 def cases(smoke: bool) -> Iterator[Case]:
-    """What is predicted for GPUs, and what was predicted and measured here."""
-    yield from predictions(smoke)
-    yield from clocked(smoke)
+    """What was predicted and measured, in each job."""
     for hosts, each, rate in SMOKE_JOBS if smoke else JOBS:
         if hosts > 1:
             yield from on_hosts(__file__, hosts, each, rate, ["--hosts", str(hosts)])
@@ -240,11 +156,11 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 
 def total(smoke: bool) -> int:
-    """Two cases for each prediction; one for each clock; the ways and the error of each job."""
+    """The ways and the error of each job."""
     if smoke:
-        return 2 * 2 + 1 + 2 + 1
+        return 2 + 1
     ways = sum(2 if hosts * each < 4 else 3 for hosts, each, _ in JOBS)
-    return len(NUMELS) * (2 * len(CLUSTERS) + len(CLOCKED)) + ways * len(SIZES) + len(JOBS)
+    return ways * len(SIZES) + len(JOBS)
 
 
 SUITE = Suite(__doc__ or "", cases, total)

@@ -252,8 +252,6 @@ Not met:
 
 ## All-reduces
 
-How.
-
     python -m benchmarks.allreduce_cpu
 
 ![All-reduces](performance/allreduce_cpu.png)

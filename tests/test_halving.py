@@ -32,7 +32,7 @@ from meshplan.planner import Step, halving_schedule, merge_axes
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.marks import full
 from tests.processes import run_ranks
-from tests.traffic import count_sent
+from tests.traffic import count_halving, count_sent
 
 CONTRACTS = (Contract(), Contract(rounding="node"), Contract(accumulate="float64"))
 SHAPES = [
@@ -216,11 +216,13 @@ def compare_on_rank(rank: int, shape: tuple[int, ...]) -> None:
         inline = ranks > at_once and len(merge_axes(shape)) == 1 and 0 < numel <= 100
         if ranks > at_once:
             # Headers travel in front of data, or in rounds before it.
-            before = 0 if inline else halving_schedule((ranks,), rank).traffic(1, 1, 1).messages
+            before = (
+                0 if inline else count_halving(halving_schedule((ranks,), rank), 1, 1, 1).messages
+            )
             assert sends[:before] == [HEADER_BYTES] * before
             sends = [nbytes - HEADER_BYTES * inline for nbytes in sends[before:]]
         wide = partial_dtype(op, expected.dtype, contract).itemsize
-        scheduled = plan.traffic(numel, expected.itemsize, wide)
+        scheduled = count_halving(plan, numel, expected.itemsize, wide)
         assert sum(sends) == scheduled.bytes
         # Messages without elements are not sent, except behind headers.
         whole = inline or numel > 100

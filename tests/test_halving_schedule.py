@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from meshplan.orders import order_named
 from meshplan.planner import halving_schedule, share_owners
+from tests.traffic import count_halving
 
 SHAPES = [
     shape
@@ -105,7 +106,7 @@ def test_messages_add_as_the_tree_in_every_group() -> None:
 def traffic(shape: tuple[int, ...], elements: int = 1 << 20) -> list[tuple[int, float]]:
     """Messages, and bytes in units of the summand's, of every rank: float32."""
     plans = (halving_schedule(shape, rank) for rank in range(math.prod(shape)))
-    found = (plan.traffic(elements, 4, 4) for plan in plans)
+    found = (count_halving(plan, elements, 4, 4) for plan in plans)
     return [(one.messages, one.bytes / elements / 4) for one in found]
 
 
@@ -144,7 +145,7 @@ def test_messages_and_bytes_are_bounded_in_every_group() -> None:
             1 << levels(ranks) - 1,
         }
         for position in positions - {ranks}:
-            found = halving_schedule.__wrapped__((ranks,), position).traffic(1 << 20, 4, 4)
+            found = count_halving(halving_schedule.__wrapped__((ranks,), position), 1 << 20, 4, 4)
             even = ranks & ranks - 1 == 0
             assert found.messages <= (2 if even else 4) * levels(ranks), ranks
             assert found.bytes < (2.0 if even else 2.13) * (4 << 20), ranks
@@ -172,9 +173,9 @@ def test_bytes_of_bfloat16_on_nodes_of_eight_are_bounded(nodes: int) -> None:
     """Inside of a node each rank sends 7/8 of the summand forth and back, and a node sends partials
     of an eighth in float32 to others, and results in bfloat16."""
     between = max(
-        halving_schedule((nodes,), rank).traffic(1 << 20, 4, 4, scatter=True).bytes
-        + halving_schedule((nodes,), rank).traffic(1 << 20, 2, 2).bytes
-        - halving_schedule((nodes,), rank).traffic(1 << 20, 2, 2, scatter=True).bytes
+        count_halving(halving_schedule((nodes,), rank), 1 << 20, 4, 4, scatter=True).bytes
+        + count_halving(halving_schedule((nodes,), rank), 1 << 20, 2, 2).bytes
+        - count_halving(halving_schedule((nodes,), rank), 1 << 20, 2, 2, scatter=True).bytes
         for rank in range(nodes)
     )
     assert 2 * 7 / 8 + between / (2 << 20) / 8 <= 2.15
@@ -195,4 +196,4 @@ def test_halves_of_a_message_have_as_many_shards(shape: tuple[int, ...]) -> None
 def test_schedule_of_one_rank_of_a_million_is_short() -> None:
     plan = halving_schedule((1 << 20,), 12345)
     assert len(plan.rounds) == 20
-    assert plan.traffic(1 << 24, 4, 4).messages == 40
+    assert count_halving(plan, 1 << 24, 4, 4).messages == 40

@@ -246,15 +246,6 @@ def test_ring_chunks_match_hand_computation() -> None:
     ]
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=16), st.integers(0, 5), st.booleans())
-def test_nodes_are_drawn_as_their_tree(labels: list[int], head: int, second: bool) -> None:
-    nodes = order.nodes_of_group(labels)
-    names = [str(3 * rank + 7) for rank in range(len(labels))]
-    tree = order.node_tree(nodes, head, second=second)
-    text = order.draw(order.relabel(tree, lambda rank: int(names[rank])))
-    assert order.draw_nodes(nodes, head, second=second, names=names) == text
-
-
 def test_chains_may_exceed_the_recursion_limit() -> None:
     size = 4 * sys.getrecursionlimit()
     one_host = order.tree_tree([0] * size)

@@ -216,36 +216,6 @@ MP401: only all-reduces are predicted, got S(0) -> R on axis ddp; use P or R bef
             predict_backend(problem, [["ddp"], ["tp"]])
 
 
-def test_native_models_and_link_constants_are_pinned() -> None:
-    """What meshplan is compared with: a change here changes every published ratio."""
-    assert Links() == Links(
-        Link(0.6e-6, 450e9), Link(1e-6, 63e9), Link(2.7e-6, 50e9), launch=6.6e-6, group=0.5
-    )
-    found = {}
-    for ranks in (64, 512, 4096, 100_000):
-        topology = Topology.uniform(ranks, node_size=8, domain_size=8)
-        for numel in (1 << 14, 1 << 22, 1 << 28):
-            problem = all_reduce(topology, numel, ddp=ranks // 8, fsdp=8)
-            found[ranks, numel] = tuple(
-                predict_backend(problem, [["ddp", "fsdp"]], how).cost.nanoseconds  # type: ignore[arg-type]
-                for how in ("ring", "tree")
-            )
-    assert found == {
-        (64, 1 << 14): (116123, 31528),
-        (64, 1 << 22): (198375, 115086),
-        (64, 1 << 28): (5400623, 5399909),
-        (512, 1 << 14): (888927, 47728),
-        (512, 1 << 22): (972322, 131286),
-        (512, 1 << 28): (6246823, 5416109),
-        (4096, 1 << 14): (7071328, 63928),
-        (4096, 1 << 22): (7154866, 147486),
-        (4096, 1 << 28): (12438398, 5432309),
-        (100000, 1 << 14): (172505900, 85528),
-        (100000, 1 << 22): (172589399, 169086),
-        (100000, 1 << 28): (177874346, 5453909),
-    }
-
-
 @pytest.mark.parametrize(
     ("numel", "limits"),
     [

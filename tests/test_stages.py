@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from meshplan.execute._wire import Message
 from meshplan.execute.paths._hierarchical import Stages, run_stages
-from meshplan.planner import count_chunks, cut_chunks, weigh_chunks
-from meshplan.planner._path_costs import MAX_CHUNKS, chunk_unit
+from meshplan.planner import Reach, count_chunks, cut_chunks, weigh_chunks
+from meshplan.planner._path_costs import MAX_CHUNKS, PeerCounts, find_chunk_unit
 from meshplan.topology import Links
 
 
@@ -127,13 +128,15 @@ def test_chunk_that_does_not_wait_is_finished_at_once() -> None:
 
 
 def test_number_of_chunks_grows_with_the_root_of_the_size() -> None:
-    unit = chunk_unit(Links(), domain=7, node=0, start=9.3e-6)
+    near = PeerCounts(7, 0, 0)
+    reach = Reach(Links(), (2, 8), PeerCounts(7, 0, 8), inside=near)
+    unit = find_chunk_unit(reach, 8, "exchange")
     counts = {size: count_chunks(size, unit) for size in (0, 64 << 10, 16 << 20, 1 << 30, 1 << 40)}
     assert counts == {0: 1, 64 << 10: 1, 16 << 20: 3, 1 << 30: 21, 1 << 40: MAX_CHUNKS}
     # Without a unit, a reduction is in one piece.
     assert count_chunks(1 << 30, 0) == 1
     # More time for each chunk: fewer chunks.
-    assert chunk_unit(Links(), domain=7, node=0, start=177e-6) > 5 * unit
+    assert find_chunk_unit(replace(reach, sizes=(64, 8)), 8, "exchange") > 5 * unit
 
 
 def test_chunks_at_the_ends_are_half_as_long() -> None:

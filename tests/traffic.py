@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.execute._gloo import Channel
 from meshplan.execute._provenance import CollectiveLog
+from meshplan.planner import Halving
 
 _COUNTED = CommDebugMode().comm_registry | c10d_collective_ops
 
@@ -135,3 +136,25 @@ class Sent(TorchDispatchMode):
             split = args[2] if name == "all_to_all_single" else [args[0].numel()] * len(peers)
             self._count(peers, split, args[0].element_size())
         return func(*args, **(kwargs or {}))
+
+
+class HalvingTraffic(NamedTuple):
+    """What one rank sends in a reduction by halving."""
+
+    messages: int
+    bytes: int
+
+
+def count_halving(
+    plan: Halving, elements: int, leaf: int, partial: int, *, scatter: bool = False
+) -> HalvingTraffic:
+    """Of ``leaf`` bytes for each of ``elements``, and ``partial`` in a sum; ``scatter``: without
+    the gather."""
+    width = {"": 0, "leaf": leaf, "partial": partial}
+    messages = total = 0
+    for one in plan.rounds:
+        backs = () if scatter else one.receives
+        total += sum((width[m.sum] + width[m.tail]) * plan.elements(m, elements) for m in one.sends)
+        total += sum(leaf * plan.elements(back, elements) for back in backs)
+        messages += len(one.sends) + len(backs)
+    return HalvingTraffic(messages, total)

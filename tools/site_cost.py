@@ -6,10 +6,18 @@ import io
 from dataclasses import dataclass
 
 from meshplan import Layout
-from meshplan.planner import Prediction, Problem, predict_backend, predict_plan
+from meshplan.planner import (
+    CALIBRATIONS,
+    Prediction,
+    Problem,
+    format_time,
+    predict_backend,
+    predict_plan,
+)
 from meshplan.topology import Topology
 
 NODE = 8
+H100 = CALIBRATIONS["h100"]
 GPUS = (8, 16, 64, 256, 512, 1024, 4096)
 # Messages in bytes, and their colours: those of benchmarks/picture.py, in its order.
 MESSAGES = {
@@ -22,7 +30,7 @@ MESSAGES = {
 def make_problem(layout: Layout, src: list[str], size: int) -> Problem:
     """An all-reduce of float32 on nodes of 8 GPUs that NVLink joins."""
     ranks = layout.world_size
-    topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE)
+    topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE, links=H100.links)
     return Problem.of(
         layout,
         src,
@@ -34,11 +42,21 @@ def make_problem(layout: Layout, src: list[str], size: int) -> Problem:
     )
 
 
-def predict_slowdown(gpus: int, size: int) -> float:
-    """The time of meshplan's plan over all GPUs, divided by that of one ring or one tree."""
+def predict(problem: Problem, steps: list[list[str]]) -> tuple[Prediction, Prediction]:
+    """NCCL's rings or trees, and meshplan's plan."""
+    return predict_backend(problem, steps, "best", H100), predict_plan(problem)
+
+
+def compare(native: Prediction, ours: Prediction) -> tuple[float, float]:
+    """The lowest and the highest time of meshplan, divided by NCCL's."""
+    (least, most), (low, high) = H100.widen(native.cost), H100.widen(ours.cost)
+    return low / most, high / least
+
+
+def predict_slowdown(gpus: int, size: int) -> tuple[float, float]:
+    """Of one all-reduce over all GPUs, by one ring or one tree."""
     problem = make_problem(Layout.of(ddp=gpus // NODE, fsdp=NODE), ["P", "P"], size)
-    native = predict_backend(problem, [["ddp", "fsdp"]])
-    return predict_plan(problem).cost.nanoseconds / native.cost.nanoseconds
+    return compare(*predict(problem, [["ddp", "fsdp"]]))
 
 
 def draw_chart(*, dark: bool) -> str:
@@ -61,8 +79,8 @@ def draw_chart(*, dark: bool) -> str:
     with matplotlib.rc_context(style):
         figure, axis = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
         for name, (size, colour) in MESSAGES.items():
-            values = [predict_slowdown(gpus, size) for gpus in GPUS]
-            axis.plot(GPUS, values, marker="o", color=colour, label=name, linewidth=2)
+            low, high = zip(*(predict_slowdown(gpus, size) for gpus in GPUS), strict=True)
+            axis.fill_between(GPUS, low, high, color=colour, alpha=0.3, label=name)
         axis.axhline(1, color=ink, linewidth=1, linestyle=":")
         axis.set_xscale("log", base=2)
         axis.set_xticks(GPUS, [f"{one:,}" for one in GPUS])
@@ -81,29 +99,22 @@ def draw_chart(*, dark: bool) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """A row of the table: meshplan's reductions of one step, and those without it."""
+    """A row of the table, with the steps of NCCL."""
 
     name: str
     gpus: int
-    ours: Prediction
-    native: Prediction
-    rounds: int = 1
+    problem: Problem
+    steps: list[list[str]]
 
     def format_row(self) -> str:
         """The row in Markdown."""
-        ours, native = self.rounds * self.ours.cost.nanoseconds, self.native.cost.nanoseconds
+        both = predict(self.problem, self.steps)
+        times = (" to ".join(format_time(round(t)) for t in H100.widen(o.cost)) for o in both)
+        low, high = compare(*both)
         return (
-            f"| {self.name} | {self.gpus:,} | {format_time(native)} | {format_time(ours)} "
-            f"| {ours / native:.1f} times | {' then '.join(self.ours.how)} |"
+            f"| {self.name} | {self.gpus:,} | {' | '.join(times)} "
+            f"| {low:.1f} to {high:.1f} times | {' then '.join(both[1].how)} |"
         )
-
-
-def format_time(nanoseconds: float) -> str:
-    """With two or three digits and a human unit."""
-    for unit, size in (("s", 1e9), ("ms", 1e6)):
-        if nanoseconds >= size:
-            return f"{nanoseconds / size:.3g} {unit}"
-    return f"{nanoseconds / 1e3:.3g} µs"
 
 
 def list_workloads() -> list[Workload]:
@@ -118,40 +129,22 @@ def list_workloads() -> list[Workload]:
             Workload(
                 f"HSDP: 8 MiB of gradients of a shard over {replicas} replicas",
                 gpus,
-                predict_plan(problem),
-                predict_backend(problem, [["ddp"]]),
+                problem,
+                [["ddp"]],
             )
         )
     decode = make_problem(Layout.of(tp=8), ["P"], 64 * kib)
-    found.append(
-        Workload(
-            "TP decode: 64 KiB of activations",
-            8,
-            predict_plan(decode),
-            predict_backend(decode, [["tp"]]),
-        )
-    )
+    found.append(Workload("TP decode: 64 KiB of activations", 8, decode, [["tp"]]))
     for gpus in (64, 512, 4096):
         norm = make_problem(Layout.of(ddp=gpus // NODE, fsdp=NODE), ["P", "P"], 4)
         found.append(
             Workload(
                 "clip norm: one number, `meshplan.install()`",
                 gpus,
-                predict_plan(norm),
-                predict_backend(norm, [["ddp"], ["fsdp"]]),
+                norm,
+                [["ddp"], ["fsdp"]],
             )
         )
-    rounds = 4
-    elastic = make_problem(Layout.of(ddp=64, fsdp=NODE), ["P", "R"], shard)
-    found.append(
-        Workload(
-            f"elastic: 8 MiB over 64 replicas, in each of {rounds} rounds",
-            512,
-            predict_plan(elastic),
-            predict_backend(elastic, [["ddp"]]),
-            rounds,
-        )
-    )
     return found
 
 

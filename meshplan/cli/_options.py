@@ -148,7 +148,7 @@ def add_links(parser: Any) -> None:
         "--links",
         metavar="FILE",
         help="latencies and bandwidths in JSON from meshplan links, or - for standard input "
-        "(default: data-sheet figures)",
+        "(default: data-sheet figures; with simulate --cost those of --gpu)",
     )
 
 

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshplan._dtypes import itemsize
@@ -39,21 +39,9 @@ if TYPE_CHECKING:
     from meshplan.layout import Layout
     from meshplan.planner import Prediction, Simulation
     from meshplan.planner._hazards import Algorithm
-    from meshplan.topology import Links, Topology
+    from meshplan.topology import Topology
 
 
-# Sizes of (ddp, fsdp), and consecutive ranks of a node. The first five are jagged.
-REFERENCE = (
-    ((8, 5), 8),
-    ((4, 6), 8),
-    ((4, 12), 8),
-    ((3, 16), 24),
-    ((9, 64), 72),
-    ((5, 8), 8),
-    ((8, 4), 8),
-    ((2, 8), 8),
-    ((6, 4), 8),
-)
 _MODEL = (
     "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; "
     "it shows what may happen and certifies nothing"
@@ -96,16 +84,34 @@ def add(verbs: Any) -> None:
         help="placement before, for each axis: P, P(avg), R or S(0) (default: P if "
         "--reduce-order has it)",
     )
-    option("--algorithm", choices=("ring", "tree", "both"), default="both", help="default: both")
-    option("--dtype", default="float32", metavar="DTYPE", help="e.g. bf16 (default: float32)")
+    option(
+        "--algorithm",
+        choices=("ring", "tree", "both"),
+        default="both",
+        help="default: both",
+    )
+    option(
+        "--dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="e.g. bf16 (default: float32)",
+    )
     option(
         "--numel",
         metavar="N",
         help=f"number of elements (default: {_MOST}, fewer for thousands of ranks)",
     )
     option("--seed", metavar="N", help="seed of the random numbers (default: 0)")
-    option("--table", action="store_true", help="simulate nine reference meshes")
-    option("--cost", action="store_true", help="predict time and bytes from the figures of links")
+    option(
+        "--cost",
+        action="store_true",
+        help="predict time and bytes from the figures of links",
+    )
+    option(
+        "--gpu",
+        choices=("h100", "a100", "a100-efa", "gb200"),
+        help="links fitted to published times (default: h100; EFA: the network of AWS)",
+    )
     add_links(parser)
     add_placement(parser)
     add_output(parser)
@@ -117,9 +123,10 @@ def simulate_or_predict(given: argparse.Namespace) -> str:
     """
     if given.cost:
         return predict_costs(given) + "\n"
-    if given.links is not None:
-        raise PolicyError("--links needs --cost; pass --cost too")
-    return (_simulate_table(given) if given.table else _simulate_mesh(given)) + "\n"
+    for option, value in (("--links", given.links), ("--gpu", given.gpu)):
+        if value is not None:
+            raise PolicyError(f"{option} needs --cost; pass --cost too")
+    return _simulate_mesh(given) + "\n"
 
 
 class _Options:
@@ -163,13 +170,13 @@ class _Options:
         return {"dtype": self.dtype, "numel": numel, "seed": self.seed, "model": _MODEL}
 
     def describe(self, numel: int) -> str:
-        return f"{numel} element{'s' if numel > 1 else ''} of {self.dtype}, seed {self.seed}"
+        return f"{_describe_elements(numel, self.dtype)}, seed {self.seed}"
 
 
 def _simulate_mesh(given: argparse.Namespace) -> str:
     options = _Options(given)
     if given.mesh is None:
-        raise PolicyError("no mesh; pass --mesh AXES, such as ddp=8,fsdp=5, or --table")
+        raise PolicyError("no mesh; pass --mesh AXES, such as ddp=8,fsdp=5")
     from meshplan.lint._spec import parse_mesh
 
     layout = parse_mesh(given.mesh)
@@ -199,7 +206,12 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
         )
     lines = [f"mesh {layout}, {topology}; {options.describe(numel)}"]
     cells = [
-        (format_steps(steps), found.algorithm, str(found.replicas), f"{found.differing:.1%}")
+        (
+            format_steps(steps),
+            found.algorithm,
+            str(found.replicas),
+            f"{found.differing:.1%}",
+        )
         for steps, found in rows
     ]
     if not cells:
@@ -238,55 +250,8 @@ def _encode_row(steps: Steps, found: Simulation) -> dict[str, Any]:
         "replicas": found.replicas,
         "differing": found.differing,
         "ulps": found.ulps,
-        "steps": [
-            {
-                "axes": list(step.axes),
-                "group_size": step.group_size,
-                "groups": step.groups,
-                "orders": step.orders,
-                "sums": step.sums,
-            }
-            for step in found.per_step
-        ],
+        "steps": [asdict(step) for step in found.per_step],
     }
-
-
-def _simulate_table(given: argparse.Namespace) -> str:
-    from meshplan.layout import Layout
-    from meshplan.topology import Topology
-
-    options = _Options(given)
-    clash = {
-        "--mesh": given.mesh,
-        "--reduce-order": given.reduce_order,
-        "--flat": given.flat,
-        "--from": given.src,
-    }
-    taken = [*(option for option, value in clash.items() if value), *list_placement_options(given)]
-    if taken:
-        raise PolicyError(f"--table has its own meshes and orders; leave out {taken[0]}")
-    orders: tuple[Steps, ...] = (
-        (("fsdp",), ("ddp",)),
-        (("ddp",), ("fsdp",)),
-        (("ddp", "fsdp"),),
-    )
-    heads = [f"{name} {format_steps(steps)}" for name in options.algorithms for steps in orders]
-    rows = [("(ddp, fsdp)", "node", *heads)]
-    numel = options.choose_numel(1, len(orders))
-    found: list[dict[str, Any]] = []
-    for sizes, node in track("simulating mesh", REFERENCE):
-        layout = Layout.of(ddp=sizes[0], fsdp=sizes[1])
-        topology = Topology.uniform(layout.world_size, node_size=node, domain_size=node)
-        results = [(steps, options.simulate(layout, topology, steps, numel)) for steps in orders]
-        one = [(s, r[i]) for i in range(len(options.algorithms)) for s, r in results]
-        mesh = {"mesh": {"ddp": sizes[0], "fsdp": sizes[1]}, "node_size": node}
-        found.append({**mesh, "rows": [_encode_row(steps, result) for steps, result in one]})
-        cells = [f"{result.replicas} / {result.differing:.1%}" for _, result in one]
-        rows.append((f"({sizes[0]}, {sizes[1]})", str(node), *cells))
-    if given.output_format == "json":
-        return json.dumps({**options.to_json(numel), "meshes": found}, indent=2)
-    first = f"different replicas / largest share of elements that differ; {options.describe(numel)}"
-    return "\n".join([first, *format_table(rows), _MODEL])
 
 
 # ``meshplan simulate --cost``: predicted costs of all-reduces, on one mesh or growing clusters.
@@ -300,42 +265,100 @@ _COST_MODEL = (
 )
 
 
+class _Model:
+    """The links and their errors: of a kind of GPU, or of the file of ``--links``."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        from meshplan.planner import CALIBRATIONS
+
+        if given.links is not None and given.gpu is not None:
+            raise PolicyError("--links has figures of its own; leave out --gpu")
+        own, self.name = read_links(given), given.gpu or "h100"
+        self.errors = CALIBRATIONS[self.name]
+        self.calibration = None if own else self.errors
+        self.links = own or self.errors.links
+
+    def describe(self, ranks: int) -> list[str]:
+        most = self.errors.largest
+        text = f"ranges: largest error of the model for {self.name} on published times of NCCL"
+        more = f"; none was found for more than {most} GPUs" if ranks > most else ""
+        return [f"links: {self.links}", f"{text}{more}", _COST_MODEL]
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        return {
+            "dtype": dtype,
+            "links": json.loads(self.links.dumps()),
+            "published": self.errors.largest,
+            "model": _COST_MODEL,
+        }
+
+
 @dataclass(frozen=True)
 class _Row:
     name: str
     found: Prediction
+    low: float  # nanoseconds
+    high: float
 
-    def to_json(self, plan: Prediction) -> dict[str, Any]:
-        return {"way": self.name, **self.found.to_json(), "to_meshplan": self.compare_to(plan)}
+    def to_json(self, plan: _Row) -> dict[str, Any]:
+        times = {"low": round(self.low), "high": round(self.high)}
+        ratios = self.compare_to(plan)
+        return {"way": self.name, **self.found.to_json(), **times, "to_meshplan": ratios}
 
-    def compare_to(self, plan: Prediction) -> float | None:
-        """Its time as a multiple of the time of meshplan's plan."""
-        own = plan.cost.nanoseconds
-        return float(f"{self.found.cost.nanoseconds / own:.4g}") if own else None
+    def compare_to(self, plan: _Row) -> list[float]:
+        """The range of its time as a multiple of the time of meshplan's plan; empty without."""
+        if self is plan or not plan.low:
+            return []
+        return [float(f"{one:.2g}") for one in (self.low / plan.high, self.high / plan.low)]
 
 
 def predict_costs(given: argparse.Namespace) -> str:
     if given.seed is not None:
         raise PolicyError("--cost uses no random numbers; leave out --seed")
-    if given.table and given.mesh is not None:
-        raise PolicyError("--table has its own meshes; leave out --mesh")
-    dtype = read_dtype(given.dtype)
-    links = read_links(given)
-    if given.mesh is None:
-        return _predict_clusters(given, dtype, links)
-    return _predict_mesh(given, dtype, links)
+    predict = _predict_clusters if given.mesh is None else _predict_mesh
+    return predict(given, read_dtype(given.dtype), _Model(given))
 
 
-def _predict_mesh(given: argparse.Namespace, dtype: str, links: Links | None) -> str:
+def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
     from meshplan.lint._spec import parse_mesh
-    from meshplan.planner import NOMINAL_ELEMENTS, Problem
+    from meshplan.planner import NOMINAL_ELEMENTS
 
     layout = parse_mesh(given.mesh)
-    topology = replace_links(
-        require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1)).topology, links
-    )
+    cluster = require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1))
     numel = NOMINAL_ELEMENTS if given.numel is None else read_number(given.numel, "--numel")
     src = ["P"] * len(layout.axes) if given.src is None else read_placements(given.src, "--from")
+    rows = _predict_rows(given, model, layout, cluster.topology, src, numel, dtype)
+    if given.output_format == "json":
+        return json.dumps(
+            {
+                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
+                "topology": str(cluster.topology),
+                **model.to_json(dtype),
+                "numel": numel,
+                "rows": [row.to_json(rows[0]) for row in rows],
+            },
+            indent=2,
+        )
+    lines = [f"mesh {layout}, {cluster.topology}; {_describe_message(numel, dtype)}"]
+    if not rows[0].found.steps:
+        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
+    else:
+        lines += format_table([_HEAD, *(_format_cells(row, rows[0]) for row in rows)])
+    return "\n".join([*lines, *model.describe(layout.world_size)])
+
+
+def _predict_rows(
+    given: argparse.Namespace,
+    model: _Model,
+    layout: Layout,
+    topology: Topology,
+    src: list[str],
+    numel: int,
+    dtype: str,
+) -> list[_Row]:
+    """Meshplan's plan; then torch's sequence or the requested orders; then all axes at once."""
+    from meshplan.planner import Problem, predict_backend, predict_plan
+
     problem = Problem.of(
         layout,
         src,
@@ -343,67 +366,45 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, links: Links | None) ->
         path="auto",
         dtype=dtype,
         shape=(numel,),
-        topology=topology,
+        topology=replace_links(topology, model.links),
     )
     wide = tuple(
         layout.axes[i]
         for i, spec in enumerate(problem.src)
         if spec.kind == "partial" and layout.sizes[i] > 1
     )
-    orders = [
-        (format_steps(steps), steps)
-        for steps in (read_steps(o, "--reduce-order") for o in given.reduce_order)
-    ]
-    rows = _predict_rows(problem, wide, orders, given)
-    plan = rows[0].found
-    if given.output_format == "json":
-        return json.dumps(
-            {
-                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
-                "topology": str(topology),
-                **_describe_model(dtype, topology),
-                "numel": numel,
-                "rows": [row.to_json(plan) for row in rows],
-            },
-            indent=2,
-        )
-    lines = [f"mesh {layout}, {topology}; {_describe_message(numel, dtype)}"]
-    if not wide:
-        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
-    else:
-        lines += format_table([_HEAD, *(_format_cells(row, plan) for row in rows)])
-    return "\n".join([*lines, f"links: {topology.links}", _COST_MODEL])
+    orders: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    named = [(format_steps(steps), steps) for steps in orders]
 
+    def make(name: str, steps: Steps, algorithm: Any) -> _Row:
+        found = predict_backend(problem, steps, algorithm, model.calibration)
+        return _Row(name, found, *model.errors.widen(found.cost))
 
-def _predict_rows(
-    problem: Any,
-    wide: tuple[str, ...],
-    orders: Sequence[tuple[str, Steps]],
-    given: argparse.Namespace,
-) -> list[_Row]:
-    """Meshplan's plan; then torch's sequence or the requested orders; then all axes at once."""
-    from meshplan.planner import predict_backend, predict_plan
-
-    rows = [_Row("meshplan", predict_plan(problem))]
-    if not orders and not given.flat and len(wide) > 1:
-        orders = [("torch, axis by axis", tuple((axis,) for axis in wide))]
+    plan = predict_plan(problem)
+    rows = [_Row("meshplan", plan, *model.errors.widen(plan.cost))]
+    if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
+        named = [("torch, axis by axis", tuple((axis,) for axis in wide))]
     algorithms: list[Any] = ["ring", "tree"] if given.algorithm == "both" else [given.algorithm]
     every: Any = "best" if given.algorithm == "both" else given.algorithm
-    for name, steps in orders:
-        rows.append(_Row(name, predict_backend(problem, steps, every)))
+    rows += [make(name, steps, every) for name, steps in named]
     if wide and (given.flat or not given.reduce_order):
-        for one in algorithms:
-            rows.append(_Row(f"one {one}", predict_backend(problem, [wide], one)))
+        rows += [make(f"one {one}", (wide,), one) for one in algorithms]
     return rows
 
 
-def _predict_clusters(given: argparse.Namespace, dtype: str, links: Links | None) -> str:
+def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> str:
     from meshplan.layout import Layout
-    from meshplan.planner import Problem
     from meshplan.topology import Topology
 
-    orders = {"--reduce-order": given.reduce_order, "--flat": given.flat, "--from": given.src}
-    taken = [*(option for option, value in orders.items() if value), *list_placement_options(given)]
+    single = {
+        "--reduce-order": given.reduce_order,
+        "--flat": given.flat,
+        "--from": given.src,
+    }
+    taken = [
+        *(option for option, value in single.items() if value),
+        *list_placement_options(given),
+    ]
     if taken:
         raise PolicyError(
             f"{taken[0]} needs one mesh; add --mesh, such as --mesh ddp=8,fsdp=5, or leave it out"
@@ -415,82 +416,67 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, links: Links | None
         cells: list[Sequence[str]] = []
         for ranks in CLUSTERS:
             layout = Layout.of(ddp=ranks // NODE, fsdp=NODE)
-            topology = replace_links(
-                Topology.uniform(ranks, node_size=NODE, domain_size=NODE), links
-            )
-            problem = Problem.of(
-                layout,
-                ["P", "P"],
-                ["R", "R"],
-                path="auto",
-                dtype=dtype,
-                shape=(numel,),
-                topology=topology,
-            )
-            wide = tuple(a for a, size in zip(layout.axes, layout.sizes, strict=True) if size > 1)
-            rows = _predict_rows(
-                problem, wide, [("torch, axis by axis", tuple((a,) for a in wide))], given
-            )
-            found = {row.name: row.to_json(rows[0].found) for row in rows}
+            topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE)
+            rows = _predict_rows(given, model, layout, topology, ["P", "P"], numel, dtype)
             mesh = dict(zip(layout.axes, layout.sizes, strict=True))
-            blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": [*found.values()]})
+            found = [row.to_json(rows[0]) for row in rows]
+            blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": found})
             head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
             cells.append([str(ranks), *_format_times(rows)])
-        lines += [f"{_describe_message(numel, dtype)}:", *format_table([head, *cells]), ""]
+        lines += [
+            f"{_describe_message(numel, dtype)}:",
+            *format_table([head, *cells]),
+            "",
+        ]
     if given.output_format == "json":
-        return json.dumps({**_describe_model(dtype, topology), "clusters": blocks}, indent=2)
+        return json.dumps({**model.to_json(dtype), "clusters": blocks}, indent=2)
     first = (
         f"predicted times of all-reduces over (ddp, fsdp), fsdp={NODE} on nodes of {NODE}, and of "
         "each as a multiple of meshplan's"
     )
-    return "\n".join([first, *lines, f"links: {topology.links}", _COST_MODEL])
+    return "\n".join([first, *lines, *model.describe(max(CLUSTERS))])
 
 
 def _format_times(rows: Sequence[_Row]) -> list[str]:
-    from meshplan.planner import format_bytes, format_time
+    from meshplan.planner import format_bytes
 
-    plan = rows[0].found
     times = [
-        format_time(row.found.cost.nanoseconds)
-        + ("" if row is rows[0] else f" ({_format_ratio(row.compare_to(plan))})")
+        _format_range(row) + (f" ({ratios})" if (ratios := _format_ratios(row, rows[0])) else "")
         for row in rows
     ]
     return [*times, ", ".join(format_bytes(row.found.cost.network) for row in rows)]
 
 
+def _format_range(row: _Row) -> str:
+    from meshplan.planner import format_time
+
+    low, high = (format_time(round(one)) for one in (row.low, row.high))
+    return f"{low} to {high}"
+
+
+def _format_ratios(row: _Row, plan: _Row) -> str:
+    return " to ".join(f"{one:g}" for one in row.compare_to(plan))
+
+
 _HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
 
 
-def _format_cells(row: _Row, plan: Prediction) -> tuple[str, ...]:
-    from meshplan.planner import format_bytes, format_time
+def _format_cells(row: _Row, plan: _Row) -> tuple[str, ...]:
+    from meshplan.planner import format_bytes
 
     found = row.found
     steps = ", ".join(
         f"{'+'.join(axes)} {how}" for axes, how in zip(found.steps, found.how, strict=True)
     )
-    links = (found.cost.network, found.cost.node, found.cost.domain)
-    return (
-        row.name,
-        steps,
-        format_time(found.cost.nanoseconds),
-        _format_ratio(row.compare_to(plan)),
-        *(format_bytes(sent) for sent in links),
-    )
-
-
-def _format_ratio(found: float | None) -> str:
-    if found is None:
-        return ""
-    return f"{found:.2f}" if found >= 1 else f"{found:.2g}"
-
-
-def _describe_model(dtype: str, topology: Topology) -> dict[str, Any]:
-    links = json.loads(topology.links.dumps())
-    return {"dtype": dtype, "links": links, "model": _COST_MODEL}
+    sent = map(format_bytes, (found.cost.network, found.cost.node, found.cost.domain))
+    return row.name, steps, _format_range(row), _format_ratios(row, plan), *sent
 
 
 def _describe_message(numel: int, dtype: str) -> str:
     from meshplan.planner import format_bytes
 
-    size = format_bytes(numel * itemsize(dtype))
-    return f"{numel} element{'s' if numel > 1 else ''} of {dtype} ({size})"
+    return f"{_describe_elements(numel, dtype)} ({format_bytes(numel * itemsize(dtype))})"
+
+
+def _describe_elements(numel: int, dtype: str) -> str:
+    return f"{numel} element{'s' if numel > 1 else ''} of {dtype}"

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from meshplan.planner._problem import check_audit as check_audit
     from meshplan.planner._problem import check_policy as check_policy
     from meshplan.planner._search import follows_default_order as follows_default_order
+    from meshplan.planner._simulation import CALIBRATIONS as CALIBRATIONS
+    from meshplan.planner._simulation import Calibration as Calibration
     from meshplan.planner._simulation import Prediction as Prediction
     from meshplan.planner._simulation import Simulation as Simulation
     from meshplan.planner._simulation import predict_backend as predict_backend

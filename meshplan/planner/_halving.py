@@ -69,13 +69,6 @@ class HalvingRound(NamedTuple):
         return self._replace(sends=sends, receives=receives)
 
 
-class HalvingTraffic(NamedTuple):
-    """What one rank sends in a reduction: messages and bytes."""
-
-    messages: int
-    bytes: int
-
-
 class Halving(NamedTuple):
     # Rounds of the reduction, in order. Rounds that follow do not concern this rank.
     rounds: tuple[HalvingRound, ...]
@@ -90,23 +83,6 @@ class Halving(NamedTuple):
             HalvingRound(one.receives, one.sends, one.start, one.stop)
             for one in reversed(self.rounds)
         )
-
-    def traffic(
-        self, elements: int, leaf: int, partial: int, *, scatter: bool = False
-    ) -> HalvingTraffic:
-        """The messages of this rank for ``elements`` of ``leaf`` bytes each, or of ``partial``
-        bytes in a partial; with ``scatter`` those of the first half, a reduce-scatter to the
-        owners.
-        """
-        width = {"": 0, "leaf": leaf, "partial": partial}
-        messages = total = 0
-        for one in self.rounds:
-            for sent in one.sends:
-                total += (width[sent.sum] + width[sent.tail]) * self.elements(sent, elements)
-            for back in () if scatter else one.receives:
-                total += leaf * self.elements(back, elements)
-            messages += len(one.sends) + (0 if scatter else len(one.receives))
-        return HalvingTraffic(messages, total)
 
     def elements(self, message: HalvingMessage, elements: int) -> int:
         """Elements of a ``message``'s interval, of a summand of so many."""

@@ -18,7 +18,7 @@ import math
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -211,7 +211,8 @@ class Siblings:
         self._place = None if place is None else place[first]
         self._most_channels = channels
         self._forms: dict[tuple[Algorithm, int, int], bytes] = {}
-        self._drawn: dict[tuple[Algorithm, int, int, int], str] = {}
+        # The texts are examples of several hazards.
+        self.draw = lru_cache(maxsize=_MAX_DRAWN)(self._draw)
         self._tables: dict[tuple[Algorithm, tuple[int, ...]], Integers] = {}
 
     @property
@@ -247,11 +248,9 @@ class Siblings:
         return range(min(2 * self.heads, self._most_channels or 2 * self.heads))
 
     def associations(self, algorithm: Algorithm, groups: Integers) -> Integers:
-        """A number for each of ``groups``: equal if and only if both add in the same order.
-
-        By ``algorithm``. That means in every channel, and under ``ring`` for every chunk of the
-        message. ``groups`` are positions in ``members``; the result is int64, of their shape.
-        Numbers of two calls cannot be compared.
+        """A number for each of ``groups`` (positions in ``members``), int64 of their shape: equal
+        if and only if both add in the same order under ``algorithm``, in every channel and
+        chunk. Numbers of two calls cannot be compared.
         """
         patterns = self.pattern[groups]
         present = tuple(np.flatnonzero(np.bincount(patterns.ravel())).tolist())
@@ -277,13 +276,7 @@ class Siblings:
         return table
 
     def find_channel(self, algorithm: Algorithm, one: int, other: int) -> int:
-        """The first channel in which two groups add in different orders.
-
-        By ``algorithm``; ``one`` and ``other`` are positions in ``members``.
-
-        Raises:
-            StopIteration: there is none.
-        """
+        """The first channel in which groups ``one`` and ``other`` differ under ``algorithm``."""
         pair = [int(self.pattern[one]), int(self.pattern[other])]
         return next(c for c in self.channels if len(self._split(algorithm, pair, c)) > 1)
 
@@ -294,10 +287,8 @@ class Siblings:
         return ring if self._place is None else tuple(map(place, ring))
 
     def tree(self, algorithm: Algorithm, group: int, chunk: int, channel: int = 0) -> order.Tree:
-        """The association by ``algorithm`` in a group (a position in ``members``), of global ranks.
-
-        It is that of one channel. Each ``chunk`` of the message starts at another rank of a ring; a
-        tree ignores it.
+        """The association of global ranks under ``algorithm`` in a ``channel`` of a ``group``.
+        Each ``chunk`` of the message starts at another rank of a ring; a tree ignores it.
         """
         nodes, head = self._nodes[int(self.pattern[group])], channel % self.heads
         ranks = self.members[group].tolist()
@@ -307,22 +298,8 @@ class Siblings:
             tree = order.node_tree(nodes, head, second=channel >= self.heads)
         return order.relabel(tree, ranks.__getitem__)
 
-    def draw(self, algorithm: Algorithm, group: int, chunk: int, channel: int) -> str:
-        """The `tree` of the same ``algorithm``, ``group``, ``chunk`` and ``channel``, as text.
-
-        The first texts are kept: they are examples of several hazards.
-        """
-        key = (algorithm, group, chunk, channel)
-        text = self._drawn.get(key)
-        if text is None and algorithm == "tree":
-            nodes, head = self._nodes[int(self.pattern[group])], channel % self.heads
-            names = list(map(str, self.members[group].tolist()))
-            text = order.draw_nodes(nodes, head, second=channel >= self.heads, names=names)
-        elif text is None:
-            text = order.draw(self.tree(*key))
-        if len(self._drawn) < _MAX_DRAWN:
-            self._drawn[key] = text
-        return text
+    def _draw(self, algorithm: Algorithm, group: int, chunk: int, channel: int) -> str:
+        return order.draw(self.tree(algorithm, group, chunk, channel))
 
     def smallest(self, groups: Integers) -> int:
         """Of ``groups``, the one on the fewest nodes; of several such, that of the lowest rank."""

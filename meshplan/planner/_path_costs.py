@@ -122,20 +122,9 @@ MAX_CHUNKS = 32
 MIN_RAMP = 12
 
 
-def chunk_unit(links: Links, domain: int, node: int, start: float) -> int:
-    """The bytes whose way through a block of ``domain`` and ``node`` peers takes as long as
-    ``start``, the seconds for which a rank starts the messages of one more chunk between blocks: at
-    least ``MIN_UNIT``, for `count_chunks`.
-    """
-    ranks = 1 + domain + node
-    # To the owner of each slice and back.
-    inside = 2 / ranks * (domain / links.domain.bandwidth + node / links.node.bandwidth)
-    return max(MIN_UNIT, round(start / inside)) if inside > 0 else 0
-
-
 def count_chunks(nbytes: int, unit: int) -> int:
     """How many chunks a summand of ``nbytes`` is sent in; from facts that all ranks share. ``unit``
-    is that of `chunk_unit`; 0: one chunk.
+    is that of `find_chunk_unit`; 0: one chunk.
     """
     if not unit:
         return 1
@@ -556,12 +545,18 @@ def _list_round_links(
 
 
 def find_chunk_unit(reach: Reach, inner: int, between: Between) -> int:
+    """The bytes whose way through a block of ``inner`` ranks takes as long as a rank takes to start
+    the messages of one more chunk between blocks: at least ``MIN_UNIT``, for `count_chunks`.
+    """
     if inner == 1 or reach.inside is None:
         return 0
-    links, peers = reach.links, math.prod(reach.sizes) // inner - 1
+    links, near, peers = reach.links, reach.inside, math.prod(reach.sizes) // inner - 1
     messages, batch = (peers, 0.0) if between == "exchange" else (1, links.batch)
     start = links.launch + batch + messages * links.network.latency
-    return chunk_unit(links, reach.inside.domain, reach.inside.node, start)
+    # To the owner of each slice and back.
+    across = near.domain / links.domain.bandwidth + near.node / links.node.bandwidth
+    inside = 2 / (1 + near.domain + near.node) * across
+    return max(MIN_UNIT, round(start / inside)) if inside > 0 else 0
 
 
 def integer_cost(reduction: PlannedReduction) -> Cost:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from meshplan.planner._path_costs import Cost
 from meshplan.planner._plan import NOMINAL_ELEMENTS
 from meshplan.planner._planner import plan
 from meshplan.planner._problem import Problem, Spec, check_reach, check_steps
-from meshplan.topology import Topology
+from meshplan.topology import Link, Links, Topology
 
 if TYPE_CHECKING:
     import torch
@@ -511,9 +511,88 @@ class _Stages:
 #
 # with h = 2 m hops between nodes, none if m = 1. Near and far are the latencies inside and between
 # nodes, and bus is the slowest link: inside a node the link of one rank, between nodes the links of
-# g ranks, each with its own adapter. NCCL's further factors (protocols, a correction for trees of
-# middle sizes) and arithmetic are omitted in all predictions. The cost of meshplan's plan is that
-# of the planner.
+# g ranks, each with its own adapter. A tree over two nodes sends each byte over the network once.
+# Arithmetic is omitted in all predictions. The cost of meshplan's plan is that of the planner.
+
+
+class Protocol(NamedTuple):
+    """Seconds before the first hop, of a hop inside a node and of one between nodes, and the part
+    of the bandwidth that carries data.
+    """
+
+    launch: float
+    near: float
+    far: float
+    share: float
+
+
+# NCCL's own figures for LL, LL128 and Simple. Between nodes, those of its rings: the longer times
+# that it has for trees are not seen in published ones.
+_PROTOCOLS: dict[Algorithm, tuple[Protocol, ...]] = {
+    "ring": (
+        Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5),
+        Protocol(14e-6, 1.9e-6, 4e-6, 0.94),
+        Protocol(8.4e-6, 3.4e-6, 14e-6, 1.0),
+    ),
+    "tree": (
+        Protocol(6.8e-6, 0.6e-6, 2.7e-6, 0.46),
+        Protocol(14e-6, 1.25e-6, 4e-6, 0.86),
+        Protocol(8.4e-6, 4e-6, 14e-6, 0.92),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Links that are fitted to published all-reduces of NCCL.
+
+    Attributes:
+        domain, network: bandwidths of a GPU in bytes per s.
+        far: times between nodes as multiples of NCCL's figures; inside a node they are 1.4.
+        largest: GPUs of the largest published all-reduce.
+        across: between nodes, the largest ratio of a predicted and a published time.
+        simple: the network has no low-latency protocols.
+    """
+
+    domain: float
+    network: float
+    far: float
+    largest: int
+    across: float = 1.7
+    simple: bool = False
+
+    @property
+    def links(self) -> Links:
+        # A message of meshplan is a hop of a ring in the protocol of the lowest latency.
+        first = self.protocols("ring")[0]
+        return Links(
+            domain=Link(first.near, self.domain),
+            network=Link(first.far, self.network),
+            launch=first.launch,
+        )
+
+    def protocols(self, algorithm: Algorithm) -> list[Protocol]:
+        return [
+            one._replace(near=one.near * 1.4, far=one.far * self.far)
+            for one in _PROTOCOLS[algorithm][-1 if self.simple else 0 :]
+        ]
+
+    def widen(self, cost: Cost) -> tuple[float, float]:
+        """The lowest and the highest time in nanoseconds that ``cost`` stands for."""
+        error = self.across if cost.network else _WITHIN
+        return cost.nanoseconds / error, cost.nanoseconds * error
+
+
+# Inside one NVLink domain, the largest ratio of a predicted and a published time.
+_WITHIN = 1.15
+# tests/published_all_reduces.csv has the times. Of a GB200, those of small messages over NVLink and
+# all between racks are unknown: those of B200 over InfiniBand and EFA stand for them.
+CALIBRATIONS = {
+    "h100": Calibration(390e9, 49e9, 8.0, 40),
+    "a100": Calibration(233e9, 25e9, 6.0, 24),
+    "a100-efa": Calibration(233e9, 2.8e9, 5.0, 32, 1.85, simple=True),
+    "gb200": Calibration(790e9, 50e9, 8.0, 72),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,10 +639,12 @@ def predict_backend(
     problem: Problem,
     steps: Sequence[Sequence[int | str]],
     algorithm: Algorithm | Literal["best"] = "best",
+    calibration: Calibration | None = None,
 ) -> Prediction:
     """The cost of the backend's all-reduces over the axes of ``steps``, each by ``algorithm``;
-    ``"best"`` takes the faster one for each step. ``AxisNameError``, and ``PlacementError`` if the
-    redistribution is not an all-reduce or the steps do not complete it.
+    ``"best"`` takes the faster one for each step. With ``calibration``, NCCL's by its fastest
+    protocol. ``AxisNameError``, and ``PlacementError`` if the redistribution is not an all-reduce
+    or the steps do not complete it.
     """
     _check(problem)
     groups = find_groups(problem.layout, problem.topology)
@@ -571,13 +652,15 @@ def predict_backend(
     size = elements * itemsize(problem.dtype or "float32")
     tried: tuple[Algorithm, ...] = ALGORITHMS if algorithm == "best" else (algorithm,)
     axes = check_steps(problem, steps)
-    chosen = [
-        min(
-            ((_COSTS[name](_WorstGroup(groups, step), size), name) for name in tried),
-            key=lambda found: found[0].nanoseconds,
+    chosen = list[tuple[Cost, Algorithm]]()
+    for step in axes:
+        group = _WorstGroup(groups, step)
+        found = (
+            (_COSTS[name](group, size, one), name)
+            for name in tried
+            for one in (calibration.protocols(name) if calibration else [group.plain])
         )
-        for step in axes
-    ]
+        chosen.append(min(found, key=lambda each: each[0].nanoseconds))
     labels = problem.layout.axes
     return Prediction(
         steps=tuple(tuple(labels[i] for i in step) for step in axes),
@@ -595,24 +678,25 @@ def _check(problem: Problem) -> None:
             )
 
 
-def _predict_ring(group: _WorstGroup, size: int) -> Cost:
+def _predict_ring(group: _WorstGroup, size: int, protocol: Protocol) -> Cost:
     hops = 2 * (group.ranks - 1)
     between = min(2 * group.nodes, hops) if group.nodes > 1 else 0
-    latency = (hops - between) * group.near + between * group.far
-    return group.cost(latency, hops * -(-size // group.ranks))
+    latency = (hops - between) * protocol.near + between * protocol.far
+    moved = hops * -(-size // group.ranks)
+    return group.cost(protocol, latency, moved, moved)
 
 
-def _predict_tree(group: _WorstGroup, size: int) -> Cost:
+def _predict_tree(group: _WorstGroup, size: int, protocol: Protocol) -> Cost:
     depth = group.ranks // group.nodes - 1
-    latency = 2 * (depth * group.near + (group.nodes.bit_length() - 1) * group.far)
-    return group.cost(latency, 2 * size)
+    latency = 2 * (depth * protocol.near + (group.nodes.bit_length() - 1) * protocol.far)
+    return group.cost(protocol, latency, 2 * size, size if group.nodes == 2 else 2 * size)
 
 
 _COSTS = {"ring": _predict_ring, "tree": _predict_tree}
 
 
 class _WorstGroup:
-    """The links of the slowest group: latencies in s, the bus in bytes per s."""
+    """The links of the slowest group, the bus in bytes per s."""
 
     def __init__(self, groups: GroupFacts, axes: tuple[int, ...]) -> None:
         links, peers = groups.links, groups.peers(axes)
@@ -623,18 +707,18 @@ class _WorstGroup:
         self.by_domain = peers.node == 0
         # A rank that is alone on its node limits the bus, although others may share a node.
         inside = links.domain if self.by_domain else links.node
-        self.near, self.far = inside.latency, links.network.latency
-        widths = [inside.bandwidth] if self.on_node > 1 else []
-        if self.nodes > 1:
-            widths.append(self.on_node * links.network.bandwidth)
-        self.bus = min(widths)
+        self.plain = Protocol(links.launch, inside.latency, links.network.latency, 1.0)
+        self.bus = inside.bandwidth
 
-    def cost(self, latency: float, moved: int) -> Cost:
-        """Of ``moved`` bytes through every rank, a share of them on to another node."""
-        network = -(-moved // self.on_node) if self.nodes > 1 else 0
+    def cost(self, protocol: Protocol, latency: float, moved: int, between: int) -> Cost:
+        """Of ``moved`` bytes through every rank; ``between`` bytes through one go to other nodes,
+        over the adapters of all ranks of the node.
+        """
+        network = -(-between // self.on_node) if self.nodes > 1 else 0
         inside = moved if self.on_node > 1 else 0
+        seconds = max(inside / self.bus, network / self._links.network.bandwidth)
         return Cost(
-            nanoseconds=round((self._links.launch + latency + moved / self.bus) * 1e9),
+            nanoseconds=round((protocol.launch + latency + seconds / protocol.share) * 1e9),
             collectives=1,
             domain=inside if self.by_domain else 0,
             node=0 if self.by_domain else inside,

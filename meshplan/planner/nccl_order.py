@@ -19,7 +19,6 @@ Trees may be as deep as a group is long. Every function here is iterative; only 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar, cast
 
@@ -47,11 +46,7 @@ def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]
         raise LayoutError("node_of_member is empty; give one node number per group rank")
     nodes: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of_member):
-        ranks = nodes.get(node)
-        if ranks is None:
-            nodes[node] = [rank]
-        else:
-            ranks.append(rank)
+        nodes.setdefault(node, []).append(rank)
     return tuple(tuple(ranks) for ranks in nodes.values())
 
 
@@ -286,11 +281,8 @@ def fold(tree: Tree, leaf: Callable[[int], _T], join: Callable[[_T, _T], _T]) ->
 
 def relabel(tree: Tree, leaf: Callable[[int], int]) -> Tree:
     """The same association over other ranks."""
-
-    def rename(rank: int) -> Tree:
-        return leaf(rank)
-
-    return fold(tree, rename, _join)
+    renamed: Tree = fold(tree, leaf, _join)
+    return renamed
 
 
 def draw(tree: Tree) -> str:
@@ -303,32 +295,6 @@ def draw(tree: Tree) -> str:
             pending += [")", item[1], "+", item[0], "("]
         else:
             parts.append(str(item))
-    return "".join(parts)
-
-
-def draw_nodes(
-    nodes: Sequence[Sequence[int]], head: int, *, second: bool, names: Sequence[str]
-) -> str:
-    """`draw` of the `node_tree` with ``names`` for its group ranks, without the tree itself."""
-
-    def leaf(rank: int) -> deque[str]:
-        return deque((names[rank],))
-
-    def join(left: deque[str], right: deque[str]) -> deque[str]:
-        # The longer text takes the shorter one, so a chain costs no more than a balanced tree.
-        if len(left) < len(right):
-            right.appendleft("+")
-            right.extendleft(reversed(left))
-            longer = right
-        else:
-            left.append("+")
-            left.extend(right)
-            longer = left
-        longer.appendleft("(")
-        longer.append(")")
-        return longer
-
-    parts: deque[str] = fold_nodes(nodes, head, second, leaf, join)
     return "".join(parts)
 
 
