@@ -120,9 +120,9 @@ def on_ranks(
     Raises:
         RuntimeError: a rank has failed, or nothing came for ten minutes.
     """
-    # Torch is imported once, in the process that all ranks are forked from.
+    # Torch and what a first redistribution imports are imported once: all ranks are forked from it.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "meshplan.testing", "torch.distributed.tensor"])
+    context.set_forkserver_preload(["__main__", "meshplan.dtensor", "torch._dynamo"])
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [

@@ -9,28 +9,29 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.pages import blocks
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "jagged_mesh.py"
 
 
 def torchrun(
     mesh: str, domain: int, folder: Path, timeout: int, backend: str = "nccl_model", *more: str
 ) -> tuple[list[dict[str, Any]], str]:
     """The rows and the printed text."""
-    output = folder / "demo.json"
-    ranks = math.prod(int(size) for size in mesh.split(","))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "jagged_mesh.py")]
-    command += ["--mesh", mesh, "--domain", str(domain), "--json", str(output)]
-    command += ["--backend", backend, *more]
+    command += ["--nproc-per-node", str(count(mesh)), str(EXAMPLE)]
     done = subprocess.run(
-        command,
+        [*command, *arguments(mesh, domain, folder, backend, *more)],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -38,13 +39,55 @@ def torchrun(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(output.read_text())
+    return read_rows(mesh, folder, backend, done.stdout), done.stdout
+
+
+def fork(mesh: str, domain: int, folder: Path, backend: str) -> tuple[list[dict[str, Any]], str]:
+    """The same by forked ranks: torchrun starts interpreters, and each of them imports torch."""
+    spec = spec_from_file_location("jagged_mesh", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = sys.modules["jagged_mesh"] = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks, printed = count(mesh), folder / "printed"
+
+    def run_example(rank: int) -> int:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "RANK": str(rank),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+        }
+        sys.argv = [str(EXAMPLE), *arguments(mesh, domain, folder, backend)]
+        to = printed if rank == 0 else Path(os.devnull)
+        with open(to, "w", encoding="utf-8") as file, redirect_stdout(file):
+            status: int = example.main()
+        return status
+
+    assert run_ranks(run_example, ranks, init=False) == [0] * ranks
+    text = printed.read_text(encoding="utf-8")
+    return read_rows(mesh, folder, backend, text), text
+
+
+def count(mesh: str) -> int:
+    return math.prod(int(size) for size in mesh.split(","))
+
+
+def arguments(mesh: str, domain: int, folder: Path, backend: str, *more: str) -> list[str]:
+    output = ["--json", str(folder / "demo.json")]
+    return ["--mesh", mesh, "--domain", str(domain), "--backend", backend, *output, *more]
+
+
+def read_rows(mesh: str, folder: Path, backend: str, printed: str) -> list[dict[str, Any]]:
+    found = json.loads((folder / "demo.json").read_text())
     assert found["backend"] == backend
     assert found["mesh"] == [int(size) for size in mesh.split(",")]
-    assert "model of NCCL" in done.stdout
+    assert "model of NCCL" in printed
     assert "model of NCCL" in found["order_of_additions"]
     rows: list[dict[str, Any]] = found["rows"]
-    return rows, done.stdout
+    return rows
 
 
 def cells(line: str) -> list[str]:
@@ -122,7 +165,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_no_replica_differs_over_the_backend(tmp_path: Path) -> None:
     """Plain DTensor, axis by axis, and policy ``fast`` reduce under the contract, too."""
-    rows, _ = torchrun("8,5,1", 8, tmp_path, 580, "meshplan")
+    rows, _ = fork("8,5,1", 8, tmp_path, "meshplan")
     assert len(rows) == 10
     for row in rows:
         assert row["distinct_replicas"] == 1
@@ -136,7 +179,7 @@ def test_no_replica_differs_over_the_backend(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.full
 def test_tutorial_shows_the_printed_table(tmp_path: Path) -> None:
-    rows, printed = torchrun("8,5,1", 8, tmp_path, 580)
+    rows, printed = fork("8,5,1", 8, tmp_path, "nccl_model")
     both, first = "(P, P, R) -> (R, R, R)", "(P, R, R) -> (R, R, R)"
     check(rows, both, first, ROUNDS | EXCHANGE, ROUNDS | {"all_reduce": 1})
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

@@ -124,11 +124,11 @@ def test_make_test_gpu_runs(bare: Path, clone: Path) -> None:
     assert run([bare, "-W", "ignore", "-c", ask], clone) == "True None\n"
 
 
-def test_tests_run_with_pythonpath_only(bare: Path, clone: Path, tmp_path: Path) -> None:
-    command = [bare, "-m", "pytest", "-c", "tests/gpu.ini", *(f"tests/{name}" for name in FILES)]
-    check_skipped(run(command, clone, PYTHONPATH=str(clone)), clone / "meshplan")
-    # From any folder.
-    command[4:] = [clone / "tests" / name for name in ("gpu.ini", *FILES)]
+def test_tests_run_from_any_folder_with_pythonpath_only(
+    bare: Path, clone: Path, tmp_path: Path
+) -> None:
+    paths = [clone / "tests" / name for name in ("gpu.ini", *FILES)]
+    command = [bare, "-m", "pytest", "-c", *paths]
     check_skipped(run(command, tmp_path, PYTHONPATH=str(clone)), clone / "meshplan")
 
 

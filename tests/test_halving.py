@@ -131,13 +131,11 @@ def test_bits_are_those_of_the_contract(
 
 @pytest.mark.full
 def test_bits_are_those_of_the_contract_in_every_group() -> None:
-    """Sums of all dtypes; other operations and contracts in turn."""
+    """Operations, dtypes and contracts in turn: none of them changes a schedule."""
     assert len(SHAPES) >= 40
-    sums = [what for what in OPERATIONS if what[0] == "sum"]
     for i, shape in enumerate([*((ranks,) for ranks in range(1, 73)), *SHAPES]):
-        for op, dtype in (*sums, OPERATIONS[i % len(OPERATIONS)]):
-            check_bits(shape, op, dtype, Contract(), 47)
-        check_bits(shape, *OPERATIONS[-i % len(OPERATIONS)], CONTRACTS[1 + i % 2], 70)
+        check_bits(shape, "sum", "bfloat16", Contract(), 47)
+        check_bits(shape, *OPERATIONS[i % len(OPERATIONS)], CONTRACTS[i % 3], 70)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -269,7 +267,7 @@ def graph_on_rank(rank: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [(3,), (5,), (3, 2), (7,)], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (7,)], ids=str)
 def test_graphs_hold_one_collective_for_each_round(shape: tuple[int, ...]) -> None:
     run_ranks(lambda rank: graph_on_rank(rank, shape), math.prod(shape))
 
@@ -277,7 +275,7 @@ def test_graphs_hold_one_collective_for_each_round(shape: tuple[int, ...]) -> No
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "shape",
-    [(3,), *map(full, [(2,), *((n,) for n in range(4, 14)), (3, 2), (2, 3), (3, 3), (2, 2, 3)])],
+    [(3,), *map(full, [*((n,) for n in (2, 4, 5, 6, 7, 13)), (3, 2), (3, 3), (2, 2, 3)])],
     ids=str,
 )
 def test_real_ranks_send_the_messages_of_the_schedule(shape: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.harnesses import DEVICE, RACE, THREADS, Builds, run
 
 SEED = int(os.environ.get("MESHPLAN_TEST_SEED", "1"))
-SCHEDULES = int(os.environ.get("MESHPLAN_TEST_SCHEDULES", "600"))
+SCHEDULES = int(os.environ.get("MESHPLAN_TEST_SCHEDULES", "300"))
 HARNESS = "late_harness"
 
 pytestmark = [
@@ -46,17 +46,17 @@ def test_finished_calls_are_exact_and_others_poisoned(builds: Builds, world_size
     check(printed)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [3, 8])
 def test_gpu_kernels_poison_unfinished_calls(builds: Builds, world_size: int) -> None:
     program = builds.program(HARNESS, DEVICE)
     _, printed = run(program, "late", world_size, SEED, SCHEDULES // 3, 4000, timeout=280)
     check(printed)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [3, 5])
 def test_late_ranks_under_the_thread_sanitizer(builds: Builds, world_size: int) -> None:
     program = builds.program(HARNESS, THREADS)
-    _, printed = run(program, "late", world_size, SEED, SCHEDULES // 12, 10_000, timeout=280)
+    _, printed = run(program, "late", world_size, SEED, SCHEDULES // 6, 10_000, timeout=280)
     check(printed)
 
 
