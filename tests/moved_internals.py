@@ -22,14 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._local_tensor as local
-from torch._C._dynamo import eval_frame
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _dispatch
 from torch.distributed.tensor import _redistribute as rd
 from torch.distributed.tensor import placement_types as pt
-from torch.distributed.tensor._ops import _math_ops
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MOVES: dict[str, Callable[[], None]] = {}
@@ -53,24 +51,6 @@ def rewrite(function: Any, *pairs: tuple[str, str]) -> None:
             setattr(module, function.__name__, getattr(rd, function.__name__))
 
 
-def rename(old: str, new: str, *owners: Any) -> None:
-    """Let all functions of these modules and classes use another name of an attribute."""
-
-    def renamed(code: types.CodeType) -> types.CodeType:
-        consts = tuple(renamed(c) if isinstance(c, types.CodeType) else c for c in code.co_consts)
-        names = tuple(new if name == old else name for name in code.co_names)
-        return code.replace(co_names=names, co_consts=consts)
-
-    for owner in owners:
-        for value in list(vars(owner).values()):
-            while isinstance(value, types.FunctionType):
-                value.__code__ = renamed(value.__code__)
-                value = getattr(value, "__wrapped__", None)
-        if old in vars(owner):
-            setattr(owner, new, vars(owner)[old])
-            delattr(owner, old)
-
-
 @move
 def nothing() -> None: ...
 
@@ -85,11 +65,6 @@ def flattened_step_with_another_field() -> None:
 
 
 @move
-def flattened_step_gone() -> None:
-    del rd._FlattenedTransformInfo
-
-
-@move
 def local_tensor_moved() -> None:
     sys.modules["torch.distributed._local_tensor"] = types.ModuleType("moved")
 
@@ -97,11 +72,6 @@ def local_tensor_moved() -> None:
 @move
 def mask_partial_renamed() -> None:
     del pt._MaskPartial
-
-
-@move
-def norm_partial_moved() -> None:
-    del _math_ops._NormPartial
 
 
 @move
@@ -128,47 +98,9 @@ def creation_without_description() -> None:
 
 
 @move
-def creation_without_timeout() -> None:
-    own = c10d._new_process_group_helper
-
-    def helper(
-        group_size: Any,
-        group_rank: Any,
-        global_ranks: Any,
-        backend: Any,
-        store: Any,
-        group_name: Any,
-        group_desc: Any = None,
-    ) -> Any:
-        return own(group_size, group_rank, global_ranks, backend, store, group_name)
-
-    c10d._new_process_group_helper = helper
-
-
-@move
-def creation_gone() -> None:
-    del c10d._new_process_group_helper
-
-
-@move
-def kinds_gone() -> None:
-    del rd._TransformInfo._comm_type_key
-
-
-@move
 def kinds_renamed() -> None:
     own = rd._TransformInfo._comm_type_key
     rd._TransformInfo._comm_type_key = lambda self: {"all_reduce": "ar"}.get(own(self), own(self))  # type: ignore[method-assign, arg-type]
-
-
-@move
-def root_mesh_renamed() -> None:
-    rename("_get_root_mesh", "_root", DeviceMesh, rd)
-
-
-@move
-def flattened_meshes_renamed() -> None:
-    rename("_flatten_mapping", "_flat_meshes", DeviceMesh, rd)
 
 
 _REDUCE = "partial_spec._reduce_value(\n                        local_tensor, mesh_to_use, i\n"
@@ -278,17 +210,6 @@ def dispatcher_has_an_executor_of_its_own() -> None:
 
 
 @move
-def executor_renamed() -> None:
-    rename("redistribute_local_tensor", "run_plan", rd, rd.Redistribute, _dispatch)
-
-
-@move
-def shard_methods_renamed() -> None:
-    for name in ("_to_replicate_tensor", "_to_new_shard_dim"):
-        rename(name, f"{name}_", rd, Shard)
-
-
-@move
 def redistribute_module_renamed() -> None:
     module = sys.modules.pop("torch.distributed.tensor._redistribute")
     sys.modules["torch.distributed.tensor._redistribution"] = module
@@ -299,16 +220,6 @@ def redistribute_module_renamed() -> None:
         return None if name.endswith(".tensor._redistribute") else own(name, path, target)
 
     importlib.machinery.PathFinder.find_spec = find_spec  # type: ignore[method-assign, assignment]
-
-
-@move
-def world_gone() -> None:
-    del c10d._world
-
-
-@move
-def frames_cannot_be_skipped() -> None:
-    del eval_frame._FrameExecStrategy
 
 
 @move
