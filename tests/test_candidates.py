@@ -31,18 +31,6 @@ class TestCube(TestCase):
             planned(CUBE, text, shape=(64, 64), topology=TWO_NODES).explain() for text in texts
         )
 
-    def test_ppp_to_rrr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> R R R"),
-            """\
-(P(sum), P(sum), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new group over (b, c), 8.2 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4""",
-        )
-
     def test_ppp_to_rs0r(self) -> None:
         self.assertExpectedInline(
             self.explained("P P P -> R S(0) R"),
@@ -59,62 +47,6 @@ rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new
   slice R -> S(0) over (b), local
 rejected, 91.7 us slower, 2.0 kB more inside domains, 1 more collective, a new group over (b, c), a new group over (a, c): 130.5 us, 3 collectives, 20.5 kB out (14.3 kB domain, 6.1 kB network), 49.2 kB memory, new group over (b, c) and over (a, c)
   reduce_scatter sum over (a, b, c) to S(0) over b, all_gather over (a, c), exchange in blocks of 4""",
-        )
-
-    def test_ppp_to_s0rr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> S(0) R R"),
-            """\
-(P(sum), P(sum), P(sum)) -> (S(0), R, R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (a), local
-rejected, 37.4 us slower, 6.1 kB more inside domains, 1 more collective, a new group over (b, c): 76.2 us, 3 collectives, 20.5 kB out (18.4 kB domain, 2.0 kB network), 49.2 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange in blocks of 4
-rejected, 39.0 us slower, a new group over (b, c): 77.8 us, 2 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 41.0 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange
-rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new group over (b, c), 8.2 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (a), local""",
-        )
-
-    def test_ppp_to_rrs0(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> R R S(0)"),
-            """\
-(P(sum), P(sum), P(sum)) -> (R, R, S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (c), local
-rejected, 43.3 us slower, a new group over (a, b): 82.1 us, 2 collectives, 20.5 kB out (8.2 kB domain, 12.3 kB network), 41.0 kB memory, new group over (a, b)
-  reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange
-rejected, 46.8 us slower, 12.3 kB more inside domains, 2 more collectives, a new group over (b, c), 8.2 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (c), local
-rejected, 91.7 us slower, 2.0 kB more inside domains, 1 more collective, a new group over (b, c), a new group over (a, b): 130.5 us, 3 collectives, 20.5 kB out (14.3 kB domain, 6.1 kB network), 49.2 kB memory, new group over (b, c) and over (a, b)
-  reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange in blocks of 4""",
-        )
-
-    def test_ppp_to_s0rs0(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> S(0) R S(0)"),
-            """\
-(P(sum), P(sum), P(sum)) -> (S(0), R, S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 26.6 us, 2 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 36.9 kB memory
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange
-rejected, 12.2 us slower, 8.2 kB more over the network, 4.1 kB more inside domains, 12.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (c), local
-rejected, 48.4 us slower, 6.1 kB more inside domains, 1 more collective, a new group over (b, c), 8.2 kB more memory: 75.0 us, 3 collectives, 16.4 kB out (14.3 kB domain, 2.0 kB network), 45.1 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange in blocks of 4
-rejected, 59.0 us slower, 16.4 kB more inside domains, 2 more collectives, a new group over (b, c), 20.5 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (c), local""",
         )
 
     def test_ppp_to_s0s1s0(self) -> None:
@@ -139,72 +71,6 @@ rejected, 66.2 us slower, 18.4 kB more inside domains, 3 more collectives, a new
   slice R -> S(0) over (c), local""",
         )
 
-    def test_ppp_to_s0s0s0(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> S(0) S(0) S(0)"),
-            """\
-(P(sum), P(sum), P(sum)) -> (S(0), S(0), S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 19.4 us, 1 collective, 14.3 kB out (6.1 kB domain, 8.2 kB network), 34.8 kB memory
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange
-rejected, 19.4 us slower, 8.2 kB more over the network, 6.1 kB more inside domains, 1 more collective, 14.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 48.4 us slower, 6.1 kB more inside domains, 1 more collective, a new group over (b, c), 8.2 kB more memory: 67.8 us, 2 collectives, 14.3 kB out (12.3 kB domain, 2.0 kB network), 43.0 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange in blocks of 4
-rejected, 66.2 us slower, 18.4 kB more inside domains, 3 more collectives, a new group over (b, c), 22.5 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local""",
-        )
-
-    def test_ps0p_to_rs0r(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P S(0) P -> R S(0) R"),
-            """\
-(P(sum), S(0), P(sum)) -> (R, S(0), R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 33.1 us, 4 collectives, 12.3 kB out (8.2 kB domain, 4.1 kB network), 32.8 kB memory
-  all_reduce sum over (a, c), exchange in blocks of 2
-rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c): 75.4 us, 2 collectives, 12.3 kB out (4.1 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
-  all_reduce sum over (a, c), exchange""",
-        )
-
-    def test_ps0p_to_rrr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P S(0) P -> R R R"),
-            """\
-(P(sum), S(0), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 40.3 us, 5 collectives, 20.5 kB out (16.4 kB domain, 4.1 kB network), 32.8 kB memory
-  all_reduce sum over (a, c), exchange in blocks of 2
-  torch S(0) -> R over (b)
-rejected, 100 ns slower, 4.1 kB more over the network, 8.2 kB more inside domains, 32.8 kB more memory: 40.4 us, 5 collectives, 32.8 kB out (24.6 kB domain, 8.2 kB network), 65.5 kB memory
-  torch S(0) -> R over (b)
-  all_reduce sum over (a, c), exchange in blocks of 2
-rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c): 82.6 us, 3 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
-  all_reduce sum over (a, c), exchange
-  torch S(0) -> R over (b)
-rejected, 42.4 us slower, 12.3 kB more over the network, a new group over (a, c), 16.4 kB more memory: 82.8 us, 3 collectives, 32.8 kB out (16.4 kB domain, 16.4 kB network), 49.2 kB memory, new group over (a, c)
-  torch S(0) -> R over (b)
-  all_reduce sum over (a, c), exchange""",
-        )
-
-    def test_prp_to_rrr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P R P -> R R R"),
-            """\
-(P(sum), R, P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 33.2 us, 4 collectives, 24.6 kB out (16.4 kB domain, 8.2 kB network), 65.5 kB memory
-  all_reduce sum over (a, c), exchange in blocks of 2
-rejected, 42.3 us slower, 8.2 kB more over the network, a new group over (a, c): 75.5 us, 2 collectives, 24.6 kB out (8.2 kB domain, 16.4 kB network), 49.2 kB memory, new group over (a, c)
-  all_reduce sum over (a, c), exchange""",
-        )
-
     def test_ps0p_to_rs1r(self) -> None:
         self.assertExpectedInline(
             self.explained("P S(0) P -> R S(1) R"),
@@ -225,110 +91,88 @@ rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c):
   all_reduce sum over (a, c), exchange""",
         )
 
-    def test_ps0p_to_s0s0s0(self) -> None:
+    def test_costs_decide_between_candidates(self) -> None:
+        """Nanoseconds, collectives, bytes in the domain and over the network, and the memory."""
+        rows = []
+        for text in (
+            "P P P -> R R R",
+            "P P P -> S(0) R R",
+            "P P P -> R R S(0)",
+            "P P P -> S(0) R S(0)",
+            "P P P -> S(0) S(0) S(0)",
+            "P S(0) P -> R S(0) R",
+            "P S(0) P -> R R R",
+            "P R P -> R R R",
+            "P S(0) P -> S(0) S(0) S(0)",
+            "S(0) P P -> S(0) R R",
+            "S(0) P P -> R R R",
+            "S(0) S(0) P -> R R R",
+            "P P P -> S(0) S(0) R",
+        ):
+            rows.append(text)
+            for one in planned(CUBE, text, shape=(64, 64), topology=TWO_NODES).candidates:
+                cost = one.cost
+                figures = (cost.nanoseconds, cost.collectives, cost.domain, cost.network, cost.peak)
+                sent = "; ".join(step.brief(CUBE) for step in one.steps if step.kind != "slice")
+                rows.append(f"{' '.join(map(str, figures))} {' '.join(cost.creates)}: {sent}")
         self.assertExpectedInline(
-            self.explained("P S(0) P -> S(0) S(0) S(0)"),
+            "\n".join(rows),
             """\
-(P(sum), S(0), P(sum)) -> (S(0), S(0), S(0)) on (a=2, b=2, c=2)
-6 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 31.0 us, 4 collectives, 24.6 kB out (20.5 kB domain, 4.1 kB network), 57.3 kB memory
-  torch S(0) -> R over (b)
-  reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange in blocks of 2
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 9.3 us slower, 1 more collective: 40.3 us, 5 collectives, 20.5 kB out (16.4 kB domain, 4.1 kB network), 32.8 kB memory
-  all_reduce sum over (a, c), exchange in blocks of 2
-  torch S(0) -> R over (b)
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 9.4 us slower, 4.1 kB more over the network, 4.1 kB more inside domains, 1 more collective, 8.2 kB more memory: 40.4 us, 5 collectives, 32.8 kB out (24.6 kB domain, 8.2 kB network), 65.5 kB memory
-  torch S(0) -> R over (b)
-  all_reduce sum over (a, c), exchange in blocks of 2
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 46.2 us slower, 4.1 kB more over the network, a new group over (a, c): 77.2 us, 3 collectives, 24.6 kB out (16.4 kB domain, 8.2 kB network), 41.0 kB memory, new group over (a, c)
-  torch S(0) -> R over (b)
-  reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 51.6 us slower, 4.1 kB more over the network, a new group over (a, c): 82.6 us, 3 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
-  all_reduce sum over (a, c), exchange
-  torch S(0) -> R over (b)
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 51.7 us slower, 12.3 kB more over the network, a new group over (a, c): 82.8 us, 3 collectives, 32.8 kB out (16.4 kB domain, 16.4 kB network), 49.2 kB memory, new group over (a, c)
-  torch S(0) -> R over (b)
-  all_reduce sum over (a, c), exchange
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-  slice R -> S(0) over (c), local""",
-        )
-
-    def test_s0pp_to_s0rr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("S(0) P P -> S(0) R R"),
-            """\
-(S(0), P(sum), P(sum)) -> (S(0), R, R) on (a=2, b=2, c=2)
-1 plan compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 66.8 us, 2 collectives, 12.3 kB out domain, 24.6 kB memory, new group over (b, c)
-  all_reduce sum over (b, c), exchange""",
-        )
-
-    def test_s0pp_to_rrr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("S(0) P P -> R R R"),
-            """\
-(S(0), P(sum), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-2 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 76.3 us, 3 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 24.6 kB memory, new group over (b, c)
-  all_reduce sum over (b, c), exchange
-  torch S(0) -> R over (a)
-rejected, 26 ns slower, 12.3 kB more inside domains, 24.6 kB more memory: 76.3 us, 3 collectives, 32.8 kB out (24.6 kB domain, 8.2 kB network), 49.2 kB memory, new group over (b, c)
-  torch S(0) -> R over (a)
-  all_reduce sum over (b, c), exchange""",
-        )
-
-    def test_s0s0p_to_rrr(self) -> None:
-        self.assertExpectedInline(
-            self.explained("S(0) S(0) P -> R R R"),
-            """\
-(S(0), S(0), P(sum)) -> (R, R, R) on (a=2, b=2, c=2)
-3 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 31.1 us, 4 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 24.6 kB memory
-  all_reduce sum over (c), exchange
-  torch S(0) -> R over (b)
-  torch S(0) -> R over (a)
-rejected, 8 ns slower, 4.1 kB more inside domains: 31.1 us, 4 collectives, 20.5 kB out (12.3 kB domain, 8.2 kB network), 24.6 kB memory
-  torch S(0) -> R over (b)
-  all_reduce sum over (c), exchange
-  torch S(0) -> R over (a)
-rejected, 26 ns slower, 12.3 kB more inside domains, 24.6 kB more memory: 31.1 us, 4 collectives, 28.7 kB out (20.5 kB domain, 8.2 kB network), 49.2 kB memory
-  torch S(0) -> R over (b)
-  torch S(0) -> R over (a)
-  all_reduce sum over (c), exchange""",
-        )
-
-    def test_ppp_to_s0s0r(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> S(0) S(0) R"),
-            """\
-(P(sum), P(sum), P(sum)) -> (S(0), S(0), R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 26.6 us, 2 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 36.9 kB memory
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange
-rejected, 12.2 us slower, 8.2 kB more over the network, 4.1 kB more inside domains, 12.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local
-rejected, 48.4 us slower, 6.1 kB more inside domains, 1 more collective, a new group over (b, c), 8.2 kB more memory: 75.0 us, 3 collectives, 16.4 kB out (14.3 kB domain, 2.0 kB network), 45.1 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange in blocks of 4
-rejected, 59.0 us slower, 16.4 kB more inside domains, 2 more collectives, a new group over (b, c), 20.5 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (a), local
-  slice R -> S(0) over (b), local""",
+P P P -> R R R
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
+P P P -> S(0) R R
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+76182 3 18432 2048 49152 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange in blocks of 4
+77791 2 12288 8192 40960 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
+P P P -> R R S(0)
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+82063 2 8192 12288 40960 over (a, b): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
+130454 3 14336 6144 49152 over (b, c) over (a, b): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange in blocks of 4
+P P P -> S(0) R S(0)
+26582 2 8192 8192 36864 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+74973 3 14336 2048 45056 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange in blocks of 4
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
+P P P -> S(0) S(0) S(0)
+19377 1 6144 8192 34816 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+67768 2 12288 2048 43008 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange in blocks of 4
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
+P S(0) P -> R S(0) R
+33100 4 8192 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2
+75372 2 4096 8192 24576 over (a, c): all_reduce sum over (a, c), exchange
+P S(0) P -> R R R
+40318 5 16384 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2; torch S(0) -> R over (b)
+40418 5 24576 8192 65536 : torch S(0) -> R over (b); all_reduce sum over (a, c), exchange in blocks of 2
+82590 3 12288 8192 24576 over (a, c): all_reduce sum over (a, c), exchange; torch S(0) -> R over (b)
+82764 3 16384 16384 49152 over (a, c): torch S(0) -> R over (b); all_reduce sum over (a, c), exchange
+P R P -> R R R
+33200 4 16384 8192 65536 : all_reduce sum over (a, c), exchange in blocks of 2
+75546 2 8192 16384 49152 over (a, c): all_reduce sum over (a, c), exchange
+P S(0) P -> S(0) S(0) S(0)
+31027 4 20480 4096 57344 : torch S(0) -> R over (b); reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange in blocks of 2
+40318 5 16384 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2; torch S(0) -> R over (b)
+40418 5 24576 8192 65536 : torch S(0) -> R over (b); all_reduce sum over (a, c), exchange in blocks of 2
+77200 3 16384 8192 40960 over (a, c): torch S(0) -> R over (b); reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange
+82590 3 12288 8192 24576 over (a, c): all_reduce sum over (a, c), exchange; torch S(0) -> R over (b)
+82764 3 16384 16384 49152 over (a, c): torch S(0) -> R over (b); all_reduce sum over (a, c), exchange
+S(0) P P -> S(0) R R
+66828 2 12288 0 24576 over (b, c): all_reduce sum over (b, c), exchange
+S(0) P P -> R R R
+76292 3 12288 8192 24576 over (b, c): all_reduce sum over (b, c), exchange; torch S(0) -> R over (a)
+76318 3 24576 8192 49152 over (b, c): torch S(0) -> R over (a); all_reduce sum over (b, c), exchange
+S(0) S(0) P -> R R R
+31083 4 8192 8192 24576 : all_reduce sum over (c), exchange; torch S(0) -> R over (b); torch S(0) -> R over (a)
+31091 4 12288 8192 24576 : torch S(0) -> R over (b); all_reduce sum over (c), exchange; torch S(0) -> R over (a)
+31109 4 20480 8192 49152 : torch S(0) -> R over (b); torch S(0) -> R over (a); all_reduce sum over (c), exchange
+P P P -> S(0) S(0) R
+26582 2 8192 8192 36864 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange
+38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
+74973 3 14336 2048 45056 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange in blocks of 4
+85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4""",
         )
 
     def test_without_a_reduction(self) -> None:

@@ -1,4 +1,4 @@
-"""``meshplan simulate``: the published table, the orders, the options and their errors."""
+"""``meshplan simulate``: tables, orders, options and their errors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,6 @@ from hypothesis import strategies as st
 
 from tests.cli import meshplan
 
-# Mesh (ddp, fsdp), ranks of a node; different replicas and per cent of elements that differ:
-# tree with fsdp first, tree with ddp first, ring with fsdp first, ring with ddp first.
-TABLE = [
-    ((8, 5), 8, (5, 56), (4, 46), (1, 0), (5, 35)),
-    ((4, 6), 8, (3, 37), (3, 44), (1, 0), (3, 35)),
-    ((4, 12), 8, (1, 0), (2, 55), (1, 0), (2, 65)),
-    ((3, 16), 24, (2, 29), (2, 57), (1, 0), (2, 69)),
-    ((9, 64), 72, (8, 57), (8, 80), (1, 0), (8, 86)),
-    ((5, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
-    ((8, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
-    ((2, 8), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
-    ((6, 4), 8, (1, 0), (1, 0), (1, 0), (1, 0)),
-]
-
-ORDERS = [[["fsdp"], ["ddp"]], [["ddp"], ["fsdp"]]]
-
 
 def simulate(*words: str) -> tuple[int, str, str]:
     return meshplan("simulate", *words)
@@ -43,22 +27,6 @@ def refused(*words: str) -> str:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
-
-
-@pytest.mark.full
-def test_published_table_is_reproduced() -> None:
-    for sizes, node, *expected in TABLE:
-        mesh = "ddp={},fsdp={}".format(*sizes)
-        words = ("--mesh", mesh, "--domain-size", str(node), "--numel", "16384")
-        code, out, said = simulate(*words, "--output-format", "json")
-        assert (code, said) == (0, "")
-        rows = json.loads(out)["rows"]
-        names = [(name, order) for name in ("tree", "ring") for order in ORDERS]
-        for name, (replicas, per_cent) in zip(names, expected, strict=True):
-            (found,) = (row for row in rows if (row["algorithm"], row["order"]) == name)
-            assert found["replicas"] == replicas
-            # Some standard errors among 16384 elements, and the rounding of the table.
-            assert abs(100 * found["differing"] - per_cent) <= (1.5 if per_cent else 0)
 
 
 class TestText(TestCase):
@@ -159,58 +127,27 @@ model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may h
             *("--mesh", "ddp=8,fsdp=5", "--domain-size", "8", "--reduce-order", "ddp,fsdp"),
             *("--algorithm", "tree", "--numel", "1000", "--output-format", "json"),
         )
-        self.assertExpectedInline(
-            found,
-            """\
-{
-  "mesh": {
-    "ddp": 8,
-    "fsdp": 5
-  },
-  "topology": "5 nodes of 8, domains of 8",
-  "dtype": "float32",
-  "numel": 1000,
-  "seed": 0,
-  "model": "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; it shows what may happen and certifies nothing",
-  "rows": [
-    {
-      "order": [
-        [
-          "ddp"
-        ],
-        [
-          "fsdp"
-        ]
-      ],
-      "algorithm": "tree",
-      "replicas": 4,
-      "differing": 0.474,
-      "ulps": 192,
-      "steps": [
-        {
-          "axes": [
-            "ddp"
-          ],
-          "group_size": 8,
-          "groups": 5,
-          "orders": 5,
-          "sums": 5
-        },
-        {
-          "axes": [
-            "fsdp"
-          ],
-          "group_size": 5,
-          "groups": 8,
-          "orders": 4,
-          "sums": 4
+        row = {
+            "order": [["ddp"], ["fsdp"]],
+            "algorithm": "tree",
+            "replicas": 4,
+            "differing": 0.474,
+            "ulps": 192,
+            "steps": [
+                {"axes": ["ddp"], "group_size": 8, "groups": 5, "orders": 5, "sums": 5},
+                {"axes": ["fsdp"], "group_size": 5, "groups": 8, "orders": 4, "sums": 4},
+            ],
         }
-      ]
-    }
-  ]
-}
-""",
-        )
+        written = json.loads(found)
+        assert "certifies nothing" in written.pop("model")
+        assert written == {
+            "mesh": {"ddp": 8, "fsdp": 5},
+            "topology": "5 nodes of 8, domains of 8",
+            "dtype": "float32",
+            "numel": 1000,
+            "seed": 0,
+            "rows": [row],
+        }
 
 
 class TestErrors(TestCase):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 
 import numpy as np
 import pytest
@@ -253,52 +252,3 @@ def test_chains_may_exceed_the_recursion_limit() -> None:
     assert order.same_bits(one_host, order.tree_tree([0] + [1] * (size - 1)))
     assert not order.same_bits(one_host, order.ring_tree(order.ring_order([0] * size), 1))
     assert len(order.draw(order.tree_tree(range(size)))) == len(order.draw(one_host))
-
-
-def reduce_on_mesh(values: np.ndarray, axis: int, algorithm: str) -> np.ndarray:
-    """All-reduce float32 ``values`` (ddp, fsdp, chunk, elements) along mesh axis 0 or 1."""
-    ranks = np.arange(values.shape[0] * values.shape[1]).reshape(values.shape[:2])
-    result = np.empty_like(values)
-    for sibling in range(values.shape[1 - axis]):
-        group = ranks.take(sibling, axis=1 - axis).tolist()
-        inputs = values.take(sibling, axis=1 - axis)
-        for chunk in range(values.shape[2]):
-            tree = tree_for(tuple(nodes_of(group)), algorithm, chunk * len(group) // 40)
-            total = order.fold(tree, lambda r, c=chunk, x=inputs: x[r, c], np.add)
-            if axis == 0:
-                result[:, sibling, chunk] = total
-            else:
-                result[sibling, :, chunk] = total
-    return result
-
-
-@cache
-def tree_for(nodes: tuple[int, ...], algorithm: str, chunk: int) -> Tree:
-    if algorithm == "tree":
-        return order.tree_tree(nodes)
-    return order.ring_tree(order.ring_order(nodes), chunk)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "first", "replicas"),
-    [("tree", "fsdp", 5), ("tree", "ddp", 4), ("ring", "fsdp", 1), ("ring", "ddp", 5)],
-)
-def test_published_divergence_table_is_reproduced(
-    algorithm: str, first: str, replicas: int
-) -> None:
-    # 40 slots of elements: enough that both 5 and 8 ring chunks fall on slot borders.
-    values = np.random.default_rng(3).standard_normal((8, 5, 40, 16)).astype(np.float32)
-    axes = (1, 0) if first == "fsdp" else (0, 1)
-    for axis in axes:
-        values = reduce_on_mesh(values, axis, algorithm)
-    assert len({values[d, f].tobytes() for d in range(8) for f in range(5)}) == replicas
-
-    last = "ddp" if first == "fsdp" else "fsdp"
-    forms = {
-        tuple(
-            order.draw(order.canonical(tree_for(tuple(nodes_of(group)), algorithm, chunk)))
-            for chunk in range(len(group))
-        )
-        for group in groups_8x5()[last]
-    }
-    assert len(forms) == replicas

@@ -1,4 +1,4 @@
-"""The predicted times of path ``peer`` on GPUs: the page has them, and their error is known."""
+"""The predicted times of path ``peer`` on GPUs, and their error."""
 
 from __future__ import annotations
 
@@ -7,38 +7,19 @@ import pytest
 
 from meshplan import kernel
 from meshplan.kernel import _device_peers
-from tests.pages import ROOT
 from tools.peer_latency import (
     GIB,
     KIB,
     MIB,
     PUBLISHED,
     PUSH,
-    alternatives_table,
-    calibration_table,
     errors,
     fit,
     peer_work,
     predict,
-    prediction_table,
     rounds,
     together,
 )
-
-PAGE = (ROOT / "docs" / "explanation" / "kernel-memory-model.md").read_text(encoding="utf-8")
-
-
-def test_page_has_the_tables_and_the_fit() -> None:
-    assert calibration_table() in PAGE
-    assert prediction_table() in PAGE
-    assert f"A barrier takes {fit().barrier:.1f} us" in PAGE
-    assert f"{fit().one_shot / 1e3:.0f} GB/s in kernels of one shot and" in PAGE
-    assert f"{fit().two_shot / 1e3:.0f} GB/s in kernels of two" in PAGE
-
-
-def test_decision_against_registered_memory_has_its_table() -> None:
-    page = (ROOT / "docs" / "adr" / "0019-summands-are-staged.md").read_text(encoding="utf-8")
-    assert alternatives_table() in page
 
 
 def test_model_explains_published_times() -> None:
@@ -52,7 +33,6 @@ def test_bars() -> None:
     assert predict(512 * KIB) <= 18
     # The link alone takes 317 of them.
     assert predict(64 * MIB) <= 330
-    assert f"{predict(64 * MIB) + together(64 * MIB):.0f} us if all blocks" in PAGE
 
 
 @pytest.mark.parametrize("region", [48, 64, 96, 128, 256])
@@ -61,9 +41,7 @@ def test_no_region_meets_the_bar_if_all_blocks_wait_together(
 ) -> None:
     nbytes = 64 * MIB
     monkeypatch.setattr(_device_peers, "_STAGED_BYTES", (192 << 10) * region // 48)
-    both = predict(nbytes), predict(nbytes) + together(nbytes)
-    assert both[1] > 330
-    assert f"| {region} | {rounds(nbytes)} | {both[0]:.0f} | {both[1]:.0f} |" in PAGE
+    assert predict(nbytes) + together(nbytes) > 330
 
 
 @pytest.mark.parametrize(

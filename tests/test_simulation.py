@@ -86,7 +86,7 @@ def drawn(seed: int, number: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Scalars:
-    """The same in loops over ranks and elements, from the description of the algorithms."""
+    """The same in loops over ranks and elements, by the trees that ``tests/test_nccl_order.py`` tests."""
 
     def __init__(
         self, layout: Layout, nodes: list[int], algorithm: str, sort: bool, numel: int
@@ -125,56 +125,16 @@ class Scalars:
 
     def reduce(self, rows: list[Tensor], nodes: list[int]) -> Tensor:
         found = torch.empty_like(rows[0])
-        places: dict[int, list[int]] = {}
-        for place, node in enumerate(nodes):
-            places.setdefault(node, []).append(place)
         align = 16 // rows[0].itemsize
         width = math.ceil(math.ceil(self.numel / len(rows)) / align) * align
+        tree = nccl_order.tree_tree(nodes)
+        ring = nccl_order.ring_order(nodes)
         for element in range(self.numel):
-            values = [row[element] for row in rows]
             if self.algorithm == "ring":
-                ring = self.ring(list(places.values()))
-                first = element // width + 1
-                total = values[ring[first % len(ring)]]
-                for hop in range(1, len(ring)):
-                    total = values[ring[(first + hop) % len(ring)]] + total
-            else:
-                total = self.at_node(0, list(places.values()), values)
-            found[element] = total
+                tree = nccl_order.ring_tree(ring, element // width)
+            values = [row[element] for row in rows]
+            found[element] = nccl_order.fold(tree, values.__getitem__, torch.add)
         return found
-
-    @staticmethod
-    def ring(places: list[list[int]]) -> list[int]:
-        if len(places) == 1:
-            return places[0]
-        return [place for first, *others in places for place in [first, *others[::-1]]]
-
-    def at_node(self, node: int, places: list[list[int]], values: list[Tensor]) -> Tensor:
-        """What the first rank of a node sends up, or has in the end."""
-        low, high = self.children(node, len(places))
-        own = places[node]
-        total: Tensor | None = None
-        for position in reversed(range(len(own))):
-            value = values[own[position]]
-            total = value if total is None else value + total
-            if low is not None and position == min(1, len(own) - 1):
-                total = total + self.at_node(low, places, values)
-            if high is not None and position == 0:
-                total = total + self.at_node(high, places, values)
-        assert total is not None
-        return total
-
-    @staticmethod
-    def children(node: int, count: int) -> tuple[int | None, int | None]:
-        """Of a binary tree over nodes: odd ones are leaves, 0 has the largest power of two."""
-        if node == 0:
-            return None, max((1 << k for k in range(20) if 1 << k < count), default=None)
-        step = 1
-        while node % (2 * step) == 0:
-            step *= 2
-        steps = [step >> k for k in range(1, 20) if step >> k]
-        low = node - steps[0] if steps else None
-        return low, next((node + s for s in steps if node + s < count), None)
 
 
 def ordinal(value: Tensor) -> int:
