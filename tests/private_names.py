@@ -103,11 +103,16 @@ def find_reads(
 
 def _attribute_of_call(node: ast.Call) -> tuple[Any, Any]:
     """Object and name, a constant, of ``getattr`` and its like; ``None`` of other calls."""
-    if ast.unparse(node.func).rpartition(".")[2] in _OF_OBJECT and len(node.args) > 1:
+    if _called(node) in _OF_OBJECT and len(node.args) > 1:
         owner, name = node.args[:2]
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
             return owner, name
     return None, None
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def _names_theirs(text: str, theirs: set[str], libraries: tuple[str, ...]) -> bool:
@@ -124,7 +129,5 @@ def _texts_without_names(tree: ast.AST) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):
             yield id(node.value)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("endswith", "startswith")
-        ):
+        elif isinstance(node, ast.Call) and _called(node) in ("endswith", "startswith"):
             yield from (id(inner) for one in node.args for inner in ast.walk(one))

@@ -20,7 +20,6 @@ from meshplan.layout import Layout
 from meshplan.planner import Plan, Step, plan
 from meshplan.topology import Topology
 from tests.all_ranks import AllRanks, Array, bits, coordinates, fold_step, shard, split_part
-from tests.marks import CASES
 from tests.strategies import FAST_NODES, Redistribution, redistributions
 
 GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
@@ -132,7 +131,7 @@ def kinds_of(case: Redistribution) -> set[str]:
 
 
 @pytest.mark.soak
-@settings(max_examples=max(800, CASES), suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(redistributions())
 def test_every_plan_gives_the_bits_of_the_contract(case: Redistribution) -> None:
     kinds_of(case)

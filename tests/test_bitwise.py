@@ -170,6 +170,7 @@ def test_ranks_are_shown_as_ranges() -> None:
     assert format_runs([9, 7, 8, 1]) == ["1", "7-9"]
 
 
+@pytest.mark.full
 def test_parallel_references_are_imported_on_first_use() -> None:
     code = (
         "import sys, meshplan.testing as testing\n"

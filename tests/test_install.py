@@ -271,6 +271,7 @@ print("untouched")
 """
 
 
+@pytest.mark.full
 def test_import_patches_nothing() -> None:
     child = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:meshplan", "-c", IMPORT],
