@@ -56,7 +56,7 @@ def leaves_of(numel: int, ranks: int, dtype: torch.dtype) -> list[Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("between", [full("exchange"), "halving"])
-@pytest.mark.parametrize("in_place_bytes", [GlooWire.in_place_bytes, 1])
+@pytest.mark.parametrize("in_place_bytes", [full(GlooWire.in_place_bytes), 1])
 def test_bits_do_not_depend_on_levels_and_chunks(
     sizes: tuple[int, ...],
     inner: int,
