@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -30,34 +31,37 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     return Builds(tmp_path_factory.mktemp("late"))
 
 
-def check(printed: str) -> None:
-    """Nothing is wrong, and both outcomes occurred. The printed lines have the seed."""
-    assert RACE not in printed, printed
-    found = re.search(
-        r"(\d+) done, (\d+) refused; 0 wrong, 0 unpoisoned, 0 done after a failure", printed
-    )
-    assert found is not None, printed
-    assert min(map(int, found.groups())) > 0, printed
+def check(program: Path, world_size: int, schedules: int, timeout_us: int) -> None:
+    """Nothing is wrong, and both outcomes occurred. The printed lines have the seed.
+
+    On a busy machine ranks that wait are as late as those that they wait for: longer times follow.
+    """
+    for longer in (1, 20, 500):
+        words = (world_size, SEED, max(schedules // longer, 6), timeout_us * longer)
+        _, printed = run(program, "late", *words, timeout=280)
+        assert RACE not in printed, printed
+        found = re.search(
+            r"(\d+) done, (\d+) refused; 0 wrong, 0 unpoisoned, 0 done after a failure", printed
+        )
+        assert found is not None, printed
+        if min(map(int, found.groups())) > 0:
+            return
+    pytest.fail(printed)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_finished_calls_are_exact_and_others_poisoned(builds: Builds, world_size: int) -> None:
-    _, printed = run(builds.program(HARNESS, ()), "late", world_size, SEED, SCHEDULES, timeout=280)
-    check(printed)
+    check(builds.program(HARNESS, ()), world_size, SCHEDULES, 2000)
 
 
 @pytest.mark.parametrize("world_size", [3, 8])
 def test_gpu_kernels_poison_unfinished_calls(builds: Builds, world_size: int) -> None:
-    program = builds.program(HARNESS, DEVICE)
-    _, printed = run(program, "late", world_size, SEED, SCHEDULES // 3, 4000, timeout=280)
-    check(printed)
+    check(builds.program(HARNESS, DEVICE), world_size, SCHEDULES // 3, 4000)
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_late_ranks_under_the_thread_sanitizer(builds: Builds, world_size: int) -> None:
-    program = builds.program(HARNESS, THREADS)
-    _, printed = run(program, "late", world_size, SEED, SCHEDULES // 6, 10_000, timeout=280)
-    check(printed)
+    check(builds.program(HARNESS, THREADS), world_size, SCHEDULES // 6, 10_000)
 
 
 @pytest.mark.parametrize("flags", [(), THREADS])
