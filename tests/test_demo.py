@@ -9,29 +9,28 @@ import re
 import runpy
 import subprocess
 import sys
-from contextlib import redirect_stdout
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.pages import blocks
-from tests.processes import run_ranks
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "jagged_mesh.py"
 
 
 def torchrun(
     mesh: str, domain: int, folder: Path, timeout: int, backend: str = "nccl_model", *more: str
 ) -> tuple[list[dict[str, Any]], str]:
     """The rows and the printed text."""
+    output = folder / "demo.json"
+    ranks = math.prod(int(size) for size in mesh.split(","))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count(mesh)), str(EXAMPLE)]
+    command += ["--nproc-per-node", str(ranks), str(ROOT / "examples" / "jagged_mesh.py")]
+    command += ["--mesh", mesh, "--domain", str(domain), "--json", str(output)]
+    command += ["--backend", backend, *more]
     done = subprocess.run(
-        [*command, *arguments(mesh, domain, folder, backend, *more)],
+        command,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -39,60 +38,13 @@ def torchrun(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return read_rows(mesh, folder, backend, done.stdout), done.stdout
-
-
-def fork(mesh: str, domain: int, folder: Path, backend: str) -> tuple[list[dict[str, Any]], str]:
-    """The same by forked ranks: torchrun starts interpreters, and each of them imports torch."""
-    example = load_example()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, printed = count(mesh), folder / "printed"
-
-    def run_example(rank: int) -> int:
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "RANK": str(rank),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(ranks),
-        }
-        sys.argv = [str(EXAMPLE), *arguments(mesh, domain, folder, backend)]
-        to = printed if rank == 0 else Path(os.devnull)
-        with open(to, "w", encoding="utf-8") as file, redirect_stdout(file):
-            status: int = example.main()
-        return status
-
-    assert run_ranks(run_example, ranks, init=False) == [0] * ranks
-    text = printed.read_text(encoding="utf-8")
-    return read_rows(mesh, folder, backend, text), text
-
-
-def load_example() -> Any:
-    spec = spec_from_file_location("jagged_mesh", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = sys.modules["jagged_mesh"] = module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
-
-
-def count(mesh: str) -> int:
-    return math.prod(int(size) for size in mesh.split(","))
-
-
-def arguments(mesh: str, domain: int, folder: Path, backend: str, *more: str) -> list[str]:
-    output = ["--json", str(folder / "demo.json")]
-    return ["--mesh", mesh, "--domain", str(domain), "--backend", backend, *output, *more]
-
-
-def read_rows(mesh: str, folder: Path, backend: str, printed: str) -> list[dict[str, Any]]:
-    found = json.loads((folder / "demo.json").read_text())
+    found = json.loads(output.read_text())
     assert found["backend"] == backend
     assert found["mesh"] == [int(size) for size in mesh.split(",")]
-    assert "model of NCCL" in printed
+    assert "model of NCCL" in done.stdout
     assert "model of NCCL" in found["order_of_additions"]
     rows: list[dict[str, Any]] = found["rows"]
-    return rows
+    return rows, done.stdout
 
 
 def cells(line: str) -> list[str]:
@@ -170,7 +122,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_no_replica_differs_over_the_backend(tmp_path: Path) -> None:
     """Plain DTensor, axis by axis, and policy ``fast`` reduce under the contract, too."""
-    rows, _ = fork("8,5,1", 8, tmp_path, "meshplan")
+    rows, _ = torchrun("8,5,1", 8, tmp_path, 580, "meshplan")
     assert len(rows) == 10
     for row in rows:
         assert row["distinct_replicas"] == 1
@@ -184,7 +136,7 @@ def test_no_replica_differs_over_the_backend(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.full
 def test_tutorial_shows_the_printed_table(tmp_path: Path) -> None:
-    rows, printed = fork("8,5,1", 8, tmp_path, "nccl_model")
+    rows, printed = torchrun("8,5,1", 8, tmp_path, 580)
     both, first = "(P, P, R) -> (R, R, R)", "(P, R, R) -> (R, R, R)"
     check(rows, both, first, ROUNDS | EXCHANGE, ROUNDS | {"all_reduce": 1})
     page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -236,10 +188,14 @@ def test_a_mesh_of_more_ranks_than_processes_is_rejected() -> None:
     assert "--mesh 2,2 has 4 ranks and 1 were started; use --nproc-per-node 4" in done.stderr
 
 
-def test_start_without_torchrun_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["jagged_mesh.py", "--mesh", "4,3"])
-    assert load_example().main() == 2
-    assert "--nproc-per-node 12" in capsys.readouterr().err
+def test_start_without_torchrun_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "jagged_mesh.py"), "--mesh", "4,3"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--nproc-per-node 12" in done.stderr
