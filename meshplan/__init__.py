@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from meshplan.replicas import ReplicaCheck as ReplicaCheck
     from meshplan.replicas import coverage as coverage
     from meshplan.replicas import verify_replicas as verify_replicas
+    from meshplan.run import log_value as log_value
 
 __version__ = "0.1.0"
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from meshplan.run._compare import compare_files
 from tests.pages import blocks
 
 ROOT = Path(__file__).parents[1]
@@ -130,17 +131,38 @@ def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> Non
     shutil.copy2(JOBS / "digests.py", tmp_path / "job")
     shutil.copy2(JOBS / "jagged.py", tmp_path / "job" / "train.py")
     page = tmp_path / "run.html"
-    plain = torchrun(tmp_path, "job/train.py", 6, "--every", "1", "--html", str(page))
+    certify = ("--every", "1", "--certify")
+    plain = torchrun(tmp_path, "job/train.py", 6, *certify, "plain.cert", "--html", str(page))
     assert "(ddp=2, fsdp=3) on 3 nodes of 2" in page.read_text(encoding="utf-8")
     assert len(digests(plain)) > 1
     assert plain.report["replicas"]["first_difference"]["cause"] == "order"
-    (shown,) = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")
-    printed = "\n".join(plain.verdict).replace(f"{tmp_path}/", "")
+    shown, compared = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")
+    lines = [line for line in plain.verdict if not line.startswith("  certificate: ")]
+    assert len(lines) == len(plain.verdict) - 1
+    printed = "\n".join(lines).replace(f"{tmp_path}/", "")
     assert normalize(f"[meshplan] {printed}\n") == normalize(shown.text)
-    under = torchrun(tmp_path, "job/train.py", 6, "--every", "1", "--backend", "meshplan")
+    under = torchrun(tmp_path, "job/train.py", 6, *certify, "fixed.cert", "--backend", "meshplan")
     assert len(digests(under)) == 1
     assert under.verdict[0] == agrees(under)
     assert "  every reduction of floating-point numbers ran under the contract" in under.verdict
+    text, status = compare_files(str(tmp_path / "plain.cert"), str(tmp_path / "fixed.cert"))
+    assert status == 1
+    assert hide_bits(f"{text}\n".replace(f"{tmp_path}/", "")) == hide_bits(compared.text)
+    # Both verdicts, one above the other.
+    reports = [tmp_path / "plain.json", tmp_path / "fixed.json"]
+    for path, run in zip(reports, (plain, under), strict=True):
+        path.write_text(json.dumps(run.report), encoding="utf-8")
+    text, status = compare_files(*map(str, reports))
+    assert status == 1
+    shown_verdicts = [line for line in text.splitlines() if "affected: " in line]
+    assert shown_verdicts == [
+        f"{path}: {run.verdict[0]}" for path, run in zip(reports, (plain, under), strict=True)
+    ]
+
+
+def hide_bits(text: str) -> str:
+    """Without links, and without tensors, which differ by the machine's products of matrices."""
+    return re.sub(r"the last \w{32}|parameter \d.*", "...", text)
 
 
 def test_variable_observes_the_same_job(tmp_path: Path) -> None:

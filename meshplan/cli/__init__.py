@@ -16,6 +16,7 @@ from meshplan.cli._output import refuse, say
 from meshplan.errors import MeshplanError
 
 _VERBS = (
+    "compare",
     "diagnose",
     "doctor",
     "links",

@@ -36,6 +36,8 @@ def add(verbs: Any) -> None:
         help="write the report, as JSON, after each compared step",
     )
     option("--html", metavar="FILE", help="write a page for browsers when the job ends")
+    adds = "write a certificate, with a link for each step, for meshplan compare"
+    option("--certify", metavar="FILE", help=adds)
     compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"
     option("--every", metavar="N", default="100", help=compares)
     option(
@@ -64,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
     os.environ.pop("MESHPLAN_RUN", None)
     try:
         source = None if given.module else _read_script(given.script)
-        for name in filter(None, (given.report, given.html)):
+        for name in filter(None, (given.report, given.html, given.certify)):
             try_to_open(name)
         settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(
             report=given.report,
@@ -73,6 +75,7 @@ def run(given: argparse.Namespace) -> int:
             strict=given.strict,
             html=given.html,
             backend=given.backend,
+            certify=given.certify,
         )
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:

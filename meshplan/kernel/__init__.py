@@ -29,6 +29,7 @@ from meshplan.kernel._digest import digest_table as digest_table
 from meshplan.kernel._digest import digest_words as digest_words
 from meshplan.kernel._digest import divide_row as divide_row
 from meshplan.kernel._digest import integers as integers
+from meshplan.kernel._digest import mixed as mixed
 from meshplan.kernel._digest import sum_squares as sum_squares
 from meshplan.kernel._digest import value_of_squares as value_of_squares
 from meshplan.kernel._driver import DriverError as DriverError

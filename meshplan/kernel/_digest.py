@@ -122,7 +122,7 @@ def _plain(tensor: Tensor, first: int = 0) -> Tensor:
         stop = first + hashes.shape[0]
         blocks = torch.arange(first, stop, dtype=torch.int64, device=device)
         numbers = 2 * blocks[:, None] + (lanes + (_FIRST_BLOCK + 1))
-        sums += _mixed(hashes ^ _mixed(numbers * _signed(_GOLDEN))).sum(0)
+        sums += mixed(hashes ^ mixed(numbers * _signed(_GOLDEN))).sum(0)
         first = stop
     return sums
 
@@ -150,7 +150,7 @@ def _hashes(piece: Tensor) -> Tensor:
     return torch.stack(hashes, 1)
 
 
-def _mixed(z: Tensor) -> Tensor:
+def mixed(z: Tensor) -> Tensor:
     """``mix``. Shifts of int64 extend the sign, and the masks remove it."""
     z = (z ^ ((z >> 30) & (_MASK >> 30))) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ ((z >> 27) & (_MASK >> 27))) * _signed(0x94D049BB133111EB)
@@ -161,7 +161,7 @@ def _mixed(z: Tensor) -> Tensor:
 def _keys(device: torch.device) -> Tensor:
     """The keys as int32 [lanes, words]; to read only."""
     numbers = torch.arange(1, _LANES * _WORDS + 1, dtype=torch.int64, device="cpu")
-    keys = _mixed(numbers * _signed(_GOLDEN)) >> 32
+    keys = mixed(numbers * _signed(_GOLDEN)) >> 32
     return keys.to(torch.int32).view(_LANES, _WORDS).to(device)
 
 

@@ -9,3 +9,4 @@ group, and waits for no rank before its end.
 from __future__ import annotations
 
 from meshplan.run._settings import RunSettings as RunSettings
+from meshplan.run._values import log_value as log_value

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ class _Mesh:
 # In the order of their first appearance.
 _MODULES: Any = WeakIdKeyDictionary()
 _MESHES: Any = WeakIdKeyDictionary()  # and the _Mesh of each
+_REGISTERED = [0]  # how many parts modules have got
 _LAYOUTS: dict[Layout, None] = {}
 _MOST_LAYOUTS = 64
 
@@ -85,6 +87,7 @@ def remember_modules_and_meshes() -> None:
 
 
 def _remember_module(module: Any, *_: Any) -> None:
+    _REGISTERED[0] += 1
     with suppress(TypeError):  # a class without weak references
         _MODULES[module] = None
 
@@ -99,34 +102,46 @@ class ParameterTable:
 
     def __init__(self) -> None:
         self.uses: dict[Ranks, set[bool]] = {}  # whether replicated, along a group of this rank
-        self._names: Any = {}
+        self._names: dict[int, tuple[Any, str]] = {}  # by identity; asked for at each step
         self._groups: Any = {}
+        self._tops: list[tuple[Any, set[int]]] = []  # outermost modules, and their parameters' ids
+        self._read = -1  # of _REGISTERED
         self._lock = threading.Lock()
         self._reduced: dict[Any, tuple[int, int, Ranks]] = {}
         self._most_reduced = _REDUCED
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Its path in the outermost module that has it; ``None`` if no module does."""
-        name: str | None = self._names.get(parameter)
-        return name
+        reference, name = self._names.get(id(parameter), (None, None))
+        return name if reference is not None and reference() is parameter else None
 
     def refresh(self) -> None:
-        """Read the modules of this process."""
+        """Read the modules of this process, if there are new ones."""
         find_layouts()  # slices of meshes may not live until the end
+        if self._read == _REGISTERED[0]:
+            return
+        self._read = _REGISTERED[0]
         modules = _list_alive(_MODULES)
         inner = {id(child) for module in modules for child in module.children()}
-        self._names, self._groups = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._names, self._groups = {}, WeakTensorKeyDictionary()
+        self._tops = []
         for module in modules:
             replicated = isinstance(module, DistributedDataParallel)
             top = module.module if replicated else module
             named = list(top.named_parameters()) if replicated or id(module) not in inner else []
+            self._tops += [(weakref.ref(top), {id(one) for _, one in named})] if named else []
             for name, parameter in named:
                 if replicated and name not in module.parameters_to_ignore:
                     ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
                     self._groups[parameter] = ranks
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")
-                self._names.setdefault(parameter, name)
+                self._names.setdefault(id(parameter), (weakref.ref(parameter), _unwrap(name)))
+
+    def buffers_beside(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of the outermost modules that have one of the parameters."""
+        numbers = set(map(id, parameters))
+        for reference, owned in self._tops:
+            if (top := reference()) is not None and not owned.isdisjoint(numbers):
+                yield from ((_unwrap(name), one) for name, one in top.named_buffers())
 
     def note_reduction(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
         """Remember the memory of an all-reduce."""
@@ -169,6 +184,12 @@ class ParameterTable:
                 group = tuple(sorted(layout.group_of(rank, axis) or ()))
                 self.uses.setdefault(group, set()).add(one)
         return known[placements]
+
+
+def _unwrap(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _refer(tensor: Tensor) -> Any:

@@ -25,11 +25,11 @@ class ObservedJob:
         self._settings = settings
         self._process = os.getpid()
         # The script may change its folder.
-        report, self._page = (
+        report, self._page, certify = (
             name and os.path.abspath(os.path.join(folder, name))
-            for name in (settings.report, settings.html)
+            for name in (settings.report, settings.html, settings.certify)
         )
-        self._observation = observe(settings._replace(report=report))
+        self._observation = observe(settings._replace(report=report, certify=certify))
 
     def finish(self, error: BaseException | None) -> int:
         """Write the verdict to standard error on rank 0; the exit status of a script that ended

@@ -24,6 +24,7 @@ from meshplan._bits import tensor_of
 from meshplan._message_text import format_first, format_runs
 from meshplan.errors import Divergence, Elements
 from meshplan.replicas._comparison import Difference, advise, format_elements
+from meshplan.run._chain import Chain
 
 HELD_POSTS = 400_000  # some 60 MB
 ASKED = 8
@@ -56,6 +57,7 @@ class Ledger:
         self.finals: dict[int, Message] = {}
         self.taken: dict[int, dict[str, int]] = {}
         self.sets: dict[str, _TensorSet] = {}
+        self.chain = Chain(world_size)
         self.first: Message | None = None
         self._held = 0  # posts of steps that not all holders have posted
         self._place = (0, 0)
@@ -69,6 +71,9 @@ class Ledger:
             self.hellos[rank] = message["hello"]
         if "final" in message:
             self.finals[rank] = message["final"]
+            self.chain.advance(self.finals.keys())
+        if "link" in message:
+            self.chain.add(rank, message["link"], self.finals.keys())
         self.taken.setdefault(rank, {}).update(message.get("taken", {}))
         questions = []
         for post in message.get("posts", ()):

@@ -34,6 +34,8 @@ from meshplan.errors import ReplicaInputError
 from meshplan.replicas._coverage import coverage
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run import _report
+from meshplan.run._certificate import Certifier, Item
+from meshplan.run._compare import CertificateFile
 from meshplan.run._exchange import Exchange
 from meshplan.run._hazards import Judged
 from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
@@ -62,6 +64,10 @@ class Observation:
         self._parameters = ParameterTable()
         self._snapshots = Snapshots()
         self._reductions = ReductionTable(self._parameters)
+        self._certifier: Certifier | None = None
+        certify = settings.certify
+        self._certificate = CertificateFile(certify) if certify is not None else None
+        self._offsets: dict[int, int] = {}  # by unit: steps before this process
         self._exchange: Exchange | None = None
         self._backend, self.rank = "", 0
         # A unit is the number of an optimizer, whose parameters step together.
@@ -87,6 +93,8 @@ class Observation:
             store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
             exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
             self._exchange = exchange
+            if self.settings.certify is not None:
+                self._certifier = Certifier(self._parameters, self.rank)
             exchange.post(lambda: {"hello": hello})
             exchange.start()
         self._coverage.start().open_step = self._reductions
@@ -117,6 +125,7 @@ class Observation:
             step = self._steps[unit] + 1
             if self._is_observed(step):
                 self._post(optimizer, unit, step, ("gradient",))
+            self._certify(optimizer, unit, step, ("gradient",))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and digest what it has written if the step is observed."""
@@ -131,6 +140,9 @@ class Observation:
             self._step_times[1:] = [time.monotonic()]
         if self._is_observed(self._steps[unit]):
             self._post(optimizer, unit, self._steps[unit], ("parameter", "optimizer state"))
+        self._certify(
+            optimizer, unit, self._steps[unit], ("parameter", "optimizer state", "buffer")
+        )
 
     def _is_observed(self, step: int) -> bool:
         return step <= self.settings.first or step % self.settings.every == 0
@@ -141,10 +153,7 @@ class Observation:
         return unit
 
     def _post(self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]) -> None:
-        assert self._exchange is not None
-        place = (self.rank, self._exchange.world_size)
-        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
-            self._note("steps over a later default group of other ranks")
+        if (exchange := self._find_exchange()) is None:
             return
         posts: list[tuple[dict[str, Any], Callable[[], str]]] = []
         for kind in kinds:
@@ -155,9 +164,49 @@ class Observation:
                     post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
                 posts.append((post, self._snapshots.take(name, step, tensors)))
         taken = self._count_steps(post["set"] for post, _ in posts)
-        self._exchange.post(
+        exchange.post(
             lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
         )
+
+    def _find_exchange(self) -> Exchange | None:
+        """The exchange, if this process has the rank that it had at the start."""
+        assert self._exchange is not None
+        place = (self.rank, self._exchange.world_size)
+        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
+            self._note("steps over a later default group of other ranks")
+            return None
+        return self._exchange
+
+    def _certify(self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]) -> None:
+        """Post words of the tensors of a step for the certificate."""
+        exchange = self._find_exchange()
+        if self._certifier is None or exchange is None:
+            return
+        # A resumed job goes on with the steps of its optimizer's state.
+        if unit not in self._offsets:
+            counts = (self._state_of(optimizer, p).get("step") for p in _parameters_of(optimizer))
+            taken = next((one for one in counts if one is not None), None)
+            on_device = isinstance(taken, Tensor) and taken.device.type != "cpu"
+            start = 0 if taken is None or on_device else int(taken) - self._steps[unit]
+            self._offsets[unit] = start
+        items = [
+            Item(kind, *item) for kind in kinds for item in self._find_tensors(optimizer, kind)
+        ]
+        last = "gradient" not in kinds
+        values = self._certifier.pop_values() if last else []
+        logged = [Item("value", name, one, one) for name, one in values]
+        number, whole = step + self._offsets[unit], self._is_observed(step)
+        for found, ends in ((logged, False), (items, last)) if logged else ((items, last),):
+            make = self._certifier.take(unit, number, found, whole=whole, last=ends)
+            if make is not None:
+                exchange.post(make)
+
+    def add_value(self, name: str, value: Tensor | float) -> None:
+        """Copy a value, which counts with the next step."""
+        if self._certifier is not None:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            self._certifier.add_value(name, value.detach().clone())
 
     def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
         """Steps by set; also those of an optimizer without replicas."""
@@ -194,9 +243,12 @@ class Observation:
         self, optimizer: Optimizer, kind: str
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Name, parameter and tensor of one kind, in the order of the optimizer's parameters."""
-        every = [one for group in optimizer.param_groups for one in group["params"]]
+        every = _parameters_of(optimizer)
         if any(self._parameters.name_of(one) is None for one in every):
             self._parameters.refresh()
+        if kind == "buffer":
+            yield from ((name, one, one) for name, one in self._parameters.buffers_beside(every))
+            return
         for number, parameter in enumerate(every):
             name = self._parameters.name_of(parameter) or f"parameter {number}"
             if kind == "parameter":
@@ -204,11 +256,14 @@ class Observation:
             elif kind == "gradient":
                 yield from [(name, parameter, parameter.grad)] if parameter.grad is not None else []
             else:
-                states = [one.state.get(parameter) for one in (optimizer, *self._nested)]
-                for key, value in next(filter(None, states), {}).items():
+                for key, value in self._state_of(optimizer, parameter).items():
                     # Numbers of steps are no replica of anything.
-                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                    if isinstance(value, Tensor) and value.dim():
                         yield f"{name}.{key}", parameter, value
+
+    def _state_of(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+        states = (one.state.get(parameter) for one in (optimizer, *self._nested))
+        return next(filter(None, states), {})
 
     def _note(self, text: str) -> None:
         """Record what was not observed."""
@@ -216,16 +271,26 @@ class Observation:
             self.notes.append(text)
 
     def _write(self) -> None:
-        if self.settings.report is not None:
+        if self.settings.report is not None or self.settings.certify is not None:
             self.call(lambda _: self._save(self._describe("running", None)))
 
     def _save(self, report: dict[str, Any]) -> None:
-        """Write the report, if it has a file; a failure does not cost the verdict."""
-        try:
-            if self.settings.report is not None:
-                _report.write(self.settings.report, report)
-        except OSError as fault:
-            report["not_observed"].append(f"the report could not be written: {fault}")
+        """Write what has a file; a failure does not cost the verdict."""
+        assert self._exchange is not None
+        with self._exchange.lock:
+            records = self._exchange.ledger.chain.take_records()
+        path, certificate = self.settings.report, self._certificate
+        for what, write in (
+            ("certificate", certificate and (lambda: certificate.append(records, report))),
+            ("report", path and (lambda: _report.write(path, report))),
+        ):
+            try:
+                if write:
+                    write()
+            except OSError as fault:
+                # Later reports have this too.
+                self._note(f"the {what} could not be written: {fault}")
+                report["not_observed"] = list(dict.fromkeys(report["not_observed"] + self.notes))
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None
@@ -238,7 +303,11 @@ class Observation:
             "seconds_per_step": (times[-1] - times[0]) / steps if steps > 0 else None,
         }
         with self._exchange.lock:
-            report, self.judged = _report.build(self._exchange.ledger, own, state, error)
+            ledger = self._exchange.ledger
+            report, self.judged = _report.build(ledger, own, state, error)
+            if self.settings.certify is not None:
+                chain = ledger.chain.describe()
+                report["certificate"] = {"file": self.settings.certify} | chain
         return report
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:
@@ -293,7 +362,7 @@ def observe(settings: RunSettings) -> Observation:
 
         return observe_step
 
-    if settings.gradients:
+    if settings.gradients:  # also in the certificate
         register_optimizer_step_pre_hook(hook(Observation.before_step))
     register_optimizer_step_post_hook(hook(Observation.after_step))
     init = dist.init_process_group
@@ -305,6 +374,16 @@ def observe(settings: RunSettings) -> Observation:
 
     dist.init_process_group = c10d.init_process_group = init_process_group
     return one
+
+
+def log_value(name: str, value: Tensor | float) -> None:
+    """Add a value to the certificate of this process, if it has one."""
+    if (one := _observation) is not None and one.settings.certify is not None:
+        one.call(lambda _: one.add_value(str(name), value))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _is_nested(frame: Any) -> bool | None:

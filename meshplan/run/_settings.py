@@ -20,6 +20,7 @@ class RunSettings(NamedTuple):
         strict: exit with status 3 if replicas differ or a reduction is outside the contract.
         html: path of a page for browsers, which rank 0 writes at the end.
         backend: of the default group, ``meshplan``; ``None`` leaves the job's own.
+        certify: path of the certificate, to which rank 0 adds a link for each step.
     """
 
     report: str | None = None
@@ -29,6 +30,7 @@ class RunSettings(NamedTuple):
     strict: bool = False
     html: str | None = None
     backend: str | None = None
+    certify: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> RunSettings:

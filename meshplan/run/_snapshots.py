@@ -92,8 +92,14 @@ def _start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
     if any(one.device.type != "cuda" for one in tensors) or len({t.device for t in tensors}) > 1:
         table = digest_table(tensors)
         return lambda: table
-    # Neither copy nor digest waits for the device here.
-    words = torch.stack([digest_words(one) for one in tensors])
+    return land(torch.stack([digest_words(one) for one in tensors]))
+
+
+def land(words: Tensor) -> Callable[[], Tensor]:
+    """Begin a copy to the CPU, for which nothing waits here; returns what waits for it."""
+    if words.device.type != "cuda":
+        words = words.cpu()
+        return lambda: words
     landed = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
     landed.copy_(words, non_blocking=True)
     done = torch.cuda.current_stream(words.device).record_event()

@@ -50,11 +50,21 @@ _CAUSES = {
 
 def format_verdict(report: Report, saved: str | None = None) -> str:
     """The verdict in at most ``MOST_LINES`` lines; ``saved`` is the name of the report's file."""
-    lines = [_format_head(report), *_describe_job(report), *_list_findings(report)]
+    lines = [format_head(report), *_describe_job(report), *_list_findings(report)]
     lines += [f"fix: {fix}" for fix in islice(_list_fixes(report), _MOST["fixes"])]
+    lines += _describe_certificate(report.get("certificate"))
     lines += [f"report: {saved}"] if saved else []
     text = [shorten(escape_line(line), _MOST["width"]) for line in lines]
     return "[meshplan] " + "\n  ".join(text) + "\n"
+
+
+def _describe_certificate(found: Report | None) -> Iterator[str]:
+    if found is not None:
+        rest = "".join(f"; {why}" for why in found["ended"])
+        if refused := len(found["not_certified"]):
+            rest += f"; not certified: {_count(refused, 'tensor')}"
+        links, tensors = _count(found["links"], "link"), _count(found["tensors"], "tensor")
+        yield f"certificate: {found['file']}, {links} of {tensors}, the last {found['last']}{rest}"
 
 
 def find_status(report: Report) -> int:
@@ -64,7 +74,7 @@ def find_status(report: Report) -> int:
     return 3 if _difference(report) or _list_outside(report) else 0
 
 
-def _format_head(report: Report) -> str:
+def format_head(report: Report) -> str:
     found, replicas = _difference(report), report["replicas"]
     if found:
         # Parameters of no module have no name but "parameter 3".

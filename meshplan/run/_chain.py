@@ -1,0 +1,174 @@
+"""The certificate of a job: a chain with one link for each step, made by rank 0 of posted words.
+
+A link hashes the one before it, the step, the list of certified tensors and the sum of their
+words. So it does not depend on shards, on placements or on the number of ranks. Copies of a tensor
+that are not known to be replicas are certified while they have the same bits. Pure: messages in,
+records out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshplan._bits import tensor_of
+from meshplan._message_text import format_runs
+from meshplan.run._words import LANES, find_weights
+
+Message = dict[str, Any]
+# Steps that wait for a rank, before those that follow are given up.
+_PENDING = 2000
+
+
+@dataclass(slots=True)
+class _Unit:
+    """The steps of one optimizer."""
+
+    # By step and rank, words by share; and the ranks that post nothing more for a step.
+    pending: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    posted: dict[int, set[int]] = field(default_factory=dict)
+    idle: dict[int, int] = field(default_factory=dict)  # ranks, and since which step
+    certified: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    link: str = ""
+    links: int = 0
+    made: int = -1  # the last step that has been added up
+    ended: str = ""
+
+
+class Chain:
+    """Links of a job's steps, by optimizer."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._records: list[Message] = []
+        self._units: dict[int, _Unit] = {}
+        self._keys: dict[str, list[str]] = {}  # by the first word of a share's name
+        self._numels: dict[str, int] = {}  # the count of all their elements
+        self._counts: dict[tuple[str, int], int] = {}  # by share and rank
+        self._left: dict[str, str] = {}
+
+    def add(self, rank: int, post: Message, ended: Set[int]) -> None:
+        """Read what a rank posts for a step; ``ended`` post nothing more."""
+        step, unit = post["step"], self._units.setdefault(post["unit"], _Unit())
+        for name, (count, keys) in post["declared"].items():
+            self._counts[name, rank] = count
+            if keys:
+                self._keys[name.split()[0]] = keys
+                self._numels[name.split()[0]] = sum(map(_count_elements, keys))
+        self._left |= post["left"]
+        words = {name: _decode(text) for name, text in post["words"].items()}
+        unit.pending.setdefault(step, {}).setdefault(rank, {}).update(words)
+        unit.posted.setdefault(step, set()).update([rank] if post["last"] else [])
+        unit.idle.pop(rank, None)
+        if post["idle"] and post["last"]:
+            unit.idle[rank] = step
+        if step <= unit.made:
+            unit.ended = f"rank {rank} posted step {step} after its link was made"
+        elif len(unit.pending) > _PENDING:
+            unit.ended = f"step {min(unit.pending)} was not posted by all ranks"
+        self.advance(ended)
+
+    def advance(self, ended: Set[int]) -> None:
+        """Make the links of the steps that all ranks have posted."""
+        for number, unit in self._units.items():
+            while unit.pending and not unit.ended:
+                step = min(unit.pending)
+                done = unit.posted[step] | {r for r, since in unit.idle.items() if since <= step}
+                if len(done | ended) < self._world_size:
+                    break
+                # A rank that never posted may have no such optimizer.
+                known = {rank for _, rank in self._counts}
+                if stopped := (known & ended) - done:
+                    unit.ended = f"no step {step} on ranks {', '.join(format_runs(stopped))}"
+                    break
+                unit.made = step
+                del unit.posted[step]
+                self._make_link(number, unit, step, unit.pending.pop(step))
+            if unit.ended:
+                unit.pending.clear()
+
+    def _make_link(
+        self, number: int, unit: _Unit, step: int, posts: dict[int, dict[str, Tensor]]
+    ) -> None:
+        totals, reasons = self._add_up(posts)
+        refused = {key: why for one, why in reasons.items() for key in self._keys.get(one, [one])}
+        refused |= self._left
+        keys = [key for one in totals for key in self._keys[one]]
+        tables = [row for words in totals.values() for row in words[1:].tolist()]
+        head: Message = {"optimizer": number, "step": step}
+        if (sorted(keys), refused) != (unit.certified, unit.refused):
+            unit.certified, unit.refused = sorted(keys), refused
+            self._records.append(head | {"certified": sorted(keys), "not_certified": refused})
+        if not keys:
+            return
+        words = _hex(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
+        text = "\n".join(["meshplan certificate 1", unit.link, str(step), words, *sorted(keys)])
+        unit.link, unit.links = hashlib.sha256(text.encode()).hexdigest()[:32], unit.links + 1
+        record = head | {"words": words, "link": unit.link}
+        if len(tables) == len(keys):
+            record["tensors"] = [_hex(row) for _, row in sorted(zip(keys, tables, strict=True))]
+        self._records.append(record)
+
+    def _add_up(
+        self, posts: dict[int, dict[str, Tensor]]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Words by list of tensors, and reasons why some are not certified."""
+        shares: dict[str, list[int]] = {}
+        for rank, words in posts.items():
+            for name in words:
+                shares.setdefault(name, []).append(rank)
+        names: dict[str, set[str]] = {}
+        for one in {name.split()[0] for name in shares}:
+            for key in self._keys.get(one, ()):
+                names.setdefault(key.rpartition(" ")[0], set()).add(one)
+        why = "ranks have other lists of tensors with the same name"
+        reasons = {one: why for found in names.values() if len(found) > 1 for one in found}
+        totals: dict[str, Tensor] = {}
+        for name, ranks in shares.items():
+            one, words = name.split()[0], [posts[rank][name] for rank in ranks]
+            total = torch.stack([part[: min(map(len, words))] for part in words]).sum(0)
+            counts = sum(self._counts[name, rank] for rank in ranks)
+            if counts != self._numels.get(one):
+                shown = ", ".join(format_runs(ranks))
+                reasons.setdefault(one, f"ranks {shown} posted a part of the elements, or copies")
+            elif not torch.equal(totals.setdefault(one, total)[0], total[0]):
+                reasons.setdefault(one, "ranks hold other bits, and no replicas are known")
+        return {one: words for one, words in totals.items() if one not in reasons}, reasons
+
+    def take_records(self) -> list[Message]:
+        """The records since the last call."""
+        found, self._records = self._records, []
+        return found
+
+    def describe(self) -> Message:
+        """``certificate`` of the report."""
+        units = self._units.values()
+        return {
+            "links": sum(one.links for one in units),
+            "last": " ".join(one.link for one in units if one.links),
+            "tensors": sum(len(one.certified) for one in units),
+            "not_certified": {key: why for one in units for key, why in one.refused.items()},
+            "ended": [one.ended for one in units if one.ended],
+        }
+
+
+def _count_elements(key: str) -> int:
+    """The count of a tensor, whose shape ends its key."""
+    sizes = key.rpartition("[")[2].removesuffix("]").split(",")
+    return find_weights(key)[LANES] * math.prod(int(size) for size in sizes if size)
+
+
+def _decode(text: str) -> Tensor:
+    return tensor_of(base64.b64decode(text)).view(torch.int64).view(-1, LANES)
+
+
+def _hex(words: list[int]) -> str:
+    return "".join(f"{one % (1 << 64):016x}" for one in words)

@@ -1,0 +1,465 @@
+"""The certificate of a job: one chain for any shards and ranks, and what two of them show."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+import meshplan
+from meshplan.elastic import GradientAccumulator
+from meshplan.errors import ReplicaInputError
+from meshplan.run._compare import compare_files
+from meshplan.run._words import find_spans, find_words
+from meshplan.testing import nccl_model, order_sensitive
+from tests.cli import meshplan as command
+from tests.processes import arrive, run_ranks, wait_for
+from tests.run.test_observed_jobs import local_of, observed
+
+pytestmark = pytest.mark.processes
+
+MICRO_BATCHES, STEPS = 4, 4
+# Some have no rows for each rank.
+SHAPES = ((7, 11), (3, 5), (64, 3), (9,))
+
+
+@cache
+def row(number: int, shape: tuple[int, ...], step: int) -> Tensor:
+    flat = order_sensitive(
+        torch.Size(shape).numel(), rank=number, world_size=MICRO_BATCHES, seed=step
+    )
+    return flat.view(shape)
+
+
+class Model(nn.Module):
+    """The gradients of a micro-batch are rows, which are dealt by its number."""
+
+    def __init__(self, device_mesh: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+        self.register_buffer("seen", torch.zeros(3))
+        self.mesh = device_mesh
+        for i, one in enumerate(self.weights) if device_mesh is not None else ():
+            self.weights[i] = nn.Parameter(distribute_tensor(one, device_mesh, [Shard(0)]))
+
+    def forward(self, number: int, step: int) -> Tensor:
+        self.seen += 1
+        total = torch.zeros(())
+        for shape, one in zip(SHAPES, self.weights, strict=True):
+            found = row(number, shape, step)
+            if isinstance(one, DTensor):
+                found, one = (
+                    distribute_tensor(found, self.mesh, [Shard(0)]).to_local(),
+                    one.to_local(),
+                )
+            total = total + (one * found).sum()
+        return total
+
+
+def make_model(kind: str) -> nn.Module:
+    ranks = dist.get_world_size()
+    if kind == "ddp":
+        return DistributedDataParallel(Model())
+    if kind == "fsdp":
+        return fully_shard(Model(), mesh=init_device_mesh("cpu", (ranks,)))
+    names = ("dp", "fsdp" if kind == "hsdp" else "tp")
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
+    if kind == "hsdp":
+        return fully_shard(Model(), mesh=mesh)
+    return fully_shard(Model(mesh["tp"]), mesh=mesh["dp"])
+
+
+def flip(tensor: Tensor) -> None:
+    local_of(tensor).view(torch.int32).view(-1)[:1] ^= 1 << 29
+
+
+def train(kind: str, fault: str = "", steps: Sequence[int] = range(1, STEPS + 1)) -> Any:
+    rank, model = dist.get_rank(), make_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weight = next(iter(model.parameters()))
+    for step in steps:
+        loss = model(rank // 2 if kind == "tp" else rank, step)
+        loss.backward()
+        now = fault if step == 3 and rank == 0 else ""
+        if now == "optimizer state":
+            flip(optimizer.state[weight]["exp_avg"])
+        elif now == "buffer":
+            flip(next(iter(model.buffers())))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+FLIPPED = "parameter weights.0 float32[7,11], optimizer state weights.0.exp_avg float32[7,11]"
+
+
+def certify(path: Path, kind: str, ranks: int, **options: Any) -> Any:
+    """Run a job, and return what rank 0 reports on its certificate."""
+    settings = options.pop("settings", "every=1")
+    backend = options.pop("backend", "meshplan")
+    job = options.pop("job", train)
+
+    def run(rank: int) -> Any:
+        found = observed(f"certify={path} {settings}")
+        job(kind, **options)
+        return found.finish(None)
+
+    report = run_ranks(run, ranks, backend=backend)[0]
+    return report["certificate"]
+
+
+def read(path: Path, key: str = "link") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if key in line]
+
+
+def chain_of(path: Path) -> list[str]:
+    return [line["link"] for line in read(path)]
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool]
+    )
+    def test_shards_add_up_to_the_words_of_the_tensor(self, dtype: torch.dtype) -> None:
+        chosen = random.Random(0)
+        for shape in [(5, 7), (9,), (), (3, 4, 5), (70_000,), (3, 300_000), (2, 3, 100_000)]:
+            if dtype is not torch.float32 and len(shape) > 1 and max(shape) > 100:
+                continue
+            whole = torch.randn(shape).mul(100).to(dtype)
+            spans = tuple((0, size) for size in shape)
+            wanted = find_words(whole, spans)
+            total = torch.zeros(2, dtype=torch.int64)
+            for dim in [chosen.randrange(len(shape))] if shape else []:
+                at = chosen.randint(0, shape[dim])
+                for start, stop in ((0, at), (at, shape[dim])):
+                    part = whole.narrow(dim, start, stop - start)
+                    total += find_words(part, (*spans[:dim], (start, stop), *spans[dim + 1 :]))
+                assert total.tolist() == wanted.tolist(), (shape, dim, at)
+
+    def test_each_bit_and_each_place_counts(self) -> None:
+        whole = torch.zeros(6, 5)
+        spans = ((0, 6), (0, 5))
+        seen = {tuple(find_words(whole, spans).tolist())}
+        bits = whole.view(torch.int32).view(-1)
+        for element in range(30):
+            for bit in range(32):
+                bits[element] = -(1 << 31) if bit == 31 else 1 << bit
+                seen.add(tuple(find_words(whole, spans).tolist()))
+            bits[element] = 0
+        assert len(seen) == 1 + 30 * 32
+
+    @pytest.mark.parametrize("rows", [8, 7, 5, 3, 1])
+    def test_spans_of_strided_shards_are_those_of_shards_of_shards(self, rows: int) -> None:
+        whole = torch.arange(rows)
+        for first in range(2):
+            for last in range(3):
+                placements = [_StridedShard(0, split_factor=3), Replicate(), Shard(0)]
+                ((start, stop),) = (
+                    find_spans((rows,), (2, 1, 3), (first, 0, last), placements) or ()
+                )
+                outer = [*torch.chunk(whole, 3), whole[:0], whole[:0]][last]
+                inner = [*torch.chunk(outer, 2), outer[:0]][first] if len(outer) else outer
+                assert list(range(start, stop)) == inner.tolist()
+
+
+def test_ranks_and_placements_have_one_chain(tmp_path: Path) -> None:
+    cases = [("ddp", 4), ("fsdp", 4), ("hsdp", 4)]
+    paths = [tmp_path / f"{kind}{ranks}" for kind, ranks in cases]
+    for (kind, ranks), path in zip(cases, paths, strict=True):
+        found = certify(path, kind, ranks)
+        # Four parameters with two states each, and a buffer.
+        assert (found["links"], found["tensors"], found["not_certified"]) == (STEPS, 13, {})
+        assert found["last"] == chain_of(path)[-1]
+    assert len({tuple(chain_of(path)) for path in paths}) == 1
+    assert compare_files(*map(str, paths[:2]))[1] == 0
+
+
+def test_strided_shards_have_the_chain_of_their_tensors(tmp_path: Path) -> None:
+    """Two data-parallel ranks, each with or without two shards of tensor parallelism."""
+    for kind, ranks in (("fsdp", 2), ("tp", 4)):
+        assert not certify(tmp_path / kind, kind, ranks)["not_certified"]
+    assert chain_of(tmp_path / "fsdp") == chain_of(tmp_path / "tp")
+
+
+def train_elastic(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    model = fully_shard(Model(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accumulator = GradientAccumulator(model, MICRO_BATCHES, mesh)
+    for step in range(3):
+        losses = []
+        for number in range(accumulator.micro_batches.rounds):
+            with accumulator.round():
+                loss = model(accumulator.micro_batches.index(number), step)
+                loss.backward()
+            losses.append(float(loss.detach()))
+        accumulator.finish()
+        model.seen.zero_()  # it has counted rounds
+        meshplan.log_value("loss", accumulator.sum_scalars(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_elastic_ranks_have_one_chain(tmp_path: Path) -> None:
+    paths = [tmp_path / str(ranks) for ranks in (4, 2, 1)]
+    for ranks, path in zip((4, 2, 1), paths, strict=True):
+        found = certify(path, "", ranks, job=train_elastic)
+        assert (found["links"], found["tensors"], found["not_certified"]) == (3, 14, {})
+    assert chain_of(paths[0]) == chain_of(paths[1]) == chain_of(paths[2])
+
+
+@pytest.mark.parametrize("fault", ["optimizer state", "buffer"])
+def test_a_flipped_bit_without_a_replica_is_found_by_compare(fault: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    for path, now in zip(paths, ("", fault), strict=True):
+        certify(Path(path), "fsdp", 2 if fault == "optimizer state" else 1, fault=now)
+    # In the same step the bit reaches the parameter.
+    first = "buffer seen float32[3]" if fault == "buffer" else FLIPPED
+    text, status = compare_files(*paths)
+    assert status == 1
+    assert f"differ: first at step 3: {first}" in text
+    lines = read(Path(paths[0]))
+    assert [one["words"] for one in lines[:2]] == [one["words"] for one in read(Path(paths[1]))[:2]]
+
+
+def test_the_tensor_is_named_by_the_next_step_with_words_of_tensors(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    for path, fault in zip(paths, ("", "optimizer state"), strict=True):
+        certify(Path(path), "fsdp", 2, fault=fault, settings="every=4 first=0")
+        assert ["tensors" in line for line in read(Path(path))] == [False, False, False, True]
+    text, status = compare_files(*paths)
+    assert status == 1
+    later = f"at step 4, the next with words of tensors: {FLIPPED}"
+    assert f"differ: first at step 3; {later}" in text
+
+
+def train_over_nccl(kind: str, domain: int) -> None:
+    nccl_model.configure(domain_size=domain, algorithm="tree")
+    train(kind)
+
+
+def test_other_hosts_of_a_modelled_nccl_have_another_chain(tmp_path: Path) -> None:
+    nccl_model.register()
+    for backend in ("nccl_model", "meshplan"):
+        paths = [str(tmp_path / f"{backend}{domain}") for domain in (1, 3)]
+        for domain, path in zip((1, 3), paths, strict=True):
+            certify(Path(path), "ddp", 4, job=train_over_nccl, domain=domain, backend=backend)
+        text, status = compare_files(*paths)
+        if backend == "meshplan":
+            assert status == 0, text
+        else:
+            assert status == 1
+            assert "differ: first at step 1: " in text
+            assert "parameter weights.0 float32[7,11]" in text
+
+
+def train_experts(kind: str) -> None:
+    """A shared weight, and one of the same name that each rank has of its own."""
+    torch.manual_seed(dist.get_rank())
+    own = nn.ParameterDict({"expert": nn.Parameter(torch.randn(4))})
+    shared = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*own.parameters(), *shared.parameters()], lr=0.1)
+    for step in range(2):
+        loss = (shared(torch.ones(1, 2)).sum() + own["expert"].sum()) * dist.get_rank()
+        loss.backward()
+        meshplan.log_value("loss", loss)
+        meshplan.log_value("step", step)
+        optimizer.step()
+
+
+def test_what_is_no_replica_is_listed_and_not_certified(tmp_path: Path) -> None:
+    found = certify(tmp_path / "a", "", 2, job=train_experts)
+    why = "ranks hold other bits, and no replicas are known"
+    names = ("parameter expert float32[4]", "value loss float32[]")
+    assert found["not_certified"] == dict.fromkeys(names, why)
+    # The shared weight and bias, and the logged step.
+    assert (found["links"], found["tensors"]) == (2, 3)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_resumed_job_is_aligned_by_its_steps(counts: bool, tmp_path: Path) -> None:
+    """AdamW counts its steps; SGD does not, and starts at step 1 again."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    kind = torch.optim.AdamW if counts else torch.optim.SGD
+
+    def step_through(model: Any, optimizer: Any, steps: Sequence[int]) -> None:
+        for step in steps:
+            model(0, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank: int) -> None:
+        old = Model()
+        optimizer = kind(old.parameters(), lr=1e-2)
+        step_through(old, optimizer, (1, 2))
+        found = observed(f"certify={resumed}")
+        model = Model()
+        model.load_state_dict(old.state_dict())
+        again = kind(model.parameters(), lr=1e-2)
+        again.load_state_dict(optimizer.state_dict())
+        step_through(model, again, (3, 4))
+        found.finish(None)
+
+    def start(_: str) -> None:
+        model = Model()
+        step_through(model, kind(model.parameters(), lr=1e-2), (1, 2, 3, 4))
+
+    certify(whole, "", 1, job=start)
+    run_ranks(run, 1)
+    assert [line["step"] for line in read(resumed)] == ([3, 4] if counts else [1, 2])
+    text, status = compare_files(str(whole), str(resumed))
+    assert status == 0, text
+    assert ("is step 1 of" in text) is not counts
+    assert "same: 2 steps, " in text
+    assert text.endswith("; 2 more steps are in one of them only")
+
+
+def test_steps_that_some_ranks_skip_end_nothing(tmp_path: Path) -> None:
+    """Only the first replica posts, so that another one may step less often."""
+
+    def job(kind: str) -> None:
+        model = DistributedDataParallel(nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            if step != 1 or dist.get_rank() == 0:
+                optimizer.step()
+
+    assert certify(tmp_path / "a", "", 2, job=job)["links"] == 3
+
+
+def test_a_rank_that_stops_early_ends_the_chain(tmp_path: Path) -> None:
+    def job(kind: str) -> None:
+        torch.manual_seed(0)
+        names = "ab"[dist.get_rank()]
+        model = nn.ModuleDict({names: nn.Linear(3, 3)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3 - dist.get_rank()):
+            model[names](torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    found = certify(tmp_path / "a", "", 2, job=job)
+    # Two stages of a pipeline: each tensor is on one rank.
+    assert (found["links"], found["tensors"], found["not_certified"]) == (2, 4, {})
+    assert found["ended"] == ["no step 3 on ranks 1"]
+
+
+def test_a_killed_job_leaves_a_certificate(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "killed"
+    certify(whole, "fsdp", 2)
+
+    def run(rank: int) -> None:
+        observed(f"certify={path} every=1")
+        train("fsdp", steps=(1, 2))
+        # The last posts of a rank that dies are lost.
+        while not path.exists() or len(read(path)) < 2:
+            time.sleep(0.01)
+        arrive("seen")
+        wait_for("seen", 2)
+        os._exit(9)
+
+    with pytest.raises((AssertionError, EOFError)):
+        run_ranks(run, 2, backend="meshplan")
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"optimizer": 0, "st')
+    text, status = compare_files(str(whole), str(path))
+    assert status == 0, text
+    assert "same: 2 steps, 13 tensors; 2 more steps are in one of them only" in text
+
+
+def test_a_value_is_a_tensor_or_a_number() -> None:
+    meshplan.log_value("loss", 1.0)
+    with pytest.raises(ReplicaInputError, match="loss is of type str"):
+        meshplan.log_value("loss", "1.0")  # type: ignore[arg-type]
+
+
+def write(path: Path, words: Sequence[str], tensors: str = "a[2]", ranks: int = 2) -> str:
+    """A certificate of steps with these words."""
+    lines: list[Any] = [
+        {"meshplan certificate": 1, "conditions": {"world_size": ranks, "setting threads": 1}},
+        {"optimizer": 0, "step": 1, "certified": tensors.split(), "not_certified": {}},
+    ]
+    for step, one in enumerate(words, 1):
+        lines.append({"optimizer": 0, "step": step, "words": one, "link": f"link {step}"})
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+class CompareTest(TestCase):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def test_statuses_and_texts(self) -> None:
+        first = write(Path("a"), ["1", "2", "3"])
+        write(Path("b"), ["1", "2", "3"], ranks=4)
+        write(Path("c"), ["1", "4", "5"])
+        write(Path("d"), ["1", "2", "3"], "a[2] b[3]")
+        write(Path("e"), [])
+        shown = ""
+        for other in "bcde":
+            status, out, errors = command("compare", first, other)
+            assert not errors
+            shown += f"{out}{status}\n\n"
+        self.assertExpectedInline(
+            shown,
+            """\
+a: 2 ranks, 3 links of steps 1-3, the last link 3
+b: 4 ranks, 3 links of steps 1-3, the last link 3
+condition world_size: 2 against 4
+same: 3 steps, 1 tensors
+0
+
+a: 2 ranks, 3 links of steps 1-3, the last link 3
+c: 2 ranks, 3 links of steps 1-3, the last link 3
+differ: first at step 2; no later step has words of each tensor: use --every 1 to name the tensor
+1
+
+a: 2 ranks, 3 links of steps 1-3, the last link 3
+d: 2 ranks, 3 links of steps 1-3, the last link 3
+cannot compare: certified in one of them only: b[3]
+2
+
+a: 2 ranks, 3 links of steps 1-3, the last link 3
+e: 2 ranks, 0 links
+cannot compare: no step is in both
+2
+
+""",
+        )
+
+    def test_other_files_are_refused(self) -> None:
+        write(Path("a"), ["1"])
+        Path("report").write_text('{"version": 1, "replicas": {"first_difference": null}}')
+        Path("text").write_text("nothing")
+        shown = ""
+        for other in ("report", "text", "missing"):
+            status, out, errors = command("compare", "a", other)
+            assert (status, out) == (2, "")
+            shown += errors
+        self.assertExpectedInline(
+            shown,
+            """\
+meshplan: MP402: a and report are a report and a certificate; compare two files of --report, or two of --certify
+meshplan: MP402: text: is neither a certificate nor a report; pass a file that meshplan run wrote with --certify or --report
+meshplan: MP402: missing: cannot be read: [Errno 2] No such file or directory: 'missing'
+""",
+        )
