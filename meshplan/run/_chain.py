@@ -133,8 +133,8 @@ class Chain:
         reasons = {one: why for found in names.values() if len(found) > 1 for one in found}
         totals: dict[str, Tensor] = {}
         for name, ranks in shares.items():
-            one, words = name.split()[0], [posts[rank][name] for rank in ranks]
-            total = torch.stack([part[: min(map(len, words))] for part in words]).sum(0)
+            one, parts = name.split()[0], [posts[rank][name] for rank in ranks]
+            total = torch.stack([part[: min(map(len, parts))] for part in parts]).sum(0)
             counts = sum(self._counts[name, rank] for rank in ranks)
             if counts != self._numels.get(one):
                 shown = ", ".join(format_runs(ranks))
