@@ -202,6 +202,19 @@ def test_tree_and_rank_have_different_bits() -> None:
     assert reduce_leaves(leaves, "sum", [4], Contract("rank")).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
+def test_rounding_at_nodes_has_the_bits_of_a_fold_of_pairs(count: int, dtype: torch.dtype) -> None:
+    """Whose partial results are in 16 bits, such as TBIK's."""
+    leaves = group(count, 999, dtype)
+    partials = leaves
+    while len(partials) > 1:
+        partials = [a + b for a, b in zip(partials[::2], partials[1::2], strict=True)]
+    found = reduce_leaves(leaves, "sum", [count], Contract(rounding="node"))
+    assert_bitwise_equal(found, partials[0])
+    assert count == 2 or not torch.equal(bits(found), bits(reduce_leaves(leaves, "sum", [count])))
+
+
 def test_mesh_shape_sets_the_tree_shape() -> None:
     leaves = group(6, 200, torch.float32)
     flat, mesh = (reduce_leaves(leaves, "sum", shape) for shape in ([6], [2, 3]))
