@@ -44,14 +44,18 @@ _FIX = (
 )
 # Ranks may raise these in different calls, or one of them alone, with messages on their way.
 _STOPPING = (CollectiveError, PeerTimeoutError, PlanNotRunError)
-# Memory is missing (torch's allocator on CPUs), or the backend refuses the tensor. Everything else
-# is a failure between ranks, which gloo raises as plain ``RuntimeError``, in some cases without its
-# name, such as "Application timeout caused pair closure".
+# Memory is missing (torch's allocator on CPUs), or the backend refuses the tensor, its dtype or the
+# operation, as it does on every rank. Everything else is a failure between ranks, which gloo raises
+# as plain ``RuntimeError``, in some cases without its name, such as "Application timeout caused pair
+# closure".
 _UNSENT = (
     "DefaultCPUAllocator",
     "Invalid scalar type",
     "Unconvertible NCCL type",
     "Cannot use ReduceOp.",
+    "on complex tensors",
+    "can't be cast to the desired output type",
+    "not implemented for '",
     "ProcessGroupGloo::",
 )
 

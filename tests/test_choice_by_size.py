@@ -21,7 +21,7 @@ from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._choose import PathRequest, choose
-from meshplan.execute._graph import _read, _written
+from meshplan.execute._graph import _read, write_step
 from meshplan.execute._provenance import clear_report, report
 from meshplan.layout import Layout
 from meshplan.planner import (
@@ -156,7 +156,7 @@ def test_halving_may_cost_less_from_some_size_on() -> None:
 def test_graph_keeps_the_sizes() -> None:
     for step in (planned(Links(), 16), planned(Links(), 48)):
         assert step.halving is not None
-        assert _read(_written(step)).halving == step.halving
+        assert _read(write_step(step)).halving == step.halving
 
 
 # The line from none to very many bytes ends where the exchange costs less already.

@@ -167,7 +167,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--html",
         metavar="FILE",
-        help="write a web page: all inputs, findings with fixes, a drawing of their meshes",
+        help="write a web page: the result, findings with fixes, a drawing of the meshes",
     )
 
 

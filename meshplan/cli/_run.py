@@ -35,7 +35,8 @@ def add(verbs: Any) -> None:
         metavar="FILE",
         help="write the report, as JSON, after each compared step",
     )
-    option("--html", metavar="FILE", help="write a page for browsers when the job ends")
+    shows = "write a web page: the result, findings with fixes, a drawing of the meshes"
+    option("--html", metavar="FILE", help=shows)
     adds = "write a certificate, with a link for each step, for meshplan compare"
     option("--certify", metavar="FILE", help=adds)
     compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from typing import Any
 
@@ -122,7 +123,7 @@ def train_strictly(_: int) -> bool:
         gloo = dist.new_group(backend="gloo")
         plain = DistributedDataParallel(nn.Linear(8, 8), process_group=gloo)
         with pytest.raises(FallbackRefusedError):
-            plain(torch.ones(2, 8))
+            plain(torch.ones(2, 8)).sum().backward()
     return True
 
 
@@ -147,7 +148,7 @@ def compile_strictly(_: int) -> list[bool]:
             try:
                 return bool((function(torch.ones(3)) == 5).all())
             except Exception as error:
-                if "spmd_types reduces outside the contract" not in str(error):
+                if not re.search("spmd_types.* is outside the contract", str(error)):
                     raise
                 return False
 
@@ -161,7 +162,8 @@ def compile_strictly(_: int) -> list[bool]:
 def test_strict_mode_accepts_compiled_code_that_the_backend_reduces() -> None:
     warm_compiler()
     found = run_ranks(compile_strictly, 2, backend="meshplan")
-    assert found == [[True, True, False, False]] * 2
+    # What spmd_types compiles is not followed; ``coverage`` counts it.
+    assert found == [[True, True, False, True]] * 2
 
 
 def gradients(rank: int, shape: tuple[int, ...]) -> list[Tensor]:
