@@ -46,8 +46,8 @@ _FIX = (
 _STOPPING = (CollectiveError, PeerTimeoutError, PlanNotRunError)
 # Memory is missing (torch's allocator on CPUs), or the backend refuses the tensor, its dtype or the
 # operation, as it does on every rank. Everything else is a failure between ranks, which gloo raises
-# as plain ``RuntimeError``, in some cases without its name, such as "Application timeout caused pair
-# closure".
+# as plain ``RuntimeError``, in some cases without its name, such as "Application timeout caused
+# pair closure".
 _UNSENT = (
     "DefaultCPUAllocator",
     "Invalid scalar type",
