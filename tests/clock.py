@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.errors import PolicyError
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._wire import Message, Wire
 from meshplan.execute.paths import Path, get_path
@@ -83,39 +82,15 @@ def clock(
     All messages are kept in memory: about W^2 for an exchange, 2 W log2 W for halving.
 
     Args:
-        step: the reduction of a plan, such as ``plan(problem).reductions[0]``: over as many ranks,
-            which ascend with their position. A reduce-scatter shards dim 0.
-        topology: the nodes and the links.
-        numel, dtype: of the summand, which has one dim.
-        path: ``"exchange"``, ``"halving"`` or ``"reference"``; ``None``: that of the plan, with
-            its blocks.
+        step: of a plan, over as many ranks, which ascend with their position. A reduce-scatter
+            shards dim 0.
+        path: of a step without blocks; ``None``: that of the plan, with its blocks.
         lanes: simulate one rank of each block only. The others do the same at the same time where
-            every block is on a node of its own, so that thousands of ranks take seconds. Of an
-            all-reduce only.
-
-    Raises:
-        PolicyError: no reduction over the ranks of ``topology``, shards of another dim, a path of
-            other blocks, or ``lanes`` without blocks or of a reduce-scatter.
+            every block is on a node of its own, so that thousands of ranks take seconds.
     """
-    if step.op is None or step.group_size != topology.world_size:
-        raise PolicyError(
-            f"clock simulates a reduction over all {topology.world_size} ranks, got a step "
-            f"{step.kind} over {step.group_size}; pass a topology of as many ranks"
-        )
-    if any(dim for _, dim in step.scatter):
-        raise PolicyError("clock simulates shards of dim 0 only; pass a step that shards dim 0")
     ranks, inner = step.group_size, step.inner
-    if path is not None and (inner > 1 or path not in ("exchange", "halving", "reference")):
-        raise PolicyError(
-            f"path={path!r} for a step of {step.describe_path()}; pass 'exchange', 'halving' or "
-            "'reference' for a step without blocks, and no path for one with blocks"
-        )
     flat = path or ("halving" if step.between == "halving" else "exchange")
     found = get_path("hierarchical" if inner > 1 else flat)
-    if lanes and (inner == 1 or step.scatter):
-        raise PolicyError(
-            "a step without blocks and a reduce-scatter have no lanes; pass lanes=False"
-        )
     stride = inner if lanes else 1
     programs = {
         rank: _record(found, step, _make_groups(step, rank), numel, dtype)

@@ -26,7 +26,6 @@ _LAST = {
     "test_dp_controls",
     "test_dp_leaves",
     "test_dp_reduce",
-    "test_dp_smoke",
     "test_replica_check",
     "test_replica_tensors",
     "test_tp_composition",

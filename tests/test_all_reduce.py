@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -13,24 +11,17 @@ import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor
 
-import meshplan
 from meshplan import (
     Contract,
     deterministic_all_reduce,
     deterministic_all_reduce_coalesced,
-    deterministic_reduce_scatter,
-    kernel,
 )
 from meshplan.collectives import Work, _reduction
 from meshplan.errors import (
-    FallbackRefusedError,
     GroupAgreementError,
     GroupStateError,
-    MeshplanError,
-    PolicyError,
     SignatureMismatchError,
 )
-from meshplan.flatten import _connect
 from meshplan.flatten._create import create_members_only
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive, reference_reduce_tensors
 from tests.processes import run_ranks
@@ -82,28 +73,6 @@ def test_every_path_op_and_dtype_has_the_contract_bits() -> None:
         return count
 
     assert run_ranks(ranks, RANKS) == [224] * RANKS
-
-
-def test_rank_order_is_a_left_fold() -> None:
-    """A left fold in group order; the division of a mean comes before the last rounding.
-
-    16-bit floats add in float32, or round at each addition. float64 stays float64.
-    """
-
-    def ranks(rank: int) -> bool:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32):
-            for op in ("sum", "avg") if dtype.is_floating_point else ("sum",):
-                for contract in (Contract("rank"), Contract("rank", rounding="node")):
-                    tensor = leaf(rank, dtype)
-                    config: dict[str, Any] = {"path": "reference", "op": op, "contract": contract}
-                    assert deterministic_all_reduce(tensor, **config) is tensor
-                    assert_bitwise_equal(tensor, expected(op, contract, dtype), f"{op} {dtype}")
-        one = torch.tensor([(1e20, 1.0, -1e20, 1.0, 0.0)[rank]])
-        deterministic_all_reduce(one, path="reference", contract=Contract("rank"))
-        assert one.item() == 1.0
-        return True
-
-    assert all(run_ranks(ranks, RANKS))
 
 
 def test_fp32_accumulation_is_plain_torch() -> None:
@@ -385,16 +354,6 @@ def test_asynchronous_call_returns_before_other_ranks_arrive() -> None:
     assert run_ranks(ranks, 2) == [True, True]
 
 
-def test_asynchronous_call_works_in_inference_mode() -> None:
-    def ranks(rank: int) -> bool:
-        with torch.inference_mode():
-            tensor = torch.full((4,), float(rank))
-            deterministic_all_reduce(tensor, path="auto", async_op=True).wait()  # type: ignore[union-attr]
-        return tensor.tolist() == [1.0] * 4
-
-    assert run_ranks(ranks, 2) == [True, True]
-
-
 def test_failed_work_raises_in_wait() -> None:
     def ranks(rank: int) -> str:
         config: dict[str, Any] = {"path": "exchange", "async_op": True}
@@ -446,74 +405,6 @@ def test_coalesced_reductions_have_the_bits_of_single_ones() -> None:
     assert all(run_ranks(ranks, RANKS))
 
 
-def test_bits_depend_on_neither_message_size_nor_position() -> None:
-    """G3: an element's bits are the same alone, at another place and in a message of any size."""
-
-    def ranks(rank: int) -> bool:
-        whole = leaf(rank, numel=5000)
-        for path in ("reference", *CONTRACT_PATHS):
-            config: dict[str, Any] = {"path": path}  # type: ignore[arg-type]
-            reduced = deterministic_all_reduce(whole.clone(), **config)
-            assert isinstance(reduced, Tensor)
-            for start, stop in ((0, 1), (1, 18), (4096, 5000), (17, 3000)):
-                part = deterministic_all_reduce(whole[start:stop].clone(), **config)
-                assert isinstance(part, Tensor)
-                assert_bitwise_equal(part, reduced[start:stop], path)
-        return True
-
-    assert all(run_ranks(ranks, RANKS))
-
-
-@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
-def test_strict_refuses_a_fallback() -> None:
-    def ranks(rank: int) -> bool:
-        _connect.host = lambda: f"host-{dist.get_rank()}"
-        kept = torch.ones(4)
-        with pytest.raises(FallbackRefusedError, match="several hosts"):
-            deterministic_all_reduce(kept, path="two_shot", strict=True)
-        assert kept.tolist() == [1.0] * 4
-        deterministic_all_reduce(kept, path="two_shot")
-        assert kept.tolist() == [3.0] * 4
-        (fallback,) = meshplan.report().fallbacks
-        assert fallback["ran"] == "exchange"
-        deterministic_all_reduce(kept, path="exchange", strict=True)
-        return True
-
-    assert all(run_ranks(ranks, 3))
-
-
-@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
-@pytest.mark.parametrize(("switch", "ran"), [("1", "one_shot"), ("0", "two_shot")])
-def test_one_stage_switch_is_honoured(switch: str, ran: str) -> None:
-    """For messages of every size; an explicit path that it forbids is an error."""
-
-    def ranks(rank: int) -> list[str]:
-        os.environ["MESHPLAN_USE_1STAGE_ALLREDUCE"] = switch
-        for numel in (4, 200_000):
-            deterministic_all_reduce(torch.ones(numel), path="auto")
-            deterministic_reduce_scatter(torch.ones(numel))
-        if switch == "0":
-            with pytest.raises(PolicyError, match="forbidden by MESHPLAN_USE_1STAGE_ALLREDUCE=0"):
-                deterministic_all_reduce(torch.ones(4), path="one_shot")
-        deterministic_all_reduce(torch.ones(4), path="two_shot")
-        found = meshplan.report(json=True)["entries"]
-        assert {entry["kind"] for entry in found} == {"collective"}
-        assert not meshplan.report().fallbacks
-        return [entry["ran"] for entry in found if entry["path"] == "auto"]
-
-    assert run_ranks(ranks, 3) == [[ran, ran]] * 3
-
-
-def test_different_one_stage_switches_are_refused() -> None:
-    def ranks(rank: int) -> bool:
-        os.environ["MESHPLAN_USE_1STAGE_ALLREDUCE"] = str(rank)
-        with pytest.raises(GroupAgreementError, match="one_shot never"):
-            deterministic_all_reduce(torch.ones(4), path="auto")
-        return True
-
-    assert run_ranks(ranks, 2) == [True, True]
-
-
 class TestMismatchErrors(TestCase):
     def test_debug_names_the_different_tensor(self) -> None:
         def ranks(rank: int) -> str:
@@ -563,51 +454,3 @@ class TestMismatchErrors(TestCase):
             found[0],
             """MP501: rank 2 did not come within 2 s to the first reduction over ranks 0, 1, 2, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
-
-
-def test_groups_of_the_same_ranks_are_independent() -> None:
-    """Two groups of the same ranks do not share state, and threads do not mix them up."""
-
-    def ranks(rank: int) -> bool:
-        groups = [dist.new_group([0, 1, 2]) for _ in range(2)]
-        failures: list[BaseException] = []
-
-        def run(group: Any, value: float) -> None:
-            try:
-                for _ in range(20):
-                    tensor = torch.full((50,), value)
-                    deterministic_all_reduce(tensor, path="auto", group=group)
-                    assert tensor.tolist() == [3 * value] * 50
-            except (AssertionError, MeshplanError) as error:
-                failures.append(error)
-
-        for group in groups:
-            deterministic_all_reduce(torch.ones(1), path="auto", group=group)
-        threads = [
-            threading.Thread(target=run, args=(group, float(i)))
-            for i, group in enumerate(groups, start=1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not failures, failures
-        return not any(thread.is_alive() for thread in threads)
-
-    assert all(run_ranks(ranks, 3))
-
-
-def test_new_default_group_reduces_again() -> None:
-    def ranks(rank: int) -> bool:
-        for _ in range(2):
-            tensor = torch.full((4,), float(rank))
-            deterministic_all_reduce(tensor, path="auto")
-            work = deterministic_all_reduce(tensor, path="auto", async_op=True)
-            assert isinstance(work, Work)
-            work.wait()
-            assert tensor.tolist() == [9.0] * 4
-            meshplan.shutdown()
-            dist.barrier()
-        return True
-
-    assert all(run_ranks(ranks, 3))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
-from meshplan.errors import PolicyError
 from meshplan.execute.paths import get_path
 from meshplan.layout import Layout
 from meshplan.planner import Cost, Problem, Step, plan
@@ -239,30 +236,6 @@ def test_one_rank_of_each_block_shows_the_time_of_all(numel: int) -> None:
     )
     assert lane.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert lane[1:] == every[1:]
-
-
-def test_steps_of_other_ranks_or_paths_are_refused() -> None:
-    topology = Topology.uniform(8, node_size=4, domain_size=4)
-    step, _ = make_step((8,), "exchange", topology, torch.float32)
-    found = []
-    columns = replace(step, kind="reduce_scatter", scatter=((0, 1),))
-    for ranks, one, how in (
-        (16, step, {}),
-        (8, step, {"lanes": True}),
-        (8, step, {"path": "ring"}),
-        (8, columns, {}),
-    ):
-        with pytest.raises(PolicyError) as caught:
-            clock(one, Topology.uniform(ranks, node_size=4), 8, **how)  # type: ignore[arg-type]
-        found.append(str(caught.value))
-    assert_expected_inline(
-        "\n".join(found),
-        """\
-MP402: clock simulates a reduction over all 16 ranks, got a step all_reduce over 8; pass a topology of as many ranks
-MP402: a step without blocks and a reduce-scatter have no lanes; pass lanes=False
-MP402: path='ring' for a step of exchange; pass 'exchange', 'halving' or 'reference' for a step without blocks, and no path for one with blocks
-MP402: clock simulates shards of dim 0 only; pass a step that shards dim 0""",
-    )
 
 
 def test_the_path_is_that_of_the_plan() -> None:

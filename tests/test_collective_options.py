@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import meshplan
 from meshplan import (
     Contract,
+    collectives,
     deterministic_all_gather,
     deterministic_all_gather_coalesced,
     deterministic_all_reduce,
@@ -279,6 +280,12 @@ MP503: rank 0 is not in the group; call this on its members only""",
             refused(RuntimeError, lambda: deterministic_all_reduce(leaf)),
             """MP413: the result is written in place of a tensor that requires a gradient, which it would cut off; call meshplan.collectives.functional.all_reduce, or use torch.no_grad()""",
         )
+        for name in ("reduce_scatter", "all_gather"):
+            function = getattr(collectives, f"deterministic_{name}")
+            assert refused(RuntimeError, lambda function=function: function(leaf)) == (
+                f"MP413: the result of deterministic_{name} has no gradient, and the tensor requires "
+                f"one; call meshplan.collectives.functional.{name}, or use torch.no_grad()"
+            )
         with torch.no_grad():
             assert deterministic_all_reduce(leaf) is leaf
         self.assertExpectedInline(

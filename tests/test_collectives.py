@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.errors import ContractTypeError, FallbackRefusedError
+from meshplan.errors import FallbackRefusedError
 from meshplan.execute import Purpose, StepGroups, _gloo, clear_report, report, run_reduction
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute._header import tensor_header
@@ -321,23 +321,6 @@ def test_hierarchical_equals_flat(sizes: tuple[int, ...], inner: int) -> None:
     run_ranks(ranks, world_size)
 
 
-@pytest.mark.parametrize("contract", [TREES[-1], *map(full, TREES[:-1])], ids=lambda one: one.id)
-def test_hierarchical_sums_of_every_float_dtype_equal_flat(contract: Contract) -> None:
-    """Sums alone, at a length that is no multiple of anything, under each contract."""
-    sizes = (3, 4)
-    every = [*draw_all((997,), 12)]
-    sums = [reduce_leaves(leaves, "sum", sizes, contract) for leaves in every]
-
-    def ranks(rank: int) -> None:
-        nested = [step("exchange", sizes=sizes, inner=n, contract=contract) for n in (2, 4)]
-        groups = [groups_of(wanted) for wanted in nested]
-        for leaves, expected in zip(every, sums, strict=True):
-            for wanted, those in zip(nested, groups, strict=True):
-                assert_bitwise_equal(run(leaves[rank], wanted, those), expected)
-
-    run_ranks(ranks, 12)
-
-
 def shard(whole: Tensor, wanted: Step, rank: int) -> Tensor:
     """The shard of ``rank``, split as by ``torch.chunk``."""
     where = (torch.arange(wanted.group_size).view(wanted.sizes) == rank).nonzero()[0].tolist()
@@ -504,22 +487,6 @@ HEADERS_AND_ALL_REDUCES = ("all_to_all_single",) * 2 + ("all_reduce",) * 2
 
 
 class TestRefusals(TestCase):
-    def test_average_of_integers_is_refused(self) -> None:
-        def ranks(rank: int) -> list[str]:
-            messages = []
-            for path, contract in (("exchange", Contract()), ("native", None)):
-                with pytest.raises(ContractTypeError) as caught:
-                    run(torch.ones(3, dtype=torch.int32), step(path, "avg", contract=contract))
-                messages.append(str(caught.value))
-            return messages
-
-        (first, second), _ = run_ranks(ranks, 2)
-        assert first == second
-        self.assertExpectedInline(
-            first,
-            """MP412: avg of torch.int32 has no exact result, the contract defines avg for floats only; reduce with 'sum' and divide as you need, or convert to a floating dtype first""",
-        )
-
     def test_hierarchical_dtype_outside_the_contract_falls_back(self) -> None:
         cuts: list[dict[str, Any]] = [{}, {"scatter": ((0, 0), (1, 0))}]
         steps = [step("exchange", "max", (2, 3), inner=3, **more) for more in cuts]

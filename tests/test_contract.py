@@ -148,29 +148,6 @@ def test_every_16_bit_pattern_matches_the_oracle(dtype: torch.dtype) -> None:
         assert len(bits(found)[every.isnan()].unique()) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(2, 3), (8, 5), (5, 8), (2, 3, 2), (3, 1, 5), (3, 3, 3)])
-def test_axis_by_axis_innermost_first_equals_flat(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """G5: fusing nested reductions does not change a bit."""
-    leaves = group(math.prod(shape), 101, dtype, specials=True)
-    nested: Sequence[Tensor] = leaves
-    for size in reversed(shape):
-        rows = [nested[i : i + size] for i in range(0, len(nested), size)]
-        nested = [reduce_leaves(row, "sum", [size]) for row in rows]
-    assert_bitwise_equal(nested[0], reduce_leaves(leaves, "sum", shape))
-
-
-def test_axis_by_axis_with_float32_partials_equals_flat_for_16_bit() -> None:
-    """G5, 16-bit: the inner results stay in float32 until the end."""
-    leaves = group(40, 101, torch.bfloat16)
-    raised = [leaf.float() for leaf in leaves]
-    rows = [reduce_leaves(raised[i : i + 5], "sum", [5]) for i in range(0, 40, 5)]
-    found = reduce_leaves(rows, "sum", [8]).to(torch.bfloat16)
-    assert_bitwise_equal(found, reduce_leaves(leaves, "sum", [8, 5]))
-
-
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
 @pytest.mark.parametrize("op", ["sum", "product", "max"])
 def test_bits_do_not_depend_on_position_or_size(op: str, dtype: torch.dtype) -> None:
@@ -299,16 +276,6 @@ def splits(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...
             found.append(((*outer[:-1], outer[-1] // power), (power, *inner)))
             power *= 2
     return found
-
-
-def test_enumerated_splits_match_the_mesh() -> None:
-    assert splits((3, 4)) == [
-        ((), (3, 4)),
-        ((3,), (4,)),
-        ((3, 4), ()),
-        ((3, 2), (2,)),
-        ((3, 1), (4,)),
-    ]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])

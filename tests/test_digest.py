@@ -154,35 +154,6 @@ def test_any_flipped_bit_changes_the_digest(word: int, bit: int, seed: int) -> N
     assert digest_words(tensor).tolist() != before.tolist()
 
 
-def test_word_paired_with_a_zero_product_is_still_seen() -> None:
-    """In one lane the product is 0 whatever the first word is; the other lane sees it."""
-    for lane in range(2):
-        beside = (-KEYS[lane][1]) % 2**32
-        found = [defined(struct.pack("<2I", word, beside)) for word in (1, 2)]
-        assert found[0][lane] == found[1][lane]
-        assert found[0][1 - lane] != found[1][1 - lane]
-
-
-@given(st.data())
-def test_swapped_elements_change_the_digest(data: st.DataObject) -> None:
-    tensor = torch.arange(3000, dtype=torch.int32)
-    a = data.draw(st.integers(0, 2998))
-    b = data.draw(st.integers(a + 1, 2999))
-    swapped = tensor.clone()
-    swapped[a], swapped[b] = tensor[b], tensor[a]
-    assert digest(swapped) != digest(tensor)
-
-
-def test_every_changed_byte_of_a_block_changes_the_digest() -> None:
-    zeros = torch.zeros(2048, dtype=torch.uint8)
-    seen = {digest(zeros)}
-    for place in range(2048):
-        changed = zeros.clone()
-        changed[place] = 1
-        seen.add(digest(changed))
-    assert len(seen) == 2049
-
-
 def test_dtype_and_shape_are_part_of_it() -> None:
     data = torch.zeros(12, dtype=torch.uint8)
     views = [
@@ -195,13 +166,6 @@ def test_dtype_and_shape_are_part_of_it() -> None:
     ]
     views += [data.view(dtype) for dtype in (torch.int8, torch.bool, torch.int32, torch.float32)]
     assert len({digest(view) for view in views}) == len(views)
-
-
-def test_equal_values_with_different_bits_differ() -> None:
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
-    nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
-    assert digest(nans[:1]) != digest(nans[1:2])
-    assert digest(nans[:1]) == digest(nans[2:])
 
 
 DTYPES = sorted(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from meshplan.errors import TopologyInputError
 from meshplan.topology import Reading
 from meshplan.topology.formats.nccl_log import read, recognises
-from tests.readings import read_or_refused
 
 
 def line(host: str, rank: int, text: str, prefix: str = "") -> str:
@@ -271,13 +270,6 @@ def test_truncated_rings_are_reported(ring: str) -> None:
     assert found.notes[-1].message == f"Channel 00/01 : {' '.join(ring.split())} (the line is cut)"
 
 
-def test_lost_newlines_are_read_in_linear_time() -> None:
-    """One line of megabytes takes no longer than its length."""
-    started = time.process_time()
-    read("NCCL INFO comm 0x1 rank 1 nranks 2 " * 100_000)
-    assert time.process_time() - started < 30
-
-
 def test_lines_of_transports_are_not_rings() -> None:
     text = line("n", 0, "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM") + line(
         "n", 0, "Channel 00 : 0[a] -> 1[b] via NET"
@@ -297,16 +289,6 @@ def test_closing_lines_name_hosts() -> None:
         for rank in range(4)
     )
     assert read(text).nodes == ((0, 1), (2, 3))
-
-
-@given(
-    st.binary(max_size=200),
-    st.lists(st.sampled_from(["comm 0x1 rank 0 nranks 9", "Trees [", "MNNVL 1 cliqueId"])),
-)
-def test_any_bytes_are_read_or_refused(noise: bytes, pieces: list[str]) -> None:
-    text = noise.decode("latin-1")
-    read_or_refused("nccl_log", text)
-    read_or_refused("nccl_log", "".join(f"{text} NCCL INFO {piece}{text}" for piece in pieces))
 
 
 @given(st.permutations(range(4)))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import pytest
 from expecttest import TestCase
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology import Reading
 from meshplan.topology.formats.nccl_topology import read, recognises
-from tests.readings import read_or_refused
 
 Link = tuple[str, int, str]  # target, count, tclass
 HIDDEN = ("fffffff:ff:ff.0", 18, "0x068000")
@@ -263,39 +259,6 @@ def test_format_is_recognised() -> None:
     assert recognises("\n <!-- made by hand -->\n" + whole[:30])
     for other in ("", "GPU0 GPU1", "<graphs/>", "<topology/>", "<systems/>", "system"):
         assert not recognises(other)
-
-
-@pytest.mark.full
-def test_large_file_is_read_quickly() -> None:
-    links = [(bus(peer), 1, GPU) for peer in range(8)]
-    cpus = [
-        [gpu(g, links[:g], more=f'sm="90" rank="{8 * h + g}"') for g in range(8)]
-        for h in range(4000)
-    ]
-    text = system(*cpus, hosts=[f"0x{h:x}" for h in range(4000)])
-    before = time.process_time()
-    assert len(read(text).domains or ()) == 4000
-    assert time.process_time() - before < 15
-
-
-PIECES = st.sampled_from(
-    [
-        '<cpu host_hash="1">',
-        "</cpu>",
-        f'<pci busid="{bus(0)}">',
-        f'<pci busid="{bus(1)}">',
-        "</pci>",
-    ]
-    + ['<gpu dev="0" sm="1" rank="0">', '<gpu rank="1">', "<gpu/>", "</gpu>", "&#10;", "<xgmi/>"]
-    + [f'<nvlink target="{t}" count="{n}"/>' for t in (bus(0), bus(1), HIDDEN[0]) for n in (0, 2)]
-)
-
-
-@given(st.lists(PIECES, max_size=12), st.booleans())
-def test_any_order_of_pieces_is_read_or_refused(pieces: list[str], closed: bool) -> None:
-    read_or_refused(
-        "nccl_topology", '<system version="1">' + "".join(pieces) + "</system>" * closed
-    )
 
 
 # For tests/test_formats.py.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 
 import pytest
 from expecttest import assert_expected_inline
@@ -15,7 +14,6 @@ from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
 from meshplan.topology.formats import _gpu_table
 from meshplan.topology.formats.nvidia_topo import read, recognises
-from tests.readings import read_or_refused
 
 
 def format_reading(reading: Reading) -> str:
@@ -353,32 +351,6 @@ def test_truncated_rows_never_invent_links(length: int) -> None:
     except TopologyInputError:
         return
     assert set(reading.links) <= {(0, 1, 4), (2, 3, 4)}
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "\n",
-        "\r",
-        "\x1b[m",
-        "GPU0",
-        "GPU0 X NV1\n",
-        "GPU0 X " + "NV1 " * 20 + "\n",
-        "X",
-        " ",
-        "|",
-        "> ",
-        "GPU0\t",
-        "0: ",
-        "NIC0 X\n",
-    ],
-)
-def test_reading_time_is_linear(unit: str) -> None:
-    text = "GPU0 X NV1\n" + unit * (2**22 // len(unit))
-    start = time.process_time()
-    read_or_refused("nvidia_topo", text)
-    # A sixteenth of the largest text that is read; far from what something quadratic needs.
-    assert time.process_time() - start < 30
 
 
 def test_lines_keep_their_numbers() -> None:

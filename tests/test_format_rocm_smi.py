@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 from expecttest import TestCase
 
@@ -103,27 +100,6 @@ def test_format_is_recognised() -> None:
         read("")
     with pytest.raises(TopologyInputError, match="no table"):
         read(f"{f' {LINK} ':=^80}\n")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: "=" * 10_000_000,
-        lambda: "\n" * 10_000_000,
-        lambda: f" {LINK} \n".center(80, "=") * 200_000,
-        lambda: BANNER + f"={LINK}=\n" + "GPU0 " * 2_000_000,
-    ],
-)
-def test_large_table_is_read_quickly(make: Callable[[], str]) -> None:
-    text = make()
-    began = time.process_time()
-    recognises(text)
-    try:
-        read(BANNER + table(LINK, PAIRS) + text)
-        read(f"{f' {LINK} ':=^80}\n" + text)
-    except TopologyInputError:
-        pass
-    assert time.process_time() - began < 20
 
 
 # For tests/test_formats.py.

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 
 import pytest
 from expecttest import TestCase
@@ -215,33 +213,6 @@ def test_any_hostlist_is_expanded_or_refused(text: str) -> None:
     except TopologyInputError as error:
         message = str(error)
         assert len(message.splitlines()) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: "BlockName=a\n" + "\n" * 10_000_000,
-        lambda: "BlockName=a\n" + " " * 10_000_000,
-        lambda: "BlockName=a Nodes=" + "n[1]," * 2_000_000,
-        lambda: "BlockName=a Nodes=n[" + "1," * 5_000_000,
-        lambda: "BlockName=a " * 1_000_000,
-        lambda: "".join(f"BlockName=a{number} Nodes=n\n" for number in range(400_000)),
-        lambda: "BlockName=a\n" + "#\n" * 5_000_000,
-        lambda: "BlockName=a\\\n" * 1_000_000,
-        lambda: "- topology: a\n" + "- " * 5_000_000,
-        lambda: "- topology: a\n- " + " " * 10_000_000 + "x",
-        lambda: "- topology: a\n" + "  - block: b\n" * 1_000_000,
-    ],
-    ids=range(11),
-)
-def test_large_files_are_read_quickly(make: Callable[[], str]) -> None:
-    text = make()
-    began = time.process_time()
-    recognises(text)
-    with contextlib.suppress(TopologyInputError):
-        read(text)
-    assert time.process_time() - began < 20
 
 
 def test_name_with_a_newline_is_noted_in_one_line() -> None:

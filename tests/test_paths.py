@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,6 @@ from meshplan.dtensor import current_config
 from meshplan.errors import FallbackRefusedError, PolicyError, SignatureMismatchError
 from meshplan.execute import (
     PATHS,
-    BoundReduction,
     Outcome,
     Path,
     Purpose,
@@ -500,44 +498,3 @@ def test_sizes_across_the_threshold_are_an_error_at_once(
 
     found = run_ranks(ranks, 3, collective_timeout=30)
     assert found == [found[0]] * 3
-
-
-def test_a_cached_reduction_runs_through_few_modules() -> None:
-    """From the bound reduction to the kernel; modules that only a first call needs do not count."""
-
-    def ranks(rank: int) -> dict[str, list[str]]:
-        mesh = init_device_mesh("cpu", (2,))
-        group = registry().get(
-            mesh, Layout.from_mesh(mesh), (0,), token=Record.of(use="test"), peers="always"
-        )
-        shared, apart = StepGroups(group.pg, peers=group.peers), StepGroups(group.pg)
-        found = {}
-        for name, groups, path, numel in (
-            ("shared memory", shared, "auto", 64),
-            ("one message", apart, "auto", 64),
-            ("exchange", apart, "exchange", 64),
-            ("in place", apart, "exchange", 1_000_000),
-            ("native", apart, "native", 64),
-        ):
-            tensor, bound = torch.ones(numel), BoundReduction(step(2), PURPOSE, path=path)
-            modules: set[str] = set()
-
-            def note(frame: Any, event: str, _: Any, modules: set[str] = modules) -> None:
-                module = frame.f_globals.get("__name__", "")
-                if event == "call" and module.startswith("meshplan."):
-                    modules.add(module)
-
-            for _ in range(3):
-                bound.start(tensor, groups)
-            sys.setprofile(note)
-            try:
-                bound.start(tensor, groups)
-            finally:
-                sys.setprofile(None)
-            found[name] = sorted(modules)
-        return found
-
-    found, _ = run_ranks(ranks, 2)
-    # Messages between pairs wait as long as their group does now, which two modules know.
-    most = dict.fromkeys(found, 7) | {"in place": 9}
-    assert {name: m for name, m in found.items() if not 3 < len(m) <= most[name]} == {}

@@ -22,8 +22,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from meshplan._dtypes import name_of
 from meshplan.errors import AxisNameError, PlacementError, PolicyError, TopologyError
 from meshplan.layout import Layout
-from meshplan.planner import Problem as Asked
-from meshplan.planner import hazards, nccl_order, predict_divergence, simulate
+from meshplan.planner import nccl_order, predict_divergence, simulate
 from meshplan.planner._hazards import ALGORITHMS, Algorithm, Siblings
 from meshplan.planner._simulation import (
     Adder,
@@ -233,21 +232,6 @@ def test_simulation_matches_the_model_backend(algorithm: Algorithm, op: ReduceOp
             expected[start:stop] = rules.evaluate(tree, parts[:, start:stop].clone())
         found = adder.add([row.float().numpy() for row in rows], group)
         assert torch.equal(torch.from_numpy(found).view(torch.int32), bits(expected.float()))
-
-
-def test_number_of_replicas_matches_the_hazards() -> None:
-    """Shares are large: with enough elements different orders show."""
-    for sizes, node in (((8, 5), 8), ((4, 12), 8), ((3, 7), 4), ((6, 10), 12)):
-        layout = Layout.of(a=sizes[0], b=sizes[1])
-        topology = Topology.uniform(layout.world_size, node_size=node)
-        asked = Asked.of(layout, ["P", "P"], ["R", "R"])
-        for steps in ((("a",), ("b",)), (("b",), ("a",))):
-            classes = {"ring": 1, "tree": 1}
-            for hazard in hazards(asked, topology, steps=steps, channels=1):
-                classes = dict(hazard.classes)
-            for algorithm in ALGORITHMS:
-                found = simulate(layout, topology, steps, algorithm=algorithm, numel=1024)
-                assert found.replicas == classes[algorithm]
 
 
 def test_each_step_counts_orders_and_sums() -> None:

@@ -65,28 +65,6 @@ def modules(call: Callable[[], object]) -> list[str]:
     return sorted(entered)
 
 
-def test_garbage_of_earlier_tests_is_not_counted() -> None:
-    class Left:
-        own: Left
-
-        def __del__(self) -> None:
-            meshplan.clear_report()
-
-    def call() -> None:
-        left = Left()
-        left.own = left
-        del left
-        # More lists than Python keeps for reuse: to allocate one starts a collection.
-        assert len([[] for _ in range(1000)]) == 1000
-
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        assert modules(call) == []
-    finally:
-        gc.set_threshold(*thresholds)
-
-
 @contextmanager
 def fake(world: int = 4) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

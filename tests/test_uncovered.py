@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -230,53 +228,6 @@ def test_compiled_ddp_warns() -> None:
     run_ranks(run, 2)
 
 
-def spmd_step(mesh: DeviceMesh, function: str = "all_reduce") -> None:
-    spmd = pytest.importorskip("spmd_types")
-    group = mesh.get_group(0)
-    x = torch.ones(4, requires_grad=True)
-    if function == "all_reduce":
-        found = spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R)
-    elif function == "reduce_scatter":
-        found = spmd.reduce_scatter(x, group, src=spmd.P, dst=spmd.S(0))
-    else:
-        # Its backward is a reduction.
-        found = spmd.all_gather(x, group, src=spmd.S(0), dst=spmd.R)
-    found.backward(torch.ones_like(found))
-
-
-class TestSpmdTypes(TestCase):
-    maxDiff = None
-
-    def test_messages(self) -> None:
-        pytest.importorskip("spmd_types")
-
-        def run(rank: int) -> list[str]:
-            mesh = init_device_mesh("cpu", (2,))
-            alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
-            said = []
-            for function in ("all_reduce", "reduce_scatter", "all_gather"):
-                with meshplan.installed():
-                    said += warned(lambda f=function: [spmd_step(mesh, f) for _ in range(2)])
-                said.append(refused(lambda f=function: spmd_step(mesh, f)))
-            with meshplan.installed(strict=True):
-                with pytest.raises(FallbackRefusedError):
-                    spmd_step(mesh)
-                spmd_step(alone["one"])
-            with meshplan.installed(policy="fast"):
-                assert warned(lambda: spmd_step(mesh)) == []
-            assert warned(lambda: spmd_step(mesh)) == []
-            return said[:2]
-
-        found = run_ranks(run, 2)
-        assert found[0] == found[1]
-        self.assertExpectedInline(
-            "\n".join(found[0]),
-            """\
-meshplan: spmd_types/_collectives.py forward: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"): meshplan.install() covers redistributions of DTensors only
-MP701: spmd_types/_collectives.py forward: all_reduce sum over gloo, 2 ranks, of float32 is outside the contract, in the backend's own order; create the group by init_process_group("meshplan") or new_group(backend="meshplan"): meshplan.install() covers redistributions of DTensors only; or pass strict=False to it""",
-        )
-
-
 def test_reductions_are_followed_while_installed() -> None:
     """And by whoever counts before, meanwhile and after."""
     before = {name: vars(kind).get("allreduce") for name, kind in of_python().items()}
@@ -315,51 +266,3 @@ def test_other_reductions_are_not_reported() -> None:
             model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
 
     run_ranks(run, 2)
-
-
-SCRIPT = """
-import os, sys, warnings
-import torch, torch.distributed as dist
-import meshplan
-
-{install}
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.device_mesh import init_device_mesh
-import spmd_types
-
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-model = torch.nn.Linear(4, 4)
-fully_shard(model, mesh=mesh)
-for _ in range(3):
-    model(torch.ones(2, 4)).sum().backward()
-    spmd_types.all_reduce(torch.ones(2), mesh.get_group(0), src=spmd_types.P, dst=spmd_types.R)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.full
-def test_warning_is_visible_without_logging_setup(tmp_path: Any) -> None:
-    """On stderr, once for each library, which is imported after ``install``."""
-    pytest.importorskip("spmd_types")
-    for turn, install in enumerate(
-        ("meshplan.install()", "meshplan.install(); meshplan.uninstall()")
-    ):
-        command = [sys.executable, "-c", SCRIPT.format(install=install), str(tmp_path / str(turn))]
-        ranks = [
-            subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in (0, 1)
-        ]
-        try:
-            found = [rank.communicate(timeout=300)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        for rank, text in zip(ranks, found, strict=True):
-            assert rank.returncode == 0, text
-            lines = [
-                line
-                for line in text.splitlines()
-                if "UncoveredReductionWarning: meshplan: " in line
-            ]
-            assert len(lines) == (2 if turn == 0 else 0), text
-            assert sum("(backward, FSDP2)" in line for line in lines) == 1 - turn
