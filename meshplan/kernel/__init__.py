@@ -7,11 +7,9 @@ the compiled library, or for tensors that are not on a CPU, ``meshplan.definitio
 from __future__ import annotations
 
 from meshplan.kernel import _peer_operators as _peer_operators
-from meshplan.kernel._communicator import PEER_MODES as PEER_MODES
 from meshplan.kernel._communicator import Arithmetic as Arithmetic
 from meshplan.kernel._communicator import CallKey as CallKey
 from meshplan.kernel._communicator import Communicator as Communicator
-from meshplan.kernel._communicator import PeerMode as PeerMode
 from meshplan.kernel._device_code import CompileError as CompileError
 from meshplan.kernel._device_code import Device as Device
 from meshplan.kernel._device_code import device_of as device_of

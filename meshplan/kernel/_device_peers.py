@@ -545,17 +545,14 @@ class StreamOrder:
     Two calls of one rank must not overlap, and all ranks must run them in one order. One stream
     keeps that order by itself. Between streams events keep it: ``last`` covers the last call that
     was issued or replayed, ``inside`` the last one in the capture under way. Every method expects
-    the driver to be current.
+    the driver to be current; ``DriverError`` if it refuses events.
 
     * A call outside graphs waits for the last one, if that was on another stream, or may have been
       part of a graph, which can be replayed on any.
-    * In a graph, the first call waits for ``last`` as it is when the graph is launched. Each call
-      records it, so that later calls and graphs wait for the whole of the replay.
+    * In a graph, the first call waits for ``last`` as it is at the launch. Each call records it, so
+      that later calls and graphs wait for the whole of the replay.
     * Inside a capture, a call on another stream waits for the call before it. A capture cannot wait
       for events recorded outside, hence ``inside``.
-
-    Raises:
-        DriverError: the driver refuses events.
     """
 
     def __init__(self, driver: Driver) -> None:

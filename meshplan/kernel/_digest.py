@@ -1,8 +1,8 @@
 """The digest of a tensor: 128 bits that any order of summation reproduces.
 
-Ranks compare digests. So these depend on dtype, shape and the bits of the elements in the order of
-their indices, and on nothing else: not on strides, device, library or the pieces in which a tensor
-is read. The definition, version 1:
+It depends on dtype, shape and the bits of the elements in the order of their indices, and on
+nothing else: not on strides, device, library or the pieces in which a tensor is read. Its
+definition, version 1:
 
 * The elements' bytes, little-endian, are split into blocks of 1024; the last is filled with zeros.
 * A block is 128 pairs of 32-bit words ``(a, b)``. For each of two lanes it is hashed to the sum
@@ -13,21 +13,11 @@ is read. The definition, version 1:
 * ``random(n)`` is output n of the generator SplitMix64 from seed 0, ``mix`` its finaliser, which is
   a bijection. The key of word w in lane l is the upper half of ``random(256 l + w)``.
 
-What collides:
-
-* A change inside one 32-bit word never does. It changes the word's product by the difference times
-  the keyed other word, less than 2^64 in size, which is 0 only if the keyed other word is; the two
-  lanes have different keys there, so in one lane it is not. That lane's hash of the block changes,
-  hence its term, and no other term does.
-* Two different contents of one block have the same hashes with probability at most 2^-64 over the
-  choice of keys: 2^-32 in each of two lanes with independent keys (Black, Halevi, Krawczyk, Krovetz
-  and Rogaway, "UMAC: Fast and Secure Message Authentication", CRYPTO 1999, theorem on NH). Elements
-  that change places inside a block are a case of it.
-* If several blocks differ their terms would have to cancel in both sums: 2^-128 if terms are taken
-  for random, for which finaliser and block number in each term are there (sums of randomised
-  blocks: Bellare and Micciancio, "A New Paradigm for Collision-Free Hashing", EUROCRYPT 1997).
-
-The keys are fixed and public: this finds faults and wrong arithmetic, not forgers.
+A change inside one 32-bit word never collides: a product keeps its value only if the keyed other
+word is 0, and it has different keys in the two lanes. Two contents of one block collide with
+probability at most 2^-64 over the choice of keys (Black et al., "UMAC", CRYPTO 1999), and several
+blocks with 2^-128 if terms are taken for random (Bellare and Micciancio, EUROCRYPT 1997). The keys
+are fixed and public: this finds faults and wrong arithmetic, not forgers.
 """
 
 from __future__ import annotations

@@ -191,32 +191,37 @@ def _empty(
 
 
 def _fold(leaves: list[Tensor], *call: Any) -> Tensor:
-    op, shape, *words, dtype, divisor, part = call
-    if part != _WHOLE and (contract := Contract(*words)).sums_exactly(op, name_of(dtype)):
+    op, _, *words, dtype, _, part = call
+    if part != _WHOLE and Contract(*words).sums_exactly(op, name_of(dtype)):
         # The library has whole sums only.
-        if part == _COMBINE:
-            return definition.combine_leaves(leaves, op, shape, contract)
-        return definition.finish_partials(leaves, op, shape, contract, dtype, divisor)
+        return _define(leaves, *call)
     out = _empty(leaves, *call)
     _write(out, leaves, *call)
     return out
 
 
-def _write(
-    out: Tensor,
-    leaves: Sequence[Tensor],
-    op: str,
-    shape: list[int],
-    order: str,
-    accumulate: str,
-    rounding: str,
-    dtype: torch.dtype,
-    divisor: int | None,
-    part: int,
-) -> None:
+def _define(leaves: Sequence[Tensor], *call: Any) -> Tensor:
+    """By the definition, in plain torch."""
+    op, shape, *words, dtype, divisor, part = call
+    contract = Contract(*words)
+    if part == _COMBINE:
+        return definition.combine_leaves(leaves, op, shape, contract)
+    if part == _FINISH:
+        return definition.finish_partials(leaves, op, shape, contract, dtype, divisor)
+    divisor = divisor if op == "avg" else None
+    return definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor)
+
+
+def _write(out: Tensor, leaves: Sequence[Tensor], *call: Any) -> None:
+    op, shape, *words, dtype, divisor, part = call
+    order, accumulate, rounding = words
     if out.is_cuda:
-        contract = Contract(order, accumulate, rounding)  # type: ignore[arg-type]
-        _write_on_device(out, leaves, op, shape, contract, dtype, divisor, part)
+        device = fold_device(out.device.index)
+        planned = fold_plan(order, tuple(shape)) is not None
+        if device is None or not planned or out.data_ptr() % out.itemsize:
+            out.copy_(_define(leaves, *call))
+            return
+        launch_fold(device, out, leaves, op, shape, Contract(*words), dtype, divisor, part)
         return
     flat = [leaf.contiguous() for leaf in leaves]
     compiled, reason = load()
@@ -237,29 +242,6 @@ def _write(
         part,
     )
     assert code == 0, (dtype, op)
-
-
-def _write_on_device(
-    out: Tensor,
-    leaves: Sequence[Tensor],
-    op: Any,
-    shape: list[int],
-    contract: Contract,
-    dtype: torch.dtype,
-    divisor: int | None,
-    part: int,
-) -> None:
-    device = fold_device(out.device.index)
-    planned = fold_plan(contract.order, tuple(shape)) is not None
-    if device is not None and planned and out.data_ptr() % out.itemsize == 0:
-        launch_fold(device, out, leaves, op, shape, contract, dtype, divisor, part)
-    elif part == _WHOLE:
-        divisor = divisor if op == "avg" else None
-        out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
-    elif part == _COMBINE:
-        out.copy_(definition.combine_leaves(leaves, op, shape, contract))
-    else:
-        out.copy_(definition.finish_partials(leaves, op, shape, contract, dtype, divisor))
 
 
 OPERATORS = torch.library.Library("meshplan", "DEF")  # type: ignore[no-untyped-call]

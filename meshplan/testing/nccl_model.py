@@ -30,6 +30,7 @@ from torch.distributed import ReduceOp, Work
 
 from meshplan._torch import ALL_GATHER_SINGLE, DistributedBackendOptions, gather_bytes
 from meshplan._torch.process_group import PythonProcessGroup, factor_of, forward
+from meshplan.backend._work import FinishedWork
 from meshplan.errors import LayoutError
 from meshplan.planner import nccl_order as order
 
@@ -140,7 +141,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def all_gather_single_coalesced(self, outputs: _List, inputs: _List, _: Any = None) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             gather_bytes(self.inner, output, source).wait()
-        return _FinishedWork(outputs)
+        return FinishedWork(outputs)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         return _NAME
@@ -152,7 +153,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
         """
         for tensor in tensors:
             self._all_reduce(tensor, _Algebra.of(opts, tensor, self.size()), self._nodes())
-        return _FinishedWork(tensors)
+        return FinishedWork(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -161,7 +162,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
         for output, blocks in zip(outputs, inputs, strict=True):
             send = torch.cat([block.reshape(-1) for block in blocks])
             self._reduce_blocks(output, send, [block.numel() for block in blocks], opts)
-        return _FinishedWork(outputs)
+        return FinishedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Reduce equal blocks of a flat input; the block of rank R starts behind R, ends at R.
@@ -173,7 +174,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: _List, inputs: _List, opts: Any) -> Work:  # type: ignore[override]
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_blocks(output, source.reshape(-1), [output.numel()] * self.size(), opts)
-        return _FinishedWork(outputs)
+        return FinishedWork(outputs)
 
     def reduce(self, tensors: _List, opts: dist.ReduceOptions) -> Work:  # type: ignore[override]
         """Reduce in place at the root; starts behind the root on the ring.
@@ -186,7 +187,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
             splits[opts.rootRank] = tensor.numel()
             target = tensor if self.rank() == opts.rootRank else tensor.new_empty(0)
             self._reduce_blocks(target, tensor.reshape(-1), splits, opts)
-        return _FinishedWork(tensors)
+        return FinishedWork(tensors)
 
     def _nodes(self) -> tuple[int, ...]:
         config = current_config()
@@ -311,23 +312,3 @@ def _own_factor(given: float | Tensor, dtype: torch.dtype) -> Tensor:
             f"pass one element of {dtype}"
         )
     return given.detach().reshape(())
-
-
-class _FinishedWork(Work):
-    """Finished work. Torch's own work of a future has no ``wait`` with a timeout, which the first
-    use of a new group calls."""
-
-    def __init__(self, tensors: _List) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[_List] = torch.futures.Future()
-        self._future.set_result(tensors)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[_List]:
-        # Torch reads the result of a functional collective from it.
-        return self._future
