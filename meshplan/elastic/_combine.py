@@ -28,10 +28,8 @@ class TreeSum:
         self._kept: list[tuple[int, int, Sequence[Tensor]]] = []
 
     def add(self, parts: Sequence[Tensor], size: int = 1) -> None:
-        """Add the next ``size`` leaves, a power of two that divides the number of the first one.
-
-        ``parts`` are one for each sum, of the dtype of partial sums. They are not written to, and
-        are copied if they are kept: their memory may be that of a message.
+        """Add the next ``size`` leaves, a power of two that divides the number of the first one:
+        ``parts``, one for each sum, which are copied as their memory may be that of a message.
         """
         # The threads that compute on the largest part on a CPU include those of the others.
         refuse_flushed_subnormals(max(parts, key=lambda part: part.is_cpu * part.numel()))

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import count_chunks as count_chunks
     from meshplan.planner._path_costs import cut_chunks as cut_chunks
     from meshplan.planner._path_costs import exchange_cost as exchange_cost
-    from meshplan.planner._path_costs import find_halving_sizes as find_halving_sizes
+    from meshplan.planner._path_costs import (
+        find_halving_sizes as find_halving_sizes,
+    )
     from meshplan.planner._path_costs import halving_cost as halving_cost
     from meshplan.planner._path_costs import integer_cost as integer_cost
     from meshplan.planner._path_costs import one_message_bytes as one_message_bytes
@@ -55,13 +57,17 @@ if TYPE_CHECKING:
     from meshplan.planner._problem import Spec as Spec
     from meshplan.planner._problem import check_audit as check_audit
     from meshplan.planner._problem import check_policy as check_policy
-    from meshplan.planner._search import follows_default_order as follows_default_order
+    from meshplan.planner._search import (
+        follows_default_order as follows_default_order,
+    )
     from meshplan.planner._simulation import CALIBRATIONS as CALIBRATIONS
     from meshplan.planner._simulation import Calibration as Calibration
     from meshplan.planner._simulation import Prediction as Prediction
     from meshplan.planner._simulation import Simulation as Simulation
     from meshplan.planner._simulation import predict_backend as predict_backend
-    from meshplan.planner._simulation import predict_divergence as predict_divergence
+    from meshplan.planner._simulation import (
+        predict_divergence as predict_divergence,
+    )
     from meshplan.planner._simulation import predict_plan as predict_plan
     from meshplan.planner._simulation import simulate as simulate
 

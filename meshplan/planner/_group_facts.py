@@ -53,7 +53,7 @@ class GroupFacts:
         )
 
         def largest(places: Integers) -> int:
-            step = _find_even_step(places[group])
+            step = math.gcd(group.shape[1], _find_run(places[group]))
             return max((block for block in subtrees if step % block == 0), default=1)
 
         node = largest(self._nodes)
@@ -204,13 +204,9 @@ def _list_subtrees(sizes: Sequence[int]) -> list[int]:
     return found[:-1]
 
 
-def _find_even_step(rows: Integers) -> int:
-    """The largest divisor of the width for which each row is constant in every block of columns."""
-    return math.gcd(rows.shape[1], _find_run(rows))
-
-
 def _find_run(rows: Integers) -> int:
-    """The same, where the last block may be smaller; the width if nothing changes."""
+    """The most columns of a block for which each row is constant in every block, of which the last
+    may be smaller; the width if nothing changes."""
     changes = (rows[:, 1:] != rows[:, :-1]).any(axis=0).nonzero()[0] + 1
     step = int(changes[0]) if len(changes) else rows.shape[1]
     while len(changes):

@@ -95,7 +95,7 @@ def halving_schedule(shape: tuple[int, ...], position: int) -> Halving:
     axes.
     """
     shape = split_axes(shape)
-    turns = sum(_count_rounds(size) for size in shape)
+    turns = sum(1 if size == 3 else size.bit_length() - 1 for size in shape)
     parts = math.prod(len(_list_owners(size)) for size in shape)
     rounds: list[HalvingRound] = []
     owned, stride = (0, parts), 1
@@ -175,10 +175,6 @@ def split_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
         block = size & -size
         found += [3, block] if size == 3 * block > 3 else [size]
     return tuple(found)
-
-
-def _count_rounds(size: int) -> int:
-    return 1 if size == 3 else size.bit_length() - 1
 
 
 def _list_owners(size: int) -> list[int]:

@@ -2,13 +2,12 @@
 
 Siblings must agree along an axis if they have the same inputs and must produce the same replica:
 the axis is replicated at the source, or an earlier step reduced or gathered it, and it ends
-replicated. Along an axis that is reduced later, is sharded or ends sharded, each group has its own
-inputs or its own piece of the result.
+replicated. Along any other axis each group has its own inputs or its own piece of the result.
 
-One step at a time is enough. All members of a group get the same bits, in whatever order the group
-adds, so every group hands one value to all siblings of the next step. The rule is also exact in
-the model: a subtree of the final association is identified by its set of leaves, so equal results
-need equal associations in every step.
+One step at a time is enough: all members of a group get the same bits, so every group hands one
+value to all siblings of the next step. The rule is also exact in the model: a subtree of the final
+association is identified by its set of leaves, so equal results need equal associations in every
+step.
 """
 
 from __future__ import annotations
@@ -48,17 +47,13 @@ _MAX_SIGNATURES, _MAX_RANKS = 6, 6  # of a printed hazard
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One group of a hazard, and an order in which it may add.
+    """One group of a hazard, and an order in which it may add."""
 
-    Attributes:
-        ranks: global ranks, in the order of their ranks in the communicator.
-        signature: ranks per node, nodes in order of their first rank.
-        expression: the additions, over global ranks, e.g. ``(0+(5+10))``.
-    """
-
+    # Global ranks, in the order of their ranks in the communicator.
     ranks: tuple[int, ...]
+    # Ranks per node, nodes in order of their first rank.
     signature: tuple[int, ...]
-    expression: str
+    expression: str  # the additions, over global ranks, e.g. ``(0+(5+10))``
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,9 +390,8 @@ def _label_equal(rows: Integers) -> Integers:
 
 
 def find_distinct_rows(rows: Integers) -> tuple[Integers, Integers]:
-    """Number the distinct rows of int64 [n, m] in order of appearance.
-
-    Returns the number of each row [n], and for each number its first row [distinct].
+    """Number the distinct rows of int64 [n, m] in order of appearance: the number of each row [n],
+    and for each number its first row [distinct].
     """
     # Sorting hashes is much cheaper than sorting rows. Equal rows have equal hashes. If unequal
     # rows collide, the comparison fails and the rows themselves are sorted.

@@ -1,16 +1,15 @@
 """The cost of one reduction by each path.
 
 An exchange, in blocks or not, and a gather are collectives of ``predict_collective``. Recursive
-halving sends rounds of messages between pairs of ranks. A round is one batch of the backend, whose
-messages are under way at once. Between ranks that do the same at the same time it takes
+halving sends rounds of messages between pairs of ranks, each round one batch of the backend.
+Between ranks that do the same at the same time it takes, by the class of link to the partner,
 
-    launch + batch + latency + bytes / bandwidth, of the class of link to the partner.
+    launch + batch + latency + bytes / bandwidth.
 
 ``predict_turns`` follows one rank of each kind through all rounds. Where tensors are sent in
-chunks, the rounds of all chunks under way are one batch, while the blocks exchange other chunks.
-
-A collective pays a latency for each peer, a batch pays one: it has few messages, and an all-to-all
-of thousands of ranks is not all under way at once. The costs have no arithmetic.
+chunks, the rounds of all chunks under way are one batch, while the blocks exchange other chunks. A
+collective pays a latency for each peer, a batch one: an all-to-all of thousands of ranks is not all
+under way at once.
 """
 
 from __future__ import annotations
@@ -407,7 +406,10 @@ def _list_stages(reduction: PlannedReduction, elements: int) -> list[Stage]:
         outer, _ = split_sizes(reach.sizes, inner)
         stages += _list_rounds(outer, block, width, reach, inner)
     else:
-        pieces = (own * width.partial, *(() if reach.scatter else (own * width.wire,)))
+        pieces = (
+            own * width.partial,
+            *(() if reach.scatter else (own * width.wire,)),
+        )
         across = (predict_collective(reach.links, reach.across, piece) for piece in pieces)
         stages += [Collective("between", one) for one in across]
     return stages if reach.scatter else [*stages, inside]
@@ -550,7 +552,11 @@ def find_chunk_unit(reach: Reach, inner: int, between: Between) -> int:
     """
     if inner == 1 or reach.inside is None:
         return 0
-    links, near, peers = reach.links, reach.inside, math.prod(reach.sizes) // inner - 1
+    links, near, peers = (
+        reach.links,
+        reach.inside,
+        math.prod(reach.sizes) // inner - 1,
+    )
     messages, batch = (peers, 0.0) if between == "exchange" else (1, links.batch)
     start = links.launch + batch + messages * links.network.latency
     # To the owner of each slice and back.

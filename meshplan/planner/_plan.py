@@ -23,55 +23,49 @@ Path = str
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a plan.
+    """One step of a plan."""
 
-    Attributes:
-        kind: ``all_reduce``: one reduction over ``axes``, every rank gets the result.
-            ``reduce_scatter``: the same, but each rank gets its shard of the result.
-            ``slice``: each rank keeps its shard of a finished value, without communication.
-            ``torch``: a transition that falls through to torch.
-        axes: positions of the mesh axes, ascending; those of size 1 are left out of a reduction.
-        sizes: sizes of ``axes``.
-        move: the transition in placements, e.g. ``P(sum) -> R``.
-        why: the reason, in words.
-        op: the reduction, for ``all_reduce`` and ``reduce_scatter``.
-        divisor: for ``op="avg"``: divides the sum; the product of the averaged axes.
-        path: how the data moves; ``native`` is the backend's own all-reduce.
-        contract: what fixes the bits; ``None`` for ``native``.
-        norm: reduce ``x ** norm`` and return the ``1 / norm``-th power.
-        scatter: for ``reduce_scatter``: (mesh axis, tensor dim) in the order of sharding, outermost
-            first. The finished shard is gathered over the other ``axes``.
-        lengths: of the shards, by position on the one axis of ``scatter``; empty: as
-            ``torch.chunk`` splits.
-        src, dst: for ``slice`` and ``torch``: the placements before and after.
-        inner: for a hierarchical ``exchange``: the ranks per block that combine their summands
-            first; 1 for a flat exchange. A divisor of the group size whose blocks are subtrees of
-            the contract's tree.
-        between: for an ``exchange``: how the blocks reduce their partials; without blocks, which
-            path is predicted for the ranks.
-        halving: for a flat ``exchange``: the sizes of ``find_halving_sizes``; ``None`` if the links
-            are unknown.
-        chunk: for a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
-        leaves: for a flat ``exchange``: a rank's shard is the leaves of its sum, in order.
-    """
-
+    # ``all_reduce``: one reduction over ``axes``, every rank gets the result.
+    # ``reduce_scatter``: the same, but each rank gets its shard of the result. ``slice``:
+    # each rank keeps its shard of a finished value, without communication. ``torch``: a
+    # transition that falls through to torch.
     kind: Literal["all_reduce", "reduce_scatter", "slice", "torch"]
+    # Positions of the mesh axes, ascending; those of size 1 are left out of a reduction.
     axes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    move: str
-    why: str
+    sizes: tuple[int, ...]  # sizes of ``axes``
+    move: str  # the transition in placements, e.g. ``P(sum) -> R``
+    why: str  # the reason, in words
+    # The reduction, for ``all_reduce`` and ``reduce_scatter``.
     op: Op | None = None
+    # For ``op="avg"``: divides the sum; the product of the averaged axes.
     divisor: int | None = None
+    # How the data moves; ``native`` is the backend's own all-reduce.
     path: Path | None = None
+    # What fixes the bits; ``None`` for ``native``.
     contract: Contract | None = None
+    # Reduce ``x ** norm`` and return the ``1 / norm``-th power.
     norm: float | None = None
+    # For ``reduce_scatter``: (mesh axis, tensor dim) in the order of sharding, outermost
+    # first. The finished shard is gathered over the other ``axes``.
     scatter: tuple[tuple[int, int], ...] = ()
+    # Of the shards, by position on the one axis of ``scatter``; empty: as ``torch.chunk``
+    # splits.
     lengths: tuple[int, ...] = ()
+    # For a hierarchical ``exchange``: the ranks per block that combine their summands
+    # first; 1 for a flat exchange. A divisor of the group size whose blocks are subtrees
+    # of the contract's tree.
     inner: int = 1
+    # For an ``exchange``: how the blocks reduce their partials; without blocks, which
+    # path is predicted for the ranks.
     between: Between = "exchange"
+    # For a flat ``exchange``: the sizes of ``find_halving_sizes``; ``None`` if the links
+    # are unknown.
     halving: tuple[tuple[int, int], tuple[int, int]] | None = None
+    # For a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
     chunk: int = 0
+    # For a flat ``exchange``: a rank's shard is the leaves of its sum, in order.
     leaves: bool = False
+    # src, dst: for ``slice`` and ``torch``: the placements before and after.
     src: Spec | None = None
     dst: Spec | None = None
 

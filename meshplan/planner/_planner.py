@@ -234,7 +234,11 @@ def _find_operation(problem: Problem, axes: Sequence[int]) -> tuple[Op, int | No
     if averaged > 1:
         return "avg", averaged
     # An average over axes of size 1 is a sum, and so is the sum of powers of a norm.
-    ops: dict[str | None, Op] = {**{op: op for op in OPS}, "avg": "sum", None: "sum"}
+    ops: dict[str | None, Op] = {
+        **{op: op for op in OPS},
+        "avg": "sum",
+        None: "sum",
+    }
     return ops[problem.src[axes[0]].op], None
 
 

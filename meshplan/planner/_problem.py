@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from meshplan._dtypes import is_complex, is_floating_point, name_of
 from meshplan.contract import OPS, Contract, check_dtype
-from meshplan.errors import ContractTypeError, PlacementError, PolicyError, TopologyError
+from meshplan.errors import (
+    ContractTypeError,
+    PlacementError,
+    PolicyError,
+    TopologyError,
+)
 from meshplan.layout import Layout
 from meshplan.planner._path_costs import CONTRACT_PATHS, ContractPath
 from meshplan.topology import Topology
@@ -36,26 +41,19 @@ _TEXT = re.compile(r"(?P<letter>[RSP])(?:\((?P<argument>\w+)\))?")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The placement on one axis.
+    """The placement on one axis."""
 
-    Attributes:
-        kind: ``partial`` only for torch's own ``Partial`` class with a reduction of the contract;
-            ``norm`` for the partial p-norm of ``vector_norm``; ``opaque`` for other reductions and
-            subclasses of ``Partial``, which have unknown arithmetic or side effects; ``other`` for
-            the rest (strided shards).
-        text: as torch prints it, e.g. ``P(sum)``, ``S(0)``, ``R``.
-        op: the reduction of a ``Partial`` itself.
-        dim: the tensor dim of a ``shard``.
-        norm: the p of a ``norm``.
-        any_order: of an ``opaque``: why its bits do not depend on the order, if so: bitwise
-            reductions, and the partial of an embedding with sharded rows.
-    """
-
+    # ``partial`` only for torch's own ``Partial`` class with a reduction of the contract;
+    # ``norm`` for the partial p-norm of ``vector_norm``; ``opaque`` for other reductions
+    # and subclasses of ``Partial``, which have unknown arithmetic or side effects;
+    # ``other`` for the rest (strided shards).
     kind: Literal["replicate", "shard", "partial", "norm", "opaque", "other"]
-    text: str
-    op: str | None = None
-    dim: int | None = None
-    norm: float | None = None
+    text: str  # as torch prints it, e.g. ``P(sum)``, ``S(0)``, ``R``
+    op: str | None = None  # the reduction of a ``Partial`` itself
+    dim: int | None = None  # the tensor dim of a ``shard``
+    norm: float | None = None  # the p of a ``norm``
+    # Of an ``opaque``: why its bits do not depend on the order, if so: bitwise
+    # reductions, and the partial of an embedding with sharded rows.
     any_order: str = ""
 
     @property
@@ -87,7 +85,11 @@ class Spec:
     @classmethod
     def _read_placement(cls, placement: Placement) -> Spec:
         # Only this needs torch, and a caller with a placement has loaded it.
-        from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+        from torch.distributed.tensor.placement_types import (
+            Partial,
+            Replicate,
+            Shard,
+        )
 
         from meshplan._torch import MaskPartial, NormPartial
 
@@ -104,7 +106,11 @@ class Spec:
         if type(placement) is NormPartial:
             return cls("norm", text, norm=float(placement.norm_type))
         if type(placement) is MaskPartial:
-            return cls("opaque", text, any_order=_ONE if placement.reduce_op == "sum" else "")
+            return cls(
+                "opaque",
+                text,
+                any_order=_ONE if placement.reduce_op == "sum" else "",
+            )
         return cls("opaque" if isinstance(placement, Partial) else "other", text)
 
 
@@ -283,7 +289,11 @@ def has_contract(problem: Problem, axes: Sequence[int]) -> bool:
         return False
     try:
         product = specs[0].op == "product"
-        check_dtype("product" if product else "sum", problem.dtype or "float32", problem.contract)
+        check_dtype(
+            "product" if product else "sum",
+            problem.dtype or "float32",
+            problem.contract,
+        )
     except ContractTypeError:
         return False
     return True

@@ -4,11 +4,8 @@ A state has one entry for each mesh axis: the tensor dim that the axis shards, o
 ``PENDING`` (a partial axis of the one reduction), ``APART`` (no move changes it). Axes that shard
 the same dim are nested, lower positions outside: DTensor's default order. An axis can start or stop
 sharding a dim only if no later axis shards that dim inside it. A sharded axis keeps its dim only if
-the axes outside it shard the dim as in the target.
-
-The states are the nodes of a graph. Its edges are moves of single axes, and, each through its own
-node, the strategies of the one reduction. Every strategy in every possible position is one
-candidate, with the cheapest moves before and after it.
+the axes outside it shard the dim as in the target. The states are the nodes of a graph. Its edges
+are moves of single axes, and, each through its own node, the strategies of the one reduction.
 """
 
 from __future__ import annotations

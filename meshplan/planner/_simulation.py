@@ -1,11 +1,9 @@
 """The replicas after a sequence of reductions, if the backend adds in the order of the NCCL model.
 
 Every rank's tensor is drawn, and added in the order of `nccl_order` with every addition rounded to
-the dtype. Then the ranks that should hold one replica are compared by bits. A simulation shows a
-possible result; it certifies nothing: NCCL has more channels, other algorithms and other orders.
-
-Ranks that add the same inputs in the same order have the same sum. A first pass finds these ranks,
-with a number in place of each tensor; then each sum is computed once.
+the dtype. Then the ranks that should hold one replica are compared by bits. It certifies nothing:
+NCCL has more channels, other algorithms and other orders. A first pass, with a number in place of
+each tensor, finds the ranks that add the same inputs in the same order; each sum is computed once.
 """
 
 from __future__ import annotations
@@ -23,7 +21,12 @@ from meshplan.errors import PlacementError, PolicyError, TopologyError
 from meshplan.layout import Integers, Layout
 from meshplan.planner import nccl_order as order
 from meshplan.planner._group_facts import GroupFacts, find_groups
-from meshplan.planner._hazards import ALGORITHMS, Algorithm, Siblings, find_distinct_rows
+from meshplan.planner._hazards import (
+    ALGORITHMS,
+    Algorithm,
+    Siblings,
+    find_distinct_rows,
+)
 from meshplan.planner._path_costs import Cost
 from meshplan.planner._plan import NOMINAL_ELEMENTS
 from meshplan.planner._planner import plan
@@ -240,20 +243,13 @@ _NOT_A_SUM = ("max", "min", "product")
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """The result of one reduction.
+    """The result of one reduction."""
 
-    Attributes:
-        axes: labels of the reduced axes.
-        group_size: ranks in a group.
-        groups: groups of the reduction.
-        orders: different orders of additions among the groups.
-        sums: number of computed sums, one for all groups with the same inputs and order.
-    """
-
-    axes: tuple[str, ...]
-    group_size: int
-    groups: int
-    orders: int
+    axes: tuple[str, ...]  # labels of the reduced axes
+    group_size: int  # ranks in a group
+    groups: int  # groups of the reduction
+    orders: int  # different orders of additions among the groups
+    # Number of computed sums, one for all groups with the same inputs and order.
     sums: int
 
 
@@ -494,9 +490,13 @@ class _Stages:
             first, *others = (rows[number] for number in dict.fromkeys(numbers.tolist()))
             replicas = max(replicas, count_distinct([first, *others], self.dtype))
             differing = max(
-                differing, *(measure_share(first, other, self.dtype) for other in others)
+                differing,
+                *(measure_share(first, other, self.dtype) for other in others),
             )
-            distance = max(distance, *(count_ulps(first, other, self.dtype) for other in others))
+            distance = max(
+                distance,
+                *(count_ulps(first, other, self.dtype) for other in others),
+            )
         return replicas, differing, distance
 
 
@@ -544,22 +544,17 @@ _PROTOCOLS: dict[Algorithm, tuple[Protocol, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Links that are fitted to published all-reduces of NCCL.
+    """Links that are fitted to published all-reduces of NCCL."""
 
-    Attributes:
-        domain, network: bandwidths of a GPU in bytes per s.
-        far: times between nodes as multiples of NCCL's figures; inside a node they are 1.4.
-        largest: GPUs of the largest published all-reduce.
-        across: between nodes, the largest ratio of a predicted and a published time.
-        simple: the network has no low-latency protocols.
-    """
-
+    # domain, network: bandwidths of a GPU in bytes per s.
     domain: float
     network: float
+    # Times between nodes as multiples of NCCL's figures; inside a node they are 1.4.
     far: float
-    largest: int
+    largest: int  # GPUs of the largest published all-reduce
+    # Between nodes, the largest ratio of a predicted and a published time.
     across: float = 1.7
-    simple: bool = False
+    simple: bool = False  # the network has no low-latency protocols
 
     @property
     def links(self) -> Links:

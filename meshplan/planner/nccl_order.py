@@ -1,20 +1,18 @@
 """The order in which NCCL adds the contributions of a group, as a model without NCCL.
 
-The model can show that two groups may disagree. It cannot certify that they agree. It
-covers NCCL 2.30.7, the Simple protocol, hosts whose GPUs are joined by NVSwitch and have a network
-card each, and the Ring and Tree algorithms. NVLS, CollNet and PAT have no order here.
+The model can show that two groups may disagree. It cannot certify that they agree. It covers NCCL
+2.30.7, the Simple protocol, hosts whose GPUs are joined by NVSwitch and have a network card each,
+and the Ring and Tree algorithms. NVLS, CollNet and PAT have no order here.
 
 NCCL splits a message over channels. Each *head* of a node, which is the rank that talks to other
 nodes, has a ring and two trees. With ``n`` heads, channel ``c`` has the head ``c % n``, and the
-second tree if ``c >= n``.
+second tree if ``c >= n``. A rank is always a *group rank* (0..n-1, ascending by group order). A
+group is given by ``node_of_member``: for every group rank, any integer that names its NCCL node (a
+host or an MNNVL clique). IEEE addition commutes but does not associate, so an association tree
+determines the bits of a sum, except the payload of a NaN.
 
-A rank is always a *group rank* (0..n-1, ascending by group order). A group is given by
-``node_of_member``: for every group rank, any integer that names its NCCL node (a host or an MNNVL
-clique). IEEE addition commutes but does not associate, so an association tree determines the
-bits of a sum, except the payload of a NaN.
-
-Trees may be as deep as a group is long. Every function here is iterative; only Python's own
-``==``, ``hash`` and ``repr`` on nested tuples recurse, so compare with `same_bits`.
+Trees may be as deep as a group is long. Every function here is iterative; only Python's own ``==``,
+``hash`` and ``repr`` on nested tuples recurse, so compare with `same_bits`.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _MOST_CHANNELS = 64
 
 def nodes_of_group(node_of_member: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Group ranks of every node: nodes by their first group rank, ranks in a node ascending.
-
-    Source: NCCL 2.30.7, src/init.cc (node numbering after the intra-node search).
-
-    Raises:
-        LayoutError: the group has no member.
+    ``LayoutError`` without members. Source: NCCL 2.30.7, src/init.cc (node numbering).
     """
     if len(node_of_member) == 0:
         raise LayoutError("node_of_member is empty; give one node number per group rank")
@@ -60,11 +54,8 @@ def count_heads(ranks_per_node: Sequence[int]) -> int:
 
 
 def ring_order(node_of_member: Sequence[int], head: int = 0) -> tuple[int, ...]:
-    """Group ranks in ring order, starting at group rank 0.
-
-    On several nodes each node contributes the rank at position ``head`` and then the others
-    descending, cyclically; a single node keeps the ascending order. Node rings are joined in node
-    order.
+    """Group ranks in ring order, starting at group rank 0: of several nodes each contributes the
+    rank at position ``head`` and then the others descending, cyclically; a single one ascends.
 
     Source: NCCL 2.30.7, src/graph/search.cc (order tried first on NVSwitch hosts) and
     src/graph/rings.cc. The rings of heads 0 and 1 stand in a log of three H100 hosts.
@@ -86,14 +77,9 @@ def join_rings(nodes: Sequence[Sequence[int]], head: int) -> tuple[int, ...]:
 
 
 def ring_sequence(ring: Sequence[int], chunk: int) -> list[int]:
-    """The order in which ring chunk ``chunk`` adds: from the position after ``chunk`` round to it.
-
-    Each rank adds its own value on the left of the partial sum that arrives.
-
-    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing.
-
-    Raises:
-        LayoutError: ``chunk`` is not in ``0..len(ring)-1``, or the ring is empty.
+    """The order in which ring chunk ``chunk`` adds: from the position after ``chunk`` round to it,
+    each rank its own value on the left of the partial sum that arrives. ``LayoutError`` if there is
+    no such chunk. Source: NCCL 2.30.7, src/device/all_reduce.h, runRing.
     """
     if not 0 <= chunk < len(ring):
         raise LayoutError(
@@ -113,15 +99,10 @@ def ring_tree(ring: Sequence[int], chunk: int) -> Tree:
 
 
 def root_tree(ring: Sequence[int], rank: int) -> Tree:
-    """Association of a block that must end at group rank ``rank``.
-
-    It is the block of ``rank`` in a reduce-scatter, or a reduce to ``rank``. Both go once round the
-    ring, from the successor of ``rank``.
+    """Association of a block that must end at group rank ``rank``, once round the ring: its block
+    in a reduce-scatter, or a reduce to it. ``LayoutError`` if it is not on the ring.
 
     Source: NCCL 2.30.7, src/device/reduce_scatter.h and src/device/reduce.h, runRing.
-
-    Raises:
-        LayoutError: ``rank`` is not on the ring.
     """
     if rank not in ring:
         raise LayoutError(f"group rank {rank} is not on the ring {tuple(ring)}")
@@ -129,16 +110,12 @@ def root_tree(ring: Sequence[int], rank: int) -> Tree:
 
 
 def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, int, int]]:
-    """The ring chunk of every element of an all-reduce message.
+    """The ring chunk of every element of an all-reduce message: ascending ``(start, stop, chunk)``
+    that cover ``[0, numel)``. ``LayoutError`` for a number that is negative, or 0 but for
+    ``numel``.
 
-    Returns:
-        ``(start, stop, chunk)`` half-open element ranges, ascending, that cover ``[0, numel)``.
-
-    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB
-    buffer of the Simple protocol.
-
-    Raises:
-        LayoutError: ``numel`` is negative, or another argument is not positive.
+    Source: NCCL 2.30.7, src/device/all_reduce.h, runRing; 2 MiB is half of the default 4 MiB buffer
+    of the Simple protocol.
     """
     if numel < 0 or group_size <= 0 or itemsize <= 0:
         raise LayoutError(
@@ -163,12 +140,8 @@ def ring_chunks(numel: int, group_size: int, itemsize: int) -> list[tuple[int, i
 
 
 def btree_children(num_nodes: int, node: int) -> tuple[int | None, int | None]:
-    """Children ``(child0, child1)`` of ``node`` in the first of NCCL's two node trees.
-
-    Source: NCCL 2.30.7, src/graph/trees.cc, ncclGetBtree.
-
-    Raises:
-        LayoutError: ``node`` is not in ``0..num_nodes-1``.
+    """Children ``(child0, child1)`` of ``node`` in the first of NCCL's two node trees;
+    ``LayoutError`` if there is no such node. Source: NCCL 2.30.7, src/graph/trees.cc, ncclGetBtree.
     """
     if not 0 <= node < num_nodes:
         raise LayoutError(f"node {node} does not exist among {num_nodes} nodes")
@@ -187,10 +160,7 @@ def btree_children(num_nodes: int, node: int) -> tuple[int | None, int | None]:
 
 def second_tree_node(num_nodes: int, node: int) -> int:
     """The node at the place that ``node`` has in the first tree; its root is that of node 0.
-
-    The second tree mirrors the first if the number of nodes is even, else it is shifted by one.
-
-    Source: NCCL 2.30.7, src/graph/trees.cc, ncclGetDtree.
+    Mirrored if the number of nodes is even, else shifted by one (ncclGetDtree of the same file).
     """
     return (node + 1) % num_nodes if num_nodes % 2 else num_nodes - 1 - node
 
@@ -299,13 +269,10 @@ def draw(tree: Tree) -> str:
 
 
 def canonical(tree: Tree) -> Tree:
-    """The tree with the two children of every pair sorted by their smallest group rank.
-
-    Two trees over the same ranks have the same canonical form if and only if one becomes the other
-    by commuting additions, hence the same IEEE result for all finite data.
-
-    Raises:
-        LayoutError: a group rank occurs twice, so that "smallest rank" would not order children.
+    """The tree with the two children of every pair sorted by their smallest group rank;
+    ``LayoutError`` if a rank occurs twice. Two trees over the same ranks have the same canonical
+    form if and only if one becomes the other by commuting additions, hence the same IEEE result for
+    all finite data.
     """
     seen: set[int] = set()
 

@@ -1,11 +1,10 @@
 """One call over tensors on several meshes, or of ranks that hold other parameters.
 
 The ranks of the call are its scope: all ranks of the mesh that the caller passed, or of the job.
-They start with one message and end with another, so that all of them raise an error where one
-slice of a mesh differs. Between these each mesh is compared by its own ranks, in one order on all
-ranks. The start message carries a hash of this rank's coordinates along the declared axes: ranks
-with the same coordinates hold the same parameters. It carries a hash of each mesh too, so that no
-rank waits on a mesh for a rank without tensors there.
+They start with one message and end with another, so that all of them raise an error where one slice
+of a mesh differs. Between these each mesh is compared by its own ranks, in one order on all. The
+start message has a hash of this rank's coordinates along the declared axes, as ranks of equal ones
+hold the same parameters, and of each mesh, so that no rank waits there for one without tensors.
 """
 
 from __future__ import annotations
@@ -91,7 +90,9 @@ def compare_scope(
     if len(ranks) == 1:
         return
     notes = [hash_lines([str(group.coordinate) for group in distinct])]
-    notes += [_hash_layout(part.layout) for part in others]
+    for part in others:
+        layout = part.layout
+        notes.append(hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))]))
     channel = ReplicaChannel(scope.mesh, scope.layout)
     gathered = compare_sets(
         channel,
@@ -180,7 +181,3 @@ def _share_failure(
         raise ReplicaDivergenceError(text, tensors=differing, step=step)
     rank = ranks[failed[0]]
     raise SignatureMismatchError(f"on rank {rank}: {text}", rank=rank)
-
-
-def _hash_layout(layout: Layout) -> tuple[int, int]:
-    return hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))])

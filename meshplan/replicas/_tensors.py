@@ -30,18 +30,12 @@ TensorSource = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """One tensor of this rank.
+    """One tensor of this rank."""
 
-    Attributes:
-        name: its path, e.g. ``layers.0.weight``.
-        local: its data on this rank.
-        shape: of the whole tensor, the same on all ranks.
-        mesh, placements: of a DTensor.
-    """
-
-    name: str
-    local: Tensor
-    shape: tuple[int, ...]
+    name: str  # its path, e.g. ``layers.0.weight``
+    local: Tensor  # its data on this rank
+    shape: tuple[int, ...]  # of the whole tensor, the same on all ranks
+    # mesh, placements: of a DTensor.
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
 

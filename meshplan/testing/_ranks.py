@@ -25,17 +25,9 @@ _T = TypeVar("_T")
 
 
 class RankGroup:
-    """The members of a process group; every member makes the same calls.
-
-    Args:
-        group: ``None``: all ranks.
-
-    Attributes:
-        ranks: global ranks in the order of the group.
-        position: of this rank in the group.
-
-    Raises:
-        GroupStateError: no process group is initialised, or this rank is not in ``group``.
+    """The members of a process group, of all ranks if ``None``; every member makes the same calls.
+    ``ranks`` are global ranks in the order of the group, ``position`` is this rank's place there.
+    ``GroupStateError`` without an initialised group, or if this rank is not in ``group``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

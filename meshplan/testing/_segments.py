@@ -1,9 +1,8 @@
 """The contract's tree over absolute positions, split anywhere.
 
-The tree ``T(n)`` of ``meshplan.contract`` splits n leaves after the largest power of two smaller
-than n. Each of its subtrees covers a block of positions ``[i * 2^j, (i + 1) * 2^j)``, truncated at
-n. So the owner of the leaves ``[start, stop)`` can reduce the largest such blocks inside its own
-range, and the values of these blocks (at most ``2 * log2(n)`` of them) are all that others need:
+Each subtree of the tree ``T(n)`` of ``meshplan.contract`` covers a block of positions ``[i * 2^j,
+(i + 1) * 2^j)``, truncated at n. So the owner of the leaves ``[start, stop)`` reduces the largest
+such blocks inside its own range, at most ``2 * log2(n)``, whose values are all that others need:
 joined at their positions they have the bits of ``T(n)``, for any ranges.
 """
 

@@ -21,28 +21,23 @@ class SourcedNote:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The cluster of a job.
+    """The cluster of a job."""
 
-    Attributes:
-        topology: node and domain of each rank.
-        notes: oddities of the inputs; a note with a code is a finding of the linter.
-        domain_gpus: GPUs that one domain of the machine has, used by the job or not; ``None`` if
-            domains differ or are unknown.
-        hosts: name of the host of each rank, or empty where hosts have no names.
-        gpus: PCI bus id of the GPU of each rank, empty where it is unknown; or empty altogether:
-            the n-th rank of a host has its GPU n, or nothing is known.
-        links: active NVLink or xGMI links of the GPU of each rank, ``None`` where that is unknown;
-            or empty altogether.
-        origin: one line on the source of these facts.
-    """
-
-    topology: Topology
+    topology: Topology  # node and domain of each rank
+    # Oddities of the inputs; a note with a code is a finding of the linter.
     notes: tuple[SourcedNote, ...] = ()
+    # GPUs that one domain of the machine has, used by the job or not; ``None`` if domains
+    # differ or are unknown.
     domain_gpus: int | None = None
+    # Name of the host of each rank, or empty where hosts have no names.
     hosts: tuple[str, ...] = ()
+    # PCI bus id of the GPU of each rank, empty where it is unknown; or empty altogether:
+    # the n-th rank of a host has its GPU n, or nothing is known.
     gpus: tuple[str, ...] = ()
+    # Active NVLink or xGMI links of the GPU of each rank, ``None`` where that is unknown;
+    # or empty altogether.
     links: tuple[int | None, ...] = ()
-    origin: str = ""
+    origin: str = ""  # one line on the source of these facts
 
 
 def pack_cluster(cluster: Cluster) -> str:

@@ -20,21 +20,16 @@ _TREE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """One communicator of a log.
+    """One communicator of a log."""
 
-    Attributes:
-        name: its size and a line of the log.
-        processes: of its ranks, by rank.
-        launched: global rank of each process, if the launcher wrote all of them; else empty.
-        rings: ranks in ring order by channel, from rank 0 on; only whole rings.
-        children: of each rank in the tree of a channel, in the order in which it adds them; only
-            trees of which every rank wrote its part.
-    """
-
-    name: str
-    processes: tuple[str, ...]
+    name: str  # its size and a line of the log
+    processes: tuple[str, ...]  # of its ranks, by rank
+    # Global rank of each process, if the launcher wrote all of them; else empty.
     launched: tuple[int, ...]
+    # Ranks in ring order by channel, from rank 0 on; only whole rings.
     rings: Mapping[int, tuple[int, ...]]
+    # Of each rank in the tree of a channel, in the order in which it adds them; only
+    # trees of which every rank wrote its part.
     children: Mapping[int, tuple[tuple[int, ...], ...]]
 
 
@@ -99,7 +94,9 @@ def _read_rings(members: Mapping[int, Member]) -> dict[int, tuple[int, ...]]:
     return {c: ring for c, ring in sorted(rings.items()) if sorted(ring) == whole and ring[0] == 0}
 
 
-def _read_trees(members: Mapping[int, Member]) -> dict[int, tuple[tuple[int, ...], ...]]:
+def _read_trees(
+    members: Mapping[int, Member],
+) -> dict[int, tuple[tuple[int, ...], ...]]:
     trees: dict[int, dict[int, tuple[int, ...]]] = {}
     for member in members.values():
         for found in _TREE.finditer(member.trees[1] if member.trees else ""):

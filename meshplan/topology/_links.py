@@ -167,21 +167,14 @@ def _show(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimedExchange:
-    """The measured time in which each rank sends ``peers`` others ``size`` bytes each.
+    """The measured time in which each rank sends ``peers`` others ``size`` bytes each."""
 
-    Attributes:
-        link: the class of the links to all of them: ``"domain"``, ``"node"`` or ``"network"``.
-        peers: number of the others.
-        size: bytes for each.
-        seconds: time of the slowest rank.
-        batched: in ``peers`` batches of one message, which run sequentially; else in one
-            all-to-all.
-    """
-
+    # The class of the links to all of them: ``"domain"``, ``"node"`` or ``"network"``.
     link: str
-    peers: int
-    size: int
-    seconds: float
+    peers: int  # number of the others
+    size: int  # bytes for each
+    seconds: float  # time of the slowest rank
+    # In ``peers`` batches of one message, which run sequentially; else in one all-to-all.
     batched: bool = False
 
 
@@ -230,9 +223,8 @@ def _fit_nonnegative(
     rows: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """The x of least squares with ``rows @ x`` near ``target`` and no x below 0, one dropped at a
-    time; an x of less than ``_LEAST_PART`` of ``target`` is 0.
-
-    Columns are scaled to length 1 first: latencies and inverse bandwidths differ by 1e6.
+    time; an x of less than ``_LEAST_PART`` of ``target`` is 0. Columns are scaled to length 1
+    first.
     """
     scale = np.linalg.norm(rows, axis=0)
     kept = [int(column) for column in scale.nonzero()[0]]

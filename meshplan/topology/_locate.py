@@ -36,20 +36,16 @@ _NUMBER = re.compile(r"\s*\+?(\d{1,6})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The registration of a GPU with the fabric manager of multi-node NVLink.
+    """The registration of a GPU with the fabric manager of multi-node NVLink."""
 
-    Attributes:
-        cluster: UUID of the cluster, 32 hexadecimal digits; zeros where there is no such fabric.
-        clique: its part of the cluster. GPUs with equal cluster and clique reach each other.
-        state: of the registration as in NVML; 3 is completed.
-        status: result of a completed registration, as in NVML; 0 is success.
-        health: NVML's health mask; ``None`` with a driver that does not report it.
-    """
-
+    # UUID of the cluster, 32 hexadecimal digits; zeros where there is no such fabric.
     cluster: str
+    # Its part of the cluster. GPUs with equal cluster and clique reach each other.
     clique: int
-    state: int
+    state: int  # of the registration as in NVML; 3 is completed
+    # Result of a completed registration, as in NVML; 0 is success.
     status: int = 0
+    # NVML's health mask; ``None`` with a driver that does not report it.
     health: int | None = None
 
     @property
@@ -70,33 +66,23 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU and the devices at the other ends of its links.
+    """One GPU and the devices at the other ends of its links."""
 
-    Attributes:
-        id: of the device, or of the part of one that the rank uses: equal ids are one GPU.
-        bus: PCI bus id, lower case, e.g. ``0000:1b:00.0``.
-        vendor: ``nvidia`` or ``amd``.
-        model: name of the product; empty if unknown.
-        links: active NVLink links, or GPUs that xGMI reaches; ``None`` if unknown.
-        unread: numbers of the links that could not be read.
-        peers: bus ids of GPUs at the other end of a link.
-        switch: whether a link leads to a switch.
-        fabric: of multi-node NVLink; ``None`` if there is none.
-        on_host: GPUs visible on this host; ``None`` if unknown.
-        domain: GPUs of this host that are joined with this one, itself included, whether the job
-            uses them or not; ``None`` if unknown.
-    """
-
+    # Of the device, or of the part of one that the rank uses: equal ids are one GPU.
     id: str
-    bus: str
-    vendor: Vendor
-    model: str = ""
+    bus: str  # PCI bus id, lower case, e.g. ``0000:1b:00.0``
+    vendor: Vendor  # ``nvidia`` or ``amd``
+    model: str = ""  # name of the product; empty if unknown
+    # Active NVLink links, or GPUs that xGMI reaches; ``None`` if unknown.
     links: int | None = None
-    unread: tuple[int, ...] = ()
-    peers: tuple[str, ...] = ()
-    switch: bool = False
+    unread: tuple[int, ...] = ()  # numbers of the links that could not be read
+    peers: tuple[str, ...] = ()  # bus ids of GPUs at the other end of a link
+    switch: bool = False  # whether a link leads to a switch
+    # Of multi-node NVLink; ``None`` if there is none.
     fabric: Fabric | None = None
-    on_host: int | None = None
+    on_host: int | None = None  # GPUs visible on this host; ``None`` if unknown
+    # GPUs of this host that are joined with this one, itself included, whether the job
+    # uses them or not; ``None`` if unknown.
     domain: int | None = None
 
     @property
@@ -106,26 +92,19 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """The location of one rank.
+    """The location of one rank."""
 
-    Attributes:
-        host: identifies the host as NCCL does: equal texts are one host.
-        name: of the host, for people.
-        machine: identifies the machine; containers of one machine share it. Empty if unknown.
-        agent: number of the agent of ``torchrun`` that started it (``GROUP_RANK``).
-        gpu: the GPU of the rank; ``None`` if unknown, and ``reason`` then has the cause.
-        reason: why the GPU is unknown.
-        multi_node: whether NCCL's variables allow multi-node NVLink.
-        imex: whether the process has a channel through which memory is shared between hosts.
-    """
-
-    host: str
-    name: str
+    host: str  # identifies the host as NCCL does: equal texts are one host
+    name: str  # of the host, for people
+    # Identifies the machine; containers of one machine share it. Empty if unknown.
     machine: str = ""
+    # Number of the agent of ``torchrun`` that started it (``GROUP_RANK``).
     agent: int | None = None
+    # The GPU of the rank; ``None`` if unknown, and ``reason`` then has the cause.
     gpu: Gpu | None = None
-    reason: str = ""
-    multi_node: bool = True
+    reason: str = ""  # why the GPU is unknown
+    multi_node: bool = True  # whether NCCL's variables allow multi-node NVLink
+    # Whether the process has a channel through which memory is shared between hosts.
     imex: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -296,7 +275,10 @@ def _read_nodes(root: Path) -> tuple[list[_Node], set[int]]:
         # A CPU has 0.
         if gpu_id.strip() not in ("", "0"):
             links, unread = _read_xgmi_links(folder)
-            unique, at = properties.get("unique_id", 0), properties.get("location_id", 0)
+            unique, at = (
+                properties.get("unique_id", 0),
+                properties.get("location_id", 0),
+            )
             bus = f"{properties.get('domain', 0):04x}:{at >> 8 & 0xFF:02x}:{at >> 3 & 0x1F:02x}"
             name = f"GPU-{unique:016x}" if unique else ""
             nodes.append(_Node(number, name, f"{bus}.{at & 7}", links, unread))

@@ -97,7 +97,12 @@ class Topology:
         if node_size <= world_size:
             return given
         # A single node that is not full has the size of the job.
-        return cls(world_size, world_size, domain_size and min(domain_size, world_size), links)
+        return cls(
+            world_size,
+            world_size,
+            domain_size and min(domain_size, world_size),
+            links,
+        )
 
     @classmethod
     def of(

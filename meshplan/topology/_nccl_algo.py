@@ -14,7 +14,15 @@ from meshplan._message_text import find_near
 from meshplan.errors import PolicyError
 
 COLLECTIVES = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
-ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+ALGORITHMS = (
+    "Tree",
+    "Ring",
+    "CollNetDirect",
+    "CollNetChain",
+    "NVLS",
+    "NVLSTree",
+    "PAT",
+)
 PROTOCOLS = ("LL", "LL128", "Simple")
 REDUCE_SCATTER = ("Ring", "CollNetDirect", "NVLS", "PAT")
 # Algorithms that NCCL implements; all but Tree and Ring run with one protocol only.
@@ -23,24 +31,27 @@ _POSSIBLE: Mapping[str, Sequence[str]] = {
     "Reduce": ("Ring",),
     "AllGather": REDUCE_SCATTER,
     "ReduceScatter": REDUCE_SCATTER,
-    "AllReduce": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree"),
+    "AllReduce": (
+        "Tree",
+        "Ring",
+        "CollNetDirect",
+        "CollNetChain",
+        "NVLS",
+        "NVLSTree",
+    ),
 }
 _ALL_PROTOCOLS = ("Tree", "Ring")
 
 
 @dataclass(frozen=True, slots=True)
 class NcclChoice:
-    """The elements that a variable allows.
+    """The elements that a variable allows."""
 
-    Attributes:
-        allowed: elements for each collective; all elements for an unnamed one.
-        named: the named collectives, or all of them if the value begins with a list for all.
-        per_collective: whether it uses the syntax of NCCL 2.24 and later.
-    """
-
+    # Elements for each collective; all elements for an unnamed one.
     allowed: Mapping[str, frozenset[str]]
+    # The named collectives, or all of them if the value begins with a list for all.
     named: frozenset[str]
-    per_collective: bool
+    per_collective: bool  # whether it uses the syntax of NCCL 2.24 and later
 
 
 def parse_choice(text: str, elements: Sequence[str]) -> NcclChoice:

@@ -29,25 +29,17 @@ _MOST_RANKS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A user's inputs about the location of ranks, all optional.
+    """A user's inputs about the location of ranks, all optional; ``TopologyError`` below 1."""
 
-    Attributes:
-        files: names of files; ``-`` is standard input.
-        hosts: number of hosts; or of several files that describe a host, how many there are of
-            each; or else the ranks of each host.
-        node_size: ranks on each host.
-        domain_size: GPUs that NVLink or xGMI joins; of more than a host has: a clique of hosts.
-        rank_order: ``block``, ``cyclic``, ``plane=N``, or the name of a file with the host of each
-            rank.
-
-    Raises:
-        TopologyError: a number below 1.
-    """
-
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # names of files; ``-`` is standard input
+    # Number of hosts; or of several files that describe a host, how many there are of
+    # each; or else the ranks of each host.
     hosts: tuple[int, ...] = ()
-    node_size: int | None = None
+    node_size: int | None = None  # ranks on each host
+    # GPUs that NVLink or xGMI joins; of more than a host has: a clique of hosts.
     domain_size: int | None = None
+    # ``block``, ``cyclic``, ``plane=N``, or the name of a file with the host of each
+    # rank.
     rank_order: str = "block"
 
     def __post_init__(self) -> None:
@@ -62,17 +54,12 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class HostKind:
-    """One kind of host.
+    """One kind of host."""
 
-    Attributes:
-        gpus: number of its GPUs.
-        domains: its joined GPUs, counted from 0 on; ``None`` if unknown.
-        source: name of the file that describes it.
-    """
-
-    gpus: int
+    gpus: int  # number of its GPUs
+    # Its joined GPUs, counted from 0 on; ``None`` if unknown.
     domains: Groups | None
-    source: str
+    source: str  # name of the file that describes it
 
     @classmethod
     def of(cls, source: str, reading: Reading) -> HostKind:
@@ -93,37 +80,25 @@ class HostKind:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The host and the GPU of ranks 0, 1, 2, ...
+    """The host and the GPU of ranks 0, 1, 2, ..."""
 
-    Attributes:
-        hosts: number of each rank's host.
-        gpus: each rank's GPU of its host: 0, 1, 2, ... in the order of the host's ranks, as
-            launchers assign them.
-        names: of the hosts, by number; empty if they have none.
-    """
-
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # number of each rank's host
+    # Each rank's GPU of its host: 0, 1, 2, ... in the order of the host's ranks, as
+    # launchers assign them.
     gpus: tuple[int, ...]
+    # Of the hosts, by number; empty if they have none.
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """The hosts of a job and the source of this knowledge.
+    """The hosts of a job and the source of this knowledge."""
 
-    Attributes:
-        per_host: ranks of each host.
-        kinds: of each host, the position of its kind.
-        origin: one line for people.
-        order: in which ranks are assigned to the hosts.
-        given: an assignment that follows no such order.
-    """
-
-    per_host: tuple[int, ...]
-    kinds: tuple[int, ...]
-    origin: str
-    order: str = "block"
-    given: Assignment | None = None
+    per_host: tuple[int, ...]  # ranks of each host
+    kinds: tuple[int, ...]  # of each host, the position of its kind
+    origin: str  # one line for people
+    order: str = "block"  # in which ranks are assigned to the hosts
+    given: Assignment | None = None  # an assignment that follows no such order
 
     @property
     def assignment(self) -> Assignment:
@@ -493,7 +468,13 @@ def _build_from_plan(
         # The domain size shows that a description of one tray is not the whole domain.
         notes = tuple(n for n in notes if n.note.code != "MP203")
         origin = f"{plan.origin}, {size // gpus} hosts a clique"
-        return Cluster(_join_cliques(size, plan, kinds, gpus), notes, size, hosts, origin=origin)
+        return Cluster(
+            _join_cliques(size, plan, kinds, gpus),
+            notes,
+            size,
+            hosts,
+            origin=origin,
+        )
     topology, domain_gpus = _build_topology(size, plan, kinds)
     return Cluster(topology, notes, domain_gpus, hosts, origin=plan.origin)
 

@@ -15,17 +15,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A remark on an input.
+    """A remark on an input."""
 
-    Attributes:
-        message: one line.
-        code: of the rule that reports it, e.g. ``MP202``; or empty.
-        line: of the input, from 1 up; or ``None``.
-    """
-
-    message: str
-    code: str = ""
-    line: int | None = None
+    message: str  # one line
+    code: str = ""  # of the rule that reports it, e.g. ``MP202``; or empty
+    line: int | None = None  # of the input, from 1 up; or ``None``
 
     def __post_init__(self) -> None:
         # Names in an input may contain line ends, such as a carriage return.
@@ -38,36 +32,29 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The facts of one input.
+    """The facts of one input."""
 
-    Attributes:
-        kind: of the input, e.g. ``nvidia-smi topo -m``.
-        domains: GPUs or ranks that NVLink or xGMI joins, through a switch too; ``None`` if
-            unknown. Every listed GPU is in one of them.
-        nodes: GPUs or ranks of one host, or of one clique of hosts that multi-node NVLink joins;
-            ``None`` if unknown.
-        complete: whether no part of the input is missing.
-        notes: oddities, in order of lines.
-        names: of hosts by position in ``nodes``, or of other listed things; may be empty.
-        blocks: name of each block of hosts that NVLink may join, and its hosts as a list of Slurm.
-        links: links between two GPUs, (lower index, higher index, count); empty if unknown.
-        scope: whether indices are GPUs of one ``host`` (or of one clique of hosts), ``ranks`` of a
-            job, or GPUs of all the hosts of a ``cluster``, host after host.
-    """
-
-    kind: str
+    kind: str  # of the input, e.g. ``nvidia-smi topo -m``
+    # GPUs or ranks that NVLink or xGMI joins, through a switch too; ``None`` if unknown.
+    # Every listed GPU is in one of them.
     domains: Groups | None = None
+    # GPUs or ranks of one host, or of one clique of hosts that multi-node NVLink joins;
+    # ``None`` if unknown.
     nodes: Groups | None = None
-    complete: bool = False
-    notes: tuple[Note, ...] = ()
+    complete: bool = False  # whether no part of the input is missing
+    notes: tuple[Note, ...] = ()  # oddities, in order of lines
+    # Of hosts by position in ``nodes``, or of other listed things; may be empty.
     names: tuple[str, ...] = ()
+    # Name of each block of hosts that NVLink may join, and its hosts as a list of Slurm.
     blocks: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    # Links between two GPUs, (lower index, higher index, count); empty if unknown.
     links: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    # Whether indices are GPUs of one ``host`` (or of one clique of hosts), ``ranks`` of a
+    # job, or GPUs of all the hosts of a ``cluster``, host after host.
     scope: Literal["host", "ranks", "cluster"] = "host"
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready: kind, domains, nodes, complete, notes."""
-
         return {
             "kind": self.kind,
             "domains": None if self.domains is None else list(map(list, self.domains)),

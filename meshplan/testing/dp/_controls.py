@@ -91,10 +91,9 @@ def _keep_random_states(back: ExitStack) -> None:
 
 
 def _set_full_precision(back: ExitStack) -> None:
-    """Turn off reduced float32 precision, in both of torch's interfaces to it.
-
-    An operation set to "none" shows the value of its backend, and that the value for all. So the
-    wider ones are set to "none" before the narrower ones are read.
+    """Turn off reduced float32 precision, in both of torch's interfaces to it. An operation set to
+    "none" shows the value of its backend, and that the value for all: the wider ones are set to
+    "none" first.
     """
     read, write = fp32_precision, set_fp32_precision
     kept = []

@@ -97,10 +97,9 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def copy_range(batch: Any, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop - 1`` in new memory, contiguous and detached.
-
-    The place of a sample in its batch differs between ranks, and kernels may choose another
-    algorithm for memory of other strides or alignment.
+    """Samples ``start`` to ``stop - 1`` in new memory, contiguous and detached: the place of a
+    sample differs between ranks, and kernels may choose another algorithm for other strides or
+    alignment.
     """
 
     def copy(tensor: Tensor) -> Tensor:
@@ -200,15 +199,9 @@ def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class SampleLeaves:
-    """Gradients of the leaves of a part of a batch; arguments as of ``sample_gradients``.
-
-    Attributes:
-        parameters: the parameters with gradients, by name.
-        count: number of leaves.
-        first: index of the first leaf in the global batch, 0 until it is set.
-
-    Raises:
-        ContractError, ContractTypeError: as ``sample_gradients``; before a sample is run.
+    """Gradients of the leaves of a part of a batch; arguments and errors as of
+    ``sample_gradients``. ``parameters`` have gradients, by name; ``count`` leaves are here, of
+    which the ``first`` has that index in the global batch, 0 until it is set.
     """
 
     def __init__(
@@ -286,10 +279,8 @@ def _check_loss(loss: Any) -> None:
 
 @contextmanager
 def _copy_aligned(displaced: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Inside, every parameter begins at the start of a line of memory.
-
-    A parameter of one process may be an allocation, that of another in the middle of a file or of a
-    flat buffer, for which kernels may choose another algorithm.
+    """Inside, every parameter begins at the start of a line of memory: in another process it may be
+    in the middle of a file or of a flat buffer, for which kernels may choose another algorithm.
     """
     kept = [parameter.data for parameter, _ in displaced]
     try:

@@ -5,15 +5,11 @@ With x the logits in the reduction dtype, divided by the temperature, the result
     (x[t] - m) - log(s),   m = max over v of x[v],   s = sum over v of exp(x[v] - m)
 
 with s by the contract's tree over the ids v of the vocabulary. Everything else is done element by
-element, so the bits of s, and with them all others, do not depend on how the vocabulary is split.
-The owner of t must not take a logarithm of its own sum only, and an average of such logarithms
-over ranks is not the logarithm of a sum.
-
-The gradient is the closed form, g * ((v == t) - exp(x[v] - m) / s) / temperature. It is again done
-element by element, and a rank needs no more for it than m, s and its own logits.
-
-Over ranks only the maxima, the values of subtrees and whole numbers are sent. Every rank makes
-every sum of floats, by the tree of the function for local shards, so the bits are the same.
+element, so no bit depends on how the vocabulary is split. An average over ranks of logarithms of
+their own sums is not the logarithm of a sum. The gradient is the closed form, g * ((v == t) -
+exp(x[v] - m) / s) / temperature, element by element again: a rank needs no more for it than m, s
+and its own logits. Over ranks only the maxima, the values of subtrees and whole numbers are sent.
+Every rank makes every sum of floats, by the tree of the local shards.
 """
 
 from __future__ import annotations
@@ -195,27 +191,17 @@ def selected_logprobs_distributed_tp_reference(
 
 @dataclass(frozen=True)
 class _Selection:
-    """The arguments apart from the logits.
+    """The arguments apart from the logits."""
 
-    Attributes:
-        starts: first token of each local shard.
-        ids: int64 [*tokens] on the device of the logits.
-        active: bool [*tokens]; exactly one shard holds each active token.
-        temperature: positive.
-        reduction_dtype: of all intermediate results.
-        output_dtype: of the result, rounded to at the end.
-        vocabulary: number of tokens.
-        ranks, shards: the holders of all shards, and the tokens of each; without ranks all shards
-            are local.
-    """
-
-    starts: Sequence[int]
-    ids: Tensor
-    active: Tensor
-    temperature: float
-    reduction_dtype: torch.dtype
-    output_dtype: torch.dtype
-    vocabulary: int
+    starts: Sequence[int]  # first token of each local shard
+    ids: Tensor  # int64 [*tokens] on the device of the logits
+    active: Tensor  # bool [*tokens]; exactly one shard holds each active token
+    temperature: float  # positive
+    reduction_dtype: torch.dtype  # of all intermediate results
+    output_dtype: torch.dtype  # of the result, rounded to at the end
+    vocabulary: int  # number of tokens
+    # ranks, shards: the holders of all shards, and the tokens of each; without ranks all
+    # shards are local.
     ranks: RankGroup | None = None
     shards: Sequence[LeafRange] = ()
 

@@ -1,14 +1,11 @@
 """Exponential and logarithm whose bits depend on the number alone.
 
-The vector units, maths libraries and devices on which torch computes ``exp`` and ``log`` differ in
-the last bit, and the tail of a vector may be computed in another way than its body. Here both are
-plain IEEE additions, multiplications and divisions in float64, one torch operation each (none of
-them fused, if torch runs eagerly), rounded to the dtype of the argument at the end. So an element
-has the same bits at any position, in any length and strides.
-
-The arguments are reduced as in Sun's fdlibm (e_exp.c, e_log.c); the polynomials are plain Taylor
-and atanh series. Float64 results are within 2 ulps; float32 results are the nearest number, except
-that once in some millions of arguments it is the neighbour.
+Torch's own differ in the last bit between vector units, libraries and devices, and between the body
+and the tail of a vector. Here both are plain IEEE additions, multiplications and divisions in
+float64, one torch operation each (none of them fused, if torch runs eagerly), rounded to the dtype
+of the argument at the end. The arguments are reduced as in Sun's fdlibm (e_exp.c, e_log.c); the
+polynomials are plain Taylor and atanh series. Float64 results are within 2 ulps; float32 results
+are the nearest number, except that once in some millions of arguments it is the neighbour.
 """
 
 from __future__ import annotations

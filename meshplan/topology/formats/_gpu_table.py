@@ -272,24 +272,17 @@ class _Parser:
 
 @dataclass(slots=True)
 class GpuTable:
-    """The usable part of a table.
+    """The usable part of a table."""
 
-    Attributes:
-        gpus: of the columns, ascending.
-        rows: usable rows, by GPU.
-        pairs: (lower, higher) to the cell in the row of the lower and in that of the higher one;
-            the same cell twice if only one of them is readable.
-        doubtful: pairs whose only cell is the last one of a truncated row.
-        complete: whether no row is missing or truncated.
-        notes: on missing parts.
-    """
-
-    gpus: tuple[int, ...] = ()
-    rows: dict[int, Row] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()  # of the columns, ascending
+    rows: dict[int, Row] = field(default_factory=dict)  # usable rows, by GPU
+    # (lower, higher) to the cell in the row of the lower and in that of the higher one;
+    # the same cell twice if only one of them is readable.
     pairs: dict[Pair, tuple[str, str]] = field(default_factory=dict)
+    # Pairs whose only cell is the last one of a truncated row.
     doubtful: set[Pair] = field(default_factory=set)
-    complete: bool = True
-    notes: list[Note] = field(default_factory=list)
+    complete: bool = True  # whether no row is missing or truncated
+    notes: list[Note] = field(default_factory=list)  # on missing parts
 
     @classmethod
     def read(cls, text: str, words: CellWords) -> GpuTable:

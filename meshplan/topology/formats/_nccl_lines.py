@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from meshplan.errors import TopologyInputError
 
 MARK = "NCCL INFO "
-_PREFIX, _LONGEST = (
-    500,
-    100_000,
-)  # characters that are searched before the mark, and of a line
+_PREFIX = 500  # characters that are searched before the mark
+_LONGEST = 100_000  # of a line
 _MOST_MEMBERS = 40_000  # ranks of all communicators together, which take a second or two
 
 # One scan finds the lines that matter: a log is mostly lines of transports and collectives.
@@ -180,7 +178,11 @@ def scan(text: str) -> tuple[list[Member], list[int]]:
             if member is None or member.comm or "Destroy" in body:
                 member = _start_member(process, host, line, prefix)
                 members.append(member)
-        member.comm, member.rank, member.size = found[1], int(found[2]), int(found[3])
+        member.comm, member.rank, member.size = (
+            found[1],
+            int(found[2]),
+            int(found[3]),
+        )
         member.fields.update(_FIELD.findall(body[found.end() :]))
         known[process, found[1]] = current[thread] = member
         if "COMPLETE" in body:

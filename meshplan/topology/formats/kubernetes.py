@@ -2,9 +2,9 @@
 
 Source: labels of NVIDIA's GPU feature discovery. ``nvidia.com/gpu.clique`` is
 ``<ClusterUUID>.<CliqueID>``, on nodes with multi-node NVLink only; ``nvidia.com/gpu.count`` is the
-number of GPUs of a node. Topograph writes the same value to its accelerator label (KEP-4962
-has one of its own), and AWS has the id of an UltraServer; its capacity blocks are no domains. No
-label has the GPUs that NVLink joins inside a host.
+number of GPUs of a node. Topograph has the same value in a label of its own (KEP-4962 too), AWS the
+id of an UltraServer; its capacity blocks are no domains. No label has the GPUs joined inside a
+host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Logs of NCCL with ``NCCL_DEBUG=INFO``: communicators, their nodes, rings, trees and channels.
-
-A log shows the nodes of NCCL and never the GPUs that NVLink joins: ``domains``
-is always ``None``.
+They never show the GPUs that NVLink joins: ``domains`` is always ``None``.
 """
 
 from __future__ import annotations
@@ -110,11 +108,12 @@ def _group_by_clique(members: Sequence[Member]) -> dict[str, list[int]] | None:
     return _fill_nodes([(clique, position, size) for clique, size, position in cliques])
 
 
-def _fill_nodes(local: Sequence[tuple[str, int, int]]) -> dict[str, list[int]] | None:
-    """Nodes from (label, position in its node, size of its node) of rank 0, 1, 2, ...
-
-    A rank belongs to the node that has as many ranks as its position. ``None`` if several nodes
-    match, or if one stays incomplete.
+def _fill_nodes(
+    local: Sequence[tuple[str, int, int]],
+) -> dict[str, list[int]] | None:
+    """Nodes from (label, position in its node, size of its node) of rank 0, 1, 2, ... A rank
+    belongs to the node that has as many ranks as its position. ``None`` if several match, or one
+    stays incomplete.
     """
     found: dict[str, list[int]] = {}
     waiting: dict[tuple[str, int, int], list[str]] = defaultdict(list)
@@ -142,7 +141,9 @@ def _is_cut(ring: str, size: int) -> bool:
     return ring.endswith("...") or len(ring.split(":")[-1].split()) < size
 
 
-def _compare_channels(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]:
+def _compare_channels(
+    communicators: dict[CommunicatorKey, list[Member]],
+) -> list[Note]:
     notes: dict[int, list[Note]] = defaultdict(list)
     sizes: dict[int, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
     for (size, name), members in communicators.items():

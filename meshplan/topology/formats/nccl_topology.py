@@ -2,11 +2,9 @@
 
 The format is that of NCCL's ``src/graph/xml.cc`` and ``topo.cc``; RCCL writes ``version="2"`` and
 ``<xgmi>`` for ``<nvlink>``. A GPU is a ``<gpu>`` inside the ``<pci>`` whose ``busid`` others point
-to. Its links go to another GPU, to an NVSwitch, or to a CPU (POWER), which joins no GPUs.
-
-A GPU without a listed link has none in a dump, which has the findings of NCCL. In an input NCCL
-detects the missing links when it starts, and the files that clouds ship have no links. A file is a
-dump if every ``<gpu>`` has the attributes that NCCL adds: ``dev``, ``sm`` and ``rank``.
+to. Its links go to another GPU, to an NVSwitch, or to a CPU (POWER), which joins no GPUs. A dump
+has all links; in an input, as clouds ship, NCCL detects the missing ones when it starts. A file is
+a dump if every ``<gpu>`` has the attributes that NCCL adds: ``dev``, ``sm`` and ``rank``.
 """
 
 from __future__ import annotations
@@ -36,16 +34,12 @@ _DOCTYPE = re.compile(r"<!DOCTYPE\s+([A-Za-z_][\w.:-]*)")
 
 @dataclass(slots=True, eq=False)
 class Element:
-    """One wanted element.
-
-    Attributes:
-        parent: the nearest wanted element around it.
-    """
+    """One wanted element."""
 
     tag: str
     attributes: dict[str, str]
     line: int
-    parent: Element | None
+    parent: Element | None  # the nearest wanted element around it
 
     def find_above(self, tag: str, attribute: str) -> str | None:
         around = self.parent
@@ -235,7 +229,9 @@ class _System:
         self.switch = {gpu.host: -2 - i for i, gpu in enumerate(self.gpus)}
         self.by = next((name for name in ("rank", "dev") if parse_numbers(found, name)), "")
         for index, gpu in zip(
-            parse_numbers(found, self.by) or range(len(found)), self.gpus, strict=True
+            parse_numbers(found, self.by) or range(len(found)),
+            self.gpus,
+            strict=True,
         ):
             gpu.index = index
         # Two <gpu> of one <pci> are parts of one GPU; links point to the first.

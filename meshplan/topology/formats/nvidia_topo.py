@@ -96,10 +96,8 @@ def _count_links(cell: str) -> int:
 
 
 def _find_fewer(table: GpuTable, counts: dict[Pair, int]) -> Iterator[Note]:
-    """GPUs with fewer links than others that are joined each to each.
-
-    Only those are compared: where links go directly from GPU to GPU, as in a V100 cube mesh or
-    over bridges, healthy GPUs have different numbers.
+    """GPUs with fewer links than others that are joined each to each. Where links go directly from
+    GPU to GPU, as in a V100 cube mesh or over bridges, healthy GPUs have different numbers.
     """
     sure = {pair: count for pair, count in counts.items() if pair not in table.doubtful}
     numbers = Counter(count for count in sure.values() if count)

@@ -55,7 +55,13 @@ def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Readi
     missing = [column for column in columns if column not in rows]
     if missing:
         some = ", ".join(missing[:4]) + ", ..." * (len(missing) > 4)
-        notes.append(Note(f"{len(rows)} of {len(columns)} rows: no row of {some}", "MP202", first))
+        notes.append(
+            Note(
+                f"{len(rows)} of {len(columns)} rows: no row of {some}",
+                "MP202",
+                first,
+            )
+        )
         # One row is enough for both directions of a pair.
         unknown += combinations([columns[one] for one in missing], 2)
     domains: Groups | None = find_components(columns.values(), links)

@@ -1,12 +1,10 @@
 """Slurm's ``topology.conf`` and ``topology.yaml``, ``scontrol show topology``, and lists of hosts.
 
-Source: the manual pages topology.conf(5) and topology.yaml(5) of Slurm, and scontrol(1) for lists
-of hosts. One NVLink switch system joins a block of topology/block; a switch of topology/tree is
-one of the network. Neither lists GPUs, so ``domains`` and ``nodes`` are ``None`` and notes have
-the hosts. ``blocks`` has the hosts of each block, which the node list of a job turns into domains.
-
-``topology.yaml`` is read line by line, as the standard library has no YAML: ``key: value``,
-``- item`` and comments by indentation, and nothing else of YAML.
+Source: the manual pages topology.conf(5), topology.yaml(5) and scontrol(1). One NVLink switch
+system joins a block of topology/block; a switch of topology/tree is one of the network. Neither
+lists GPUs, so ``domains`` and ``nodes`` are ``None`` and notes have the hosts. ``blocks`` has those
+of each block, which the node list of a job turns into domains. ``topology.yaml`` is read line by
+line, without YAML: ``key: value``, ``- item`` and comments by indentation, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,12 +22,20 @@ _MOST_BRACKETS = 100_000  # Slurm writes few, whatever the size of the cluster
 _MOST_LINES = 200_000
 _SHOWN = 64  # blocks in the notes before "... N more"
 _CONF = re.compile(
-    r"^[ \t]{0,80}(?:BlockName|SwitchName|BlockSizes)=", re.IGNORECASE | re.MULTILINE
+    r"^[ \t]{0,80}(?:BlockName|SwitchName|BlockSizes)=",
+    re.IGNORECASE | re.MULTILINE,
 )
 _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
 _ITEM = re.compile(r"( *+)((?:- ++)*+)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
-_CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
+_CONF_KEYS = {
+    "blockname",
+    "blocksizes",
+    "switchname",
+    "nodes",
+    "switches",
+    "linkspeed",
+}
 # Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
 _SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
@@ -59,7 +65,9 @@ def expand_hosts(text: str) -> list[str]:
     for pieces in _parse_hosts(text, MAX_HOSTS):
         made = [""]
         for piece in pieces:
-            ends = [piece] if isinstance(piece, str) else _expand_ranges(piece)
+            ends = [piece] if isinstance(piece, str) else []
+            for first, last, width in () if isinstance(piece, str) else piece:
+                ends += [f"{n:0{width}}" for n in range(first, last + 1)]
             made = [begin + end for begin in made for end in ends]
         names += made
     return names
@@ -105,10 +113,6 @@ def _parse_ranges(text: str, item: str) -> list[tuple[int, int, int]]:
             raise TopologyInputError(f"the range {part!r} runs downwards")
         found.append((int(first), int(last), len(first)))
     return found
-
-
-def _expand_ranges(ranges: list[tuple[int, int, int]]) -> list[str]:
-    return [f"{n:0{width}}" for first, last, width in ranges for n in range(first, last + 1)]
 
 
 def _count_hosts(pieces: list[_Piece]) -> int:
