@@ -6,10 +6,8 @@ The same rules hold for CUDA's and HIP's drivers: their references, on streams, 
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from meshplan.kernel._device_peers import device_call, plan_of
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import Failures, Peers, library
 from tests.devices import Emulated, Graph
-from tests.processes import run_ranks
 
 pytestmark = [
     pytest.mark.full,
@@ -133,38 +130,6 @@ def test_memory_is_zeroed_freed_and_checked(copier: Copier) -> None:
     copier.copy(source, target, 7)
     driver.free(copier.region)
     assert target.all()
-
-
-def test_modules_are_loaded_and_errors_raised(copier: Copier) -> None:
-    with pytest.raises(DriverError, match=r"\(200\)"):
-        copier.driver.load(b"not a module")
-    with pytest.raises(DriverError, match="not found"):
-        copier.device.kernel("mp_nothing")
-    with pytest.raises(DriverError, match="invalid argument"):
-        copier.driver.launch(1, 0, 0, 7, (ctypes.c_void_p * 5)())
-
-
-def test_shared_memory_is_seen_by_another_process() -> None:
-    def ranks(rank: int) -> int:
-        driver = Emulated().driver
-        folder = Path(os.environ["MESHPLAN_TEST_STORE"]).parent
-        if rank == 0:
-            own = driver.malloc(4096)
-            (folder / "part").write_bytes(driver.share(own))
-            (folder / "part").rename(folder / "handle")
-            while ctypes.string_at(own, 1) != b"\x2a":
-                time.sleep(0.001)
-            return ctypes.string_at(own, 1)[0]
-        while not (folder / "handle").exists():
-            time.sleep(0.001)
-        mapped = driver.map((folder / "handle").read_bytes())
-        ctypes.memset(mapped, 42, 1)
-        driver.unmap(mapped)
-        with pytest.raises(DriverError):
-            driver.unmap(mapped)
-        return 42
-
-    assert run_ranks(ranks, 2, init=False) == [42, 42]
 
 
 class TestCapture:

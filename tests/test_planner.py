@@ -169,34 +169,35 @@ slice R -> S(0) over (c), local: after the reduction of P(sum)""",
         assert json.loads(found.dumps()) == found.to_json()
 
 
-class TestThreeAxes(TestCase):
-    """Redistributions of which torch merges only what stands side by side."""
+# Redistributions of which torch merges only what stands side by side.
+THREE_AXES = (
+    "P P P -> R R R",
+    "P P P -> R S(0) R",
+    "P P P -> S(0) R R",
+    "P P P -> R R S(0)",
+    "P P P -> S(0) R S(0)",
+    "P P P -> S(0) S(1) S(0)",
+    "P P P -> S(0) S(0) S(0)",
+    "P S(0) P -> R S(0) R",
+    "P S(0) P -> R R R",
+    "P R P -> R R R",
+    "P S(0) P -> R S(1) R",
+    "P S(0) P -> S(0) S(0) S(0)",
+    "S(0) P P -> S(0) R R",
+    "S(0) P P -> R R R",
+    "S(0) S(0) P -> R R R",
+    "S(0) R S(0) -> R R R",
+    "S(0) S(1) S(0) -> R R R",
+    "S(1) S(0) S(0) -> R R R",
+    "P P P -> S(0) S(0) R",
+)
 
+
+class TestThreeAxes(TestCase):
     def test_every_policy_is_planned(self) -> None:
         layout = Layout.of(a=2, b=2, c=2)
         lines = []
-        for text in (
-            "P P P -> R R R",
-            "P P P -> R S(0) R",
-            "P P P -> S(0) R R",
-            "P P P -> R R S(0)",
-            "P P P -> S(0) R S(0)",
-            "P P P -> S(0) S(1) S(0)",
-            "P P P -> S(0) S(0) S(0)",
-            "P S(0) P -> R S(0) R",
-            "P S(0) P -> R R R",
-            "P R P -> R R R",
-            "P S(0) P -> R S(1) R",
-            "P S(0) P -> S(0) S(0) S(0)",
-            "S(0) P P -> S(0) R R",
-            "S(0) P P -> R R R",
-            "S(0) S(0) P -> R R R",
-            "S(0) R S(0) -> R R R",
-            "S(0) S(1) S(0) -> R R R",
-            "S(1) S(0) S(0) -> R R R",
-            "P P P -> S(0) S(0) R",
-            "P R P -> R S(0) R",
-        ):
+        for text in (*THREE_AXES, "P R P -> R S(0) R"):
             src, dst = text.split(" -> ")
             found = planned(layout, src, dst)
             steps = [step.brief(layout).removesuffix(", exchange") for step in found.steps]

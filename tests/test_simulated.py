@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.topology import Link, Links, Topology
+from tests.test_planner import THREE_AXES
 
 P, R, S = Partial(), Replicate(), Shard(0)
 
@@ -96,29 +97,6 @@ def test_simulated_ranks_exchange_instead_of_halving(mesh: DeviceMesh, blocks: b
     assert why in entry["why"]
 
 
-CASES = (
-    "P P P -> R R R",
-    "P P P -> R S(0) R",
-    "P P P -> S(0) R R",
-    "P P P -> R R S(0)",
-    "P P P -> S(0) R S(0)",
-    "P P P -> S(0) S(1) S(0)",
-    "P P P -> S(0) S(0) S(0)",
-    "P S(0) P -> R S(0) R",
-    "P S(0) P -> R R R",
-    "P R P -> R R R",
-    "P S(0) P -> R S(1) R",
-    "P S(0) P -> S(0) S(0) S(0)",
-    "S(0) P P -> S(0) R R",
-    "S(0) P P -> R R R",
-    "S(0) S(0) P -> R R R",
-    "S(0) R S(0) -> R R R",
-    "S(0) S(1) S(0) -> R R R",
-    "S(1) S(0) S(0) -> R R R",
-    "P P P -> S(0) S(0) R",
-)
-
-
 def placements_of(text: str) -> tuple[Placement, ...]:
     return tuple({"P": P, "R": R, "S(0)": Shard(0), "S(1)": Shard(1)}[t] for t in text.split())
 
@@ -139,7 +117,7 @@ def cube() -> Iterator[DeviceMesh]:
 def test_plans_issue_no_more_collectives_than_torch(cube: DeviceMesh) -> None:
     """A reduction under the contract counts as one, though its exchange is two operations."""
     lines = []
-    for text in CASES:
+    for text in THREE_AXES:
         src, dst = map(placements_of, text.split(" -> "))
         shape = [8 // math.prod(2 for p in src if p == Shard(dim)) for dim in range(2)]
         d = DTensor.from_local(

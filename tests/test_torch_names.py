@@ -155,26 +155,6 @@ def test_private_name_of_torch_is_found(line: str, own: set[str]) -> None:
     assert find_reads(tree, own, THEIRS)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.__version__, dist.is_initialized(), mesh.mesh",
-        "self._grid, other._grid, made._grid, Own()._grid, Own._grid",
-        "sys._getframe(1), threading._DummyThread",
-        "thread: threading.Thread = x\n        thread._started",
-        "x._replace(a=1), x._asdict()",
-        "setattr(x, '_meshplan_mark', True)",
-        "object.__setattr__(self, '_grid', 1)",
-        "x.endswith('_size') or x.startswith(('_a', '_b'))",
-        "name = 'spmd_types._collectives'",
-        "def inner(x: int) -> int:\n            return self._grid",
-    ],
-)
-def test_private_name_of_meshplan_is_not_found(line: str, own: set[str]) -> None:
-    tree = ast.parse(f"{HEAD}        {line}\n")
-    assert find_reads(tree, own | {"_grid"}, THEIRS, LIBRARIES) == []
-
-
 def test_each_name_has_one_entry() -> None:
     found = Counter(str(entry) for names in (NAMES, TESTING_NAMES) for entry in names.values())
     assert [name for name, count in found.items() if count > 1] == []
