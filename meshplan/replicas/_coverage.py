@@ -181,7 +181,7 @@ class CoverageStep:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rows: dict[CoverageRow, _Tally] = {}
         self._totals = {kind: _Tally() for kind in KINDS}
         self._dropped = 0

@@ -98,20 +98,20 @@ def _collect_state(name: str, optimizer: torch.optim.Optimizer) -> Iterator[tupl
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter, {})
-            yield from _collect_values(_join(name, f"group{g}.param{p}"), state)
+            yield from collect_values(_join(name, f"group{g}.param{p}"), state)
 
 
-def _collect_values(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def collect_values(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, float | int):
         yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
     elif isinstance(value, Mapping):
         for below, one in value.items():
-            yield from _collect_values(f"{name}.{below}", one)
+            yield from collect_values(f"{name}.{below}", one)
     elif isinstance(value, list | tuple):
         for number, one in enumerate(value):
-            yield from _collect_values(f"{name}.{number}", one)
+            yield from collect_values(f"{name}.{number}", one)
 
 
 def _join(name: str, below: str) -> str:

@@ -33,6 +33,9 @@ from meshplan.run._snapshots import land
 from meshplan.run._words import LANES, Spans, find_spans, find_weights, find_words
 
 
+_MOST_VALUES = 1000  # between two steps
+
+
 class Item(NamedTuple):
     """A tensor of a step; ``parameter`` is the one that it belongs to, or itself."""
 
@@ -103,7 +106,10 @@ class Certifier:
         self._values: list[tuple[str, Tensor]] = []  # logged since the last step
 
     def add_value(self, name: str, value: Tensor) -> None:
-        self._values.append((name, value))
+        if len(self._values) < _MOST_VALUES:
+            self._values.append((name, value))
+        else:
+            self._left[f"value {name}"] = f"more than {_MOST_VALUES} values without a step"
 
     def pop_values(self) -> list[tuple[str, Tensor]]:
         found, self._values = self._values, []

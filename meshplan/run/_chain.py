@@ -35,6 +35,7 @@ class _Unit:
     pending: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     posted: dict[int, set[int]] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)  # ranks, and since which step
+    ranks: set[int] = field(default_factory=set)
     certified: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     link: str = ""
@@ -54,16 +55,22 @@ class Chain:
         self._numels: dict[str, int] = {}  # the count of all their elements
         self._counts: dict[tuple[str, int], int] = {}  # by share and rank
         self._left: dict[str, str] = {}
+        self._unnamed: set[str] = set()  # shares that only later replicas have declared
 
     def add(self, rank: int, post: Message, ended: Set[int]) -> None:
         """Read what a rank posts for a step; ``ended`` post nothing more."""
         step, unit = post["step"], self._units.setdefault(post["unit"], _Unit())
+        unit.ranks.add(rank)
         for name, (count, keys) in post["declared"].items():
             self._counts[name, rank] = count
             if keys:
                 self._keys[name.split()[0]] = keys
                 self._numels[name.split()[0]] = sum(map(_count_elements, keys))
+            self._unnamed.add(name.split()[0])
+        self._unnamed -= self._keys.keys()
         self._left |= post["left"]
+        if unit.ended:
+            return
         words = {name: _decode(text) for name, text in post["words"].items()}
         unit.pending.setdefault(step, {}).setdefault(rank, {}).update(words)
         unit.posted.setdefault(step, set()).update([rank] if post["last"] else [])
@@ -85,15 +92,16 @@ class Chain:
                 if len(done | ended) < self._world_size:
                     break
                 # A rank that never posted may have no such optimizer.
-                known = {rank for _, rank in self._counts}
-                if stopped := (known & ended) - done:
+                if stopped := (unit.ranks & ended) - done:
                     unit.ended = f"no step {step} on ranks {', '.join(format_runs(stopped))}"
                     break
                 unit.made = step
                 del unit.posted[step]
                 self._make_link(number, unit, step, unit.pending.pop(step))
-            if unit.ended:
+            if unit.ended and unit.pending:
                 unit.pending.clear()
+                unit.posted.clear()
+                self._records.append({"optimizer": number, "ended": unit.ended})
 
     def _make_link(
         self, number: int, unit: _Unit, step: int, posts: dict[int, dict[str, Tensor]]
@@ -101,6 +109,8 @@ class Chain:
         totals, reasons = self._add_up(posts)
         refused = {key: why for one, why in reasons.items() for key in self._keys.get(one, [one])}
         refused |= self._left
+        why = "the first rank of their replicas lacks them"
+        refused |= {f"tensors {one}": why for one in sorted(self._unnamed)}
         keys = [key for one in totals for key in self._keys[one]]
         tables = [row for words in totals.values() for row in words[1:].tolist()]
         head: Message = {"optimizer": number, "step": step}

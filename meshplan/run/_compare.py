@@ -27,19 +27,22 @@ class CertificateFile:
     """A certificate that is being written."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._mode = Path(path), "w"
+        self._path, self._rest, self._size = Path(path), b"", 0
 
     def append(self, records: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> None:
         """Add lines, the first time with a head, and an end if the report is the last one."""
         lines: list[Mapping[str, Any]] = list(records)
         conditions = {"conditions": _read_conditions(report)}
-        if self._mode == "w":
+        if not self._size and not self._rest:
             lines.insert(0, {_HEAD: 1} | conditions)
         if report["state"] != "running":
             lines.append({"end": report["state"]} | conditions)
-        with self._path.open(self._mode, encoding="utf-8") as file:
-            self._mode = "a"
-            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        self._rest += "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        # A line that a full disk has cut is written again.
+        with self._path.open("r+b" if self._size else "wb") as file:
+            file.seek(self._size)
+            file.write(self._rest)
+        self._size, self._rest = self._size + len(self._rest), b""
 
 
 def _read_conditions(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +128,8 @@ def _read_certificate(path: str, text: str) -> _Certificate:
         elif "certified" in record:
             lists[record["optimizer"]] = record["certified"]
             found.refused |= record["not_certified"]
+        elif "ended" in record:
+            found.refused[f"steps of optimizer {record['optimizer']}"] = record["ended"]
         elif "link" in record:
             listed = lists[record["optimizer"]]
             tensors = dict(zip(listed, record.get("tensors", [None] * len(listed)), strict=True))

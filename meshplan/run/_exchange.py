@@ -50,12 +50,12 @@ class Exchange(threading.Thread):
         note: Callable[[str], None],
     ) -> None:
         super().__init__(name="meshplan run", daemon=True)
-        self.ledger, self.lock = Ledger(world_size), threading.Lock()
+        self.ledger, self.lock = Ledger(world_size), threading.RLock()
         self.rank, self.world_size = rank, world_size
         self._store: Any = store
         self._answer, self._changed, self._note = answer, changed, note
         self._queue: queue.SimpleQueue[Callable[[], Message]] = queue.SimpleQueue()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ending, self._cleared = threading.Event(), threading.Event()
         self._peers: dict[Connection, int] = {}  # and the rank of each; -1 before it is known
         self._gone: set[int] = set()

@@ -106,7 +106,8 @@ class ParameterTable:
         self._groups: Any = {}
         self._tops: list[tuple[Any, set[int]]] = []  # outermost modules, and their parameters' ids
         self._read = -1  # of _REGISTERED
-        self._lock = threading.Lock()
+        # A handler of a signal may reduce wherever the main thread is.
+        self._lock = threading.RLock()
         self._reduced: dict[Any, tuple[int, int, Ranks]] = {}
         self._most_reduced = _REDUCED
 

@@ -32,7 +32,7 @@ from meshplan._torch import default_store
 from meshplan._uncompiled import never_compiled
 from meshplan.errors import ReplicaInputError
 from meshplan.replicas._coverage import coverage
-from meshplan.replicas._tensors import NamedTensor, named_tensors
+from meshplan.replicas._tensors import NamedTensor, collect_values, named_tensors
 from meshplan.run import _report
 from meshplan.run._certificate import Certifier, Item
 from meshplan.run._compare import CertificateFile
@@ -77,8 +77,9 @@ class Observation:
         self._nested: Any = weakref.WeakSet()
         self._step_times: list[float] = []  # of the first and the last step
         self._coverage = coverage()
-        self._lock = threading.Lock()
-        self._ended = False
+        self._lock = threading.RLock()
+        self._ended = self._is_saved = False
+        self._saving = threading.Lock()
         self._report: dict[str, Any] | None = None
         self.judged = Judged()
 
@@ -205,7 +206,7 @@ class Observation:
         """Copy a value, which counts with the next step."""
         if self._certifier is not None:
             if not isinstance(value, Tensor):
-                value = torch.tensor(float(value), dtype=torch.float64)
+                value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
             self._certifier.add_value(name, value.detach().clone())
 
     def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
@@ -232,7 +233,7 @@ class Observation:
                 holders = self._parameters.holders_of(parameter, one, self.rank)
                 for ranks in holders:
                     found.setdefault(ranks, []).append(one)
-                if not holders and one.mesh is None:
+                if not holders and one.mesh is None and kind == "parameter":
                     self._note(
                         "plain parameters that neither DistributedDataParallel nor an all-reduce "
                         "of their gradient shows to be replicas"
@@ -256,10 +257,11 @@ class Observation:
             elif kind == "gradient":
                 yield from [(name, parameter, parameter.grad)] if parameter.grad is not None else []
             else:
-                for key, value in self._state_of(optimizer, parameter).items():
-                    # Numbers of steps are no replica of anything.
-                    if isinstance(value, Tensor) and value.dim():
-                        yield f"{name}.{key}", parameter, value
+                state = self._state_of(optimizer, parameter)
+                for below, value in collect_values(name, state):
+                    # Numbers of steps are compared as such.
+                    if value.dim() or not below.endswith(".step"):
+                        yield below, parameter, value
 
     def _state_of(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
         states = (one.state.get(parameter) for one in (optimizer, *self._nested))
@@ -276,21 +278,31 @@ class Observation:
 
     def _save(self, report: dict[str, Any]) -> None:
         """Write what has a file; a failure does not cost the verdict."""
+        # The thread may still write that the job runs when it has ended.
+        with self._saving:
+            if self._is_saved:
+                return
+            self._is_saved = report["state"] != "running"
+            writers: list[tuple[str, Callable[[], None]]] = []
+            if self._certificate is not None:
+                writers.append(("certificate", lambda: self._append(report)))
+            if (path := self.settings.report) is not None:
+                writers.append(("report", lambda: _report.write(path, report)))
+            for what, write in writers:
+                try:
+                    write()
+                except OSError as fault:
+                    # Later reports have this too.
+                    self._note(f"the {what} could not be written: {fault}")
+                    notes = dict.fromkeys(report["not_observed"] + self.notes)
+                    report["not_observed"] = list(notes)
+
+    def _append(self, report: dict[str, Any]) -> None:
         assert self._exchange is not None
+        assert self._certificate is not None
         with self._exchange.lock:
             records = self._exchange.ledger.chain.take_records()
-        path, certificate = self.settings.report, self._certificate
-        for what, write in (
-            ("certificate", certificate and (lambda: certificate.append(records, report))),
-            ("report", path and (lambda: _report.write(path, report))),
-        ):
-            try:
-                if write:
-                    write()
-            except OSError as fault:
-                # Later reports have this too.
-                self._note(f"the {what} could not be written: {fault}")
-                report["not_observed"] = list(dict.fromkeys(report["not_observed"] + self.notes))
+        self._certificate.append(records, report)
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None

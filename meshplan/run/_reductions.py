@@ -22,7 +22,7 @@ class ReductionTable(CoverageStep):
     def __init__(self, parameters: ParameterTable) -> None:
         super().__init__(1)
         self._parameters = parameters
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks], list[int]] = {}
 
     def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Any = None) -> None:

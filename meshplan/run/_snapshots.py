@@ -41,7 +41,7 @@ class Snapshots:
     """The last snapshots of this rank, by set and step."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kept: dict[tuple[str, int], _Snapshot] = {}
 
     def take(self, name: str, step: int, tensors: Sequence[NamedTensor]) -> Callable[[], str]:

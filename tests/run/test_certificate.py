@@ -294,6 +294,22 @@ def test_what_is_no_replica_is_listed_and_not_certified(tmp_path: Path) -> None:
     assert (found["links"], found["tensors"]) == (2, 3)
 
 
+def test_states_of_scalars_and_states_in_lists_are_certified(tmp_path: Path) -> None:
+    def job(kind: str) -> None:
+        model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0))})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model["scale"].square().backward()
+            optimizer.step()
+            optimizer.state[model["scale"]]["more"] = [torch.ones(2), 0.5]
+
+    found = certify(tmp_path / "a", "", 1, job=job)
+    names = ("exp_avg", "exp_avg_sq", "more.0", "more.1")
+    listed = read(tmp_path / "a", "certified")[-1]["certified"]
+    assert [one.split()[2] for one in listed[:-1]] == [f"scale.{name}" for name in names]
+    assert (found["tensors"], found["not_certified"]) == (5, {})
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_resumed_job_is_aligned_by_its_steps(counts: bool, tmp_path: Path) -> None:
     """AdamW counts its steps; SGD does not, and starts at step 1 again."""
