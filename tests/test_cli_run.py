@@ -211,7 +211,7 @@ BACKENDS = """
 import torch.distributed as dist
 from torch.distributed import init_process_group, new_group
 from torch.distributed.device_mesh import init_device_mesh
-from meshplan.run._backend import use_backend
+from meshplan.run._job import use_backend
 from meshplan.testing import nccl_model
 
 nccl_model.register()

@@ -2,17 +2,19 @@
 
 A link hashes the one before it, the step, the list of certified tensors and the sum of their
 words. So it does not depend on shards, on placements or on the number of ranks. Copies of a tensor
-that are not known to be replicas are certified while they have the same bits. Pure: messages in,
-records out.
+that are not known to be replicas are certified while they have the same bits. Its file has lines
+of JSON: a head with the conditions, lists of tensors, links, and at the end the conditions again.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,21 +25,25 @@ from meshplan._message_text import format_runs
 from meshplan.run._words import LANES, find_weights
 
 Message = dict[str, Any]
+HEAD = "meshplan certificate"
 # Steps that wait for a rank, before those that follow are given up.
 _PENDING = 2000
+
+
+@dataclass(slots=True)
+class _Step:
+    words: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by rank and share
+    done: set[int] = field(default_factory=set)  # ranks that post nothing more
 
 
 @dataclass(slots=True)
 class _Unit:
     """The steps of one optimizer."""
 
-    # By step and rank, words by share; and the ranks that post nothing more for a step.
-    pending: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    posted: dict[int, set[int]] = field(default_factory=dict)
-    idle: dict[int, int] = field(default_factory=dict)  # ranks, and since which step
+    pending: dict[int, _Step] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
-    certified: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    idle: dict[int, int] = field(default_factory=dict)  # ranks, and since which step
+    listed: tuple[list[str], dict[str, str]] = ([], {})  # certified, and why others are not
     link: str = ""
     links: int = 0
     made: int = -1  # the last step that has been added up
@@ -59,26 +65,29 @@ class Chain:
 
     def add(self, rank: int, post: Message, ended: Set[int]) -> None:
         """Read what a rank posts for a step; ``ended`` post nothing more."""
-        step, unit = post["step"], self._units.setdefault(post["unit"], _Unit())
+        unit = self._units.setdefault(post["unit"], _Unit())
         unit.ranks.add(rank)
         for name, (count, keys) in post["declared"].items():
             self._counts[name, rank] = count
+            about = name.split()[0]
+            self._unnamed.add(about)
             if keys:
-                self._keys[name.split()[0]] = keys
-                self._numels[name.split()[0]] = sum(map(_count_elements, keys))
-            self._unnamed.add(name.split()[0])
+                self._keys[about] = keys
+                self._numels[about] = sum(map(_count_elements, keys))
         self._unnamed -= self._keys.keys()
         self._left |= post["left"]
         if unit.ended:
             return
+        number, last = post["step"], post["last"]
+        step = unit.pending.setdefault(number, _Step())
         words = {name: _decode(text) for name, text in post["words"].items()}
-        unit.pending.setdefault(step, {}).setdefault(rank, {}).update(words)
-        unit.posted.setdefault(step, set()).update([rank] if post["last"] else [])
+        step.words.setdefault(rank, {}).update(words)
+        step.done |= {rank} if last else set()
         unit.idle.pop(rank, None)
-        if post["idle"] and post["last"]:
-            unit.idle[rank] = step
-        if step <= unit.made:
-            unit.ended = f"rank {rank} posted step {step} after its link was made"
+        if post["idle"] and last:
+            unit.idle[rank] = number
+        if number <= unit.made:
+            unit.ended = f"rank {rank} posted step {number} after its link was made"
         elif len(unit.pending) > _PENDING:
             unit.ended = f"step {min(unit.pending)} was not posted by all ranks"
         self.advance(ended)
@@ -87,20 +96,21 @@ class Chain:
         """Make the links of the steps that all ranks have posted."""
         for number, unit in self._units.items():
             while unit.pending and not unit.ended:
-                step = min(unit.pending)
-                done = unit.posted[step] | {r for r, since in unit.idle.items() if since <= step}
+                first = min(unit.pending)
+                idle = {rank for rank, since in unit.idle.items() if since <= first}
+                done = unit.pending[first].done | idle
                 if len(done | ended) < self._world_size:
                     break
                 # A rank that never posted may have no such optimizer.
                 if stopped := (unit.ranks & ended) - done:
-                    unit.ended = f"no step {step} on ranks {', '.join(format_runs(stopped))}"
-                    break
-                unit.made = step
-                del unit.posted[step]
-                self._make_link(number, unit, step, unit.pending.pop(step))
+                    shown = ", ".join(format_runs(stopped))
+                    unit.ended = f"no step {first} on ranks {shown}"
+                else:
+                    unit.made = first
+                    posts = unit.pending.pop(first).words
+                    self._make_link(number, unit, first, posts)
             if unit.ended and unit.pending:
                 unit.pending.clear()
-                unit.posted.clear()
                 self._records.append({"optimizer": number, "ended": unit.ended})
 
     def _make_link(
@@ -114,9 +124,10 @@ class Chain:
         keys = [key for one in totals for key in self._keys[one]]
         tables = [row for words in totals.values() for row in words[1:].tolist()]
         head: Message = {"optimizer": number, "step": step}
-        if (sorted(keys), refused) != (unit.certified, unit.refused):
-            unit.certified, unit.refused = sorted(keys), refused
-            self._records.append(head | {"certified": sorted(keys), "not_certified": refused})
+        if (listed := (sorted(keys), refused)) != unit.listed:
+            unit.listed = listed
+            names = ("certified", "not_certified")
+            self._records.append(head | dict(zip(names, listed, strict=True)))
         if not keys:
             return
         words = _hex(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
@@ -164,8 +175,8 @@ class Chain:
         return {
             "links": sum(one.links for one in units),
             "last": " ".join(one.link for one in units if one.links),
-            "tensors": sum(len(one.certified) for one in units),
-            "not_certified": {key: why for one in units for key, why in one.refused.items()},
+            "tensors": sum(len(one.listed[0]) for one in units),
+            "not_certified": {k: why for one in units for k, why in one.listed[1].items()},
             "ended": [one.ended for one in units if one.ended],
         }
 
@@ -182,3 +193,40 @@ def _decode(text: str) -> Tensor:
 
 def _hex(words: list[int]) -> str:
     return "".join(f"{one % (1 << 64):016x}" for one in words)
+
+
+class CertificateFile:
+    """A certificate that is being written."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._rest, self._size = Path(path), b"", 0
+
+    def append(self, records: Sequence[Message], report: Mapping[str, Any]) -> None:
+        """Add lines, the first time with a head, and an end if the report is the last one."""
+        lines = list(records)
+        conditions = {"conditions": _read_conditions(report)}
+        if not self._size and not self._rest:
+            lines.insert(0, {HEAD: 1} | conditions)
+        if report["state"] != "running":
+            lines.append({"end": report["state"]} | conditions)
+        self._rest += "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        # A line that a full disk has cut is written again.
+        with self._path.open("r+b" if self._size else "wb") as file:
+            file.seek(self._size)
+            file.write(self._rest)
+        self._size, self._rest = self._size + len(self._rest), b""
+
+
+def _read_conditions(report: Mapping[str, Any]) -> Message:
+    """What a report knows that decides bits; compared, and no part of the chain."""
+    names = ("world_size", "backend", "torch", "meshplan")
+    found = {name: report[name] for name in names}
+    found["hosts"] = sorted(len(ranks) for ranks in report["hosts"].values())
+    found["meshes"] = [one["axes"] for one in report["meshes"]]
+    settings = report["settings"] | report["settings_that_differ"]
+    found |= {f"setting {name}": value for name, value in settings.items()}
+    for row in report["reductions"]:
+        call, size = row["call"].split()[0], row["group_size"]
+        about = f"{call} of {row['dtype']} over {size} ranks"
+        found[about] = row["contract"] or "outside the contract"
+    return found

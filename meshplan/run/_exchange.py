@@ -1,8 +1,7 @@
 """The thread that exchanges messages with rank 0, over sockets of its own.
 
-Rank 0 listens at a free port, and publishes address and a token in the store of the default group.
-The other ranks connect, post their messages and answer questions. The job's threads only put
-messages into a queue. A connection that fails ends the exchange on that rank.
+Rank 0 publishes its address and a token in the store of the default group. The other ranks connect,
+post their messages and answer questions. The job's threads only put messages into a queue.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ _DESCRIPTORS = 4
 
 
 class Exchange(threading.Thread):
-    """Sends what ``post`` gets to rank 0, whose thread reads it into ``ledger``.
-
-    ``answer`` answers questions of rank 0 about this rank's tensors, ``changed`` is called on rank
-    0 after messages, at most once a second, and ``note`` records what could not be observed.
+    """Sends what ``post`` gets to rank 0, whose thread reads it into ``ledger``, and calls
+    ``changed`` at most once a second. ``answer`` answers questions about this rank's tensors, and
+    ``note`` records what could not be observed.
     """
 
     def __init__(
@@ -62,8 +60,10 @@ class Exchange(threading.Thread):
 
     def post(self, make: Callable[[], Message]) -> None:
         """Send a message, which the thread makes, so that it may wait for a device."""
-        self._queue.put(make)
-        os.eventfd_write(self._bell, 1)
+        # A thread that has ended reads nothing any more.
+        if not self._cleared.is_set():
+            self._queue.put(make)
+            os.eventfd_write(self._bell, 1)
 
     def finish(self, seconds: float) -> None:
         """Let the thread exchange the last messages and questions, and end it."""

@@ -44,19 +44,13 @@ class Ran(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """The facts of a job; hashable, because a report is built more often than they change.
-
-    Attributes:
-        layouts: of its meshes.
-        uses: whether parameters are replicated, sharded or both along the groups of rank 0.
-        ran: its reductions.
-        locations: of ranks 0, 1, ..., as JSON.
-    """
+    """The facts of a job; hashable, because a report is built more often than they change."""
 
     layouts: tuple[Layout, ...]
+    # Whether parameters are replicated, sharded or both along the groups of rank 0.
     uses: frozenset[tuple[Ranks, frozenset[bool]]]
     ran: frozenset[Ran]
-    locations: tuple[str, ...]
+    locations: tuple[str, ...]  # of ranks 0, 1, ..., as JSON
 
 
 class Judged(NamedTuple):
@@ -70,12 +64,7 @@ class ObservedFacts(JobFacts):
     """Those of the linter, with only the reductions that ran; a trial of another mesh has all."""
 
     def __init__(
-        self,
-        job: Job,
-        cluster: Cluster,
-        ran: Collection[Ran] = (),
-        *,
-        is_trial: bool = False,
+        self, job: Job, cluster: Cluster, ran: Collection[Ran] = (), *, is_trial: bool = False
     ) -> None:
         super().__init__(job, cluster, is_trial=is_trial)
         self._ran = ran
@@ -206,17 +195,17 @@ def describe_hazards(
             notes.append(f"hazards over {one.layout}: the use of {', '.join(axes)}")
         if one.topology.domains is None:
             notes.append("NVLink domains of hosts")
-    # Another layout is listed: what leaves it as it is, is the same for all of them.
-    hazards = [
-        {
-            "code": one.code,
-            "severity": one.severity,
-            "mesh": one.subject,
-            "text": one.message,
-            "details": list(one.details),
-            "fix": next((format_fix(fix) for fix in one.fixes if fix.mesh), None),
-            "axes": one.data.get("axes", []),
-        }
-        for one in judged.findings
-    ]
-    return hazards, list(dict.fromkeys(notes)), judged
+    return list(map(_describe, judged.findings)), list(dict.fromkeys(notes)), judged
+
+
+def _describe(one: Finding) -> dict[str, Any]:
+    return {
+        "code": one.code,
+        "severity": one.severity,
+        "mesh": one.subject,
+        "text": one.message,
+        "details": list(one.details),
+        # Another layout: what leaves it as it is, is the same for all findings.
+        "fix": next((format_fix(fix) for fix in one.fixes if fix.mesh), None),
+        "axes": one.data.get("axes", []),
+    }

@@ -1,10 +1,9 @@
-"""Names of a job's parameters, and which ranks hold a replica of each.
+"""A job's parameters, the ranks that hold a replica of each, and its reductions by call site.
 
 A DTensor has replicas along the axes of its mesh where it is ``Replicate``. A plain parameter has
 some only where the job shows it: by DistributedDataParallel, or by an all-reduce of its gradient's
-memory, as FSDP1 issues one over its groups of replicas. Modules and meshes are remembered by weak
-references as they are built. (The collector's list of objects would also have tuples that another
-thread has not finished, and to hold one of these is an error there.)
+memory, as FSDP1 issues one. Modules and meshes are remembered by weak references as they are built:
+the collector's list would also have tuples that another thread has not finished.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import chain, combinations
 from typing import Any
 
 import torch.distributed as dist
@@ -27,8 +26,12 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from meshplan._dtypes import itemsize
+from meshplan.execute import report
 from meshplan.layout import Layout
+from meshplan.replicas._coverage import MAX_ROWS, CoverageRow, CoverageStep
 from meshplan.replicas._tensors import NamedTensor
+from meshplan.run._ledger import format_ranks
 from meshplan.run._signals import suppress
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -38,17 +41,9 @@ _REDUCED = 4096
 Ranks = tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Mesh:
-    """What is read of a mesh once; holders by placements."""
-
-    layout: Layout | None = None
-    holders: dict[Any, set[Ranks]] = field(default_factory=dict)
-
-
 # In the order of their first appearance.
 _MODULES: Any = WeakIdKeyDictionary()
-_MESHES: Any = WeakIdKeyDictionary()  # and the _Mesh of each
+_MESHES: Any = WeakIdKeyDictionary()  # and what is read of each once: holders by placements, layout
 _REGISTERED = [0]  # how many parts modules have got
 _LAYOUTS: dict[Layout, None] = {}
 _MOST_LAYOUTS = 64
@@ -65,10 +60,11 @@ def find_layouts() -> list[Layout]:
 
 def layout_of(mesh: DeviceMesh) -> Layout:
     """Read once: it takes longer than the digest of a small tensor."""
-    found: _Mesh = _MESHES.setdefault(mesh, _Mesh())
-    if found.layout is None:
-        found.layout = Layout.from_mesh(mesh)
-    return found.layout
+    found: dict[Any, Any] = _MESHES.setdefault(mesh, {})
+    if None not in found:
+        found[None] = Layout.from_mesh(mesh)
+    layout: Layout = found[None]
+    return layout
 
 
 def remember_modules_and_meshes() -> None:
@@ -81,7 +77,7 @@ def remember_modules_and_meshes() -> None:
     @functools.wraps(init)
     def remembered(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
         init(mesh, *arguments, **options)
-        _MESHES[mesh] = _Mesh()
+        _MESHES[mesh] = {}
 
     owner.__init__ = remembered
 
@@ -133,16 +129,18 @@ class ParameterTable:
             self._tops += [(weakref.ref(top), {id(one) for _, one in named})] if named else []
             for name, parameter in named:
                 if replicated and name not in module.parameters_to_ignore:
-                    ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
-                    self._groups[parameter] = ranks
+                    self._groups[parameter] = ranks_of(module.process_group)
                 self._names.setdefault(id(parameter), (weakref.ref(parameter), _unwrap(name)))
 
-    def buffers_beside(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of the outermost modules that have one of the parameters."""
-        numbers = set(map(id, parameters))
+    def buffers_beside(self, parameters: Iterable[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Buffers of the outermost modules that have one of the parameters, each once."""
+        numbers, seen = set(map(id, parameters)), set[int]()
         for reference, owned in self._tops:
             if (top := reference()) is not None and not owned.isdisjoint(numbers):
-                yield from ((_unwrap(name), one) for name, one in top.named_buffers())
+                for name, one in top.named_buffers():
+                    if id(one) not in seen:
+                        yield _unwrap(name), one, one
+                    seen.add(id(one))
 
     def note_reduction(self, tensors: Sequence[Tensor], ranks: Ranks) -> None:
         """Remember the memory of an all-reduce."""
@@ -173,7 +171,7 @@ class ParameterTable:
 
     def _find_holders(self, mesh: DeviceMesh, placements: Any, rank: int) -> set[Ranks]:
         layout = layout_of(mesh)
-        known: dict[Any, set[Ranks]] = _MESHES[mesh].holders
+        known: dict[Any, set[Ranks]] = _MESHES[mesh]
         if placements not in known:
             # A strided shard is no shard to torch's is_shard.
             replicated = [one.is_replicate() for one in placements]
@@ -187,6 +185,10 @@ class ParameterTable:
         return known[placements]
 
 
+def ranks_of(group: Any) -> Ranks:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def _unwrap(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -196,3 +198,72 @@ def _unwrap(name: str) -> str:
 def _refer(tensor: Tensor) -> Any:
     reference: Any = reductions.StorageWeakRef
     return reference(tensor.untyped_storage())
+
+
+class ReductionTable(CoverageStep):
+    """The one step of ``coverage``, which lasts as long as the job."""
+
+    def __init__(self, parameters: ParameterTable) -> None:
+        super().__init__(1)
+        self._parameters = parameters
+        self._guard = threading.RLock()
+        self._found: dict[tuple[CoverageRow, Ranks], list[int]] = {}
+
+    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Any = None) -> None:
+        """Count one reduction, and remember whose memory it was."""
+        ranks: Ranks = ()
+        if source is not None:
+            # Torch does not know the ranks of each group, and sparse tensors have no memory.
+            with suppress(Exception):
+                ranks = ranks_of(source[0])
+                if row.reduction.startswith("all_reduce"):
+                    self._parameters.note_reduction(source[1], ranks)
+        with self._guard:
+            if (row, ranks) in self._found or len(self._found) < MAX_ROWS:
+                counts = self._found.setdefault((row, ranks), [0, 0])
+                counts[0] += 1
+                counts[1] += nbytes // itemsize(row.dtype)
+
+    def describe(self, rank: int) -> list[dict[str, Any]]:
+        """``reductions`` of the report: those whose result depends on an order."""
+        with self._guard:
+            found = list(self._found.items())
+        labels = name_groups(rank)
+        events = {(one["asked"], one["dtype"]): one for one in report(json=True)["entries"]}
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for (row, ranks), (calls, elements) in found:
+            if row.kind == "any order":
+                continue
+            event = events.get((row.reduction, row.dtype), {"contract": None, "group": None})
+            call, op, backend = row.reduction, None, None
+            if row.kind != "contract":
+                call, op, _, backend = row.reduction.split(" ", 3)
+            facts = {
+                "call": call,
+                "op": op,
+                "dtype": row.dtype,
+                "group": (labels.get(ranks) or format_ranks(ranks)) if ranks else event["group"],
+                "group_size": row.ranks,
+                "backend": backend,
+                "site": row.site,
+                "kind": row.kind,
+                "contract": event["contract"] if row.kind == "contract" else None,
+            }
+            # Groups of torch that have the same ranks are one row.
+            shown = rows.setdefault(tuple(facts.values()), facts | {"calls": 0, "elements": 0})
+            shown["calls"] += calls
+            shown["elements"] += elements
+        return list(rows.values())
+
+
+def name_groups(rank: int) -> dict[Ranks, str]:
+    """Labels of axes and of sets of axes, by the ranks of this rank's groups over them."""
+    found: dict[Ranks, str] = {}
+    for layout in find_layouts():
+        wide = [axis for axis, size in enumerate(layout.sizes) if size > 1]
+        sets = chain.from_iterable(combinations(wide, n + 1) for n in range(len(wide)))
+        # A mesh without names has labels where they tell its axes apart.
+        for axes in sets if layout.names or len(wide) > 1 else ():
+            label = " x ".join(layout.axes[axis] for axis in axes)
+            found.setdefault(tuple(sorted(layout.group_of(rank, axes) or ())), label)
+    return found

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from typing import Any
+
+import torch.distributed as dist
 
 from meshplan.errors import PolicyError
 from meshplan.run import RunSettings
 from meshplan.run._observation import observe
-from meshplan.run._verdict import find_status, format_verdict
+from meshplan.run._verdict import find_status, format_verdict, write_verdict
 
 
 class ObservedJob:
@@ -19,8 +24,6 @@ class ObservedJob:
 
     def __init__(self, settings: RunSettings, folder: str = "") -> None:
         if settings.backend is not None:
-            from meshplan.run._backend import use_backend  # loads all of the backend
-
             use_backend()
         self._settings = settings
         self._process = os.getpid()
@@ -41,33 +44,29 @@ class ObservedJob:
         strict = self._settings.strict and error is None
         try:
             report = self._observation.finish(error)
-            if report is None and (self._observation.rank or os.environ.get("RANK", "0") != "0"):
-                return 0
             if report is None:
-                reasons = self._observation.notes or ["the script created no process group"]
+                if self._observation.rank or os.environ.get("RANK", "0") != "0":
+                    return 0
+                reasons = self._observation.notes
+                reasons = reasons or ["the script created no process group"]
                 raise ValueError("; ".join(reasons))
-            saved = ", ".join(filter(None, (self._settings.report, self._settings.html)))
-            text = format_verdict(report, saved)
+            saved = filter(None, (self._settings.report, self._settings.html))
+            text = format_verdict(report, ", ".join(saved))
             status = find_status(report) if strict else 0
             if self._page:
-                text += self._save_page(self._page, report, text)
+                try:
+                    judged = self._observation.judged
+                    write_verdict(self._page, report, text, *judged)
+                except OSError as fault:
+                    text += f"  the page could not be written: {fault}\n"
         except Exception as fault:
-            text = f"[meshplan] no verdict: {type(fault).__name__}: {fault}\n"
+            name = type(fault).__name__
+            text = f"[meshplan] no verdict: {name}: {fault}\n"
             status = 3 if strict else 0
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(text)
             sys.stderr.flush()
         return status
-
-    def _save_page(self, path: str, report: dict[str, Any], text: str) -> str:
-        """Write the page; a line about a failure."""
-        from meshplan.run._page import save_page
-
-        try:
-            save_page(path, report, text, *self._observation.judged)
-        except OSError as fault:
-            return f"  the page could not be written: {fault}\n"
-        return ""
 
 
 def observe_by_variable(text: str, folder: str) -> None:
@@ -91,3 +90,39 @@ def observe_by_variable(text: str, folder: str) -> None:
     job = ObservedJob(settings, folder)
     # Python keeps the exception that ends the process there.
     atexit.register(lambda: job.finish(getattr(sys, "last_value", None)))
+
+
+def use_backend() -> None:
+    """Let ``init_process_group`` and ``new_group`` create groups of the backend ``meshplan``, which
+    move their data by the backend that the caller names.
+    """
+    for name in ("init_process_group", "new_group"):
+        plain = getattr(dist, name)
+        changed = _create_by_meshplan(plain)
+        # Meshes and other libraries have imported the function, and so may the script have.
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is plain:
+                setattr(module, name, changed)
+
+
+def _create_by_meshplan(plain: Callable[..., Any]) -> Callable[..., Any]:
+    from meshplan.backend import NAME, BackendOptions  # loads all of the backend
+
+    signature = inspect.signature(plain)
+    # mpi has a rendezvous of its own, fake no data.
+    kept = {NAME, "fake", "mpi"}
+
+    @wraps(plain)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        inner = str(given.get("backend") or "").lower()
+        parts = {part.rpartition(":")[2] for part in inner.split(",")}
+        # A further group without a name is as the default group.
+        if not kept & parts and (inner or "ranks" not in signature.parameters):
+            given["backend"] = NAME
+            # Options of NCCL go to the inner backend, which is then the default one.
+            if inner and given.get("pg_options") is None:
+                given["pg_options"] = BackendOptions(inner=inner)
+        return plain(**given)
+
+    return create

@@ -1,14 +1,13 @@
 """What ranks post about their steps, compared by rank 0. Pure: messages in, questions out.
 
-A rank posts one digest for each set of tensors that the same ranks hold: of the digests of these
-tensors. Sets are named by their holders and by names, dtypes and shapes of their tensors, so that
-only equal lists are compared. After a difference rank 0 asks one rank of each class for the digests
-of the tensors, then for those of blocks of the first tensor that differs, then for some blocks.
+A rank posts one digest for each set of tensors that the same ranks hold. Sets are named by their
+holders and by names, dtypes and shapes of their tensors, so that only equal lists are compared.
+After a difference rank 0 asks one rank of each class for the digests of the tensors, then for those
+of blocks of the first tensor that differs, then for some blocks.
 
-A rank posts about 150 bytes for each set, kind and observed step, and rank 0 holds these until the
-last holder has posted, such as one that connects late: 300 kB for each step of 1,000 ranks with
-1,000 tensors in two sets. Beyond ``HELD_POSTS`` it drops the oldest steps of a set. At most
-``ASKED`` ranks answer, with 100 bytes for each tensor and ``VALUE_BYTES`` of elements.
+Rank 0 holds the posts of a step until the last holder has posted: 300 kB for 1,000 ranks with 1,000
+tensors in two sets. Beyond ``HELD_POSTS`` it drops the oldest steps of a set. At most ``ASKED``
+ranks answer, with 100 bytes for each tensor and ``VALUE_BYTES`` of elements.
 """
 
 from __future__ import annotations
@@ -224,16 +223,6 @@ class Ledger:
             for one in self.sets.values()
             if not one.compared and one.posted != set(one.ranks)
         ]
-
-
-def find_differing_settings(hellos: Mapping[int, Message]) -> Message:
-    """``settings_that_differ`` of the report: setting -> value -> ranks."""
-    found = {}
-    for name in next(iter(hellos.values()), {"settings": {}})["settings"]:
-        values = group_by_value({rank: hello["settings"][name] for rank, hello in hellos.items()})
-        if len(values) > 1:
-            found[name] = values
-    return found
 
 
 def group_by_value(values: Mapping[int, Any]) -> dict[str, list[int]]:

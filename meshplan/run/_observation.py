@@ -1,8 +1,7 @@
 """The observers of this process: its steps, reductions, meshes and settings.
 
-Nothing here may change the job: an error is recorded as not observed and never raised, and what
-torch compiles has no part of it. Of torch, ``init_process_group`` and the constructor of device
-meshes are replaced by functions that call them.
+Nothing here may change the job: an error is recorded as not observed and never raised. Of torch,
+``init_process_group`` and the constructor of meshes are replaced by functions that call them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -33,13 +33,12 @@ from meshplan._uncompiled import never_compiled
 from meshplan.errors import ReplicaInputError
 from meshplan.replicas._coverage import coverage
 from meshplan.replicas._tensors import NamedTensor, collect_values, named_tensors
-from meshplan.run import _report
 from meshplan.run._certificate import Certifier, Item
-from meshplan.run._compare import CertificateFile
+from meshplan.run._chain import CertificateFile
 from meshplan.run._exchange import Exchange
 from meshplan.run._hazards import Judged
-from meshplan.run._holders import ParameterTable, Ranks, remember_modules_and_meshes
-from meshplan.run._reductions import ReductionTable
+from meshplan.run._holders import ParameterTable, Ranks, ReductionTable, remember_modules_and_meshes
+from meshplan.run._report import build, read_settings, write_file
 from meshplan.run._settings import RunSettings
 from meshplan.run._signals import is_of_handler
 from meshplan.run._snapshots import Snapshots
@@ -90,7 +89,7 @@ class Observation:
                 return
             self._backend, self.rank = dist.get_backend(), dist.get_rank()
             place = locate_rank(os.environ).to_json()
-            hello = {"location": place, "settings": _report.read_settings()}
+            hello = {"location": place, "settings": read_settings()}
             store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
             exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
             self._exchange = exchange
@@ -120,16 +119,12 @@ class Observation:
                 self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Digest gradients before an observed step."""
+        """Digest gradients."""
         if _is_nested(sys._getframe()) is False:
-            unit = self._unit_of(optimizer)
-            step = self._steps[unit] + 1
-            if self._is_observed(step):
-                self._post(optimizer, unit, step, ("gradient",))
-            self._certify(optimizer, unit, step, ("gradient",))
+            self._look(optimizer, 1, ("gradient",))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step, and digest what it has written if the step is observed."""
+        """Count a step, and digest what it has written."""
         nested = _is_nested(sys._getframe())
         if nested:
             self._nested.add(optimizer)
@@ -139,11 +134,31 @@ class Observation:
         self._steps[unit] += 1
         if unit == 0:
             self._step_times[1:] = [time.monotonic()]
-        if self._is_observed(self._steps[unit]):
-            self._post(optimizer, unit, self._steps[unit], ("parameter", "optimizer state"))
-        self._certify(
-            optimizer, unit, self._steps[unit], ("parameter", "optimizer state", "buffer")
-        )
+        self._look(optimizer, 0, ("parameter", "optimizer state", "buffer"))
+
+    def _look(self, optimizer: Optimizer, ahead: int, kinds: Sequence[str]) -> None:
+        """Post what others compare, and the words for the certificate."""
+        assert self._exchange is not None
+        unit = self._unit_of(optimizer)
+        step = self._steps[unit] + ahead
+        whole = self._is_observed(step)
+        # A later default group may have other ranks.
+        place = self.rank, self._exchange.world_size
+        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
+            self._note("steps over a later default group of other ranks")
+            return
+        if whole:
+            self._exchange.post(self._read_replicas(optimizer, unit, step, kinds))
+        if self._certifier is not None:
+            items = [one for kind in kinds for one in self._list_tensors(optimizer, kind)]
+            number = step + self._find_offset(optimizer, unit)
+            # Values that the script has added come before the step's tensors.
+            values = self._certifier.pop_values() if not ahead else []
+            for some, last in ((values, False), (items, not ahead)):
+                if some or last:
+                    make = self._certifier.take(unit, number, some, whole=whole, last=last)
+                    if make is not None:
+                        self._exchange.post(make)
 
     def _is_observed(self, step: int) -> bool:
         return step <= self.settings.first or step % self.settings.every == 0
@@ -153,9 +168,22 @@ class Observation:
         self._steps += [0] * (unit == len(self._steps))
         return unit
 
-    def _post(self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]) -> None:
-        if (exchange := self._find_exchange()) is None:
-            return
+    def _find_offset(self, optimizer: Optimizer, unit: int) -> int:
+        """Steps before this process: a resumed job goes on with those of its optimizer's state."""
+        if unit not in self._offsets:
+            states = (self._state_of(optimizer, one) for one in _parameters_of(optimizer))
+            taken = next((one["step"] for one in states if "step" in one), None)
+            # A number on a device, or of a DTensor, is not read: that waits.
+            if type(taken) is Tensor and taken.device.type == "cpu":
+                taken = taken.item()
+            start = self._steps[unit]
+            self._offsets[unit] = int(taken) - start if isinstance(taken, int | float) else 0
+        return self._offsets[unit]
+
+    def _read_replicas(
+        self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]
+    ) -> Callable[[], dict[str, Any]]:
+        """Begin the digests of replicas; returns what waits for them."""
         posts: list[tuple[dict[str, Any], Callable[[], str]]] = []
         for kind in kinds:
             for ranks, tensors in self._find_replicas(optimizer, kind).items():
@@ -165,42 +193,10 @@ class Observation:
                     post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
                 posts.append((post, self._snapshots.take(name, step, tensors)))
         taken = self._count_steps(post["set"] for post, _ in posts)
-        exchange.post(
-            lambda: {"posts": [one | {"words": read()} for one, read in posts], "taken": taken}
-        )
-
-    def _find_exchange(self) -> Exchange | None:
-        """The exchange, if this process has the rank that it had at the start."""
-        assert self._exchange is not None
-        place = (self.rank, self._exchange.world_size)
-        if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
-            self._note("steps over a later default group of other ranks")
-            return None
-        return self._exchange
-
-    def _certify(self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]) -> None:
-        """Post words of the tensors of a step for the certificate."""
-        exchange = self._find_exchange()
-        if self._certifier is None or exchange is None:
-            return
-        # A resumed job goes on with the steps of its optimizer's state.
-        if unit not in self._offsets:
-            counts = (self._state_of(optimizer, p).get("step") for p in _parameters_of(optimizer))
-            taken = next((one for one in counts if one is not None), None)
-            on_device = isinstance(taken, Tensor) and taken.device.type != "cpu"
-            start = 0 if taken is None or on_device else int(taken) - self._steps[unit]
-            self._offsets[unit] = start
-        items = [
-            Item(kind, *item) for kind in kinds for item in self._find_tensors(optimizer, kind)
-        ]
-        last = "gradient" not in kinds
-        values = self._certifier.pop_values() if last else []
-        logged = [Item("value", name, one, one) for name, one in values]
-        number, whole = step + self._offsets[unit], self._is_observed(step)
-        for found, ends in ((logged, False), (items, last)) if logged else ((items, last),):
-            make = self._certifier.take(unit, number, found, whole=whole, last=ends)
-            if make is not None:
-                exchange.post(make)
+        return lambda: {
+            "posts": [one | {"words": read()} for one, read in posts],
+            "taken": taken,
+        }
 
     def add_value(self, name: str, value: Tensor | float) -> None:
         """Copy a value, which counts with the next step."""
@@ -222,15 +218,16 @@ class Observation:
         return next(one for one in names if self._owners.setdefault(one, unit) == unit)
 
     def _find_replicas(self, optimizer: Optimizer, kind: str) -> dict[Ranks, list[NamedTensor]]:
+        """Tensors of one kind by the ranks that hold them."""
         found: dict[Ranks, list[NamedTensor]] = {}
-        for name, parameter, tensor in self._find_tensors(optimizer, kind):
+        for item in self._list_tensors(optimizer, kind) if kind != "buffer" else ():
             try:
-                tensors = named_tensors({name: tensor})
+                tensors = named_tensors({item.name: item.tensor})
             except ReplicaInputError as error:
-                self._note(f"{kind} {name}: {error}")
+                self._note(f"{kind} {item.name}: {error}")
                 continue
             for one in tensors:
-                holders = self._parameters.holders_of(parameter, one, self.rank)
+                holders = self._parameters.holders_of(item.parameter, one, self.rank)
                 for ranks in holders:
                     found.setdefault(ranks, []).append(one)
                 if not holders and one.mesh is None and kind == "parameter":
@@ -240,28 +237,26 @@ class Observation:
                     )
         return found
 
-    def _find_tensors(
-        self, optimizer: Optimizer, kind: str
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Name, parameter and tensor of one kind, in the order of the optimizer's parameters."""
-        every = _parameters_of(optimizer)
-        if any(self._parameters.name_of(one) is None for one in every):
-            self._parameters.refresh()
+    def _list_tensors(self, optimizer: Optimizer, kind: str) -> Iterator[Item]:
+        """Those of one kind, in the order of the optimizer's parameters."""
+        every, table = _parameters_of(optimizer), self._parameters
+        if any(table.name_of(one) is None for one in every):
+            table.refresh()
         if kind == "buffer":
-            yield from ((name, one, one) for name, one in self._parameters.buffers_beside(every))
+            yield from (Item(kind, *one) for one in table.buffers_beside(every))
             return
         for number, parameter in enumerate(every):
-            name = self._parameters.name_of(parameter) or f"parameter {number}"
+            name = table.name_of(parameter) or f"parameter {number}"
             if kind == "parameter":
-                yield name, parameter, parameter
-            elif kind == "gradient":
-                yield from [(name, parameter, parameter.grad)] if parameter.grad is not None else []
-            else:
+                yield Item(kind, name, parameter, parameter)
+            elif kind == "optimizer state":
                 state = self._state_of(optimizer, parameter)
                 for below, value in collect_values(name, state):
                     # Numbers of steps are compared as such.
                     if value.dim() or not below.endswith(".step"):
-                        yield below, parameter, value
+                        yield Item(kind, below, parameter, value)
+            elif parameter.grad is not None:
+                yield Item(kind, name, parameter, parameter.grad)
 
     def _state_of(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
         states = (one.state.get(parameter) for one in (optimizer, *self._nested))
@@ -287,7 +282,7 @@ class Observation:
             if self._certificate is not None:
                 writers.append(("certificate", lambda: self._append(report)))
             if (path := self.settings.report) is not None:
-                writers.append(("report", lambda: _report.write(path, report)))
+                writers.append(("report", lambda: write_file(path, json.dumps(report, indent=1))))
             for what, write in writers:
                 try:
                     write()
@@ -316,7 +311,7 @@ class Observation:
         }
         with self._exchange.lock:
             ledger = self._exchange.ledger
-            report, self.judged = _report.build(ledger, own, state, error)
+            report, self.judged = build(ledger, own, state, error)
             if self.settings.certify is not None:
                 chain = ledger.chain.describe()
                 report["certificate"] = {"file": self.settings.certify} | chain

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshplan.run._hazards import Judged, describe_hazards
-from meshplan.run._holders import find_layouts
-from meshplan.run._ledger import (
-    Ledger,
-    find_differing_settings,
-    format_ranks,
-    group_by_value,
-)
-from meshplan.run._reductions import name_groups
+from meshplan.run._holders import find_layouts, name_groups
+from meshplan.run._ledger import Ledger, format_ranks, group_by_value
 
-_NCCL = (
-    "ALGO",
-    "COLLNET_ENABLE",
-    "MAX_NCHANNELS",
-    "MIN_NCHANNELS",
-    "NVLS_ENABLE",
-    "PROTO",
-)
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_TUNER_PLUGIN", "OMP_NUM_THREADS")
-_ORDERS = (*_VARIABLES, *(f"NCCL_{name}" for name in _NCCL))
+_VARIABLES = [
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_TUNER_PLUGIN",
+    "OMP_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+]
 
 
 def read_settings() -> dict[str, Any]:
     """What decides bits besides the order of reductions, as it is now."""
     cudnn = torch.backends.cudnn
     found: dict[str, Any] = {"torch": torch.__version__}
-    found |= {name: os.environ.get(name) for name in _ORDERS}
+    found |= {name: os.environ.get(name) for name in _VARIABLES}
     for name, read in {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
         "float32_matmul_precision": torch.get_float32_matmul_precision,
@@ -74,17 +69,17 @@ def build(
     missing["not heard to the end"] = ledger.hellos.keys() - ledger.finals.keys()
     groups = {label: ranks for ranks, label in name_groups(0).items()}
     layouts = find_layouts()
+    ran, uses = list(rows.values()), own["uses"]
     hazards, unjudged, judged = describe_hazards(
-        list(rows.values()),
-        groups,
-        own["uses"],
-        layouts,
-        places,
-        ledger.world_size,
+        ran, groups, uses, layouts, places, ledger.world_size
     )
     notes += unjudged
     if state != "running":
         notes += [f"{format_ranks(ranks)}: {what}" for what, ranks in missing.items() if ranks]
+    meshes = [
+        {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
+        for one in layouts
+    ]
     report = {
         "version": 1,
         "state": state,
@@ -96,30 +91,34 @@ def build(
         "backend": own["backend"],
         "hosts": hosts,
         "not_observed": notes,
-        "meshes": [
-            {
-                "axes": dict(zip(one.axes, one.sizes, strict=True)),
-                "ranks": list(one.ranks),
-            }
-            for one in layouts
-        ],
-        "reductions": list(rows.values()),
+        "meshes": meshes,
+        "reductions": ran,
         "steps": ledger.describe_steps(),
         "replicas": ledger.describe_replicas(),
         "hazards": hazards,
         "settings": read_settings(),
-        "settings_that_differ": find_differing_settings(ledger.hellos),
+        "settings_that_differ": _find_differing(ledger.hellos),
         "seconds_per_step": own["seconds_per_step"],
     }
     return report, judged
 
 
-def write(path: str, report: dict[str, Any]) -> None:
-    """Replace the file at once, so that readers never see a part of it."""
+def write_file(path: str, text: str) -> None:
+    """Replace a file at once, so that readers never see a part of it."""
     partial = Path(f"{path}.{os.getpid()}.tmp")
-    partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def _key(row: dict[str, Any]) -> str:
     return repr([value for name, value in row.items() if name not in ("calls", "elements")])
+
+
+def _find_differing(hellos: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
+    """Setting -> value -> ranks."""
+    settings = {rank: hello["settings"] for rank, hello in hellos.items()}
+    found = {
+        name: group_by_value({rank: one[name] for rank, one in settings.items()})
+        for name in (next(iter(settings.values())) if settings else ())
+    }
+    return {name: values for name, values in found.items() if len(values) > 1}

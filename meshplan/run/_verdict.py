@@ -1,31 +1,30 @@
-"""The verdict on an observed job, from its report alone: affected or not, by what, what to do.
+"""The verdict on a job, from its report alone, on the terminal and as the page of ``--html``.
 
-The report is the dict that `meshplan.run` writes as JSON, version 1. "Affected" means that replicas
-were seen to differ. Everything else that can change bits is a line of its own: a reason to look
-closer, and no evidence.
+"Affected" means that replicas were seen to differ. Everything else that can change bits is a line
+of its own: a reason to look closer, and no evidence. The page needs no script and no server.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from meshplan._message_text import shorten
+from meshplan.lint._drawing import draw_meshes, quote, write_page, write_table
+from meshplan.lint._facts import JobFacts
+from meshplan.lint._finding import Finding
 from meshplan.lint._programs import FIXES, ProgramFix, find_fix
 from meshplan.lint._reporters._words import escape_line
 from meshplan.run._ledger import format_ranks, group_by_value
+from meshplan.run._report import write_file
 
 MOST_LINES = 20
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
-_MOST = {
-    "rows": 3,
-    "hazards": 2,
-    "meshes": 2,
-    "fixes": 3,
-    "width": 188,
-}  # each line has an indent
+# Each line has an indent.
+_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}
+_MOST_ROWS = 200  # of the page
 
 Report = Mapping[str, Any]
 
@@ -125,8 +124,8 @@ def _list_findings(report: Report) -> Iterator[str]:
 def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
     classes = sorted(found["ranks"]["agree"], key=len, reverse=True)
     parts = [" against ".join(map(format_ranks, classes))]
-    if found["elements"] is not None:
-        parts.append(f"{found['elements']:,} of {found['of']:,} elements")
+    if elements := _count_elements(found):
+        parts.append(f"{elements} elements")
     if found["largest"]:
         parts.append(f"largest difference {found['largest']}")
     yield "; ".join(parts)
@@ -197,5 +196,97 @@ def _list_outside(report: Report) -> list[Report]:
     return [row for row in report["reductions"] if not row["contract"]]
 
 
+def _count_elements(found: Report) -> str | None:
+    number = found["elements"]
+    return None if number is None else f"{number:,} of {found['of']:,}"
+
+
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def write_verdict(
+    path: str,
+    report: Report,
+    verdict: str,
+    facts: Sequence[JobFacts],
+    findings: Sequence[Finding],
+) -> None:
+    """Write the page of a final report; ``OSError`` if the file cannot be written."""
+    parts = [_preformat(verdict.removeprefix("[meshplan] "))]
+    if picture := draw_meshes(facts, findings, every=True):
+        parts.append(f"<h2>Meshes</h2>\n<figure>\n{picture}</figure>\n")
+    unseen = "".join(f"<li>{quote(one)}</li>\n" for one in report["not_observed"])
+    for title, body in (
+        ("First difference of replicas", _tabulate_difference(report["replicas"])),
+        ("Hazards", "".join(map(_write_hazard, report["hazards"]))),
+        ("Reductions by call site", _tabulate_reductions(report["reductions"])),
+        ("Settings", _tabulate_settings(report)),
+        ("Not observed", unseen and f"<ul>\n{unseen}</ul>"),
+    ):
+        parts.append(f"<h2>{title}</h2>\n{body or '<p>none</p>'}\n")
+    command = " ".join(report["command"])[:80]
+    write_file(path, write_page(f"meshplan run {command}", "".join(parts)))
+
+
+def _preformat(text: str) -> str:
+    return f"<pre>{quote(text, lines=True)}</pre>\n" if text else ""
+
+
+def _tabulate_difference(replicas: Report) -> str:
+    found = replicas["first_difference"]
+    if found is None:
+        return f"<p>none in {replicas['compared']:,} comparisons of tensors</p>"
+    rows = {
+        "step": found["step"],
+        found["kind"]: found["tensor"],
+        "ranks that agree": "; ".join(map(format_ranks, found["ranks"]["agree"])),
+        "elements that differ": _count_elements(found),
+        "largest difference": found["largest"],
+        "cause": found["cause"],
+    }
+    cells = [(name, "unknown" if one is None else str(one)) for name, one in rows.items()]
+    return write_table((), cells) + _preformat(found["text"] or "")
+
+
+def _write_hazard(one: Report) -> str:
+    kind, code = one["severity"], quote(one["code"])
+    details = [*one["details"], *([f"fix: {one['fix']}"] if one["fix"] else [])]
+    return (
+        f'<h3><span class="{kind}">{kind} {code}</span>: {quote(one["text"])}</h3>\n'
+        f"<p>{quote(one['mesh'])}</p>\n{_preformat(chr(10).join(details))}"
+    )
+
+
+def _tabulate_reductions(rows: Sequence[Report]) -> str:
+    """Those outside the contract first, the most calls first."""
+    ordered = sorted(rows, key=lambda row: (row["contract"] is not None, -row["calls"]))
+    cells = [
+        (
+            row["site"],
+            f"{row['call']} {row['op'] or ''}",
+            row["dtype"],
+            f"{row['group'] or 'a group'} ({row['group_size']} ranks)",
+            f"{row['calls']:,}",
+            f"{row['elements']:,}",
+            row["contract"] or row["kind"],
+        )
+        for row in ordered[:_MOST_ROWS]
+    ]
+    heads = ["call site", "reduction", "dtype", "group", "calls", "elements", "contract"]
+    rest = len(rows) - _MOST_ROWS
+    more = f"<p>and {rest} more</p>" if rest > 0 else ""
+    return (write_table(heads, cells) if cells else "") + more
+
+
+def _tabulate_settings(report: Report) -> str:
+    differing = report["settings_that_differ"]
+    rows = [
+        (
+            name,
+            "not set" if value is None else str(value),
+            _list_values(differing.get(name, {})),
+        )
+        for name, value in report["settings"].items()
+    ]
+    return write_table(("setting", "rank 0", "differs between ranks"), rows)

@@ -1,10 +1,9 @@
 """Words of a tensor that do not depend on its shards, and the elements that a rank holds.
 
-An element's bits are one or two 32-bit numbers. Each number is multiplied by a key for each index
-of its element, and these products are added modulo 2^64, in two lanes with other keys. So any
-shards of a tensor add up to the words of the tensor, in any order. Keys are odd: a change of one
-number changes both lanes. If several numbers change, the lanes stay with probability 2^-64, as for
-multilinear hashing with keys that do not depend on the values. This finds faults, not forgers.
+An element's bits are one or two 32-bit numbers. Each is multiplied by a key for each index of its
+element, and the products are added modulo 2^64, in two lanes with other keys. So any shards of a
+tensor add up to its words, in any order. Keys are odd: a change of one number changes both lanes.
+This finds faults, not forgers: if several numbers change, both lanes stay with a small probability.
 """
 
 from __future__ import annotations

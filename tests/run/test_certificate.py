@@ -30,7 +30,7 @@ from meshplan.run._words import find_spans, find_words
 from meshplan.testing import nccl_model, order_sensitive
 from tests.cli import meshplan as command
 from tests.processes import arrive, run_ranks, wait_for
-from tests.run.test_observed_jobs import local_of, observed
+from tests.run.observing import flip, observe_ranks, observed
 
 pytestmark = pytest.mark.processes
 
@@ -86,10 +86,6 @@ def make_model(kind: str) -> nn.Module:
     return fully_shard(Model(mesh["tp"]), mesh=mesh["dp"])
 
 
-def flip(tensor: Tensor) -> None:
-    local_of(tensor).view(torch.int32).view(-1)[:1] ^= 1 << 29
-
-
 def train(kind: str, fault: str = "", steps: Sequence[int] = range(1, STEPS + 1)) -> Any:
     rank, model = dist.get_rank(), make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -99,9 +95,9 @@ def train(kind: str, fault: str = "", steps: Sequence[int] = range(1, STEPS + 1)
         loss.backward()
         now = fault if step == 3 and rank == 0 else ""
         if now == "optimizer state":
-            flip(optimizer.state[weight]["exp_avg"])
+            flip(optimizer.state[weight]["exp_avg"], bit=29)
         elif now == "buffer":
-            flip(next(iter(model.buffers())))
+            flip(next(iter(model.buffers())), bit=29)
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -112,17 +108,13 @@ FLIPPED = "parameter weights.0 float32[7,11], optimizer state weights.0.exp_avg 
 
 def certify(path: Path, kind: str, ranks: int, **options: Any) -> Any:
     """Run a job, and return what rank 0 reports on its certificate."""
-    settings = options.pop("settings", "every=1")
-    backend = options.pop("backend", "meshplan")
-    job = options.pop("job", train)
+    settings = f"certify={path} {options.pop('settings', 'every=1')}"
+    backend, job = options.pop("backend", "meshplan"), options.pop("job", train)
 
-    def run(rank: int) -> Any:
-        found = observed(f"certify={path} {settings}")
+    def run(*_: Any) -> None:
         job(kind, **options)
-        return found.finish(None)
 
-    report = run_ranks(run, ranks, backend=backend)[0]
-    return report["certificate"]
+    return observe_ranks(run, ranks, settings, backend=backend)[1]["certificate"]
 
 
 def read(path: Path, key: str = "link") -> list[dict[str, Any]]:
@@ -180,8 +172,15 @@ class TestWords:
                 assert list(range(start, stop)) == inner.tolist()
 
 
-def test_ranks_and_placements_have_one_chain(tmp_path: Path) -> None:
-    cases = [("ddp", 4), ("fsdp", 4), ("hsdp", 4)]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [("ddp", 4), ("fsdp", 4), ("hsdp", 4)],
+        # Two data-parallel ranks, each with or without two strided shards of tensor parallelism.
+        [("fsdp", 2), ("tp", 4)],
+    ],
+)
+def test_ranks_and_placements_have_one_chain(cases: Any, tmp_path: Path) -> None:
     paths = [tmp_path / f"{kind}{ranks}" for kind, ranks in cases]
     for (kind, ranks), path in zip(cases, paths, strict=True):
         found = certify(path, kind, ranks)
@@ -190,13 +189,6 @@ def test_ranks_and_placements_have_one_chain(tmp_path: Path) -> None:
         assert found["last"] == chain_of(path)[-1]
     assert len({tuple(chain_of(path)) for path in paths}) == 1
     assert compare_files(*map(str, paths[:2]))[1] == 0
-
-
-def test_strided_shards_have_the_chain_of_their_tensors(tmp_path: Path) -> None:
-    """Two data-parallel ranks, each with or without two shards of tensor parallelism."""
-    for kind, ranks in (("fsdp", 2), ("tp", 4)):
-        assert not certify(tmp_path / kind, kind, ranks)["not_certified"]
-    assert chain_of(tmp_path / "fsdp") == chain_of(tmp_path / "tp")
 
 
 def train_elastic(kind: str) -> None:
@@ -226,29 +218,32 @@ def test_elastic_ranks_have_one_chain(tmp_path: Path) -> None:
     assert chain_of(paths[0]) == chain_of(paths[1]) == chain_of(paths[2])
 
 
-@pytest.mark.parametrize("fault", ["optimizer state", "buffer"])
-def test_a_flipped_bit_without_a_replica_is_found_by_compare(fault: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("a", "b")]
+@pytest.mark.parametrize(
+    ("fault", "ranks", "settings", "shown"),
+    [
+        # In the same step the bit reaches the parameter.
+        ("optimizer state", 2, "every=1", f"3: {FLIPPED}"),
+        ("buffer", 1, "every=1", "3: buffer seen float32[3]"),
+        (
+            "optimizer state",
+            2,
+            "every=4 first=0",
+            f"3; at step 4, the next with words of tensors: {FLIPPED}",
+        ),
+    ],
+)
+def test_a_flipped_bit_without_a_replica_is_found_by_compare(
+    fault: str, ranks: int, settings: str, shown: str, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in ("a", "b")]
     for path, now in zip(paths, ("", fault), strict=True):
-        certify(Path(path), "fsdp", 2 if fault == "optimizer state" else 1, fault=now)
-    # In the same step the bit reaches the parameter.
-    first = "buffer seen float32[3]" if fault == "buffer" else FLIPPED
-    text, status = compare_files(*paths)
+        certify(path, "fsdp", ranks, fault=now, settings=settings)
+    text, status = compare_files(*map(str, paths))
     assert status == 1
-    assert f"differ: first at step 3: {first}" in text
-    lines = read(Path(paths[0]))
-    assert [one["words"] for one in lines[:2]] == [one["words"] for one in read(Path(paths[1]))[:2]]
-
-
-def test_the_tensor_is_named_by_the_next_step_with_words_of_tensors(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("a", "b")]
-    for path, fault in zip(paths, ("", "optimizer state"), strict=True):
-        certify(Path(path), "fsdp", 2, fault=fault, settings="every=4 first=0")
-        assert ["tensors" in line for line in read(Path(path))] == [False, False, False, True]
-    text, status = compare_files(*paths)
-    assert status == 1
-    later = f"at step 4, the next with words of tensors: {FLIPPED}"
-    assert f"differ: first at step 3; {later}" in text
+    assert f"differ: first at step {shown}" in text
+    links = [read(path) for path in paths]
+    assert [one["words"] for one in links[0][:2]] == [one["words"] for one in links[1][:2]]
+    assert ["tensors" in one for one in links[0]] == [settings == "every=1"] * 3 + [True]
 
 
 def train_over_nccl(kind: str, domain: int) -> None:
@@ -310,11 +305,23 @@ def test_states_of_scalars_and_states_in_lists_are_certified(tmp_path: Path) -> 
     assert (found["tensors"], found["not_certified"]) == (5, {})
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_a_resumed_job_is_aligned_by_its_steps(counts: bool, tmp_path: Path) -> None:
-    """AdamW counts its steps; SGD does not, and starts at step 1 again."""
+def test_a_parameter_with_other_placements_stays_certified(tmp_path: Path) -> None:
+    def job(kind: str) -> None:
+        mesh, model = init_device_mesh("cpu", (2,)), nn.Module()
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        for placement in (Shard(0), Replicate()):
+            weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))
+            model.weight, weight.grad = weight, torch.zeros_like(weight)
+            optimizer.param_groups[0]["params"] = [weight]
+            optimizer.step()
+
+    found = certify(tmp_path / "a", "", 2, job=job)
+    assert (found["links"], found["not_certified"]) == (2, {})
+
+
+def test_a_resumed_job_is_aligned_by_the_steps_of_its_optimizer(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    kind = torch.optim.AdamW if counts else torch.optim.SGD
+    kind = torch.optim.AdamW
 
     def step_through(model: Any, optimizer: Any, steps: Sequence[int]) -> None:
         for step in steps:
@@ -340,10 +347,9 @@ def test_a_resumed_job_is_aligned_by_its_steps(counts: bool, tmp_path: Path) -> 
 
     certify(whole, "", 1, job=start)
     run_ranks(run, 1)
-    assert [line["step"] for line in read(resumed)] == ([3, 4] if counts else [1, 2])
+    assert [line["step"] for line in read(resumed)] == [3, 4]
     text, status = compare_files(str(whole), str(resumed))
     assert status == 0, text
-    assert ("is step 1 of" in text) is not counts
     assert "same: 2 steps, " in text
     assert text.endswith("; 2 more steps are in one of them only")
 

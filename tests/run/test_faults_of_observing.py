@@ -1,12 +1,15 @@
-"""Faults that observing must not have, each without ranks."""
+"""What observing leaves alone, keeps and writes, and strangers who connect; without ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+import socket
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,26 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshplan.run import RunSettings
+from meshplan.run import RunSettings, _exchange, _holders
 from meshplan.run._certificate import Certifier
-from meshplan.run._chain import Chain
-from meshplan.run._compare import CertificateFile, compare_files
+from meshplan.run._chain import CertificateFile, Chain
+from meshplan.run._compare import compare_files
 from meshplan.run._exchange import Exchange
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
+from tests.test_run_verdict import report
 
-REPORT: dict[str, Any] = {
-    "world_size": 1,
-    "backend": "gloo",
-    "torch": "2",
-    "meshplan": "1",
-    "hosts": {},
-    "meshes": [],
-    "reductions": [],
-    "settings": {},
-    "settings_that_differ": {},
-    "state": "running",
-}
+REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
 WORDS = "AAAAAAAAAAAAAAAAAAAAAA=="
 
 
@@ -53,10 +46,8 @@ def test_signal_handler_may_reduce_while_a_reduction_is_noted() -> None:
         table.note_reduction([torch.ones(1)], (0, 1))
         yield torch.ones(2)
 
-    thread = threading.Thread(
-        target=lambda: table.note_reduction(interrupted(), (0, 1)),  # type: ignore[arg-type]
-        daemon=True,
-    )
+    reduce: Any = table.note_reduction
+    thread = threading.Thread(target=reduce, args=(interrupted(), (0, 1)), daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
@@ -87,7 +78,7 @@ def test_chain_that_has_ended_says_so_in_its_file_and_keeps_nothing(tmp_path: Pa
         chain.add(rank, link(1), set())
     for step in range(2, 9):
         chain.add(0, link(step), {1})
-    assert [*chain._units[0].pending, *chain._units[0].posted] == []
+    assert not chain._units[0].pending
     records = chain.take_records()
     for path in paths:
         CertificateFile(path).append(records, REPORT)
@@ -130,8 +121,8 @@ def test_value_of_a_number_is_on_the_cpu() -> None:
     found._certifier = Certifier(ParameterTable(), 0)
     with torch.device("meta"):
         found.add_value("loss", 1.0)
-    ((_, value),) = found._certifier.pop_values()
-    assert value.device.type == "cpu"
+    (value,) = found._certifier.pop_values()
+    assert value.tensor.device.type == "cpu"
 
 
 def test_late_report_does_not_replace_the_last_one(tmp_path: Path) -> None:
@@ -145,5 +136,78 @@ def test_late_report_does_not_replace_the_last_one(tmp_path: Path) -> None:
 
 
 def test_descriptors_stay_in_the_process() -> None:
-    exchange = Exchange(0, 1, dist.HashStore(), lambda q: q, lambda: None, lambda text: None)
-    assert not os.get_inheritable(exchange._bell)
+    assert not os.get_inheritable(make_exchange(0, 1)._bell)
+
+
+def test_nothing_is_kept_for_a_thread_that_has_ended() -> None:
+    """Such as that of a rank that found no rank 0."""
+    exchange = make_exchange(1, 2)
+    with mock.patch("meshplan.run._exchange._LOOKUP_SECONDS", -1.0):
+        exchange.start()
+        exchange.join(60)
+    for _ in range(3):
+        exchange.post(dict)
+    assert exchange._queue.empty()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def make_exchange(
+    rank: int, ranks: int, store: Any = None, changed: Callable[[], None] = lambda: None
+) -> Exchange:
+    store = store or dist.HashStore()
+    return Exchange(rank, ranks, store, lambda question: question, changed, lambda text: None)
+
+
+def start(store: dist.Store, changed: Callable[[], None]) -> Exchange:
+    found = make_exchange(0, 1, store, changed)
+    found.start()
+    return found
+
+
+def post(exchange: Exchange, step: int) -> None:
+    exchange.post(lambda: {"taken": {"": step}})
+    wait_until(lambda: exchange.ledger.taken.get(0) == {"": step})
+
+
+def test_report_changes_at_most_once_a_second() -> None:
+    calls: list[None] = []
+    began = time.monotonic()
+    exchange = start(dist.HashStore(), lambda: calls.append(None))
+    for step in range(50):
+        post(exchange, step)
+    exchange.stop()
+    assert 1 <= len(calls) <= 2 + time.monotonic() - began
+
+
+def test_stranger_ends_no_exchange() -> None:
+    """Half a message, and one that is no text."""
+    store = dist.HashStore()
+    with mock.patch.object(_exchange, "_RECEIVE_TIME", struct.pack("ll", 1, 0)):
+        exchange = start(store, lambda: None)
+        wait_until(lambda: store.check([_exchange._KEY]))
+        _, port, _ = json.loads(store.get(_exchange._KEY))
+        strangers = [socket.create_connection(("localhost", port)) for _ in range(2)]
+        for one, data in zip(strangers, (b"\0\0", b"\0\0\0\2\xff\xfe"), strict=True):
+            one.sendall(data)
+            assert one.recv(1) == b""
+        post(exchange, 1)
+        exchange.stop()
+    for one in strangers:
+        one.close()
+
+
+def test_reductions_of_live_memory_are_not_read_again_at_each_call() -> None:
+    table, given = ParameterTable(), [torch.ones(1) for _ in range(6)]
+    with mock.patch.object(_holders, "_REDUCED", 2):
+        table._most_reduced = 2
+        for one in given:
+            table.note_reduction([one], (0, 1))
+        before = table._reduced
+        table.note_reduction(given[:1], (0, 1))
+    assert table._reduced is before

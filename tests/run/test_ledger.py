@@ -16,6 +16,7 @@ from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
 from meshplan.run._snapshots import Snapshots
 from meshplan.testing import order_sensitive
+from tests.run.observing import flip
 
 
 class Ranks:
@@ -51,10 +52,6 @@ def values(seed: int = 0) -> dict[str, Tensor]:
     flat = order_sensitive(20_010, rank=0, world_size=1, seed=seed)
     small, weight, bias = flat.split([3, 20_000, 7])
     return {"small": small.clone(), "weight": weight.reshape(40, 500), "bias": bias.clone()}
-
-
-def flip(tensor: Tensor, element: int, bit: int = 0) -> None:
-    tensor.view(torch.int32).view(-1)[element] ^= 1 << bit
 
 
 @pytest.mark.parametrize("seed", range(4))

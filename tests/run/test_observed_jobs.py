@@ -10,27 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan._bits import bytes_of
-from meshplan.run import RunSettings
-from meshplan.run._observation import Observation, observe
+from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
+from tests.run.observing import flip, local_of, observe_ranks, observed
 
 pytestmark = pytest.mark.processes
 STEPS = 6
-
-
-def local_of(tensor: Any) -> Tensor:
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found.detach()
-
-
-def flip(tensor: Any) -> None:
-    local_of(tensor).view(torch.int32).view(-1)[5] ^= 1 << 10
 
 
 def wrap(kind: str, model: nn.Module) -> nn.Module:
@@ -56,52 +47,35 @@ def train(kind: str, fault: str = "", bad_rank: int = 1) -> list[bytes]:
                 dist.all_reduce(parameter.grad)
         now = fault if step == 3 and rank == bad_rank else ""
         if now == "gradient":
-            flip(weight.grad)
+            flip(weight.grad, 5, 10)
         elif now == "parameter":
-            flip(weight)
+            flip(weight, 5, 10)
         elif now == "optimizer state":
-            flip(optimizer.state[weight]["exp_avg"])
+            flip(optimizer.state[weight]["exp_avg"], 5, 10)
         if now != "skip":
             optimizer.step()
         optimizer.zero_grad()
     return [bytes_of(local_of(one)) for one in model.parameters()]
 
 
-def observed(settings: str) -> Observation:
-    """As in a job that initialises its group afterwards."""
-    found = observe(RunSettings.parse(settings))
-    found.start()
-    return found
-
-
-def run_observed(rank: int, kind: str, fault: str, settings: str) -> Any:
-    found = observed(settings)
-    bits = train(kind, fault)
-    return bits, found.finish(None)
-
-
 def reports(kind: str, fault: str = "", ranks: int = 3, settings: str = "gradients first=9") -> Any:
-    results = run_ranks(lambda rank: run_observed(rank, kind, fault, settings), ranks)
-    assert [report is None for _, report in results] == [rank > 0 for rank in range(ranks)]
-    return results[0][1]
+    return observe_ranks(lambda *_: train(kind, fault), ranks, settings)[1]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 3), ("by hand", 2), ("hsdp", 6)])
 def test_a_sound_job_is_compared_and_keeps_its_bits(kind: str, ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
 
-    def run(rank: int) -> Any:
-        alone = train(kind)
-        found = observed(f"report={path} gradients every=2 first=1")
-        bits = train(kind)
+    def job(rank: int, _: Observation) -> bool:
+        same = train(kind) == alone[rank]
         # As jobs end: the groups have gone when the report is made.
         dist.barrier()
         dist.destroy_process_group()
-        return alone == bits, found.finish(None)
+        return same
 
-    results = run_ranks(run, ranks)
-    assert [same for same, _ in results] == [True] * ranks
-    report = results[0][1]
+    alone = run_ranks(lambda _: train(kind), ranks)
+    results, report = observe_ranks(job, ranks, f"report={path} gradients every=2 first=1")
+    assert results == [True] * ranks
     assert json.loads(path.read_text(encoding="utf-8")) == report
     assert report["state"] == "ended"
     assert report["replicas"]["first_difference"] is None
@@ -150,10 +124,8 @@ def test_a_skipped_step_is_found_and_waits_for_no_rank() -> None:
 
 
 def test_reductions_under_the_contract_have_its_id() -> None:
-    results = run_ranks(
-        lambda rank: run_observed(rank, "ddp", "", "first=1"), 2, backend="meshplan"
-    )
-    (row,) = results[0][1]["reductions"]
+    report = observe_ranks(lambda *_: train("ddp"), 2, "first=1", backend="meshplan")[1]
+    (row,) = report["reductions"]
     assert (row["kind"], row["group_size"], row["calls"]) == ("contract", 2, STEPS)
     assert row["contract"].startswith("v1/")
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshplan.replicas._tensors import named_tensors
 from meshplan.run._holders import ParameterTable
+from meshplan.run._observation import Observation
 from tests.processes import run_ranks, warm_compiler
-from tests.run.test_observed_jobs import observed
+from tests.run.observing import backward, make_model, observe_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.processes
 class Container(Optimizer):
     """An optimizer for each parameter, as torchtitan's."""
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         every = list(params)
-        self.parts = [AdamW([one], lr=0.1) for one in every]
+        self.parts = [AdamW([one], lr=lr) for one in every]
         super().__init__(every, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -48,22 +48,21 @@ class Subclass(SGD):
 
 
 def test_only_outermost_steps_count() -> None:
-    def run(rank: int) -> Any:
-        found, taken = observed("first=9"), {}
+    def job(rank: int, found: Observation) -> Any:
+        taken = {}
         for kind in (SGD, Container, Subclass, AdamW):
-            model = DistributedDataParallel(nn.Linear(4, 4))
-            optimizer: Any = kind(model.parameters())
+            model, optimizer = make_model(kind=kind)
             if kind is AdamW:
                 # It steps with gradients of zero, so that there is a state to load into.
                 get_optimizer_state_dict(model, optimizer)
             for _ in range(3):
-                model(torch.ones(1, 4)).sum().backward()
+                backward(model)
                 optimizer.step()
                 optimizer.zero_grad()
             taken[kind.__name__] = found._steps[found._by_optimizer[optimizer]]
-        return taken, found.finish(None)
+        return taken
 
-    (taken, report), _ = run_ranks(run, 2)
+    (taken, _), report = observe_ranks(job)
     assert taken == dict.fromkeys(("SGD", "Container", "Subclass", "AdamW"), 3)
     assert report["replicas"]["first_difference"] is None
     # Two parameters of four models, and two states each of the container's and of AdamW's.
@@ -71,106 +70,92 @@ def test_only_outermost_steps_count() -> None:
 
 
 def test_steps_in_backward_count_for_each_parameter() -> None:
-    def run(rank: int) -> Any:
+    def job(*_: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates what it uses there
             from torch.distributed.optim import _apply_optimizer_in_backward
-        found = observed("first=9")
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         _apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
         for _ in range(3):
-            model(torch.ones(1, 4)).sum().backward()
-        return found.finish(None)
+            backward(model)
 
-    assert run_ranks(run, 2)[0]["steps"]["taken"] == {"0": 3, "1": 3}
+    assert observe_ranks(job)[1]["steps"]["taken"] == {"0": 3, "1": 3}
 
 
 def test_a_compiled_step_runs_and_is_not_observed() -> None:
-    def run(rank: int) -> Any:
-        found = observed("gradients first=9")
-        model = nn.Linear(4, 4)
-        optimizer = SGD(model.parameters(), lr=0.1)
+    def job(*_: Any) -> Any:
+        model, optimizer = make_model(ddp=False)
         step = torch.compile(lambda: optimizer.step(), backend="eager")
-        before = model.weight.detach().clone()
+        weight: Any = model.weight
+        before = weight.detach().clone()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates what it uses there
-            model(torch.ones(1, 4)).sum().backward()
+            backward(model)
             step()
-        return bool((model.weight == before - 0.1).all()), found.finish(None)
+        return bool((weight == before - 0.1).all())
 
     warm_compiler()
-    ((stepped, report),) = run_ranks(run, 1)
+    (stepped,), report = observe_ranks(job, 1, "gradients first=9")
     assert stepped
     note = "no optimizer step: steps that torch compiles are not observed"
     assert report["not_observed"] == [note]
 
 
 def test_two_optimizers_of_equal_models_are_told_apart() -> None:
-    def run(rank: int) -> Any:
-        found = observed("first=9")
-        models = [DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
-        optimizers = [SGD(one.parameters(), lr=0.1) for one in models]
+    def job(*_: Any) -> None:
+        pairs = [make_model() for _ in range(2)]
         for step in range(4):
-            for number, model in enumerate(models):
-                model(torch.ones(1, 4)).sum().backward()
+            for number, (model, optimizer) in enumerate(pairs):
+                backward(model)
                 # One of them steps half as often, as in adversarial training.
                 if step % 2 <= number:
-                    optimizers[number].step()
-                    optimizers[number].zero_grad()
-        return found.finish(None)
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-    report = run_ranks(run, 2)[0]
+    report = observe_ranks(job)[1]
     assert report["replicas"]["first_difference"] is None
     assert report["replicas"]["compared"] == 2 * (2 + 4)
     assert report["steps"]["unequal"] == []
 
 
 def test_a_forked_child_is_not_observed(tmp_path: Any) -> None:
-    path = tmp_path / "run.json"
-
-    def run(rank: int) -> Any:
-        found = observed(f"report={path} first=9")
-        model = nn.Linear(2, 2)
-        optimizer = SGD(model.parameters(), lr=0.1)
+    def job(rank: int, found: Observation) -> None:
+        _, optimizer = make_model(ddp=False)
         if (child := os.fork()) == 0:
             optimizer.step()
             os._exit(17 if found.finish(None) is None and not found._steps else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
         dist.barrier()
-        return found.finish(None)
 
-    assert run_ranks(run, 2)[0]["steps"]["taken"] == {"0": 0, "1": 0}
+    report = observe_ranks(job, settings=f"report={tmp_path / 'run.json'} first=9")[1]
+    assert report["steps"]["taken"] == {"0": 0, "1": 0}
 
 
 def test_reductions_without_memory_or_ranks_leave_the_job_alone() -> None:
     """A sparse tensor, and a group that torch has not registered, as torchft's."""
 
-    def run(rank: int) -> Any:
-        found = observed("")
+    def job(rank: int, _: Observation) -> Any:
         given = torch.eye(3).to_sparse()
         dist.all_reduce(given)
         store = dist.PrefixStore("own", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
         own = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
         tensor = torch.ones(2)
         own.allreduce([tensor]).wait()
-        return given.to_dense().diag().tolist(), tensor.tolist(), found.finish(None)
+        return given.to_dense().diag().tolist(), tensor.tolist()
 
-    (sparse, dense, report), _ = run_ranks(run, 2)
-    assert (sparse, dense) == ([2.0] * 3, [2.0] * 2)
+    results, report = observe_ranks(job, settings="")
+    assert results[0] == ([2.0] * 3, [2.0] * 2)
     assert report["reductions"]
 
 
 def test_sparse_gradient_leaves_the_other_tensors_compared() -> None:
-    def run(rank: int) -> Any:
-        found = observed("gradients first=9")
-        layers = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 4))
-        model = DistributedDataParallel(layers)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        model(torch.tensor([[1, 2]])).sum().backward()
+    def job(*_: Any) -> None:
+        layers = nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 4)
+        model, optimizer = make_model(layers=layers)
+        backward(model, torch.tensor([[1, 2]]))
         optimizer.step()
-        return found.finish(None)
 
-    report = run_ranks(run, 2)[0]
+    report = observe_ranks(job, settings="gradients first=9")[1]
     # Two gradients and three parameters.
     assert report["replicas"]["compared"] == 5
     (note,) = report["not_observed"]
@@ -178,62 +163,52 @@ def test_sparse_gradient_leaves_the_other_tensors_compared() -> None:
 
 
 def test_steps_over_a_smaller_default_group_are_not_compared() -> None:
-    def run(rank: int) -> Any:
-        found = observed("first=9")
-        model = nn.Linear(4, 4)
-        optimizer = SGD(model.parameters(), lr=0.1)
+    def job(*_: Any) -> None:
+        _, optimizer = make_model(ddp=False)
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         optimizer.step()
-        return found.finish(None)
 
-    notes = run_ranks(run, 2)[0]["not_observed"]
+    notes = observe_ranks(job)[1]["not_observed"]
     assert "steps over a later default group of other ranks" in notes
 
 
 def test_settings_that_torch_refuses_to_read_are_named_so() -> None:
-    def run(rank: int) -> Any:
+    def job(*_: Any) -> None:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        found = observed("")
-        return found.finish(None)
 
-    report = run_ranks(run, 2)[0]
+    report = observe_ranks(job, settings="")[1]
     assert "unreadable" in report["settings"].values()
     assert [len(ranks) for ranks in report["hosts"].values()] == [2]
 
 
 def test_a_failing_observer_is_noted_and_never_raises() -> None:
-    def run(rank: int) -> Any:
-        found = observed("first=9")
-        model = DistributedDataParallel(nn.Linear(4, 4))
-        optimizer = SGD(model.parameters(), lr=0.1)
+    def job(rank: int, found: Observation) -> None:
+        model, optimizer = make_model()
         found._snapshots.take = None  # type: ignore[method-assign,assignment]
-        model(torch.ones(1, 4)).sum().backward()
+        backward(model)
         optimizer.step()
-        return found.finish(None)
 
-    (note,) = run_ranks(run, 2)[0]["not_observed"]
+    (note,) = observe_ranks(job)[1]["not_observed"]
     assert note == "TypeError: 'NoneType' object is not callable"
 
 
 def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
     """Wherever in the hook it arrives: also where an error of the hook itself is passed over."""
 
-    def run(rank: int) -> Any:
+    def job(rank: int, found: Observation) -> list[str]:
         class Handler:
             def stop(self, *_: Any) -> None:
                 raise TimeoutError("of the job")
 
             __call__ = stop
 
-        found, seen = observed("first=9"), []
-        model = DistributedDataParallel(nn.Linear(4, 4))
-        optimizer = SGD(model.parameters(), lr=0.1)
-        handler = Handler()
-
         def arrive(*_: Any) -> None:
             signal.raise_signal(signal.SIGUSR1)
 
+        seen: list[str] = []
+        _, optimizer = make_model()
+        handler = Handler()
         places: list[tuple[Any, str]] = [
             (found, "_is_observed"),
             (found._parameters, "note_reduction"),
@@ -249,9 +224,9 @@ def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
                         seen.append(str(error))
         with mock.patch.object(found, "_is_observed", side_effect=TimeoutError("of the hook")):
             optimizer.step()
-        return seen, found.finish(None)
+        return seen
 
-    (seen, report), _ = run_ranks(run, 2)
+    (seen, _), report = observe_ranks(job)
     assert seen == ["of the job"] * 6
     assert "TimeoutError: of the hook" in report["not_observed"]
 
@@ -264,14 +239,13 @@ def test_meshes_in_a_whole_graph_are_compiled_as_before() -> None:
         whole: Tensor = total.to_local()
         return whole + mesh._flatten("ab").size() + part.size()
 
-    def run(rank: int) -> Any:
-        observed("first=9")
+    def job(*_: Any) -> Any:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
         compiled = torch.compile(reduce, backend="aot_eager", fullgraph=True)
         return compiled(torch.ones(2), mesh).tolist()
 
     warm_compiler()
-    assert run_ranks(run, 2) == [[6.0, 6.0]] * 2
+    assert observe_ranks(job)[0] == [[6.0, 6.0]] * 2
 
 
 def test_holders_by_mesh_and_by_module_add_up() -> None:

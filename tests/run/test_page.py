@@ -8,8 +8,7 @@ from typing import Any
 
 from meshplan.layout import Layout
 from meshplan.run._hazards import describe_hazards
-from meshplan.run._page import save_page
-from meshplan.run._verdict import format_verdict
+from meshplan.run._verdict import format_verdict, write_verdict
 from meshplan.topology._locate import RankLocation
 from tests.test_run_verdict import DIFFERENCE, OUTSIDE, report
 
@@ -50,7 +49,7 @@ def page(folder: Path, difference: dict[str, Any] | None, **changes: Any) -> str
     settings = {"threads": 1, "NCCL_ALGO": None}
     found = report(difference, hazards=hazards, command=["train.py"], settings=settings)
     found = found | {"reductions": rows} | changes
-    save_page(str(folder / "run.html"), found, format_verdict(found), *judged)
+    write_verdict(str(folder / "run.html"), found, format_verdict(found), *judged)
     return (folder / "run.html").read_text(encoding="utf-8")
 
 
@@ -68,7 +67,7 @@ def test_page_has_every_part(tmp_path: Path) -> None:
         "<td>ranks that agree</td><td>rank 1; ranks 0, 2-3</td>",
         'class="error">error MP101</span>',
         "<td>train.py:3 main (DTensor)</td><td>all_reduce sum</td>",
-        "<td>threads</td><td>1</td><td>1 on ranks 0-2; 2 on rank 3</td>",
+        "<td>threads</td><td>1</td><td>1 on ranks 0-2, 2 on rank 3</td>",
         "<td>NCCL_ALGO</td><td>not set</td>",
         "<li>NVLink domains: no GPU</li>",
     ):
@@ -91,7 +90,7 @@ def test_texts_of_the_job_are_no_markup(tmp_path: Path) -> None:
 
 def test_job_without_meshes_has_a_page(tmp_path: Path) -> None:
     found = report(command=[], settings={}, not_observed=[], reductions=[])
-    save_page(str(tmp_path / "a.html"), found, format_verdict(found), (), ())
+    write_verdict(str(tmp_path / "a.html"), found, format_verdict(found), (), ())
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert Tags(text).open == []
     assert "<svg" not in text

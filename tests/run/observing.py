@@ -1,0 +1,62 @@
+"""Jobs of several ranks, observed from before their first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from meshplan.run import RunSettings
+from meshplan.run._observation import Observation, observe
+from tests.processes import run_ranks
+
+
+def local_of(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def flip(tensor: Any, element: int = 0, bit: int = 0) -> None:
+    """Flip a bit of this rank's part."""
+    local_of(tensor).view(torch.int32).view(-1)[element] ^= 1 << bit
+
+
+def observed(settings: str = "first=9") -> Observation:
+    """As in a job that initialises its group afterwards."""
+    found = observe(RunSettings.parse(settings))
+    found.start()
+    return found
+
+
+def observe_ranks(
+    job: Callable[[int, Observation], Any],
+    ranks: int = 2,
+    settings: str = "first=9",
+    **options: Any,
+) -> tuple[list[Any], Any]:
+    """What a job returns on its ranks, and rank 0's report."""
+
+    def run(rank: int) -> Any:
+        found = observed(settings)
+        return job(rank, found), found.finish(None)
+
+    results = run_ranks(run, ranks, **options)
+    assert [report is None for _, report in results] == [rank > 0 for rank in range(ranks)]
+    return [one for one, _ in results], results[0][1]
+
+
+def make_model(
+    *, kind: Callable[..., Optimizer] = SGD, ddp: bool = True, layers: Iterable[nn.Module] = ()
+) -> tuple[nn.Module, Any]:
+    """A model of four columns, and its optimizer."""
+    model = nn.Sequential(*layers) if layers else nn.Linear(4, 4)
+    whole: nn.Module = DistributedDataParallel(model) if ddp else model
+    return whole, kind(whole.parameters(), lr=0.1)
+
+
+def backward(model: nn.Module, inputs: Tensor | None = None) -> None:
+    model(torch.ones(1, 4) if inputs is None else inputs).sum().backward()
