@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import expecttest
 import pytest
 
 from meshplan.run import RunSettings
+from meshplan.run._job import ObservedJob
 from tests.cli import meshplan
 from tests.test_run_verdict import report
 
@@ -137,40 +139,39 @@ def test_strict_replaces_a_status_of_zero(folder: Path, words: str, status: int)
     assert start(folder, "-c", COMMAND, "run", "--strict", *words.split())[0] == status
 
 
-def test_forked_child_has_no_verdict() -> None:
-    from meshplan.run._job import ObservedJob
-
-    with mock.patch("meshplan.run._job.observe") as observe:
-        observe.return_value.finish.return_value = report()
-        job = ObservedJob(RunSettings(strict=True))
-        with mock.patch("meshplan.run._job.os.getpid", return_value=os.getpid() + 1):
-            assert job.finish(None) == 0
-        observe.return_value.finish.assert_not_called()
-        assert (job.finish(ValueError()), job.finish(None)) == (0, 3)
+@pytest.fixture
+def observe() -> Iterator[Any]:
+    with mock.patch("meshplan.run._job.observe") as found:
+        yield found
 
 
-def test_report_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshplan.run._job import ObservedJob
+def test_forked_child_has_no_verdict(observe: Any) -> None:
+    observe.return_value.finish.return_value = report()
+    job = ObservedJob(RunSettings(strict=True))
+    with mock.patch("meshplan.run._job.os.getpid", return_value=os.getpid() + 1):
+        assert job.finish(None) == 0
+    observe.return_value.finish.assert_not_called()
+    assert (job.finish(ValueError()), job.finish(None)) == (0, 3)
 
+
+def test_report_keeps_its_folder(
+    observe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with mock.patch("meshplan.run._job.observe") as observe:
-        ObservedJob(RunSettings(report="run.json"))
-        ObservedJob(RunSettings(report="run.json"), "/elsewhere")
+    for folder in ("", "/elsewhere"):
+        ObservedJob(RunSettings(report="run.json"), folder)
     reports = [one.args[0].report for one in observe.call_args_list]
     assert reports == [str(tmp_path / "run.json"), "/elsewhere/run.json"]
 
 
-def test_fault_of_the_observation_does_not_fail_the_job(capsys: Any) -> None:
-    from meshplan.run._job import ObservedJob
-
-    with mock.patch("meshplan.run._job.observe") as observe:
-        observe.return_value.finish.side_effect = [{}, OSError("no space"), None]
-        job = ObservedJob(RunSettings(strict=True))
-        observe.return_value.rank, observe.return_value.notes = 0, []
-        assert [job.finish(None), job.finish(ValueError()), job.finish(None)] == [3, 0, 3]
-        observe.return_value.finish.side_effect = None
-        observe.return_value.finish.return_value, observe.return_value.rank = None, 1
-        assert job.finish(None) == 0
+def test_fault_of_the_observation_does_not_fail_the_job(observe: Any, capsys: Any) -> None:
+    found = observe.return_value
+    found.finish.side_effect = [{}, OSError("no space"), None]
+    found.rank, found.notes = 0, []
+    job = ObservedJob(RunSettings(strict=True))
+    assert [job.finish(None), job.finish(ValueError()), job.finish(None)] == [3, 0, 3]
+    found.finish.side_effect, found.finish.return_value, found.rank = None, None, 1
+    assert job.finish(None) == 0
     assert capsys.readouterr().err.splitlines() == [
         "[meshplan] no verdict: KeyError: 'replicas'",
         "[meshplan] no verdict: OSError: no space",

@@ -30,19 +30,16 @@ HEAD = "meshplan certificate"
 _PENDING = 2000
 
 
-@dataclass(slots=True)
-class _Step:
-    words: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by rank and share
-    done: set[int] = field(default_factory=set)  # ranks that post nothing more
+# By rank and share, words and the count of their elements.
+_Posts = dict[int, dict[str, tuple[Tensor, int]]]
 
 
 @dataclass(slots=True)
 class _Unit:
     """The steps of one optimizer."""
 
-    pending: dict[int, _Step] = field(default_factory=dict)
-    ranks: set[int] = field(default_factory=set)
-    idle: dict[int, int] = field(default_factory=dict)  # ranks, and since which step
+    pending: dict[int, _Posts] = field(default_factory=dict)  # by step
+    reached: dict[int, float] = field(default_factory=dict)  # by rank, the last complete step
     listed: tuple[list[str], dict[str, str]] = ([], {})  # certified, and why others are not
     link: str = ""
     links: int = 0
@@ -61,31 +58,30 @@ class Chain:
         self._numels: dict[str, int] = {}  # the count of all their elements
         self._counts: dict[tuple[str, int], int] = {}  # by share and rank
         self._left: dict[str, str] = {}
-        self._unnamed: set[str] = set()  # shares that only later replicas have declared
+        # Shares that only later replicas have declared, by optimizer and step.
+        self._unnamed: dict[str, tuple[int, int]] = {}
 
     def add(self, rank: int, post: Message, ended: Set[int]) -> None:
         """Read what a rank posts for a step; ``ended`` post nothing more."""
+        number, last = post["step"], post["last"]
         unit = self._units.setdefault(post["unit"], _Unit())
-        unit.ranks.add(rank)
         for name, (count, keys) in post["declared"].items():
             self._counts[name, rank] = count
             about = name.split()[0]
-            self._unnamed.add(about)
+            if about not in self._keys:
+                self._unnamed.setdefault(about, (post["unit"], number))
             if keys:
+                self._unnamed.pop(about, None)
                 self._keys[about] = keys
                 self._numels[about] = sum(map(_count_elements, keys))
-        self._unnamed -= self._keys.keys()
         self._left |= post["left"]
         if unit.ended:
             return
-        number, last = post["step"], post["last"]
-        step = unit.pending.setdefault(number, _Step())
-        words = {name: _decode(text) for name, text in post["words"].items()}
-        step.words.setdefault(rank, {}).update(words)
-        step.done |= {rank} if last else set()
-        unit.idle.pop(rank, None)
-        if post["idle"] and last:
-            unit.idle[rank] = number
+        # A rank posts its steps in order; one without shares posts no other.
+        unit.reached[rank] = math.inf if last and post["idle"] else number - (not last)
+        mine = unit.pending.setdefault(number, {}).setdefault(rank, {})
+        for name, text in post["words"].items():
+            mine[name] = _decode(text), self._counts[name, rank]
         if number <= unit.made:
             unit.ended = f"rank {rank} posted step {number} after its link was made"
         elif len(unit.pending) > _PENDING:
@@ -97,30 +93,28 @@ class Chain:
         for number, unit in self._units.items():
             while unit.pending and not unit.ended:
                 first = min(unit.pending)
-                idle = {rank for rank, since in unit.idle.items() if since <= first}
-                done = unit.pending[first].done | idle
+                done = {rank for rank, step in unit.reached.items() if step >= first}
                 if len(done | ended) < self._world_size:
                     break
                 # A rank that never posted may have no such optimizer.
-                if stopped := (unit.ranks & ended) - done:
+                if stopped := (unit.reached.keys() & ended) - done:
                     shown = ", ".join(format_runs(stopped))
                     unit.ended = f"no step {first} on ranks {shown}"
                 else:
                     unit.made = first
-                    posts = unit.pending.pop(first).words
-                    self._make_link(number, unit, first, posts)
+                    self._make_link(number, unit, first, unit.pending.pop(first))
             if unit.ended and unit.pending:
                 unit.pending.clear()
                 self._records.append({"optimizer": number, "ended": unit.ended})
 
-    def _make_link(
-        self, number: int, unit: _Unit, step: int, posts: dict[int, dict[str, Tensor]]
-    ) -> None:
+    def _make_link(self, number: int, unit: _Unit, step: int, posts: _Posts) -> None:
         totals, reasons = self._add_up(posts)
         refused = {key: why for one, why in reasons.items() for key in self._keys.get(one, [one])}
         refused |= self._left
-        why = "the first rank of their replicas lacks them"
-        refused |= {f"tensors {one}": why for one in sorted(self._unnamed)}
+        why = "not listed by the first rank of their replicas"
+        for one, (optimizer, since) in self._unnamed.items():
+            if optimizer == number and since <= step:
+                refused[f"tensors {one}"] = why
         keys = [key for one in totals for key in self._keys[one]]
         tables = [row for words in totals.values() for row in words[1:].tolist()]
         head: Message = {"optimizer": number, "step": step}
@@ -138,9 +132,7 @@ class Chain:
             record["tensors"] = [_hex(row) for _, row in sorted(zip(keys, tables, strict=True))]
         self._records.append(record)
 
-    def _add_up(
-        self, posts: dict[int, dict[str, Tensor]]
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def _add_up(self, posts: _Posts) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Words by list of tensors, and reasons why some are not certified."""
         shares: dict[str, list[int]] = {}
         for rank, words in posts.items():
@@ -151,13 +143,13 @@ class Chain:
             for key in self._keys.get(one, ()):
                 names.setdefault(key.rpartition(" ")[0], set()).add(one)
         why = "ranks have other lists of tensors with the same name"
-        reasons = {one: why for found in names.values() if len(found) > 1 for one in found}
+        reasons = {one: why for some in names.values() if len(some) > 1 for one in some}
         totals: dict[str, Tensor] = {}
         for name, ranks in shares.items():
-            one, parts = name.split()[0], [posts[rank][name] for rank in ranks]
-            total = torch.stack([part[: min(map(len, parts))] for part in parts]).sum(0)
-            counts = sum(self._counts[name, rank] for rank in ranks)
-            if counts != self._numels.get(one):
+            one, found = name.split()[0], [posts[rank][name] for rank in ranks]
+            rows = min(len(words) for words, _ in found)
+            total = torch.stack([words[:rows] for words, _ in found]).sum(0)
+            if sum(count for _, count in found) != self._numels.get(one):
                 shown = ", ".join(format_runs(ranks))
                 reasons.setdefault(one, f"ranks {shown} posted a part of the elements, or copies")
             elif not torch.equal(totals.setdefault(one, total)[0], total[0]):

@@ -278,26 +278,23 @@ class Observation:
             if self._is_saved:
                 return
             self._is_saved = report["state"] != "running"
-            writers: list[tuple[str, Callable[[], None]]] = []
-            if self._certificate is not None:
-                writers.append(("certificate", lambda: self._append(report)))
-            if (path := self.settings.report) is not None:
-                writers.append(("report", lambda: write_file(path, json.dumps(report, indent=1))))
-            for what, write in writers:
+            for what in ("certificate", "report"):
                 try:
-                    write()
+                    self._save_one(what, report)
                 except OSError as fault:
                     # Later reports have this too.
                     self._note(f"the {what} could not be written: {fault}")
                     notes = dict.fromkeys(report["not_observed"] + self.notes)
                     report["not_observed"] = list(notes)
 
-    def _append(self, report: dict[str, Any]) -> None:
-        assert self._exchange is not None
-        assert self._certificate is not None
-        with self._exchange.lock:
-            records = self._exchange.ledger.chain.take_records()
-        self._certificate.append(records, report)
+    def _save_one(self, what: str, report: dict[str, Any]) -> None:
+        if what == "report" and self.settings.report is not None:
+            write_file(self.settings.report, json.dumps(report, indent=1))
+        elif what == "certificate" and self._certificate is not None:
+            assert self._exchange is not None
+            with self._exchange.lock:
+                records = self._exchange.ledger.chain.take_records()
+            self._certificate.append(records, report)
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None

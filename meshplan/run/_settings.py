@@ -10,34 +10,21 @@ from meshplan.errors import PolicyError
 
 
 class RunSettings(NamedTuple):
-    """How to observe a job.
-
-    Attributes:
-        report: path of the JSON report, which rank 0 writes again at each observed step.
-        every: optimizer steps from one comparison of replicas to the next.
-        first: how many steps at the start are compared, each of them.
-        gradients: compare gradients before each observed step too.
-        strict: exit with status 3 if replicas differ or a reduction is outside the contract.
-        html: path of a page for browsers, which rank 0 writes at the end.
-        backend: of the default group, ``meshplan``; ``None`` leaves the job's own.
-        certify: path of the certificate, to which rank 0 adds a link for each step.
-    """
+    """How to observe a job; the options of the command describe each."""
 
     report: str | None = None
     every: int = 100
-    first: int = 3
+    first: int = 3  # steps at the start that are compared, each of them
     gradients: bool = False
     strict: bool = False
     html: str | None = None
-    backend: str | None = None
+    backend: str | None = None  # ``None`` leaves the job's own
     certify: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> RunSettings:
-        """The settings of a text such as ``report=run.json every=50 gradients strict``.
-
-        Raises:
-            PolicyError: an unknown key, or a value that the key does not accept.
+        """The settings of a text such as ``report=run.json every=50 gradients strict``;
+        ``PolicyError`` for an unknown key, or a value that the key does not accept.
         """
         found: dict[str, str | int | bool] = {}
         try:

@@ -60,3 +60,9 @@ def make_model(
 
 def backward(model: nn.Module, inputs: Tensor | None = None) -> None:
     model(torch.ones(1, 4) if inputs is None else inputs).sum().backward()
+
+
+def take_step(model: nn.Module, optimizer: Any) -> None:
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()

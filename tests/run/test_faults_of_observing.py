@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshplan.run import RunSettings, _exchange, _holders
 from meshplan.run._certificate import Certifier
@@ -105,7 +105,27 @@ def test_tensors_that_the_first_replica_lacks_are_listed() -> None:
     chain.add(1, link(1, declared={"c d": [0, []]}, words={}), set())
     found = chain.describe()
     assert found["links"] == 1
-    assert list(found["not_certified"].values()) == ["the first rank of their replicas lacks them"]
+    assert list(found["not_certified"].values()) == [
+        "not listed by the first rank of their replicas"
+    ]
+
+
+def test_later_steps_of_a_rank_change_no_earlier_link() -> None:
+    chain = Chain(2)
+    chain.add(0, link(1), set())
+    chain.add(0, link(2, declared={"a b": [1, []], "c d": [0, []]}), set())
+    chain.add(1, link(1, declared={}, words={}), set())
+    found = chain.describe()
+    assert (found["links"], found["not_certified"]) == (1, {})
+
+
+def test_idle_rank_that_posts_again_ends_no_chain() -> None:
+    chain = Chain(2)
+    for step in (1, 3):
+        chain.add(1, link(step, declared={}, words={}, idle=step == 1), set())
+    for step in (1, 2, 3):
+        chain.add(0, link(step), set())
+    assert chain.describe()["links"] == 3
 
 
 def test_values_without_a_step_are_bounded() -> None:
@@ -211,3 +231,26 @@ def test_reductions_of_live_memory_are_not_read_again_at_each_call() -> None:
         before = table._reduced
         table.note_reduction(given[:1], (0, 1))
     assert table._reduced is before
+
+
+def test_buffer_of_two_modules_is_read_once() -> None:
+    shared = nn.BatchNorm1d(2, affine=True)
+    table, outer = ParameterTable(), [nn.ModuleList([shared]) for _ in range(2)]
+    for one in outer:
+        _holders._remember_module(one)
+    table.refresh()
+    assert len(list(table.buffers_beside([shared.weight]))) == 3
+
+
+def test_counter_of_steps_on_a_mesh_is_not_read() -> None:
+    """To read a DTensor may take a collective."""
+
+    class Counter(Tensor):
+        def item(self) -> Any:
+            raise AssertionError
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight]["step"] = torch.ones(()).as_subclass(Counter)
+    found = Observation(RunSettings(certify="a"))
+    assert found._find_offset(optimizer, found._unit_of(optimizer)) == 0

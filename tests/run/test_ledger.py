@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from meshplan.replicas._tensors import NamedTensor
-from meshplan.run import _ledger
+from meshplan.run import _ledger, _snapshots
 from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
 from meshplan.run._snapshots import Snapshots
 from meshplan.testing import order_sensitive
 from tests.run.observing import flip
+
+Change = Callable[[dict[str, Tensor], int], object]
+FINAL = {"final": {"notes": [], "rows": []}}
 
 
 class Ranks:
@@ -42,6 +46,18 @@ class Ranks:
         self.sent += len(json.dumps(message))
         for asked, question in self.ledger.add(rank, json.loads(json.dumps(message))):
             self.deliver(asked, self.snapshots[asked].answer(json.loads(json.dumps(question))))
+
+    def step(self, step: int, change: Change | None = None, kind: str = "parameter") -> None:
+        """A step of all ranks, whose tensors ``change`` may change on a rank."""
+        for rank in self.ranks:
+            tensors = values(step)
+            if change is not None:
+                change(tensors, rank)
+            self.deliver(rank, self.post(rank, step, tensors, kind))
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            self.deliver(rank, FINAL)
 
     @property
     def first(self) -> Any:
@@ -81,23 +97,19 @@ def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
 
 
 def test_replicas_that_started_apart_and_that_drift_are_told_apart() -> None:
-    causes = []
-    for change in (lambda one, rank: one * (-1) ** rank, lambda one, rank: one * (1 + rank * 3e-7)):
+    def cause(factor: Callable[[int], float]) -> Any:
         found = Ranks(4)
-        for rank in found.ranks:
-            tensors = {name: change(one, rank) for name, one in values().items()}
-            found.deliver(rank, found.post(rank, 1, tensors))
-        causes.append(found.first["cause"])
-    assert causes == ["never equal", "order"]
+        found.step(1, lambda tensors, rank: [t.mul_(factor(rank)) for t in tensors.values()])
+        return found.first["cause"]
+
+    assert cause(lambda rank: (-1) ** rank) == "never equal"
+    assert cause(lambda rank: 1 + rank * 3e-7) == "order"
 
 
 def test_a_gradient_of_the_same_step_comes_before_its_parameter() -> None:
     found = Ranks(2)
     for kind in ("parameter", "gradient"):
-        for rank in found.ranks:
-            tensors = values()
-            flip(tensors["small"], 0, rank)
-            found.deliver(rank, found.post(rank, 1, tensors, kind))
+        found.step(1, lambda tensors, rank: flip(tensors["small"], 0, rank), kind)
     assert found.first["kind"] == "gradient"
 
 
@@ -132,11 +144,8 @@ def test_a_rank_that_steps_less_often_is_not_waited_for(monkeypatch: pytest.Monk
     held = found.ledger.sets["the parameters"].pending
     assert list(held) == [8, 9, 10, 11]
     for rank in found.ranks:
-        final = {
-            "final": {"notes": [], "rows": []},
-            "taken": {"the parameters": 3 if rank == 1 else 11},
-        }
-        found.deliver(rank, final)
+        taken = {"the parameters": 3 if rank == 1 else 11}
+        found.deliver(rank, FINAL | {"taken": taken})
     steps = found.ledger.describe_steps()
     assert (steps["compared"], steps["not_compared"]) == (3, 8)
     assert steps["unequal"] == [{"tensors": 3, "taken": {"11": [0, 2], "3": [1]}}]
@@ -149,7 +158,7 @@ def test_rank_that_vanished_keeps_no_rank_waiting() -> None:
     found = Ranks(3)
     for rank in (0, 1):
         found.deliver(rank, found.post(rank, 1, values()))
-        found.deliver(rank, {"final": {"notes": [], "rows": []}})
+        found.deliver(rank, FINAL)
     assert found.ledger.find_clear() == set()
     assert found.ledger.find_clear({2}) == {0, 1}
 
@@ -161,19 +170,15 @@ def test_rank_with_another_list_of_tensors_took_no_other_number_of_steps() -> No
         if rank == 1:
             post["posts"][0]["set"] = "in another order"
             post["taken"] = {"in another order": 1}
-        final = {"final": {"notes": [], "rows": []}}
-        found.deliver(rank, post | final | {"taken": post["taken"] | {"": 1}})
+        found.deliver(rank, post | FINAL | {"taken": post["taken"] | {"": 1}})
     assert found.ledger.describe_steps()["unequal"] == []
     assert found.ledger.find_unposted()
 
 
 def test_replicas_that_agreed_before_did_not_start_apart() -> None:
     found = Ranks(4)
-    for step in (1, 2):
-        for rank in found.ranks:
-            sign = (-1) ** rank if step == 2 else 1
-            tensors = {name: one * sign for name, one in values(step).items()}
-            found.deliver(rank, found.post(rank, step, tensors))
+    found.step(1)
+    found.step(2, lambda tensors, rank: [t.mul_((-1) ** rank) for t in tensors.values()])
     assert (found.first["step"], found.first["cause"]) == (2, None)
 
 
@@ -181,26 +186,20 @@ def test_ranks_that_were_not_heard_to_the_end_are_named() -> None:
     ledger = Ledger(3)
     for rank in (0, 1):
         ledger.add(rank, {"hello": {"location": {"name": "a"}, "settings": {}}})
-    ledger.add(0, {"final": {"notes": [], "rows": []}})
+    ledger.add(0, FINAL)
     own = {"notes": [], "rows": [], "uses": {}, "backend": "gloo", "seconds_per_step": None}
     notes = ["rank 2: posted nothing", "rank 1: not heard to the end"]
     assert build(ledger, own, "ended", None)[0]["not_observed"] == notes
     assert build(ledger, own, "running", None)[0]["not_observed"] == []
 
 
-def test_tensors_that_are_gone_are_named_without_elements() -> None:
+def test_tensors_that_are_gone_are_named_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_snapshots, "COPIED_BYTES", 0)
     found = Ranks(2)
-    for rank in found.ranks:
-        tensors = values()
-        flip(tensors["bias"], 2, rank)
-        message = found.post(rank, 1, tensors)
-        for snapshot in found.snapshots[rank]._kept.values():
-            snapshot.copies = []
-        found.deliver(rank, message)
+    found.step(1, lambda tensors, rank: flip(tensors["bias"], 2, rank))
     assert (found.first["tensor"], found.first["elements"]) == ("bias", None)
     assert found.ledger.find_clear() == set()
-    for rank in found.ranks:
-        found.deliver(rank, {"final": {"notes": [], "rows": []}})
+    found.end()
     assert found.ledger.find_clear() == {0, 1}
 
 

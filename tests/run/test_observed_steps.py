@@ -24,7 +24,7 @@ from meshplan.replicas._tensors import named_tensors
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
 from tests.processes import run_ranks, warm_compiler
-from tests.run.observing import backward, make_model, observe_ranks
+from tests.run.observing import backward, make_model, observe_ranks, take_step
 
 pytestmark = pytest.mark.processes
 
@@ -56,9 +56,7 @@ def test_only_outermost_steps_count() -> None:
                 # It steps with gradients of zero, so that there is a state to load into.
                 get_optimizer_state_dict(model, optimizer)
             for _ in range(3):
-                backward(model)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer)
             taken[kind.__name__] = found._steps[found._by_optimizer[optimizer]]
         return taken
 
@@ -186,8 +184,7 @@ def test_a_failing_observer_is_noted_and_never_raises() -> None:
     def job(rank: int, found: Observation) -> None:
         model, optimizer = make_model()
         found._snapshots.take = None  # type: ignore[method-assign,assignment]
-        backward(model)
-        optimizer.step()
+        take_step(model, optimizer)
 
     (note,) = observe_ranks(job)[1]["not_observed"]
     assert note == "TypeError: 'NoneType' object is not callable"
