@@ -64,7 +64,12 @@ class ObservedFacts(JobFacts):
     """Those of the linter, with only the reductions that ran; a trial of another mesh has all."""
 
     def __init__(
-        self, job: Job, cluster: Cluster, ran: Collection[Ran] = (), *, is_trial: bool = False
+        self,
+        job: Job,
+        cluster: Cluster,
+        ran: Collection[Ran] = (),
+        *,
+        is_trial: bool = False,
     ) -> None:
         super().__init__(job, cluster, is_trial=is_trial)
         self._ran = ran

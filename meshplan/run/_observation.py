@@ -77,7 +77,7 @@ class Observation:
         self._step_times: list[float] = []  # of the first and the last step
         self._coverage = coverage()
         self._lock = threading.RLock()
-        self._ended = self._is_saved = False
+        self._starting = self._ended = self._is_saved = False
         self._saving = threading.Lock()
         self._report: dict[str, Any] | None = None
         self.judged = Judged()
@@ -85,19 +85,34 @@ class Observation:
     def start(self) -> None:
         """Begin, if there is a process group and this has not begun."""
         with self._lock:
-            if self._exchange is not None or not dist.is_initialized() or self._ended:
+            # A signal handler may come here meanwhile.
+            begun = self._starting or self._exchange is not None
+            if begun or self._ended or not dist.is_initialized():
                 return
-            self._backend, self.rank = dist.get_backend(), dist.get_rank()
-            place = locate_rank(os.environ).to_json()
-            hello = {"location": place, "settings": read_settings()}
-            store, handlers = default_store(), (self._snapshots.answer, self._write, self._note)
-            exchange = Exchange(self.rank, dist.get_world_size(), store, *handlers)
-            self._exchange = exchange
-            if self.settings.certify is not None:
-                self._certifier = Certifier(self._parameters, self.rank)
-            exchange.post(lambda: {"hello": hello})
-            exchange.start()
+            self._starting = True
+            try:
+                self._start()
+            finally:
+                self._starting = False
         self._coverage.start().open_step = self._reductions
+
+    def _start(self) -> None:
+        self._backend, self.rank = dist.get_backend(), dist.get_rank()
+        place = locate_rank(os.environ).to_json()
+        hello = {"location": place, "settings": read_settings()}
+        exchange = Exchange(
+            self.rank,
+            dist.get_world_size(),
+            default_store(),
+            self._snapshots.answer,
+            self._write,
+            self._note,
+        )
+        if self.settings.certify is not None:
+            self._certifier = Certifier(self._parameters, self.rank)
+        exchange.post(lambda: {"hello": hello})
+        self._exchange = exchange
+        exchange.start()
 
     def call(self, observe: Callable[[Observation], None]) -> None:
         """Call an observer, which never raises into the job, nor runs in a forked child of it. What

@@ -106,8 +106,11 @@ def build(
 def write_file(path: str, text: str) -> None:
     """Replace a file at once, so that readers never see a part of it."""
     partial = Path(f"{path}.{os.getpid()}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _key(row: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from meshplan.run._compare import compare_files
 from meshplan.run._exchange import Exchange
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
+from meshplan.run._report import write_file
 from tests.test_run_verdict import report
 
 REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
@@ -53,6 +54,21 @@ def test_signal_handler_may_reduce_while_a_reduction_is_noted() -> None:
     assert not thread.is_alive()
 
 
+def test_signal_handler_that_steps_starts_no_second_thread() -> None:
+    module = "meshplan.run._observation"
+    with (
+        mock.patch(f"{module}.dist"),
+        mock.patch(f"{module}.default_store"),
+        mock.patch(f"{module}.Exchange") as exchange,
+        mock.patch(f"{module}.locate_rank") as locate,
+    ):
+        found = Observation(RunSettings())
+        found._coverage = mock.MagicMock()
+        locate.side_effect = lambda _: (found.start(), mock.MagicMock())[1]
+        found.start()
+    exchange.assert_called_once()
+
+
 def test_certificate_has_what_could_not_be_written_at_first(tmp_path: Path) -> None:
     """A disk that is full for a while cuts a line and loses no link."""
     path = tmp_path / "a"
@@ -70,6 +86,13 @@ def test_certificate_has_what_could_not_be_written_at_first(tmp_path: Path) -> N
     file.append(lines[30:], REPORT)
     written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert written[1:] == lines
+
+
+def test_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_file(str(tmp_path / "run.json"), "text")
+    assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_chain_that_has_ended_says_so_in_its_file_and_keeps_nothing(tmp_path: Path) -> None:
