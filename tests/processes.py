@@ -245,9 +245,13 @@ def child(
     # Collections of a rank leave alone what its parent has made: they would copy all its pages.
     gc.freeze()
     # A forked rank starts with what earlier tests of its parent left in the report, in torch's count
-    # of groups and in the compiler.
+    # of groups, in its steps of redistributions and in the compiler.
     meshplan.clear_report()
     dist.distributed_c10d._world.group_count = 0
+    if redistribute := sys.modules.get("torch.distributed.tensor._redistribute"):
+        # With shapes of the rank that the parent has simulated over an equal mesh.
+        redistribute._gen_transform_infos.cache_clear()
+        redistribute.clear_redistribute_planner_cache()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     os.environ["MESHPLAN_TEST_STORE"] = store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from expecttest import TestCase
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -147,3 +148,27 @@ def test_lengths_are_those_of_this_rank_and_not_of_one_simulated_before() -> Non
             dist.destroy_process_group()
 
     run_ranks(ranks, 1, init=False)
+
+
+def test_shards_are_moved_as_those_of_this_rank_after_it_was_another() -> None:
+    """Torch caches its steps by equal meshes, with shapes of the rank that the process had."""
+
+    def ranks(rank: int) -> None:
+        whole, kept = torch.arange(10.0).view(5, 2), None
+        for number, mine in enumerate((rank, 3 - rank)):
+            store = f"file://{os.environ['MESHPLAN_TEST_STORE']}.{number}"
+            dist.init_process_group("gloo", init_method=store, rank=mine, world_size=4)
+            mesh = init_device_mesh("cpu", (2, 2))
+            with meshplan.installed():
+                for _ in range(2):
+                    d = distribute_tensor(whole, mesh, [S(0), S(0)])
+                    part = d.redistribute(mesh, [S(0), R]).to_local()
+                    assert part.tolist() == whole.split(3)[mesh.get_local_rank(0)].tolist()
+                    assert d.full_tensor().tolist() == whole.tolist()
+            # A mesh that lives on, or a cache of torch's, is equal to the next one.
+            kept = mesh
+            dist.barrier()
+            dist.destroy_process_group()
+        del kept
+
+    run_ranks(ranks, 4, init=False)

@@ -109,6 +109,11 @@ if TYPE_CHECKING:
     register_backend: Callable[..., None]
     set_default_backend: Callable[..., None]
 
+    new_steps: Callable[[Any, Any, bool | None], list[Any]]
+    cached_steps: Any
+    forget_planners: Callable[[], None]
+    shard_order_of: Callable[[Any], Any]
+
     # Names, for getattr and setattr.
     SEAM: str
     WORLD: str

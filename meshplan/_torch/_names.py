@@ -129,6 +129,7 @@ _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _STEPS = "hands a planned reduction to torch's executor"
 _REDUCES = "reductions and shards of a plan"
+_OTHER_RANK = "makes steps again that torch has cached for another rank"
 _MOVED = ("self", "local_tensor", "mesh", "mesh_dim", "current_logical_shape")
 _REDISTRIBUTION = {
     "redistribute_module": Entry(_REDISTRIBUTE, "", _STEPS),
@@ -166,6 +167,22 @@ _REDISTRIBUTION = {
         parameters=("mesh_dim", "src_dst_placements", "logical_shape"),
     ),
     "FlattenedTransformInfo": Entry(_REDISTRIBUTE, "_FlattenedTransformInfo", _STEPS),
+    "new_steps": Entry(
+        _REDISTRIBUTE,
+        "_gen_transform_infos_non_cached",
+        _OTHER_RANK,
+        parameters=("src_spec", "dst_spec", "use_graph_based_transform"),
+    ),
+    "cached_steps": Entry(
+        _REDISTRIBUTE, "_gen_transform_infos", _OTHER_RANK, parts=("cache_clear",)
+    ),
+    "forget_planners": Entry(_REDISTRIBUTE, "clear_redistribute_planner_cache", _OTHER_RANK),
+    "shard_order_of": Entry(
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec.shard_order",
+        "compares the lengths of shards that are moved",
+        "attribute",
+    ),
     "collective_of": Entry(
         _REDISTRIBUTE,
         "_TransformInfo._comm_type_key",

@@ -14,23 +14,35 @@ Safe runs go to torch's own function. The others keep one collective for each ax
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from meshplan._calls import calls_of
 from meshplan._chunks import chunk_size, chunk_sizes, nested_chunk_sizes
-from meshplan._torch import TransformInfo, collective_of, local_tensor_mode
+from meshplan._torch import (
+    TransformInfo,
+    cached_steps,
+    collective_of,
+    forget_planners,
+    local_tensor_mode,
+    new_steps,
+    shard_order_of,
+)
 from meshplan._torch.placements import ShardHooks
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._routes import MeshEntry, change_facts, mesh_entry
+from meshplan.dtensor._tracking import ThreadState
 from meshplan.errors import FallbackRefusedError, PlacementError, ShardOrderError
 from meshplan.execute import Event, record
 from meshplan.layout import Layout
@@ -213,7 +225,7 @@ def find_other_length(
     if shard is None or spec is None or place is None or local_tensor_mode() is not None:
         return None
     # Shards that are no chunks have no order.
-    for dim, axes in spec.shard_order or ():
+    for dim, axes in shard_order_of(spec) or ():
         length, shape = (size := spec.shape[dim]), tuple(shard.shape)
         plain = dim in dims and all(type(spec.placements[axis]) is Shard for axis in axes)
         if not plain or any(type(each) is not int for each in (size, *shape)):
@@ -229,6 +241,30 @@ def find_other_length(
                 "wait for this one until their timeout"
             )
     return None
+
+
+_lock = threading.Lock()
+_cached_world: Any = None
+
+
+def own_steps(
+    executor: FrameType, infos: list[TransformInfo], state: ThreadState
+) -> list[TransformInfo]:
+    """``infos``, made again in the first call of a thread in which this process may have another
+    rank: torch caches steps by equal meshes, with the shapes of the rank that it had.
+    """
+    global _cached_world
+    world, values = dist.group.WORLD, executor.f_locals
+    source, target = values.get("current_spec"), values.get("target_spec")
+    if world is None or source is None or target is None:
+        return infos
+    with _lock:
+        if _cached_world is None or _cached_world() is not world:
+            cached_steps.cache_clear()
+            forget_planners()
+            _cached_world = weakref.ref(world)
+    state.world = _cached_world
+    return new_steps(source, target, values.get("use_graph_based_transform"))
 
 
 Merge = Callable[[list[TransformInfo]], list[TransformInfo]]

@@ -47,6 +47,7 @@ from meshplan.dtensor._guards import (
     find_moved_dims,
     find_other_length,
     merge_safely,
+    own_steps,
     safe_runs,
     watch_shards,
 )
@@ -146,7 +147,8 @@ class _Decision:
     """
 
     infos: list[TransformInfo]  # the reference keeps its identity from being reused
-    # Valid if these are unchanged; if torch's list stays, only token and override count.
+    # Valid if these are unchanged; if torch's list stays, only token and override count, and the
+    # default group where shards are moved.
     token: object
     override: PolicyByAxis | None
     mesh: weakref.ref[DeviceMesh]
@@ -170,6 +172,10 @@ class _Decision:
             and self.world() is dist.group.WORLD
             and not (self.scatters and local_tensor_mode() is not None)
         )
+
+    def may_move(self, executor: FrameType, device_mesh: DeviceMesh) -> bool:
+        """Whether the moves are those of this rank, and its shards have their lengths."""
+        return self.holds() and not find_other_length(executor, device_mesh, self.moves)
 
     def steps(self, device_mesh: DeviceMesh) -> list[Any]:
         """The steps; torch merges each run, which depends on the meshes flattened by now."""
@@ -202,9 +208,7 @@ def planned_transform_infos(
         and decision.token is FACTS.token
         and decision.override is _read_override()
         and TRACING.tracing_context is None
-        and not (
-            decision.moves and find_other_length(sys._getframe(1), device_mesh, decision.moves)
-        )
+        and (not decision.moves or decision.may_move(sys._getframe(1), device_mesh))
     ):
         if decision.runs is None:
             # It depends on the steps alone: equal meshes share a list of torch's.
@@ -275,14 +279,18 @@ def _decide(
     traced = is_graph_traced()
     if traced:
         _guard_graph()
+    state, world = THREAD.state, dist.group.WORLD
+    if not traced and (state.world is None or state.world() is not world):
+        infos = own_steps(sys._getframe(2), infos, state)
     moves = find_moved_dims(infos)
     may_cache = not moves or check_moves(sys._getframe(2), device_mesh, infos)
     config, original = now
     if override is not None:
         config = _with_policy(config, override)
     # The entry is removed when its mesh is freed.
-    held = weakref.ref(device_mesh, partial(THREAD.state.decisions.pop, id(infos)))
+    held = weakref.ref(device_mesh, partial(state.decisions.pop, id(infos)))
     decision = _Decision(infos, token, override, held, src, dst, original, moves=moves)
+    decision.world = None if world is None else weakref.ref(world)
     steps = infos
     if _is_untouched(infos, config):
         COUNTERS.untouched += 1
@@ -309,7 +317,11 @@ def _decide(
 
 
 def _plan(
-    decision: _Decision, mesh: MeshEntry, config: Config, device_mesh: DeviceMesh, traced: bool
+    decision: _Decision,
+    mesh: MeshEntry,
+    config: Config,
+    device_mesh: DeviceMesh,
+    traced: bool,
 ) -> None:
     infos, src, dst = decision.infos, decision.src, decision.dst
     route = find_route(mesh, config, device_mesh, src, dst)
@@ -344,9 +356,7 @@ def _plan(
         runs = [[step] for step in merged]
     if route.whole is None or not infos:
         events += route.torch_events
-    world = dist.group.WORLD
     decision.runs, decision.events, decision.carriers = runs, events, carriers
-    decision.world = None if world is None else weakref.ref(world)
     decision.scatters, decision.cacheable = route.scatters, cacheable
 
 

@@ -42,13 +42,15 @@ _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 class ThreadState:
     """The state of one thread. Every redistribution finds all of it by one look-up."""
 
-    __slots__ = ("decisions", "left_to_torch", "reduced", "waiting")
+    __slots__ = ("decisions", "left_to_torch", "reduced", "waiting", "world")
 
     def __init__(self) -> None:
         self.reduced: object = None  # the carrier whose reduction returned last
         # The caller of the seam and the request, until the executor starts on the plan.
         self.waiting: tuple[FrameType, str] | None = None
         self.decisions: dict[int, Any] = {}  # by the identity of torch's list of steps
+        # A reference to the default group for whose rank torch has cached this thread's steps.
+        self.world: Any = None
         # The frame and its code, while reductions are counted.
         self.left_to_torch: tuple[int, CodeType] | None = None
         # The seam reads torch's tracing context in every redistribution. In a thread that never
