@@ -102,6 +102,40 @@ def test_undecided_vote_of_a_dead_process_is_skipped() -> None:
     assert open_round(store, "group", 0) == ("meshplan/group/1", None)
 
 
+@pytest.mark.parametrize("token", ["same", "other"])
+def test_rank_that_was_not_counted_ends_its_vote_when_all_have_come(
+    store: dist.Store, token: str
+) -> None:
+    """The store had not answered it, and it comes back to the vote before another rank comes."""
+    looked = threading.Event()
+
+    class Watched(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            looked.set()
+            return bool(store.check(keys))
+
+        def __getattribute__(self, name: str) -> object:
+            return super().__getattribute__(name) if name == "check" else getattr(store, name)
+
+    def member(rank: int) -> VoteResult:
+        if rank:
+            assert looked.wait(60.0)
+        return vote(
+            store if rank else Watched(),
+            "vote",
+            ranks=(0, 1),
+            rank=rank,
+            token=Record.of(vote=token if rank else "same"),
+            timeout=NEVER,
+            again=not rank,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(member, (0, 1)))
+    assert found[0] == found[1]
+    assert found[0].unanimous == (token == "same")
+
+
 # Each case waits for ranks that do not come.
 @pytest.mark.full
 @settings(max_examples=15)

@@ -158,21 +158,21 @@ def vote(
     # The token's own count goes first: who sees the total complete sees every token counted.
     if not again:
         store.add(f"{prefix}/count/{packed}", 1)
-    if again or store.add(f"{prefix}/total", 1) == len(ranks):
-        judged = judge()
-        if judged.unanimous or not again:
-            return _decide(store, prefix, judged)
+        if store.add(f"{prefix}/total", 1) == len(ranks):
+            return _decide(store, prefix, judge())
     verdict = f"{prefix}/verdict"
     # Most votes are decided within a millisecond. Those that wait must not load the store, which
     # serves all ranks, so the pauses grow, and grow further with the number of ranks.
-    pause = _FIRST_POLL_SECONDS
+    pause, all_came = _FIRST_POLL_SECONDS, False
     longest = max(_LAST_POLL_SECONDS, len(ranks) / _POLLS_PER_SECOND)
     while not store.check([verdict]):
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or all_came:
             # The last rank may arrive just now. Then one of the two verdicts is stored first, and
             # both ranks return that one.
             return _decide(store, prefix, judge())
+        # Where this rank was not counted, no total is ever complete, and nobody decides.
+        all_came = again and not wait_for_ranks(store, prefix, ranks, 0.0)
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)
     return _read(store.get(verdict))
