@@ -362,6 +362,26 @@ def test_killed_rank_is_named() -> None:
     assert str(caught.value) == "rank 1 died with exit code -9"
 
 
+def test_rank_without_the_same_calls_before_is_not_missing() -> None:
+    """Where the rank that passes on the names is, others have reduced over other axes before."""
+
+    def ranks(rank: int) -> tuple[int, ...]:
+        mesh = init_device_mesh("cpu", (2, 2, 1))
+        if rank < 2:
+            group(mesh, 1, 2)
+        dist.barrier()
+        missing: tuple[int, ...] = ()
+        if rank:
+            with pytest.raises(GroupAgreementError) as caught:
+                group(mesh, 0, 1, timeout=3.0)
+            missing = caught.value.missing
+            arrive("failed")
+        wait_for("failed", 3)
+        return missing
+
+    assert run_ranks(ranks, 4) == [(), (0,), (0,), (0,)]
+
+
 def test_different_group_order_is_an_error_not_a_hang() -> None:
     def ranks(rank: int) -> list[str]:
         one = DeviceMesh("cpu", [[1, 0], [3, 2]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
     from meshplan.layout import Layout
 
 
-# Along each group of an axis: how many names were passed on.
-_PASSED_ON: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+# By the group of the last axis, and by what all members have in common: how many names were agreed
+# on. What else a member has reduced, the others need not have.
+_NAMES_AGREED: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def agree_on_name(
@@ -79,16 +81,16 @@ def agree_on_name(
     names = ", ".join(group.group_name for group in groups.values())
     store, deadline = AnsweringStore(store_of(None), timeout), time.monotonic() + timeout
     members = layout.group_of(rank, axes) or ()
+    # With the layout: an earlier default group on the same store may have used a group's name.
+    place = f"meshplan/names/{layout} {list(axes)}"
+    agreed = _NAMES_AGREED.setdefault(groups[axes[-1]], Counter())
     # A rank waits for one that may wait itself: the error names those that have not come at all.
-    passed = _PASSED_ON.get(groups[axes[-1]], 0)
-    arrivals = f"meshplan/names/{layout} {list(members)} {passed}"
+    arrivals = f"{place} {list(members)} {agreed[place]}"
     if backend != "fake":
         store.set(f"{arrivals}/{rank}", names)
     for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
-        # With the layout: an earlier default group on the same store may have used the name.
-        number = _PASSED_ON.get(group, 0)
-        key = f"meshplan/names/{layout} {list(axes)}/{group.group_name}/{number}"
+        key = f"{place}/{group.group_name}/{agreed[place]}"
         if first == rank:
             store.set(key, names)
             gave_up = f"{key}/gave up in call {call}"
@@ -102,8 +104,7 @@ def agree_on_name(
                 raise refusal(VoteResult(missing=absent or (first,)), members, rank, timeout)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
-    for group in groups.values():
-        _PASSED_ON[group] = _PASSED_ON.get(group, 0) + 1
+    agreed[place] += 1
     calls.agree_on(names)
     return calls.name
 
