@@ -80,6 +80,21 @@ def test_rank_without_an_answer_comes_back_to_the_vote(door: str, suffix: str, w
 
 
 @pytest.mark.parametrize("door", DOORS)
+def test_rank_comes_back_to_the_vote_after_several_silences(door: str) -> None:
+    def ranks(rank: int) -> list[float]:
+        reduce = DOORS[door](rank)
+        if rank == 1:
+            error = GroupStateError("the store did not answer", unanswered=True)
+            silent = mock.patch.object(_join, "note_process", side_effect=error)
+            for lost in (unanswered("after it is counted", "/0"), silent):
+                with lost, pytest.raises(GroupStateError, match="answer"):
+                    reduce(10.0)
+        return [reduce(value) for value in (1.0, 2.0)]
+
+    assert run_ranks(ranks, 2) == [[2.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("door", DOORS)
 def test_rank_that_comes_back_late_reads_why_the_others_have_no_group(door: str) -> None:
     def ranks(rank: int) -> list[float]:
         reduce = DOORS[door](rank)

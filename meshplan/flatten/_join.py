@@ -280,11 +280,11 @@ def agree_on(
     """Hold a vote on ``name``; returns its key prefix if all said yes. Raises as
     ``GroupRegistry.get``.
     """
-    left = _unanswered(pg).get(name)
+    unanswered = _unanswered(pg)
+    left = unanswered.get(name)
     if left is not None and left.made is not None:
         # All have agreed, and the group waits for the verdict on it.
         return left.prefix
-    left = _unanswered(pg).pop(name, None)
     if left is not None and not restarted_before(left.moment):
         # After ``shutdown`` all agree again.
         left = None
@@ -297,6 +297,8 @@ def agree_on(
         # The others may have raised for this call, and have gone on to another one. Looked for
         # first: a round that this rank enters and leaves without a vote would be lost for it.
         past = gave_up_on(store, name, rank, call) if call else None
+        # The store answers again.
+        unanswered.pop(name, None)
         if past is not None and started_before(past.began):
             raise refusal(past, ranks, rank, timeout)
         prefix, verdict = (left.prefix, None) if left else open_round(store, name, rank)
@@ -314,7 +316,7 @@ def agree_on(
             )
         except GroupStateError as error:
             if error.unanswered:
-                _unanswered(pg)[name] = _Unanswered(prefix, None, time.time())
+                unanswered[name] = _Unanswered(prefix, None, time.time())
             raise
         left = None
         if verdict.unanimous:
