@@ -24,7 +24,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 from meshplan._torch import Store
@@ -60,28 +60,16 @@ class VoteResult:
         return not (self.missing or self.tokens or self.veto)
 
     def dumps(self) -> str:
-        return json.dumps(
-            {
-                "missing": self.missing,
-                "tokens": [(rank, token.pack()) for rank, token in self.tokens.items()],
-                "veto": self.veto,
-                "answer": self.answer,
-                "call": self.call,
-                "began": self.began,
-            }
-        )
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        tokens = [(rank, token.pack()) for rank, token in self.tokens.items()]
+        return json.dumps(found | {"tokens": tokens})
 
     @classmethod
     def loads(cls, text: str) -> VoteResult:
         found = json.loads(text)
-        return cls(
-            missing=tuple(found["missing"]),
-            tokens={rank: Record.unpack(text) for rank, text in found["tokens"]},
-            veto=tuple(found["veto"]) if found["veto"] else None,
-            answer=found["answer"],
-            call=found["call"],
-            began=found["began"],
-        )
+        tokens = {rank: Record.unpack(text) for rank, text in found.pop("tokens")}
+        found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        return cls(tokens=tokens, **found)
 
 
 def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | None]:

@@ -31,26 +31,17 @@ class KeyedLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By key: its lock, and how many threads hold it or wait for it.
-        self._taken: dict[object, tuple[threading.Lock, int]] = {}
+        self._taken: weakref.WeakValueDictionary[object, threading.Lock] = (
+            weakref.WeakValueDictionary()
+        )
 
     @contextmanager
     def take(self, key: object) -> Iterator[None]:
         """Hold the lock of ``key``."""
         with self._lock:
-            lock, count = self._taken.get(key, (threading.Lock(), 0))
-            self._taken[key] = (lock, count + 1)
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                lock, count = self._taken[key]
-                self._taken[key] = (lock, count - 1)
-                # Only the last one may drop it: a thread that comes while another waits would make
-                # a second lock of the same key.
-                if count == 1:
-                    del self._taken[key]
+            lock = self._taken.setdefault(key, threading.Lock())
+        with lock:
+            yield
 
 
 @dataclass(frozen=True, slots=True)

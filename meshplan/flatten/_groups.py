@@ -109,17 +109,15 @@ class GroupRegistry:
             )
         backend = _backend_name(mesh, axes)
         peers = possible_sharing(peers, mesh.device_type, backend)
-        beside = is_worker_thread()
-        whole = layout.group_of(this_rank(), axes)
-        calls = calls_of(*map(mesh.get_group, axes), order=whole, beside=beside)
+        beside, rank = is_worker_thread(), this_rank()
+        ranks = layout.group_of(rank, axes) or ()
+        calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
         shortcut = (calls, layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
         group = self._table.short(shortcut)
         if group is not None:
             check_turn(group, lent=group.lent)
             return group
         refuse_forked()
-        rank = this_rank()
-        ranks = layout.group_of(rank, axes) or ()
         ranks = ranks if block is None else block.of(ranks, rank)
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
         name = agree_on_name(
@@ -202,12 +200,10 @@ class GroupRegistry:
         these. Raises GroupAgreementError and GroupStateError as ``get``.
         """
         refuse_forked()
-        rank = this_rank()
-        beside = is_worker_thread()
-        whole = layout.group_of(this_rank(), axes)
-        calls = calls_of(*map(mesh.get_group, axes), order=whole, beside=beside)
-        key = (calls, layout, tuple(axes), beside)
+        beside, rank = is_worker_thread(), this_rank()
         ranks = layout.group_of(rank, axes) or ()
+        calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
+        key = (calls, layout, tuple(axes), beside)
         with self._alone(key):
             if self._table.has_met(key):
                 return
