@@ -153,15 +153,6 @@ class Contract:
             f"use {words}, or pass all leaves to reduce_leaves"
         )
 
-    def depends_on_order(self, op: str, dtype: str) -> bool:
-        """Whether another order of the same leaves may have other bits.
-
-        Args:
-            op: the reduction.
-            dtype: the name of the leaves' dtype.
-        """
-        return not self.ordering.exact and not is_exact(op, dtype)
-
     def sums_exactly(self, op: str, dtype: str) -> bool:
         """Whether numbers that rounding could change are added without any, in an exact order.
 
