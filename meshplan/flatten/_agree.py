@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 from meshplan._torch import Store
 from meshplan.errors import GroupAgreementError, SignatureMismatchError
@@ -67,9 +68,9 @@ class VoteResult:
     @classmethod
     def loads(cls, text: str) -> VoteResult:
         found = json.loads(text)
-        tokens = {rank: Record.unpack(text) for rank, text in found.pop("tokens")}
-        found = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        return cls(tokens=tokens, **found)
+        found["tokens"] = {rank: Record.unpack(text) for rank, text in found["tokens"]}
+        lists: dict[str, Any] = {k: tuple(v) for k, v in found.items() if isinstance(v, list)}
+        return cls(**{one.name: (found | lists)[one.name] for one in fields(cls)})
 
 
 def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | None]:

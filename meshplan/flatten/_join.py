@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from meshplan.layout import Layout
 
 
-# By the group of the last axis, and by what all members have in common: how many names were agreed
-# on. What else a member has reduced, the others need not have.
+# Along each group of an axis, by what all members have in common: how many names were agreed on.
+# What else a member has reduced, the others need not have.
 _NAMES_AGREED: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
@@ -83,14 +83,14 @@ def agree_on_name(
     members = layout.group_of(rank, axes) or ()
     # With the layout: an earlier default group on the same store may have used a group's name.
     place = f"meshplan/names/{layout} {list(axes)}"
-    agreed = _NAMES_AGREED.setdefault(groups[axes[-1]], Counter())
+    agreed = [_NAMES_AGREED.setdefault(group, Counter()) for group in groups.values()]
     # A rank waits for one that may wait itself: the error names those that have not come at all.
-    arrivals = f"{place} {list(members)} {agreed[place]}"
+    arrivals = f"{place} {list(members)} {agreed[-1][place]}"
     if backend != "fake":
         store.set(f"{arrivals}/{rank}", names)
     for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
-        key = f"{place}/{group.group_name}/{agreed[place]}"
+        key = f"{place}/{group.group_name}/{_NAMES_AGREED[group][place]}"
         if first == rank:
             store.set(key, names)
             gave_up = f"{key}/gave up in call {call}"
@@ -104,7 +104,8 @@ def agree_on_name(
                 raise refusal(VoteResult(missing=absent or (first,)), members, rank, timeout)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
-    agreed[place] += 1
+    for counts in agreed:
+        counts[place] += 1
     calls.agree_on(names)
     return calls.name
 
