@@ -2,23 +2,35 @@
 
 The file is parsed and never run. Its statements are read in order with the values of its literals,
 both sides of each condition, and a function once for each call. A function that the file does not
-call is read at the end, with unknown arguments. What this cannot show is `UNKNOWN`: lists and dicts
-that an unknown function gets, and all that a loop changes.
+call is read at the end, with unknown arguments, and one that it passes on when it does so too. What
+this cannot show is `UNKNOWN`: lists and dicts that an unknown function gets, all that a loop
+changes, and what decorators, metaclasses and functions from elsewhere may replace.
 """
 
 from __future__ import annotations
 
 import ast
-import re
-import warnings
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from meshplan._message_text import shorten
-from meshplan.errors import LayoutError
 from meshplan.lint._readers._numbers import combine
+from meshplan.lint._readers._python_text import (
+    BINDERS,
+    FUNCTIONS,
+    LEAVES,
+    MARKS,
+    METHODS,
+    OWN,
+    RAISES,
+    SETTERS,
+    STANDARD,
+    WRAPPERS,
+    PythonText,
+    list_changes,
+)
 from meshplan.lint._readers._values import (
     UNKNOWN,
     UNKNOWN_RANKS,
@@ -27,6 +39,8 @@ from meshplan.lint._readers._values import (
     Function,
     Grid,
     Items,
+    Moment,
+    Parent,
     Path,
     Record,
     Scope,
@@ -36,64 +50,30 @@ from meshplan.lint._readers._values import (
     Value,
     Whole,
     find_callee,
+    find_mark,
+    forget_values,
     is_constant,
     is_dict,
     join,
+    join_names,
     list_keys,
     list_marks,
+    list_parts,
+    list_targets,
     list_values,
 )
 
 _MAX_STEPS, _MAX_NESTING, _MAX_CALLS = 60_000, 60, 8
 _MAX_UNROLLED, _MAX_ITEMS = 16, 1024
-# Methods that leave their object as it is, and functions that leave their arguments.
-_METHODS = frozenset(
-    {"clone", "copy", "count", "dim", "get", "index", "items", "keys", "numel", "shape", "size"}
-    | {"tolist", "values"}
-)
-_FUNCTIONS = frozenset(
-    {"DeviceMesh", "_unflatten", "all", "any", "array", "bool", "debug", "dict", "enumerate"}
-    | {"error", "filter", "format", "info", "init_device_mesh", "int", "isinstance", "join", "len"}
-    | {"list", "map", "max", "min", "new_group", "print", "prod", "range", "repr", "reversed"}
-    | {"set", "sorted", "str", "sum", "tensor", "tuple", "type", "warning", "zip"}
-)
-# Functions that may bind any name of the module, and words of those that set attributes.
-_BINDERS = frozenset({"exec", "globals"})
-_SETTERS = re.compile(
-    r"apply|cli|configure|load|merge|override|overwrite|parse|read|setattr|update|vars"
-)
-# Decorators that pass the arguments of a call on.
-_WRAPPERS = frozenset(
-    {"cached_property", "classmethod", "inference_mode", "no_grad", "property", "record"}
-    | {"staticmethod"}
-)
+# A copy of all names takes as long as a step for this many.
+_NAMES_PER_STEP = 8
 
 
 class TooLong(Exception):
     """The file has more calls than are followed."""
 
 
-def parse(name: str, text: str) -> ast.Module:
-    """The syntax tree.
-
-    Raises:
-        LayoutError: it is not Python; the message names file and line.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(text.removeprefix("\ufeff"))
-    except SyntaxError as error:
-        where = f"{name}:{error.lineno}" if error.lineno else name
-        why = " ".join(str(error.msg).split())[:100]
-        raise LayoutError(
-            f"{where}: cannot be parsed as Python ({why}); is the file complete?"
-        ) from None
-    except (ValueError, MemoryError, RecursionError):
-        raise LayoutError(f"{name}: cannot be parsed as Python: nested too deeply") from None
-
-
-class Reader:
+class Reader(PythonText):
     """Reads a file; its subclass answers the calls of functions from elsewhere.
 
     Args:
@@ -103,38 +83,29 @@ class Reader:
 
     Attributes:
         run: 0 in the module, then one for each function that the file does not call.
-        depth: of conditions around the statement that is read.
+        conditions: around the statement that is read, each branch with a number of its own.
         stack: the calls of functions that are being read.
         read_calls: the calls that were read.
     """
 
     def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
-        self.tree, self.text = tree, text
+        super().__init__(tree, text)
         self.world_size = UNKNOWN_RANKS if world_size is None else Whole(world_size)
         self.stack: tuple[ast.AST, ...] = ()
-        self.run = self.depth = self._steps = self._nesting = 0
+        self.conditions: tuple[int, ...] = ()
+        self.run = self._runs = self._branches = self._steps = self._nesting = 0
         self.read_calls: set[ast.Call] = set()
-        every = [*ast.walk(tree)]
+        every = self.nodes
         self.calls = [node for node in every if isinstance(node, ast.Call)]
-        self._renamed = {
-            name.asname: name.name
-            for node in every
-            if isinstance(node, ast.ImportFrom)
-            for name in node.names
-            if name.asname
-        }
         # Another function may bind these names, or set these attributes, at any time.
         shared = [node.names for node in every if isinstance(node, ast.Global | ast.Nonlocal)]
         self._shared = {name for names in shared for name in names}
         # How often the file binds or changes what a name or an attribute stands for.
-        self._changes = Counter(name for node in every for name in _list_changes(node))
+        self._changes = Counter(name for node in every for name in list_changes(node))
+        self._has_walrus = any(isinstance(node, ast.NamedExpr) for node in every)
         self._functions: dict[ast.AST, Function] = {}
         self._entered: set[ast.AST] = set()
-        # Python's parser counts columns in bytes of UTF-8, and does not see a byte-order mark.
-        data = text.encode()
-        breaks = (one.end() for one in re.finditer(rb"\r\n|\r|\n", data))
-        self._lines = [3 if text.startswith("\ufeff") else 0, *breaks]
-        self._characters = [0, *accumulate(byte & 0xC0 != 0x80 for byte in data)]
+        self._passed_on: set[ast.AST] = set()
 
     def read_file(self) -> None:
         """Read the module, then the functions that it does not call.
@@ -144,11 +115,11 @@ class Reader:
         """
         self._read_block(self.tree.body, Scope())
         called = {find_callee(call) for call in self.calls}
+        self._entered -= self._passed_on
         while left := [one for one in self._functions.values() if one.node not in self._entered]:
             # A function that nothing calls comes before those that it calls.
             for one in sorted(left, key=lambda one: one.node.name in called):
                 if one.node not in self._entered:
-                    self.run += 1
                     self._read_uncalled(one)
 
     def answer(self, path: Path, given: Arguments, node: ast.Call) -> Value:
@@ -168,26 +139,17 @@ class Reader:
         raise NotImplementedError
 
     @property
-    def moment(self) -> tuple[int, int]:
+    def moment(self) -> Moment:
         """The run, and the conditions around the statement that is read."""
-        return self.run, self.depth
+        return self.run, self.conditions
 
-    def find_span(self, node: ast.AST) -> Span:
-        """Offsets of a node, in characters."""
-        one: Any = node
-        ends = (one.lineno, one.col_offset), (one.end_lineno, one.end_col_offset)
-        first, last = (self._characters[self._lines[line - 1] + column] for line, column in ends)
-        return first, last
-
-    def resolve_callee(self, node: ast.expr) -> str:
-        """The last part of the name that is called; of a renamed import, the original name."""
-        last = getattr(node, "attr", getattr(node, "id", ""))
-        return self._renamed.get(last, last) if isinstance(node, ast.Name) else last
-
-    def shorten(self, node: ast.expr) -> str:
-        """The source of a node, on one line of at most 60 characters."""
-        start, end = self.find_span(node)
-        return shorten(" ".join(self.text[start : min(end, start + 200)].split()))
+    @contextmanager
+    def _under_condition(self) -> Iterator[None]:
+        before = self.conditions
+        self._branches += 1
+        self.conditions = (*before, self._branches)
+        yield
+        self.conditions = before
 
     # Statements.
 
@@ -218,13 +180,12 @@ class Reader:
             case ast.With() | ast.AsyncWith():
                 return self._read_with(node, scope)
             case ast.Try() | ast.TryStar():
-                self._read_branches([node.body, []], scope)
-                self._blur(node.body, scope)
+                self._attempt(node.body, scope)
                 self._read_branches([node.orelse, *(one.body for one in node.handlers)], scope)
                 return self._read_block(node.finalbody, scope)
             case ast.Match():
                 self.read(node.subject, scope)
-                scope.names |= dict.fromkeys(_list_targets([node]), UNKNOWN)
+                scope.names |= dict.fromkeys(list_targets([node]), UNKNOWN)
                 self._read_branches([[], *(one.body for one in node.cases)], scope)
             case _:
                 self._read_binding(node, scope)
@@ -258,22 +219,35 @@ class Reader:
 
     def _define_class(self, node: ast.ClassDef, scope: Scope) -> None:
         inner = Scope(scope, is_class=True)
-        found = Class(node, inner, [self.read(one, scope) for one in node.bases])
+        bases = [self.read(one, scope) for one in node.bases]
+        found = Class(node, inner, bases, is_altered=self._is_altered(node, bases))
+        for one in found.line:
+            one.kinds += [found] * (len(one.kinds) <= _MAX_UNROLLED)
         self._bind(node.name, found, scope)
         self._read_block(node.body, inner)
         for one in inner.names.values():
             if isinstance(one, Function) and one.scope is inner:
                 one.owner = found
 
+    def _is_altered(self, node: ast.ClassDef, bases: Sequence[Value]) -> bool:
+        """Whether a metaclass, a decorator or a base may replace the attributes of a class."""
+        marks = list_marks(node) | {find_mark(one.value) for one in node.keywords}
+        above = [one for base in bases if isinstance(base, Class) for one in base.line]
+        hooked = any(one.is_altered or one.find("__init_subclass__") for one in above)
+        return not marks <= MARKS or hooked or len(above) > _MAX_NESTING
+
     def _read_with(self, node: ast.With | ast.AsyncWith, scope: Scope) -> bool:
         for item in node.items:
             self.read(item.context_expr, scope)
             if item.optional_vars is not None:
                 self._store(item.optional_vars, UNKNOWN, scope)
-        if any(find_callee(item.context_expr) in _RAISES for item in node.items):
+        if any(find_callee(item.context_expr) in RAISES for item in node.items):
             inside = [two for one in node.body for two in ast.walk(one)]
             self.read_calls |= {one for one in inside if isinstance(one, ast.Call)}
             return False  # what a test refuses is never made
+        if any(find_callee(item.context_expr) == "suppress" for item in node.items):
+            self._attempt(node.body, scope)
+            return False
         return self._read_block(node.body, scope)
 
     def _read_children(self, node: ast.AST, scope: Scope) -> None:
@@ -285,7 +259,8 @@ class Reader:
         """Forget the values of the module's names, which a star or ``exec`` may bind again."""
         while scope.outer is not None:
             scope = scope.outer
-        _forget_values(scope.names)
+        self._count_steps(len(scope.names) // _NAMES_PER_STEP)
+        forget_values(scope.names)
 
     def _read_branches(self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope) -> bool:
         """Read statements of which one list runs; whether the end of all is never reached."""
@@ -294,60 +269,78 @@ class Reader:
         left = False
         for body in bodies:
             scope.names = dict(before)
-            self.depth += 1
-            ended = self._read_block(body, scope)
-            self.depth -= 1
+            self._count_steps(len(before) // _NAMES_PER_STEP)
+            with self._under_condition():
+                ended = self._read_block(body, scope)
             if not ended:
                 ends.append(scope.names)
-            elif any(isinstance(two, _LEAVES) for one in body for two in ast.walk(one)):
+            elif any(isinstance(two, LEAVES) for one in body for two in ast.walk(one)):
                 left = True
-        self.depth += left  # up to the end of the function, unless the program ends
-        names = dict.fromkeys(name for end in ends or [before] for name in end)
-        scope.names = {
-            name: join([end.get(name, UNKNOWN) for end in ends or [before]]) for name in names
-        }
+        if left:  # up to the end of the function, unless the program ends
+            self._branches += 1
+            self.conditions = (*self.conditions, self._branches)
+        scope.names = join_names(ends or [before])
         return not ends
 
     def _read_loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> None:
         """Read the body twice: first for what it changes, then with that unknown."""
         item = None if isinstance(node, ast.While) else self._find_any(self.read(node.iter, scope))
-        before, changed = dict(scope.names), _list_targets(node.body)
-        self.depth += 1
+        before, changed = dict(scope.names), list_targets(node.body)
         for _ in range(2):
             scope.names |= {name: UNKNOWN for name in changed if name in before}
-            if isinstance(node, ast.While):
-                self.read(node.test, scope)
-            else:
-                self._store(node.target, item, scope)
-            self._read_block(node.body, scope)
-        self.depth -= 1
-        scope.names |= {name: join([before[name], scope.names[name]]) for name in before}
+            with self._under_condition():
+                if isinstance(node, ast.While):
+                    self.read(node.test, scope)
+                else:
+                    self._store(node.target, item, scope)
+                self._read_block(node.body, scope)
+        scope.names |= join_names([before, {name: scope.names[name] for name in before}])
+        self._count_steps(len(before) // _NAMES_PER_STEP)
         self._blur(node.body, scope)
         self._read_block(node.orelse, scope)
 
-    def _blur(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+    def _attempt(self, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Read statements of which each may be the last one."""
+        self._read_branches([body, []], scope)
+        self._blur(body, scope)
+
+    def _blur(self, body: Sequence[ast.AST], scope: Scope) -> None:
         """Note that statements may have been left at any place."""
-        for name in _list_targets(body):
+        for name in list_targets(body):
             scope.names[name] = join([scope.names.get(name, UNKNOWN), UNKNOWN])
 
     def _find_any(self, value: Value) -> Value:
         """What an item of a value may be."""
         if isinstance(value, Items) and value.entries is not None:
-            return join([one for one, _ in value.entries])
+            found = join([one for one, _ in value.entries])
+            if found is not UNKNOWN:
+                return found
         if not isinstance(value, Grid) or value.sizes is not None:
             self.change(value)
         return UNKNOWN
 
     def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
-        for one in node.decorator_list:
-            self.read(one, scope)
+        marks = [self.read(one, scope) for one in node.decorator_list]
         args = node.args
         positional = [*args.posonlyargs, *args.args]
         pairs = [*zip(reversed(positional), reversed(args.defaults), strict=False)]
         pairs += [(a, b) for a, b in zip(args.kwonlyargs, args.kw_defaults, strict=True) if b]
         defaults = {one.arg: self.read(default, scope) for one, default in pairs}
-        self._functions[node] = Function(node, scope, defaults)
-        self._bind(node.name, self._functions[node], scope)
+        names = [find_mark(one) for one in node.decorator_list]
+        is_plain = all(
+            name in WRAPPERS or isinstance(mark, Function)
+            for name, mark in zip(names, marks, strict=True)
+        )
+        self._functions[node] = found = Function(node, scope, defaults, is_plain=is_plain)
+        getter = scope.names.get(node.name)
+        if "setter" in list_marks(node) and isinstance(getter, Function):
+            getter.setter = found
+            return
+        for one in reversed(marks):
+            # A decorator of the file; calls keep in mind those from elsewhere.
+            if isinstance(one, Function) and isinstance(found, Function):
+                found = self._enter(one, Arguments([found]), node)
+        self._bind(node.name, found, scope)
 
     # Names and attributes.
 
@@ -368,10 +361,10 @@ class Reader:
             one = one.outer
         return Path(name)
 
-    def _forget_late(self, name: str, value: Value, is_open: bool = True) -> Value:
+    def _forget_late(self, name: str, value: Value, is_open: bool = True, least: int = 2) -> Value:
         """A value that is bound outside of a function which the file does not call."""
         is_changed = is_open if is_constant(value) else isinstance(value, Items) or is_dict(value)
-        is_late = self.run > 0 and is_changed and self._changes[name] > 1
+        is_late = self.run > 0 and is_changed and self._changes[name] >= least
         return UNKNOWN if is_late else value
 
     def _store(self, target: ast.expr, value: Value, scope: Scope) -> None:
@@ -394,7 +387,19 @@ class Reader:
                 self.note_attribute(self.read(inside, scope), name, target.lineno)
             case ast.Subscript(inside, index):
                 key = self.read(index, scope)
-                self._set(self.read(inside, scope), key if isinstance(key, Text) else None, value)
+                owner = self._read_target(inside, scope)
+                self._set(owner, key if isinstance(key, Text) else None, value)
+
+    def _read_target(self, node: ast.expr, scope: Scope) -> Value:
+        """What is changed in place: the object that a name stands for now, not later."""
+        inner = node
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        run = self.run
+        self.run = 0 if isinstance(inner, ast.Name) else run
+        found = self.read(node, scope)
+        self.run = run
+        return found
 
     def _set(self, owner: Value, name: str | None, value: Value) -> None:
         """Set an attribute or an item."""
@@ -404,65 +409,81 @@ class Reader:
                 self.change(value)  # it may be changed wherever it is kept
                 continue
             fields = one.scope.names if isinstance(one, Class) else one.fields
+            old = None
+            if isinstance(one, Record) and one.owner is not None:
+                old = one.owner.find(name)
+            if isinstance(old, Record) and not is_dict(old) and not old.path.endswith("field"):
+                is_kept = old.owner is not None and old.owner.find("__set__") is None
+                value = value if is_kept else UNKNOWN
+            if isinstance(old, Function) and old.setter is not None:
+                self._enter(replace(old.setter, bound=one), Arguments([value]), old.setter.node)
+                continue
             if fields is None:
                 continue
-            run, depth = (0, 0) if isinstance(one, Class) else one.moment
-            is_sure = one is owner and run == self.run and depth >= self.depth
-            old = fields.get(name)
-            if old is None and isinstance(one, Record) and one.owner is not None:
-                old = one.owner.find(name)
+            run, around = (0, ()) if isinstance(one, Class) else one.moment
+            is_whole = around[: len(self.conditions)] == self.conditions
+            is_sure = one is owner and run == self.run and is_whole
+            old = fields.get(name, old)
             # Before its first value, an attribute of an object of elsewhere has another one.
             is_first = old is None and not (isinstance(one, Record) and one.path)
             fields[name] = value if is_sure or is_first else join([old or UNKNOWN, value])
 
     def change(self, value: Value) -> None:
         """Note that a list, a dict or a tensor may have changed, and all that is in it."""
-        for one in list_values(value):
-            inside: list[Value] = []
-            if isinstance(one, Items) and one.entries is not None:
-                inside = [entry for entry, _ in one.entries]
+        for one in list_parts(value):
+            if isinstance(one, Items):
                 one.entries = one.entries if one.is_tuple else None
-            elif is_dict(one) and one.fields is not None:
-                inside, one.fields = [*one.fields.values()], None
+            elif is_dict(one):
+                one.fields = None
             while isinstance(one, Grid) and not one.is_changed:
                 one.is_changed, one = True, one.base
-            for entry in inside:
-                self.change(entry)
 
     def _forget_fields(self, value: Value) -> None:
-        """Note that all attributes of an object may have changed."""
-        if isinstance(value, Record) and not is_dict(value):
-            value.fields = None
-        elif isinstance(value, Class):
-            _forget_values(value.scope.names)
+        """Note that all attributes of an object, or of those in a list, may have changed."""
+        for one in list_parts(value):
+            if isinstance(one, Record) and not is_dict(one):
+                one.fields = None
+            elif isinstance(one, Class):
+                forget_values(one.scope.names)
 
     def _find_attribute(self, value: Value, name: str) -> Value:
         return join([self._find_attribute_of(one, name) for one in list_values(value)])
 
     def _find_attribute_of(self, value: Value, name: str) -> Value:
-        if name == "__dict__":
-            self._forget_fields(value)
         match value:
             case Path():
                 return Path(f"{value.name}.{name}", value.is_imported)
             case Class():
-                return self._forget_late(name, self._find_member(value.find(name), value, value))
+                found = UNKNOWN if value.is_altered else value.find(name)
+                return self._forget_late(name, self._find_member(found, value, value))
+            case Parent(owner, bound):
+                return self._find_member(owner.find_above(name), bound, owner)
             case Record(owner=Class() as owner):
-                if value.fields is not None and name in value.fields:
-                    return self._forget_late(name, value.fields[name])
-                found = owner.find(name)
-                is_closed = value.fields is not None and not owner.is_open
-                if not is_closed and not isinstance(found, Function):
-                    return UNKNOWN
-                return self._forget_late(name, self._find_member(found, value, owner))
+                return self._find_field(value, owner, name)
             case Record(fields=dict() as fields) if value.path:
                 inside = Record({}, None, f"{value.path}.{name}", moment=value.moment)
-                return fields.setdefault(name, inside) if value.owner is None else UNKNOWN
+                if isinstance(fields.get(name), int) and fields[name] < 0:
+                    return UNKNOWN  # the object replaces it
+                return self._forget_late(name, fields.setdefault(name, inside), least=1)
             case int() | str() if name == "value":
                 return value  # a member of an enumeration
-        if name not in _METHODS:
+        if name not in METHODS:
             self.change(value)
         return UNKNOWN
+
+    def _find_field(self, value: Record, owner: Class, name: str) -> Value:
+        """An attribute of an object of a class of the file."""
+        if name == "__class__":
+            return owner
+        if name == "__dict__":
+            self._forget_fields(value)
+        if value.fields is not None and name in value.fields:
+            return self._forget_late(name, value.fields[name])
+        found = owner.find(name)
+        is_closed = value.fields is not None and not owner.is_open
+        if not is_closed and not isinstance(found, Function):
+            return UNKNOWN
+        return self._forget_late(name, self._find_member(found, value, owner))
 
     def _find_member(self, found: Value, value: Value, owner: Class) -> Value:
         """An attribute of a class, as of one of its objects."""
@@ -474,16 +495,14 @@ class Reader:
         if "staticmethod" in marks or (value is owner and "classmethod" not in marks):
             return found
         bound = owner if "classmethod" in marks else value
-        method = Function(found.node, found.scope, found.defaults, found.owner, bound)
+        method = replace(found, bound=bound)
         return self._enter(method, Arguments(), found.node) if "property" in marks else method
 
     # Expressions.
 
     def read(self, node: ast.expr, scope: Scope) -> Value:
         """The value of an expression."""
-        self._steps += 1
-        if self._steps > _MAX_STEPS:
-            raise TooLong
+        self._count_steps(1)
         if self._nesting >= _MAX_NESTING:
             return UNKNOWN
         self._nesting += 1
@@ -491,6 +510,11 @@ class Reader:
             return self._read(node, scope)
         finally:
             self._nesting -= 1
+
+    def _count_steps(self, count: int) -> None:
+        self._steps += count
+        if self._steps > _MAX_STEPS:
+            raise TooLong
 
     def _read(self, node: ast.expr, scope: Scope) -> Value:
         match node:
@@ -527,23 +551,27 @@ class Reader:
                 return self._place(-value, node) if isinstance(value, Whole) else UNKNOWN
             case ast.IfExp(test, body, orelse):
                 self.read(test, scope)
-                return join([self.read(body, scope), self.read(orelse, scope)])
+                with self._under_condition():
+                    found = join([self.read(body, scope), self.read(orelse, scope)])
+                self._blur([body, orelse] * self._has_walrus, scope)
+                return found
             case ast.BoolOp(values=values):
-                self.depth += 1
-                found = join([self.read(one, scope) for one in values])
-                self.depth -= 1
+                with self._under_condition():
+                    found = join([self.read(one, scope) for one in values])
+                self._blur(values[1:] * self._has_walrus, scope)
                 return found
             case ast.NamedExpr(target, inside):
                 value = self.read(inside, scope)
                 self._store(target, value, scope)
+                if scope.is_part:
+                    self._blur([target], scope.find_function())
                 return value
             case ast.Await(inside):
                 return self.read(inside, scope)
             case ast.Lambda(args, body):
                 parameters = [one.arg for one in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
-                self.depth += 1
-                self.read(body, Scope(scope, names=dict.fromkeys(parameters, UNKNOWN)))
-                self.depth -= 1
+                with self._under_condition():
+                    self.read(body, Scope(scope, names=dict.fromkeys(parameters, UNKNOWN)))
                 return UNKNOWN
         self._read_children(node, scope)
         return UNKNOWN
@@ -570,23 +598,22 @@ class Reader:
 
     def _read_comprehension(self, node: Any, scope: Scope) -> Value:
         """What a comprehension has: ``{name: mesh[name] for name in NAMES}`` item by item."""
-        inner = Scope(scope)
+        inner = Scope(scope, is_part=True)
         source = self.read(node.generators[0].iter, scope)
         entries = source.entries if isinstance(source, Items) else None
         is_simple = len(node.generators) == 1 and not node.generators[0].ifs
         is_known = entries is not None and is_simple and len(entries) <= _MAX_UNROLLED
         items = [one for one, _ in entries or ()] if is_known else [self._find_any(source)]
         found: list[tuple[Any, Value]] = []
-        self.depth += 1
-        for item in items:
-            self._store(node.generators[0].target, item, inner)
-            for part in node.generators[1:]:
-                self._store(part.target, self._find_any(self.read(part.iter, inner)), inner)
-            for test in (one for part in node.generators for one in part.ifs):
-                self.read(test, inner)
-            key = self.read(node.key, inner) if isinstance(node, ast.DictComp) else None
-            found.append((key, self.read(getattr(node, "elt", None) or node.value, inner)))
-        self.depth -= 1
+        with self._under_condition():
+            for item in items:
+                self._store(node.generators[0].target, item, inner)
+                for part in node.generators[1:]:
+                    self._store(part.target, self._find_any(self.read(part.iter, inner)), inner)
+                for test in (one for part in node.generators for one in part.ifs):
+                    self.read(test, inner)
+                key = self.read(node.key, inner) if isinstance(node, ast.DictComp) else None
+                found.append((key, self.read(getattr(node, "elt", None) or node.value, inner)))
         if isinstance(node, ast.ListComp | ast.GeneratorExp):
             span = self.find_span(node)
             return Items([(one, span) for _, one in found] if is_known else None, span)
@@ -619,16 +646,22 @@ class Reader:
                 return fields.get(key, UNKNOWN)
             case Path(name) if name.endswith("environ") and key == "WORLD_SIZE":
                 return self.world_size
+            case Path("sys.modules"):
+                return value
         return self.find_item(value, key)
 
     # Calls.
 
     def _call(self, node: ast.Call, scope: Scope) -> Value:
         self.read_calls.add(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "super":
+            return self._find_parent(scope)
         owner, method, function = UNKNOWN, "", None
         if isinstance(node.func, ast.Attribute):
-            owner, method = self.read(node.func.value, scope), node.func.attr
-            if isinstance(owner, Path | Class | Record) and not is_dict(owner):
+            method = node.func.attr
+            read = self.read if method in METHODS else self._read_target
+            owner = read(node.func.value, scope)
+            if isinstance(owner, Path | Class | Record | Parent) and not is_dict(owner):
                 function = self._find_attribute(owner, method)
         else:
             function = self.read(node.func, scope)
@@ -644,14 +677,30 @@ class Reader:
             found = [self._call_method(one, name, given, node) for one in list_values(owner)]
         return join(found + [UNKNOWN] * (0 < len(known) < len(choices)))
 
+    def _find_parent(self, scope: Scope) -> Value:
+        """What ``super()`` stands for in a method."""
+        one: Scope | None = scope
+        while one is not None:
+            if one.function is not None and one.function.owner is not None:
+                return Parent(one.function.owner, one.function.bound)
+            one = one.outer
+        return UNKNOWN
+
     def _call_one(
         self, function: Function | Class | Path, given: Arguments, node: ast.Call, scope: Scope
     ) -> Value:
         if isinstance(function, Function):
-            return self._enter(function, given, node)
+            found = self._enter(function, given, node)
+            # A mesh that it makes is one, whatever a decorator from elsewhere returns.
+            kinds = Items | Record | Grid
+            hidden = any(is_constant(one) or isinstance(one, kinds) for one in list_values(found))
+            return UNKNOWN if hidden and not function.is_plain else found
         if isinstance(function, Class):
             return self._make(function, given, node)
-        if function.last in _BINDERS and not function.is_imported:
+        first = next(iter(given), None)
+        is_own = function.last in OWN and first is None
+        is_own |= function.last == "setattr" and first == Path("sys.modules", is_imported=True)
+        if is_own or (function.last in BINDERS and not function.is_imported):
             self._forget(scope)
         return self._call_path(function, given, node)
 
@@ -659,17 +708,26 @@ class Reader:
         """The value of a call of a function from elsewhere."""
         found = self.answer(path, given, node)
         found = self._call_builtin(path, given, node) if found is None else found
-        for one in given if path.last not in _FUNCTIONS and found is None else ():
-            self.change(one)
-            if _SETTERS.search(path.last.lower()):
+        for one in given if path.last not in FUNCTIONS and found is None else ():
+            if SETTERS.search(path.last.lower()):
                 self._forget_fields(one)
-        fields = dict(given.named) if given.is_complete else None
+            self.change(one)
+            is_new = isinstance(one, Function) and one.node not in self._passed_on
+            if is_new and path.last not in WRAPPERS:
+                # It may run now or later, with any arguments.
+                self._passed_on.add(one.node)
+                self._read_uncalled(one)
+        # A function may return anything, a class keeps what it is given.
+        known = given.named if path.last[:1].isupper() else {}
+        fields = dict(known) if given.is_complete else None
         made = Record(fields, None, path.name, given.positional, self.moment)
         return made if found is None else found
 
     def _call_builtin(self, path: Path, given: Arguments, node: ast.Call) -> Value:
         """The value of some functions of Python and torch; ``None`` for all others."""
         first = next(iter(given.positional), None)
+        if path.is_imported and path.name.partition(".")[0] not in STANDARD:
+            return self._count_ranks(path, given)
         match path.last, first:
             case "int", Whole() | Unknown():
                 return first
@@ -682,6 +740,8 @@ class Reader:
                 return list_keys(fields)
             case "dict", None if given.is_complete:
                 return Record(dict(given.named), moment=self.moment)
+            case "type", Record(owner=Class() as owner):
+                return owner
             case "cast", _ if len(given.positional) == 2:
                 return given.positional[1]
             case "replace", Record(fields=dict() as fields) if given.is_complete:
@@ -698,7 +758,7 @@ class Reader:
                 return Grid(first.count, first.sizes, first)
             case "arange" | "range", _ if len(given.positional) == 1:
                 return Grid(first)
-            case "get_world_size", None:
+            case "get_world_size", None if not given.named and not path.name.startswith("."):
                 return self.world_size
             case "get" | "getenv", "WORLD_SIZE":
                 return self.world_size
@@ -708,21 +768,24 @@ class Reader:
         """The value of a method of a list, a dict, a tensor, or an unknown value."""
         match value, name:
             case (Unknown(), _) | (Record(path=str()), _) if not is_dict(value):
-                return self._call_path(Path(name, is_imported=True), given, node)
+                return self._call_path(Path(f".{name}", is_imported=True), given, node)
             case Record(path="", fields=dict() as fields), "keys" | "values":
                 if name == "keys":
                     return list_keys(fields)
                 return Items([(one, getattr(one, "span", (0, 0))) for one in fields.values()])
+            case Record(path="", fields=dict() as fields), "items" if len(fields) < _MAX_ITEMS:
+                pairs = [Items([(key, (0, 0)), (one, (0, 0))]) for key, one in fields.items()]
+                return Items([(one, (0, 0)) for one in pairs])
             case Record(path="", fields=dict() as fields), "get" if given.positional:
                 return self._find_item(value, given.positional[0])
-            case Grid(), "view" | "reshape":
+            case Grid(), "view" | "reshape" if not given.named:
                 sizes = next(iter(given.positional), None)
                 if not isinstance(sizes, Items):
                     spans = [self.find_span(one) for one in node.args]
                     sizes = Items([*zip(given.positional, spans, strict=False)])
                 return Grid(value.count, sizes, value)
             case Items() | Grid() | Record(), _:
-                for one in (value, *given) if name not in _METHODS else ():
+                for one in (value, *given) if name not in METHODS else ():
                     self.change(one)
                 return UNKNOWN
         return self.call_method(value, name, given, node)
@@ -748,11 +811,12 @@ class Reader:
                 self.change(one)
             return UNKNOWN
         self._entered.add(function.node)
-        scope = Scope(function.scope, names=self._match(function, given))
-        stack, depth = self.stack, self.depth
+        names = self._match(function, given)
+        scope = Scope(function.scope, names=names, function=function)
+        stack, conditions = self.stack, self.conditions
         self.stack = (*stack, node)
         self._read_block(function.node.body, scope)
-        self.stack, self.depth = stack, depth
+        self.stack, self.conditions = stack, conditions
         return join(scope.returns or [None])
 
     def _match(self, function: Function, given: Arguments) -> dict[str, Value]:
@@ -762,10 +826,12 @@ class Reader:
         bound = [] if function.bound is None else [function.bound]
         positional = [*bound, *given.positional]
         every = [*names, *(one.arg for one in args.kwonlyargs)]
+        self._count_steps(len(every) // _NAMES_PER_STEP)
         found: dict[str, Value] = {key: Record({}, None, key, moment=self.moment) for key in every}
-        # A decorator such as click.command takes arguments from elsewhere.
-        is_plain = list_marks(function.node) <= _WRAPPERS
-        found |= function.defaults if known and is_plain else {}
+        if not function.is_plain:
+            # A decorator such as click.command takes arguments from elsewhere.
+            given, positional = Arguments(is_complete=False), bound
+        found |= function.defaults if known and function.is_plain else {}
         found |= dict(zip(names, positional, strict=False))
         rest = {key: one for key, one in given.named.items() if key not in found}
         found |= {key: one for key, one in given.named.items() if key in found}
@@ -778,81 +844,57 @@ class Reader:
 
     def _make(self, owner: Class, given: Arguments, node: ast.AST) -> Record:
         """An object of a class."""
+        self._count_steps(len(owner.scope.names) // _NAMES_PER_STEP)
         found = Record({}, owner, moment=self.moment)
         owner.made.append(found)
         start = owner.find("__init__")
         if isinstance(start, Function):
-            method = Function(start.node, start.scope, start.defaults, start.owner, found)
-            self._enter(method, given, node)
+            self._enter(replace(start, bound=found), given, node)
         elif owner.has_fields:
-            targets = [one.target for one in owner.node.body if isinstance(one, ast.AnnAssign)]
-            fields = [one.id for one in targets if isinstance(one, ast.Name)]
+            fields = owner.fields
             is_derived = any(isinstance(one, Class) for one in owner.bases)
             is_known = given.is_complete and not (given.positional and is_derived)
             values = dict(zip(fields, given.positional, strict=False)) | given.named
             found.fields = values if is_known else None
             after = owner.find("__post_init__")
             if isinstance(after, Function):
-                method = Function(after.node, after.scope, after.defaults, after.owner, found)
-                self._enter(method, Arguments(), node)
-        if owner.find("__getattribute__") or owner.find("__setattr__"):
+                self._enter(replace(after, bound=found), Arguments(), node)
+        hooks = ("__getattribute__", "__new__", "__setattr__")
+        if owner.is_altered or any(map(owner.find, hooks)):
             found.fields = None
         return found
 
     def _read_uncalled(self, function: Function) -> None:
         """Read a function that the file does not call, with unknown arguments."""
-        owner: Class | None = function.owner
-        bound: Value = None
-        marks = list_marks(function.node)
-        unknown = Arguments(is_complete=False)
-        if owner is not None and "staticmethod" not in marks:
-            if len(owner.made) == 1:
-                bound = owner.made[0]
-            elif owner.made or owner.has_fields:
-                bound = Record(None, owner, moment=self.moment)
-            else:
-                bound = self._make(owner, unknown, owner.node)
-                if function.node in self._entered:
-                    return
-            bound = owner if "classmethod" in marks else bound
-        method = Function(function.node, function.scope, function.defaults, owner, bound)
-        self._enter(method, unknown, function.node)
+        run, conditions = self.run, self.conditions
+        self._runs += 1
+        self.run, self.conditions = self._runs, ()
+        was_entered = function.node in self._entered
+        every = self._list_bound(function)
+        if function.node in self._entered and not was_entered:
+            every = []  # an `__init__` that has just made the object
+        for bound in every:
+            one = replace(function, bound=bound)
+            self._enter(one, Arguments(is_complete=False), function.node)
         self._entered.add(function.node)
+        self.run, self.conditions = run, conditions
 
-
-_RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-_LEAVES = (ast.Return, ast.Continue, ast.Break)
-
-
-def _forget_values(names: dict[str, Value]) -> None:
-    for name, value in names.items():
-        names[name] = value if isinstance(value, Function | Class | Path) else UNKNOWN
-
-
-def _list_changes(node: ast.AST) -> list[str]:
-    """The names and attributes that a node binds; twice those that it changes in place."""
-    found: list[ast.AST] = []
-    match node:
-        case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
-            found = [node]
-        case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
-            found = [value, value]
-        case ast.Call(ast.Attribute(value=value, attr=name)) if name not in _METHODS:
-            found = [value, value]
-    return [getattr(one, "attr", getattr(one, "id", "")) for one in found]
-
-
-def _list_targets(body: Sequence[ast.stmt]) -> list[str]:
-    """The names that statements bind, without those of inner functions."""
-    found: dict[str, None] = {}
-    pending: list[ast.AST] = [*body]
-    for node in pending:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = None
-        elif not isinstance(node, ast.Lambda):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                found[node.id] = None
-            if isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-                found[node.name] = None
-            pending += ast.iter_child_nodes(node)
-    return list(found)
+    def _list_bound(self, function: Function) -> list[Value]:
+        """The objects that a method may be called of."""
+        owner, marks = function.owner, list_marks(function.node)
+        if owner is None or function.bound is not None or "staticmethod" in marks:
+            return [function.bound]
+        kinds = [one for one in owner.kinds if one.find(function.node.name) is function]
+        if "classmethod" in marks:
+            return [*kinds]
+        found: list[Value] = []
+        if len(owner.kinds) > _MAX_UNROLLED:
+            found = [Record(None, owner, moment=self.moment)]
+        for one in kinds:
+            if len(one.made) == 1:
+                found.append(one.made[0])
+            elif one.made or one.has_fields:
+                found.append(Record(None, one, moment=self.moment))
+            else:
+                found.append(self._make(one, Arguments(is_complete=False), one.node))
+        return found

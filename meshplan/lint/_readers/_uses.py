@@ -19,6 +19,7 @@ from meshplan.lint._readers._numbers import Edit, UnknownMesh, apply_edits
 from meshplan.lint._readers._values import (
     Arguments,
     Items,
+    Moment,
     Path,
     Record,
     Span,
@@ -158,7 +159,7 @@ class Root:
     error: UnknownMesh | MeshplanError | None = None
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
     is_split: bool = False
-    moment: tuple[int, int] = (0, 0)
+    moment: Moment = (0, ())
     place: int = 0
 
     def view(self) -> Mesh:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 Span: TypeAlias = tuple[int, int]
 Value: TypeAlias = Any
-_MAX_EITHER = 16
+Moment: TypeAlias = tuple[int, tuple[int, ...]]
+_MAX_EITHER, _MAX_LINE = 16, 60
 # Classes whose methods set no attribute that a class of the file has.
 _BASES = frozenset(
     {"ABC", "Enum", "Generic", "IntEnum", "LightningModule", "Module", "NamedTuple", "Protocol"}
@@ -64,7 +66,7 @@ class Record:
     owner: Class | None = None
     path: str = ""
     positional: list[Value] = field(default_factory=list)
-    moment: tuple[int, int] = (0, 0)
+    moment: Moment = (0, ())
 
 
 @dataclass(eq=False, slots=True)
@@ -103,9 +105,15 @@ class Scope:
 
     outer: Scope | None = None
     is_class: bool = False
+    is_part: bool = False
     names: dict[str, Value] = field(default_factory=dict)
     rebound: set[str] = field(default_factory=set)
     returns: list[Value] = field(default_factory=list)
+    function: Function | None = None
+
+    def find_function(self) -> Scope:
+        """The scope around a comprehension."""
+        return self.outer.find_function() if self.is_part and self.outer is not None else self
 
 
 @dataclass(eq=False, slots=True)
@@ -117,35 +125,69 @@ class Function:
     defaults: dict[str, Value]
     owner: Class | None = None
     bound: Value = None
+    setter: Function | None = None
+    is_plain: bool = True
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Class:
-    """A class of the file."""
+    """A class of the file.
+
+    Attributes:
+        is_altered: whether a metaclass or a decorator may replace its attributes.
+        made: its objects.
+        line: the class and those of the file that it derives from.
+        kinds: the class and those that derive from it, up to a number.
+    """
 
     node: ast.ClassDef
     scope: Scope
     bases: list[Value]
+    is_altered: bool = False
     made: list[Record] = field(default_factory=list)
+    line: tuple[Class, ...] = ()
+    kinds: list[Class] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        above = [one for base in self.bases if isinstance(base, Class) for one in base.line]
+        self.line = (self, *dict.fromkeys(above[:_MAX_LINE]))
 
     def find(self, name: str) -> Value:
         """An attribute of the class or of its bases; ``None`` if it has none."""
-        found = [self.scope.names.get(name)]
-        found += [one.find(name) for one in self.bases if isinstance(one, Class)]
+        found = self.scope.names.get(name)
+        return self.find_above(name) if found is None else found
+
+    def find_above(self, name: str) -> Value:
+        """An attribute of its bases."""
+        found = (one.scope.names.get(name) for one in self.line[1:])
         return next((one for one in found if one is not None), None)
 
     @property
     def is_open(self) -> bool:
         """Whether a class from elsewhere may set its attributes."""
-        inside = [one.is_open if isinstance(one, Class) else _is_foreign(one) for one in self.bases]
-        return any(inside)
+        return any(_is_foreign(base) for one in self.line for base in one.bases)
+
+    @cached_property
+    def fields(self) -> list[str]:
+        """The names of its own fields, in order."""
+        notes = [one for one in self.node.body if isinstance(one, ast.AnnAssign)]
+        fields = [one for one in notes if "ClassVar" not in ast.unparse(one.annotation)]
+        return [one.target.id for one in fields if isinstance(one.target, ast.Name)]
 
     @property
     def has_fields(self) -> bool:
         """Whether its arguments are its attributes."""
-        names = {*list_marks(self.node), *(getattr(one, "last", "") for one in self.bases)}
-        bases = [one for one in self.bases if isinstance(one, Class)]
-        return bool(names & {"dataclass", "NamedTuple"}) or any(one.has_fields for one in bases)
+        bases = {getattr(base, "last", "") for one in self.line for base in one.bases}
+        marks = {mark for one in self.line for mark in list_marks(one.node)}
+        return bool((bases | marks) & {"dataclass", "NamedTuple"})
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """``super()`` in a method of a class, and the object that the method is of."""
+
+    owner: Class
+    bound: Value
 
 
 @dataclass(slots=True)
@@ -161,7 +203,8 @@ class Arguments:
 
 
 def _is_foreign(base: Value) -> bool:
-    return not (isinstance(base, Path) and base.last in _BASES)
+    is_known = isinstance(base, Path) and base.last in _BASES
+    return not is_known and not isinstance(base, Class)
 
 
 def join(values: Sequence[Value]) -> Value:
@@ -170,14 +213,32 @@ def join(values: Sequence[Value]) -> Value:
     for one in (inside for value in values for inside in list_values(value)):
         if not any(one is two or (is_constant(one) and one == two) for two in found):
             found.append(one)
+        if len(found) > _MAX_EITHER:
+            return UNKNOWN
     if len(found) == 1:
         return found[0]
-    return Either(tuple(found)) if 0 < len(found) <= _MAX_EITHER else UNKNOWN
+    return Either(tuple(found)) if found else UNKNOWN
 
 
 def list_values(value: Value) -> tuple[Value, ...]:
     """All that a value may be."""
     return value.values if isinstance(value, Either) else (value,)
+
+
+def list_parts(value: Value) -> list[Value]:
+    """All that a value may be, and what is in its lists and dicts."""
+    found = {id(one): one for one in list_values(value)}
+    pending = [*found.values()]
+    for one in pending:
+        inside: list[Value] = []
+        if isinstance(one, Items):
+            inside = [entry for entry, _ in one.entries or ()]
+        elif is_dict(one):
+            inside = [*(one.fields or {}).values()]
+        new = {id(two): two for part in inside for two in list_values(part)}
+        pending += [two for key, two in new.items() if key not in found]
+        found |= new
+    return pending
 
 
 def is_constant(value: Value) -> bool:
@@ -192,9 +253,14 @@ def is_dict(value: Value) -> bool:
 
 def list_marks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """The last parts of the names of the decorators."""
-    marks = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
-    names = {getattr(one, "attr", getattr(one, "id", "")) for one in marks}
+    names = {find_mark(one) for one in node.decorator_list}
     return names | ({"property"} if "cached_property" in names else set())
+
+
+def find_mark(node: ast.expr) -> str:
+    """The last part of the name of a decorator."""
+    named = node.func if isinstance(node, ast.Call) else node
+    return str(getattr(named, "attr", getattr(named, "id", "")))
 
 
 def list_keys(fields: Iterable[str]) -> Items:
@@ -215,3 +281,35 @@ def read_string(node: ast.AST) -> str | None:
     """The value of a literal string."""
     found = node.value if isinstance(node, ast.Constant) else None
     return found if isinstance(found, str) else None
+
+
+def join_names(ends: Sequence[dict[str, Value]]) -> dict[str, Value]:
+    """The names after one of several branches."""
+    found = dict(ends[0])
+    for name in dict.fromkeys(name for end in ends for name in end):
+        values = [end.get(name, UNKNOWN) for end in ends]
+        is_one = all(one is values[0] for one in values)
+        found[name] = values[0] if is_one else join(values)
+    return found
+
+
+def list_targets(body: Sequence[ast.AST]) -> list[str]:
+    """The names that statements bind, without those of inner functions."""
+    found: dict[str, None] = {}
+    pending: list[ast.AST] = [*body]
+    for node in pending:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = None
+        elif not isinstance(node, ast.Lambda):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                found[node.id] = None
+            if isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+                found[node.name] = None
+            pending += ast.iter_child_nodes(node)
+    return list(found)
+
+
+def forget_values(names: dict[str, Value]) -> None:
+    """Forget what names stand for, except functions and classes."""
+    for name, value in names.items():
+        names[name] = value if isinstance(value, Function | Class | Path) else UNKNOWN

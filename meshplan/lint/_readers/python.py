@@ -25,14 +25,16 @@ from meshplan.lint._readers._classes import (
     read_changed,
     read_degrees,
 )
-from meshplan.lint._readers._constants import Reader, TooLong, parse
+from meshplan.lint._readers._constants import Reader, TooLong
 from meshplan.lint._readers._numbers import RUN, UnknownMesh
+from meshplan.lint._readers._python_text import parse
 from meshplan.lint._readers._uses import Axis, Mesh, MeshCall, Root, Uses
 from meshplan.lint._readers._values import (
     UNKNOWN,
     Arguments,
     Grid,
     Items,
+    Moment,
     Path,
     Record,
     Span,
@@ -160,7 +162,7 @@ class _Contract(NamedTuple):
 
     path: Path
     given: Arguments
-    moment: tuple[int, int]
+    moment: Moment
     place: int
 
 
@@ -203,7 +205,7 @@ class MeshReader(Reader):
             place = len(self.roots)
             self._contracts.append(_Contract(path, given, self.moment, place))
         for one in given:
-            if isinstance(one, Path) and one.last == "init_device_mesh":
+            if "init_device_mesh" in (one, getattr(one, "last", None)):
                 why = f"init_device_mesh is passed on, and its calls are not read; {RUN}"
                 self.notes.append((node.lineno, why))
         if name in _MAKERS:
@@ -286,8 +288,8 @@ class MeshReader(Reader):
         found = [one for one in self._contracts if one.path.last == name and one.path.is_imported]
         if not is_one or len(found) != 1 or "meshplan" not in self.modules:
             return None
-        (run, depth), last = found[0].moment, root.moment[0]
-        earlier = run in (0, last) and depth == 0 and found[0].place < root.place
+        (run, conditions), last = found[0].moment, root.moment[0]
+        earlier = run in (0, last) and not conditions and found[0].place < root.place
         is_whole = earlier and found[0].given.is_complete
         return found[0].given if is_whole else None
 
