@@ -11,14 +11,8 @@ INSTALL_TORCH = "pip install 'torch>=2.11', or choose the extra [torch]"
 
 
 def import_with_torch(module: str, what: str) -> ModuleType:
-    """Import a module of meshplan that may need torch.
-
-    Args:
-        module: its full name.
-        what: the user's word for what needs it, such as ``meshplan.install``.
-
-    Raises:
-        TorchMissingError: torch is not installed.
+    """Import a module of meshplan that may need torch. ``what`` is the user's word for what needs
+    it, such as ``meshplan.install``. Raises TorchMissingError if torch is not installed.
     """
     try:
         return import_module(module)

@@ -27,14 +27,9 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def refuse_in_graph(what: str) -> None:
-    """Keep dynamo from taking a call for a part of a graph; the call itself is then made.
-
-    Args:
-        what: the function that must not be in one.
-
-    Raises:
-        InstallError: dynamo traces. It shows that where ``fullgraph=True`` was asked for; else it
-            makes two graphs, with the call between them.
+    """Keep dynamo from taking a call of ``what`` for a part of a graph; the call itself is then
+    made. Raises InstallError where dynamo traces. It shows that where ``fullgraph=True`` was asked
+    for; else it makes two graphs, with the call between them.
     """
     if torch.compiler.is_dynamo_compiling():
         raise InstallError(f"{what} cannot be in a graph; call it around what is compiled")

@@ -195,17 +195,9 @@ def pack_words(
     between: str = "exchange",
     chunk: int = 0,
 ) -> tuple[int, ...]:
-    """A rank's part in a collective as signed numbers of 64 bits.
-
-    Args:
-        kind: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        path: that runs.
-        dtype: the name of the tensor's dtype.
-        shape: of the tensor.
-        axes: sizes of the reduced axes.
-        op, contract, divisor, norm, inner, between, chunk: as a step has them; 0 and ``None`` for
-            none.
-        layout: where parts of the result go, in any form that equal ranks have in common.
+    """A rank's part in a collective as signed numbers of 64 bits. ``axes`` are the sizes of the
+    reduced ones. ``layout``: where parts of the result go, in any form that equal ranks have in
+    common. The others are those of a step; 0 and ``None`` for none.
     """
     order = flags = 0
     if contract is not None:

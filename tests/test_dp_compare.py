@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -28,10 +28,10 @@ def compare_one(found: Tensor | None, wanted: Tensor | None, **limits: float) ->
     return gradient_summary({"w": found}, {"w": wanted}, **limits).parameters["w"]
 
 
-def test_record_round_trips_through_json() -> None:
+def test_summary_is_of_each_parameter_and_of_all() -> None:
     reference = {"b": numbers(1.0, 2.0, 4.0), "a": numbers(3.0), "c": None, "d": numbers(0.0)}
     candidate = {"a": numbers(3.0), "b": numbers(1.0, 2.25, 3.0), "c": None, "d": numbers(INF)}
-    record = gradient_summary(candidate, reference).as_record()
+    found = asdict(gradient_summary(candidate, reference))
     equal = {
         "bitwise_equal": True,
         "max_abs_diff": 0.0,
@@ -41,7 +41,7 @@ def test_record_round_trips_through_json() -> None:
         "numel": 1,
     }
     near = {"max_abs_diff": 1.0, "max_rel_diff": 0.25, "max_ulps": 4194304, "mismatch_count": 2}
-    far = {"max_abs_diff": "inf", "max_rel_diff": "inf", "max_ulps": 2139095040}
+    far = {"max_abs_diff": INF, "max_rel_diff": INF, "max_ulps": 2139095040}
     differing = {"bitwise_equal": False, "mismatch_count": 1}
     parameters = {
         "a": equal,
@@ -50,7 +50,7 @@ def test_record_round_trips_through_json() -> None:
         "d": equal | differing | far,
     }
     whole = equal | differing | far | {"mismatch_count": 3, "numel": 5, "parameters": parameters}
-    assert json.loads(json.dumps(record, allow_nan=False)) == whole
+    assert found == whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import (
         _DistributedBackendOptions as DistributedBackendOptions,
     )
-    from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch._C._distributed_c10d import (
+        _resolve_process_group as resolve_process_group,
+    )
     from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
@@ -42,9 +44,13 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed import ProcessGroup
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed._functional_collectives import _maybe_wrap_tensor as maybe_wrap_tensor
+    from torch.distributed._functional_collectives import (
+        _maybe_wrap_tensor as maybe_wrap_tensor,
+    )
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
-    from torch.distributed._symmetric_memory import rendezvous as symmetric_memory_rendezvous
+    from torch.distributed._symmetric_memory import (
+        rendezvous as symmetric_memory_rendezvous,
+    )
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import default_pg_timeout
     from torch.distributed.tensor import DTensor
@@ -58,8 +64,12 @@ if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.utils._config_module import _UNSET_SENTINEL as UNSET_SENTINEL
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mode_stack
+    from torch.utils._python_dispatch import (
+        _disable_current_modes as disable_current_modes,
+    )
+    from torch.utils._python_dispatch import (
+        _get_current_dispatch_mode_stack as mode_stack,
+    )
     from torch.utils._python_dispatch import _pop_mode as pop_mode
     from torch.utils._python_dispatch import _push_mode as push_mode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -26,13 +26,8 @@ def find_moved(names: Mapping[str, Entry]) -> Iterator[str]:
 
 
 def refuse_moved(found: list[str]) -> None:
-    """Refuse a torch in which something has moved.
-
-    Args:
-        found: what has, as ``find_moved`` yields it.
-
-    Raises:
-        UnsupportedTorchError: something has; lists all of it.
+    """Raise UnsupportedTorchError if ``found``, from ``find_moved``, has anything; it lists all of
+    it.
     """
     if found:
         import torch

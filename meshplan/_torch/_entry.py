@@ -20,41 +20,31 @@ Gives = Literal["value", "call", "current", "loaded", "attribute", "method", "te
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A private name of torch's.
+    """A private name of torch's."""
 
-    Attributes:
-        module: its module.
-        path: the name there, with attributes; empty: the module itself.
-        use: what meshplan does with it, in the words of an error.
-        gives: what ``from meshplan._torch import NAME`` returns. ``value``: what the name stands
-            for, looked up once. ``call``: a function that looks the name up on each call and calls
-            it, for what torch and tests replace. ``current``: a function that returns the value of
-            the moment. ``loaded``: a function that returns the value if its module is imported,
-            else ``None``. ``attribute``: a function that reads the attribute of an object.
-            ``method``: a function that calls the method of an object. ``text``: the last part of
-            the name, for ``getattr`` and ``setattr``.
-        parts: attributes of the value that are used as well.
-        stores: attributes that objects of the class have, set by its functions or in the class.
-        parameters: of a function, or the fields of a dataclass; ``...`` at the end: and others.
-        callers: functions of torch's, each a module and a path, that must use it by its name.
-        same_in: modules that must have the same object by this name.
-        source: a pattern that the module's file must have; for modules that are not imported to
-            be checked.
-        optional: no torch must have it; where it is missing the function returns ``None``.
-        lenient: objects of other classes come as well; for those the function returns ``None``.
-    """
-
-    module: str
-    path: str
-    use: str
+    module: str  # its module
+    path: str  # the name there, with attributes; empty: the module itself
+    use: str  # what meshplan does with it, in the words of an error
+    # What ``from meshplan._torch import NAME`` returns. ``value``: what the name stands for, looked
+    # up once. ``call``: a function that looks the name up on each call and calls it, for what torch
+    # and tests replace. ``current``: a function that returns the value of the moment. ``loaded``: a
+    # function that returns the value if its module is imported, else ``None``. ``attribute``: a
+    # function that reads the attribute of an object. ``method``: a function that calls the method
+    # of an object. ``text``: the last part of the name, for ``getattr`` and ``setattr``.
     gives: Gives = "value"
-    parts: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()  # attributes of the value that are used as well
+    # Attributes that objects of the class have, set by its functions or in the class
     stores: tuple[str, ...] = ()
+    # Of a function, or the fields of a dataclass; ``...`` at the end: and others
     parameters: tuple[str, ...] = ()
+    # Functions of torch's, each a module and a path, that must use it by its name
     callers: tuple[tuple[str, str], ...] = ()
-    same_in: tuple[str, ...] = ()
+    same_in: tuple[str, ...] = ()  # modules that must have the same object by this name
+    # A pattern that the module's file must have; for modules that are not imported to be checked
     source: str = ""
+    # No torch must have it; where it is missing the function returns ``None``
     optional: bool = False
+    # Objects of other classes come as well; for those the function returns ``None``
     lenient: bool = False
 
     def __str__(self) -> str:

@@ -66,7 +66,10 @@ _COLLECTIVES = {
 
 _MESHES = {
     "root_mesh_of": Entry(
-        "torch.distributed.device_mesh", "DeviceMesh._get_root_mesh", "flattened meshes", "method"
+        "torch.distributed.device_mesh",
+        "DeviceMesh._get_root_mesh",
+        "flattened meshes",
+        "method",
     ),
     "flattened_meshes_of": Entry(
         "torch.distributed.device_mesh",
@@ -92,7 +95,10 @@ _TENSORS = {
     "local_tensor_mode": Entry(_LOCAL, "local_tensor_mode", "simulated ranks"),
     "tensors_of_ranks": Entry(_LOCAL, "LocalTensor._local_tensors", "simulated ranks", "attribute"),
     "local_tensor_of": Entry(
-        "torch.distributed.tensor", "DTensor._local_tensor", "compares replicas", "attribute"
+        "torch.distributed.tensor",
+        "DTensor._local_tensor",
+        "compares replicas",
+        "attribute",
     ),
     "version_of": Entry(
         "torch", "Tensor._version", "sees whether a tensor was written to", "attribute"
@@ -101,13 +107,17 @@ _TENSORS = {
     "foreach_mul_": Entry("torch", "_foreach_mul_", "scales gradients"),
     "is_zerotensor": Entry("torch", "Tensor._is_zerotensor", "reads the bits of tensors", "method"),
     "is_traceable_wrapper_subclass": Entry(
-        _MODES, "is_traceable_wrapper_subclass", "compares the parts of tensor subclasses"
+        _MODES,
+        "is_traceable_wrapper_subclass",
+        "compares the parts of tensor subclasses",
     ),
     "disable_current_modes": Entry(
         _MODES, "_disable_current_modes", "computes numbers while torch traces"
     ),
     "dispatch_modes": Entry(
-        "torch._C", "_len_torch_dispatch_stack", "leaves operators where torch's modes watch them"
+        "torch._C",
+        "_len_torch_dispatch_stack",
+        "leaves operators where torch's modes watch them",
     ),
     "mode_stack": Entry(_MODES, "_get_current_dispatch_mode_stack", _COUNTED),
     "pop_mode": Entry(_MODES, "_pop_mode", _COUNTED),
@@ -139,7 +149,12 @@ _REDISTRIBUTION = {
         "_optimize_transform_infos",
         "the seam",
         "text",
-        parameters=("transform_infos", "device_mesh", "src_placements", "dst_placements"),
+        parameters=(
+            "transform_infos",
+            "device_mesh",
+            "src_placements",
+            "dst_placements",
+        ),
     ),
     "merging_is_disabled": Entry(
         _REDISTRIBUTE,
@@ -157,7 +172,10 @@ _REDISTRIBUTION = {
         same_in=("torch.distributed.tensor._dispatch", "torch.distributed.tensor._api"),
         callers=(
             (_REDISTRIBUTE, "Redistribute.forward"),
-            ("torch.distributed.tensor._dispatch", "OpDispatcher.redistribute_local_args"),
+            (
+                "torch.distributed.tensor._dispatch",
+                "OpDispatcher.redistribute_local_args",
+            ),
         ),
     ),
     "TransformInfo": Entry(
@@ -250,10 +268,18 @@ _COMPILING = {
         "text",
     ),
     "compiler_settings": Entry(
-        "torch.compiler.config", "_config", "the cache key tag", "current", parts=("get",)
+        "torch.compiler.config",
+        "_config",
+        "the cache key tag",
+        "current",
+        parts=("get",),
     ),
     "install_guard": Entry(
-        "torch._dynamo.guards", "install_guard", _TIED, "call", source=r"^def install_guard\b"
+        "torch._dynamo.guards",
+        "install_guard",
+        _TIED,
+        "call",
+        source=r"^def install_guard\b",
     ),
     "guard_builder": Entry(
         "torch._dynamo.guards",
@@ -263,7 +289,11 @@ _COMPILING = {
         source=r"^    def EQUALS_MATCH\b",
     ),
     "attribute_source": Entry(
-        "torch._dynamo.source", "AttrSource", _TIED, "call", source=r"^class AttrSource\b"
+        "torch._dynamo.source",
+        "AttrSource",
+        _TIED,
+        "call",
+        source=r"^class AttrSource\b",
     ),
     "frame_translator": Entry(
         "torch._dynamo.symbolic_convert",

@@ -164,7 +164,12 @@ def executor_differences(follow: Follow) -> Iterator[str]:
 
 
 def _one_run(
-    module: ModuleType, executor: FunctionType, notes: _Notes, follow: Follow, *, carries: bool
+    module: ModuleType,
+    executor: FunctionType,
+    notes: _Notes,
+    follow: Follow,
+    *,
+    carries: bool,
 ) -> list[str]:
     mesh, flat = _Mesh(), _Mesh()
     replicate, shard = Replicate(), Shard(1)
@@ -246,7 +251,11 @@ def _copied(
 
 def _over(function: FunctionType, found: dict[str, Any]) -> FunctionType:
     copy = FunctionType(
-        function.__code__, found, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        found,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

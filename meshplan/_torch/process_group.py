@@ -212,18 +212,12 @@ class PythonProcessGroup(_Python):
 
 
 class WrappingProcessGroup(_Python):
-    """A process group that passes calls on to ``inner``; its subclass defines ``REDUCTIONS``.
-
-    C++ finds the backends of ``inner`` in it, for the operators that move data. Those that add come
-    back to the methods of the subclass (``answer_reductions``). Of the methods of a later torch,
-    those that no table above names are refused, and its optional features are not supported.
-
-    Args:
-        inner: a process group of the same ranks.
-
-    Attributes:
-        issued: how many reductions the subclass has issued itself.
-        lent: whether a backend of ``inner`` was handed out; the subclass resets it.
+    """A process group that passes calls on to ``inner``, of the same ranks; its subclass defines
+    ``REDUCTIONS``. C++ finds the backends of ``inner`` in it, for the operators that move data.
+    Those that add come back to the methods of the subclass (``answer_reductions``). Of the methods
+    of a later torch, those that no table above names are refused, and its optional features are not
+    supported. ``issued`` counts reductions of the subclass itself, which resets ``lent`` after a
+    backend was handed out.
     """
 
     def __init__(self, inner: dist.ProcessGroup) -> None:

@@ -30,13 +30,8 @@ from meshplan.flatten._create import this_rank
 
 
 class DerivingProcessGroup(PassingProcessGroup):
-    """A group that others can be derived from; its subclass creates them.
-
-    Args:
-        inner: as for ``PassingProcessGroup``.
-        timeout: of the group.
-        backend: the inner one, as ``init_process_group`` accepts it.
-        across_jobs: the ranks belong to several jobs.
+    """A group that others can be derived from; its subclass creates them. ``backend`` is the inner
+    one.
     """
 
     def __init__(
@@ -65,13 +60,8 @@ class DerivingProcessGroup(PassingProcessGroup):
         inner: str | None,
         across_jobs: bool,
     ) -> DerivingProcessGroup:
-        """Create a derived group.
-
-        Args:
-            made: what torch would know of it.
-            options: of the caller.
-            timeout, inner: replace those of this group.
-            across_jobs: the ranks belong to several jobs.
+        """Create a derived group. ``made`` is what torch would know of it; ``timeout`` and
+        ``inner`` replace those of this group.
         """
         raise NotImplementedError
 
@@ -84,17 +74,10 @@ class DerivingProcessGroup(PassingProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> DerivingProcessGroup | None:
-        """A group of some ranks of this one, with its options; ``None`` on the other ranks.
-
-        Args:
-            ranks: of this group, in the order of the new one; its members pass the same.
-            timeout: of the new group; ``None``: that of this one.
-            opts: a ``BackendOptions``, those of the inner backend, or ``None``.
-            group_name, group_desc: of the new group.
-            device_types: whose tensors the new group takes; ``None``: all of this one.
-
-        Raises:
-            BackendError: invalid ranks, or no device that this group has.
+        """A group of some ranks of this one, in the order of ``ranks``, which its members pass
+        alike; ``None`` on the other ranks. ``opts``, the timeout and the devices are those of this
+        group where they are ``None``. Raises BackendError for invalid ranks, or devices that this
+        group does not have.
         """
         ranks, all_ranks = list(ranks), range(self.size())
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(all_ranks):
@@ -163,18 +146,9 @@ def _named(group: DerivingProcessGroup, name: str, desc: str) -> DerivingProcess
 
 
 def gather_members(store: Store, rank: int, size: int) -> tuple[str, list[int]]:
-    """A name for the group of those who meet at ``store``, and their global ranks.
-
-    Args:
-        store: for this group alone.
-        rank: of this process in the group.
-        size: how many ranks come.
-
-    Returns:
-        The name, and the ranks in order of the group; none if they belong to several jobs.
-
-    Raises:
-        RuntimeError: from the store, if members do not come.
+    """A name for the group of those who meet at ``store``, which is for this group alone, and their
+    global ranks; none if they belong to several jobs. Raises RuntimeError, from the store, if
+    members do not come.
     """
     # Who belongs to the job of rank 0 finds the key in the default store.
     if rank == 0:
@@ -202,10 +176,8 @@ def describe_group(
 
 
 def _keep_devices(backend: str, devices: Sequence[torch.device] | None) -> str:
-    """The inner backend of a group that keeps some devices of its parent.
-
-    Raises:
-        BackendError: none of them is the parent's.
+    """The inner backend of a group that keeps some devices of its parent. Raises BackendError: none
+    of them is the parent's.
     """
     if devices is None:
         return backend

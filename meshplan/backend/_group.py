@@ -83,18 +83,11 @@ def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class MeshplanProcessGroup(DerivingProcessGroup):
-    """A group whose reductions run under a contract; see ``BackendOptions``.
-
-    Args:
-        made: what torch knows of the group.
-        options: a ``BackendOptions``, or those of the inner backend.
-        defaults: without a ``BackendOptions``; ``None``: those of the default group.
-        origin: the group that torch has created, if this one is derived from it.
-        across_jobs: the ranks belong to several jobs.
-
-    Raises:
-        BackendError: torch does not know the inner backend.
-        BackendTypeError: options of another type, or of another backend.
+    """A group whose reductions run under a contract; see ``BackendOptions``. ``made`` is what torch
+    knows of it; without a ``BackendOptions``, ``defaults`` apply, or those of the default group.
+    ``origin``: the group that torch has created, if this one is derived from it. Raises
+    BackendError if torch does not know the inner backend, BackendTypeError for options of another
+    type or backend.
     """
 
     def __init__(
@@ -357,11 +350,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         ]
 
     def _operation(self, opts: Any, tensors: Sequence[Tensor]) -> Operation:
-        """The operation, the same for all tensors of the call.
-
-        Raises:
-            BackendError: tensors of a device whose reductions the backend does not have.
-            ContractError: no tensors, or of several dtypes or devices.
+        """The operation, the same for all tensors of the call. Raises BackendError for a device
+        whose reductions the backend does not have, ContractError for no tensors, or several dtypes
+        or devices.
         """
         if not tensors:
             raise ContractError("a reduction got no tensors; pass one or more")

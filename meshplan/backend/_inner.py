@@ -49,24 +49,11 @@ def create_inner_group(
     options: Any = None,
     across_jobs: bool = False,
 ) -> ProcessGroup:
-    """Create a plain group of the same ranks; every member calls it at the same time.
-
-    Args:
-        use: separates the groups of one group of the backend.
-        attempt: separates the attempts that its members have agreed on; empty for the first group.
-        name: of the group of the backend.
-        backend: as ``init_process_group`` accepts it.
-        store: of the group of the backend.
-        rank, size: of the group.
-        ranks: its global ranks; empty for the default group.
-        timeout: of its collectives.
-        options: of the inner backend; ``None``: its own defaults.
-        across_jobs: the ranks belong to several jobs, and ``ranks`` is empty.
-
-    Raises:
-        BackendError: torch does not have the backend.
-        GroupStateError: this process may not open as many descriptors.
-        RuntimeError: from torch, if the backend cannot connect the members.
+    """Create a plain group of the same ranks; every member calls it at the same time. ``use``
+    separates the groups of one group of the backend, which has the ``name``, ``attempt`` those that
+    its members have agreed on; ``ranks`` is empty for the default group and across jobs. Raises
+    BackendError if torch does not have the backend, GroupStateError if this process may not open as
+    many descriptors, and torch's RuntimeError if the backend cannot connect the members.
     """
     for part in backend.split(","):
         one = part.rpartition(":")[2]
@@ -111,14 +98,8 @@ def destroy_inner_group(group: ProcessGroup, *, all_are_destroyed: bool) -> None
 
 
 def check_device(kind: str, config: str) -> None:
-    """Refuse tensors of a device for which a group was created with another backend.
-
-    Args:
-        kind: of the device.
-        config: the backends of the group, as torch writes them.
-
-    Raises:
-        BackendError: torch put the group in the place of that backend's.
+    """Refuse tensors of a device for which a group was created with another backend: raises
+    BackendError if torch put the group in the place of that backend's.
     """
     named = dict(part.split(":") for part in config.split(","))
     if named.get(kind, NAME) != NAME:

@@ -117,10 +117,8 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
 
 
 def check_inner_options(options: Any, inner: str) -> None:
-    """Refuse ``pg_options`` that are neither ``None`` nor of a backend in ``inner``.
-
-    Raises:
-        BackendTypeError: they would have no effect.
+    """Refuse ``pg_options`` that are neither ``None`` nor of a backend in ``inner``. Raises
+    BackendTypeError: they would have no effect.
     """
     names = [part.rpartition(":")[2] for part in inner.split(",")]
     if options is not None and getattr(options, "backend", None) not in names:

@@ -69,10 +69,8 @@ class PassingProcessGroup(WrappingProcessGroup):
         return found
 
     def start_block(self, device: torch.device) -> None:
-        """Begin a block of calls; those on CUDA devices are launched together.
-
-        Raises:
-            BackendError: the inner backend does not support it for this device.
+        """Begin a block of calls; those on CUDA devices are launched together. Raises BackendError:
+        the inner backend does not support it for this device.
         """
         try:
             if device.type == "cpu":

@@ -31,17 +31,9 @@ def create_group_across_jobs(
     timeout: timedelta,
     options: BackendOptions | None,
 ) -> MeshplanProcessGroup:
-    """A group of ranks that each have a default group of their own.
-
-    Args:
-        store: for this group alone. The members agree through it for as long as the group lives.
-        rank: of this process in the group.
-        size: of the group.
-        timeout: of the group.
-        options: of the group; ``None``: those of the default group, if it is of the backend.
-
-    Raises:
-        RuntimeError: from torch, if members do not come.
+    """A group of ranks that each have a default group of their own. The members agree through
+    ``store`` for as long as the group lives. Without ``options``, those of the default group apply
+    if it is of the backend. Raises RuntimeError, from torch, if members do not come.
     """
     # Each job has used other names before.
     if rank == 0:

@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
     """The parser of the command line, with some of its verbs."""
     command = _Parser(
-        prog="meshplan", description="DTensor replicas that agree.", allow_abbrev=False
+        prog="meshplan",
+        description="DTensor replicas that agree.",
+        allow_abbrev=False,
     )
     command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = command.add_subparsers(dest="verb", required=True, metavar="verb")

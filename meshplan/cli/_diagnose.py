@@ -58,7 +58,10 @@ def _run(given: argparse.Namespace) -> int:
     from meshplan.errors import TopologyInputError
     from meshplan.lint._spec import parse_mesh
     from meshplan.planner._observed_orders import compare_siblings
-    from meshplan.topology._communicators import find_global_ranks, read_communicators
+    from meshplan.topology._communicators import (
+        find_global_ranks,
+        read_communicators,
+    )
     from meshplan.topology._files import read_content
 
     layout = parse_mesh(given.mesh)
@@ -82,7 +85,10 @@ def _run(given: argparse.Namespace) -> int:
         lines = [line for one in found for line in _describe(one)]
         if differ:
             lint = _write_command(given.mesh, given.files)
-            lines += ["what to do:", *(f"  {fix.format(lint=lint)}" for fix in _FIXES)]
+            lines += [
+                "what to do:",
+                *(f"  {fix.format(lint=lint)}" for fix in _FIXES),
+            ]
         lines.append(
             "not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm"
         )

@@ -139,5 +139,7 @@ def check_cache() -> Diagnosis:
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return Diagnosis(what, str(folder))
     return Diagnosis(
-        what, f"{folder} cannot be written", "set MESHPLAN_CACHE to a directory that you can write"
+        what,
+        f"{folder} cannot be written",
+        "set MESHPLAN_CACHE to a directory that you can write",
     )

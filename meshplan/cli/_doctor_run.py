@@ -20,7 +20,12 @@ from meshplan.cli._doctor import (
     check_links,
     check_shared_folder,
 )
-from meshplan.kernel._device_code import Program, RuntimeLibrary, compilers, prebuilt
+from meshplan.kernel._device_code import (
+    Program,
+    RuntimeLibrary,
+    compilers,
+    prebuilt,
+)
 from meshplan.topology._locate import locate_rank
 
 

@@ -10,7 +10,10 @@ from meshplan.errors import LayoutError, MeshplanError, PolicyError
 
 
 def require_launcher(
-    environ: Mapping[str, str], what: str, example: str, error: type[MeshplanError] = PolicyError
+    environ: Mapping[str, str],
+    what: str,
+    example: str,
+    error: type[MeshplanError] = PolicyError,
 ) -> None:
     """Raises:
     MeshplanError: ``error``, if a variable that torchrun sets is missing.

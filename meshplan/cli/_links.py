@@ -18,7 +18,10 @@ def add(verbs: Any) -> None:
         verbs,
         "links",
         lambda given: run_on_ranks(
-            "links", "links --output-file links.json", given.timeout, partial(_measure, given)
+            "links",
+            "links --output-file links.json",
+            given.timeout,
+            partial(_measure, given),
         ),
         "measure latencies and bandwidths between the ranks of a job",
         description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
@@ -27,7 +30,11 @@ def add(verbs: Any) -> None:
         "--cost.",
     )
     option = parser.add_argument
-    option("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")
+    option(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="default: nccl with GPUs, else gloo",
+    )
     option(
         "--repeat",
         type=int,
@@ -38,7 +45,9 @@ def add(verbs: Any) -> None:
     add_timeout(parser)
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--output-file", metavar="FILE", help="write the links here, not to standard output"
+        "--output-file",
+        metavar="FILE",
+        help="write the links here, not to standard output",
     )
 
 

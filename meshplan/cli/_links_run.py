@@ -126,7 +126,10 @@ def _open_groups(
     # hour.
     made = [dist.new_group(list(group), timeout=timeout) for group in groups]
     rank = dist.get_rank()
-    mine = next((one for one, group in zip(made, groups, strict=True) if rank in group), None)
+    mine = next(
+        (one for one, group in zip(made, groups, strict=True) if rank in group),
+        None,
+    )
     yield mine
     if mine is not None:
         dist.destroy_process_group(mine)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from meshplan.cli._options import add_mesh, add_output, add_placement, add_timeout, add_verb
+from meshplan.cli._options import (
+    add_mesh,
+    add_output,
+    add_placement,
+    add_timeout,
+    add_verb,
+)
 
 _LEVELS = ("info", "warning", "error")
 _FORMATS = ("text", "concise", "json", "sarif", "github", "junit")
@@ -58,7 +64,9 @@ def add(verbs: Any) -> None:
         help="leave out files and directories: 'tests', 'configs/old/*'; may be repeated",
     )
     group.add_argument(
-        "--stdin-filename", metavar="FILE", help="name of the file on standard input"
+        "--stdin-filename",
+        metavar="FILE",
+        help="name of the file on standard input",
     )
     jobs = parser.add_argument_group("jobs")
     add_mesh(jobs, action="append", default=[])
@@ -68,7 +76,9 @@ def add(verbs: Any) -> None:
         help="global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]",
     )
     jobs.add_argument(
-        "--world-size", metavar="N", help="number of ranks, if a file does not specify it"
+        "--world-size",
+        metavar="N",
+        help="number of ranks, if a file does not specify it",
     )
     jobs.add_argument(
         "--framework",
@@ -76,7 +86,9 @@ def add(verbs: Any) -> None:
         help="how gradients are reduced (default: as the file does, else dtensor)",
     )
     jobs.add_argument(
-        "--reduce-order", metavar="AXES", help="axes in the order in which the job reduces them"
+        "--reduce-order",
+        metavar="AXES",
+        help="axes in the order in which the job reduces them",
     )
     jobs.add_argument(
         "--flatten",
@@ -86,7 +98,11 @@ def add(verbs: Any) -> None:
         help="axes that the job flattens with DeviceMesh._flatten: ddp,fsdp",
     )
     jobs.add_argument(
-        "--dim", action="append", default=[], metavar="N", help="length of a sharded tensor dim"
+        "--dim",
+        action="append",
+        default=[],
+        metavar="N",
+        help="length of a sharded tensor dim",
     )
     jobs.add_argument(
         "--sequence-parallel",
@@ -114,10 +130,14 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
         help="set a variable, in addition to those of this environment",
     )
     group.add_argument(
-        "--no-env", action="store_true", help="ignore the variables of this environment"
+        "--no-env",
+        action="store_true",
+        help="ignore the variables of this environment",
     )
     group.add_argument(
-        "--nccl-version", metavar="V", help="such as 2.30.7 (default: the installed one)"
+        "--nccl-version",
+        metavar="V",
+        help="such as 2.30.7 (default: the installed one)",
     )
     group.add_argument("--driver", metavar="V", help="such as 550.54.15 (default: the running one)")
 
@@ -131,7 +151,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(option, action="append", default=[], metavar="CODES", help=what)
     group.add_argument(
-        "--fail-level", choices=_LEVELS, help="lowest severity that fails (default: error)"
+        "--fail-level",
+        choices=_LEVELS,
+        help="lowest severity that fails (default: error)",
     )
     group.add_argument(
         "--allow-unjudged",
@@ -154,7 +176,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--isolated", action="store_true", help="use no configuration file")
     group = add_output(parser, _FORMATS)
     group.add_argument(
-        "--output-file", metavar="FILE", help="write the report here, not to standard output"
+        "--output-file",
+        metavar="FILE",
+        help="write the report here, not to standard output",
     )
     group.add_argument(
         "--fix",
@@ -162,7 +186,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="print a diff for git apply, with the cheapest fix of each mesh",
     )
     group.add_argument(
-        "--write", action="store_true", help="with --fix: change the files, and report what is left"
+        "--write",
+        action="store_true",
+        help="with --fix: change the files, and report what is left",
     )
     group.add_argument(
         "--html",

@@ -18,7 +18,17 @@ from meshplan.lint._job import JobFile, Skipped
 from meshplan.lint._read_jobs import MAX_CHARACTERS, RankOptions, read_jobs
 from meshplan.topology._files import read_content
 
-INCLUDED = ("*.py", "*.toml", "*.yaml", "*.yml", "*.json", "*.sh", "*.bash", "*.slurm", "*.sbatch")
+INCLUDED = (
+    "*.py",
+    "*.toml",
+    "*.yaml",
+    "*.yml",
+    "*.json",
+    "*.sh",
+    "*.bash",
+    "*.slurm",
+    "*.sbatch",
+)
 """The files of a directory that are linted."""
 # Besides directories whose names begin with a dot, such as .git and .venv.
 _TESTS = re.compile(r"(?:\w+_)?tests?(?:_\w+)?|testing|fixtures")
@@ -39,14 +49,10 @@ class FilePatterns:
 
     One without a slash matches the name of a file or of a directory above it; one with a slash the
     path from ``folder``. ``*`` matches slashes too.
-
-    Attributes:
-        patterns: such as ``*.json``, ``old`` or ``configs/old/*``.
-        folder: that paths begin in.
     """
 
-    patterns: tuple[str, ...]
-    folder: str = "."
+    patterns: tuple[str, ...]  # such as ``*.json``, ``old`` or ``configs/old/*``
+    folder: str = "."  # that paths begin in
 
     def match(self, path: str) -> bool:
         """Whether a pattern matches a file or a directory above it."""
@@ -62,18 +68,15 @@ class FilePatterns:
 
 @dataclass(slots=True)
 class FileReader:
-    """Reads the jobs of files. An error in one does not prevent the others from being read.
+    """Reads the jobs of files. An error in one does not prevent the others from being read."""
 
-    Attributes:
-        ranks: of the jobs whose files do not specify them.
-        texts: of all files that were read, by name. `replace` changes one.
-        comments: the ignore comments of these files.
-        errors: of files that the user named, and of directories.
-    """
-
+    # Of the jobs whose files do not specify them
     ranks: RankOptions = field(default_factory=RankOptions)
+    # Of all files that were read, by name. `replace` changes one.
     texts: dict[str, str] = field(default_factory=dict)
+    # The ignore comments of these files
     comments: dict[str, tuple[Ignore, ...]] = field(default_factory=dict)
+    # Of files that the user named, and of directories
     errors: dict[str, MeshplanError] = field(default_factory=dict)
     _files: dict[str, JobFile] = field(default_factory=dict)
 
@@ -83,11 +86,7 @@ class FileReader:
         self.texts[name] = text
 
     def read(self, name: str) -> JobFile:
-        """The jobs of a file.
-
-        Raises:
-            MeshplanError: it is unreadable or invalid.
-        """
+        """The jobs of a file. Raises MeshplanError: it is unreadable or invalid."""
         if name not in self._files:
             if name not in self.texts:
                 self.texts[name] = read_content(name)
@@ -118,21 +117,15 @@ class FileReader:
         return self._files[key]
 
     def read_for(self, name: str, ranks: int) -> JobFile:
-        """The jobs of a file that `read` has read, with this number of ranks.
-
-        Raises:
-            MeshplanError: no mesh has that many.
+        """The jobs of a file that `read` has read, with this number of ranks. Raises MeshplanError:
+        no mesh has that many.
         """
         return read_jobs(name, self.texts.get(name, ""), options=RankOptions(ranks))
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
-
-        Args:
-            name: of the file.
-            named: whether the user named it, and did not name a directory with it.
-            below: the directory that the user named, whose files are read if they may start a job
-                (`is_job`); ``None`` reads any file.
+        ``below`` is the directory that the user named, whose files are read if they may start a job
+        (`is_job`).
         """
         try:
             if below is not None:
@@ -158,13 +151,12 @@ def _skip(name: str, error: MeshplanError) -> Skipped:
     return Skipped(Source(name, line), text[place.end() :])
 
 
-def expand_names(names: Sequence[str]) -> tuple[list[str], list[str], dict[str, str]]:
-    """The files, the directories and the matches of patterns of a command line, each once.
-
-    A match has the directory in front of the first wildcard.
-
-    Raises:
-        PolicyError: a pattern that matches no file, or axes that are in no ``--mesh``.
+def expand_names(
+    names: Sequence[str],
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """The files, the directories and the matches of patterns of a command line, each once. A match
+    has the directory in front of the first wildcard. Raises PolicyError: a pattern that matches no
+    file, or axes that are in no ``--mesh``.
     """
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
@@ -205,16 +197,9 @@ def find_files(
     excluded: Sequence[FilePatterns],
     errors: dict[str, MeshplanError],
 ) -> list[str]:
-    """The files below a directory, sorted; links to directories are not followed.
-
-    A file that is not Python and longer than a description of a job is left out, and so are the
-    files that git ignores.
-
-    Args:
-        folder: the directory.
-        included: patterns of the files.
-        excluded: patterns of files and directories that are left out.
-        errors: gets those of directories that cannot be read.
+    """The files below a directory, sorted; links to directories are not followed. A file that is
+    not Python and longer than a description of a job is left out, and so are the files that git
+    ignores. ``errors`` gets those of directories that cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -245,7 +230,16 @@ def _find_ignored(folder: str, paths: Sequence[str]) -> set[str]:
     """Those that git ignores; none without git or outside of a repository."""
     # Relative names, for git refuses paths through links; a repository may name a program to run.
     names = {os.fsencode(os.path.relpath(path, folder)): path for path in paths}
-    command = ["git", "-C", folder, "-c", "core.fsmonitor=false", "check-ignore", "-z", "--stdin"]
+    command = [
+        "git",
+        "-C",
+        folder,
+        "-c",
+        "core.fsmonitor=false",
+        "check-ignore",
+        "-z",
+        "--stdin",
+    ]
     try:
         run = subprocess.run(command, input=b"\0".join(names), capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -44,23 +44,15 @@ _NOTHING = (
 
 @dataclass(slots=True)
 class NamedInput:
-    """One input that describes jobs.
+    """One input that describes jobs."""
 
-    Attributes:
-        name: as the user named it.
-        kind: of the input.
-        file: its content.
-        is_found: whether it was found by a directory or a pattern, without ``--strict``.
-        jobs: of the file, each with its cluster.
-        contradiction: of the numbers of ranks in the file and in the options; may be empty.
-    """
-
-    name: str
-    kind: InputKind
-    file: JobFile
-    is_found: bool = False
+    name: str  # as the user named it
+    kind: InputKind  # of the input
+    file: JobFile  # its content
+    is_found: bool = False  # whether it was found by a directory or a pattern, without ``--strict``
+    # Of the file, each with its cluster
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
-    contradiction: str = ""
+    contradiction: str = ""  # of the numbers of ranks in the file and in the options; may be empty
 
     def read_placement(self) -> Inputs | None:
         """The placement in its settings, with paths relative to the configuration."""
@@ -79,25 +71,19 @@ class NamedInput:
 
 @dataclass(slots=True)
 class LintRequest:
-    """The inputs of one command.
+    """The inputs of one command."""
 
-    Attributes:
-        inputs: those that describe jobs, in the order of the command.
-        topologies: the reading of each cluster description, by name.
-        unused: a configuration whose settings apply and whose meshes are not checked.
-        settings: of a configuration; the options override them.
-        reader: of the files.
-        config: the configuration, if any.
-        is_unplaced: whether neither options nor the configuration place the ranks.
-    """
-
-    reader: FileReader
+    reader: FileReader  # of the files
+    # Those that describe jobs, in the order of the command
     inputs: list[NamedInput] = field(default_factory=list)
+    # The reading of each cluster description, by name
     topologies: dict[str, Reading] = field(default_factory=dict)
+    # A configuration whose settings apply and whose meshes are not checked
     unused: NamedInput | None = None
+    # Of a configuration; the options override them
     settings: Settings = field(default_factory=Settings)
-    config: NamedInput | None = None
-    is_unplaced: bool = False
+    config: NamedInput | None = None  # the configuration, if any
+    is_unplaced: bool = False  # whether neither options nor the configuration place the ranks
 
     @property
     def is_quiet(self) -> bool:
@@ -122,16 +108,9 @@ class LintRequest:
 
 
 def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
-    """Read all inputs of the command line.
-
-    Placement options replace all placement settings of a configuration.
-
-    Args:
-        given: the options.
-        reader: of the files; it keeps those that it has read.
-
-    Raises:
-        MeshplanError: the command is invalid, no input can be read, or no input has a mesh.
+    """Read all inputs of the command line. Placement options replace all placement settings of a
+    configuration. Raises MeshplanError for an invalid command, and if no input can be read or none
+    has a mesh.
     """
     request = LintRequest(reader)
     names, folders, matches = expand_names(given.files)
@@ -142,7 +121,10 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
     if config is not None:
         request.settings = config.file.settings or request.settings
     place = "." if config is None else os.path.dirname(config.name)
-    excluded = (FilePatterns(tuple(given.exclude)), FilePatterns(request.settings.exclude, place))
+    excluded = (
+        FilePatterns(tuple(given.exclude)),
+        FilePatterns(request.settings.exclude, place),
+    )
     included = FilePatterns(request.settings.include or INCLUDED, place)
     files = [one for one in files if not any(two.match(one.name) for two in excluded)]
     known = {os.path.abspath(one.name) for one in files}
@@ -212,10 +194,8 @@ def _find_config(
     reader: FileReader,
 ) -> NamedInput | None:
     """The configuration: that of ``--config``, one of the files, in this folder, or in a named one.
-
-    Raises:
-        PolicyError: several of the files have different settings.
-        MeshplanError: it is unreadable or invalid.
+    Raises PolicyError: several of the files have different settings; MeshplanError: it is
+    unreadable or invalid.
     """
     if given.config is not None:
         path = os.path.abspath(given.config)
@@ -277,6 +257,10 @@ def _read_meshes(given: argparse.Namespace) -> list[NamedInput]:
             ) from None
         ranks = ranks[0] if len(ranks) == 1 and isinstance(ranks[0], list) else ranks
     return [
-        NamedInput(name, "mesh", JobFile((Job(parse_mesh(text, ranks), Source(option=name)),)))
+        NamedInput(
+            name,
+            "mesh",
+            JobFile((Job(parse_mesh(text, ranks), Source(option=name)),)),
+        )
         for text, name in ((text, f"--mesh {text}") for text in given.mesh)
     ]

@@ -13,13 +13,24 @@ from meshplan.cli._lint_files import FileReader
 from meshplan.cli._lint_input import LintRequest, read_ranks, read_request
 from meshplan.cli._lint_placement import place_jobs
 from meshplan.cli._lint_states import list_states
-from meshplan.cli._nccl import find_driver_version, find_nccl_version, read_variables
+from meshplan.cli._nccl import (
+    find_driver_version,
+    find_nccl_version,
+    read_variables,
+)
 from meshplan.cli._output import complain, refuse, save, say
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._check import check_environment, check_facts, sort_findings
 from meshplan.lint._diffs import make_diff, write_edit
 from meshplan.lint._facts import JobFacts
-from meshplan.lint._finding import SEVERITIES, Edit, Fix, LintInput, LintReport, Source
+from meshplan.lint._finding import (
+    SEVERITIES,
+    Edit,
+    Fix,
+    LintInput,
+    LintReport,
+    Source,
+)
 from meshplan.lint._ignores import remove_ignored
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters._words import format_fix, format_source
@@ -31,23 +42,14 @@ from meshplan.lint._settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The result of one pass over the inputs.
+    """The result of one pass over the inputs."""
 
-    Attributes:
-        report: the findings.
-        facts: of each mesh.
-        settings: of the configuration.
-        level: index of the lowest severity that fails.
-        errors: why inputs that the user named cannot be read or placed.
-        is_quiet: whether all inputs are files that the user did not name.
-    """
-
-    report: LintReport
-    facts: Sequence[JobFacts]
-    settings: Settings
-    level: int
-    errors: tuple[MeshplanError, ...]
-    is_quiet: bool
+    report: LintReport  # the findings
+    facts: Sequence[JobFacts]  # of each mesh
+    settings: Settings  # of the configuration
+    level: int  # index of the lowest severity that fails
+    errors: tuple[MeshplanError, ...]  # why inputs that the user named cannot be read or placed
+    is_quiet: bool  # whether all inputs are files that the user did not name
 
     def find_status(self, *, exit_zero: bool) -> int:
         """The exit status."""
@@ -60,10 +62,8 @@ class _Run:
 
 
 def run_lint(given: argparse.Namespace) -> int:
-    """Lint the inputs of the command, write the report; the exit status.
-
-    Raises:
-        MeshplanError: the command or its input is invalid.
+    """Lint the inputs of the command, write the report; the exit status. Raises MeshplanError: the
+    command or its input is invalid.
     """
     if given.write and not given.fix:
         raise PolicyError("--write needs --fix; add it, or leave out --write")
@@ -127,14 +127,10 @@ def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
 def _fix(
     given: argparse.Namespace, reader: FileReader, run: _Run
 ) -> tuple[_Run, list[Edit], dict[str, list[str]]]:
-    """Change the texts of the reader until no finding has a fix that is a change of a file.
-
-    A fix is tried with the other meshes of its file as they are, so each round makes one change of
-    each file and lints again.
-
-    Returns:
-        The last run, the changes of files in the order of findings, and the titles of the fixes of
-        each.
+    """Change the texts of the reader until no finding has a fix that is a change of a file. A fix
+    is tried with the other meshes of its file as they are, so each round makes one change of each
+    file and lints again. Returns the last run, the changes in the order of findings, and titles of
+    fixes by file.
     """
     edits: dict[str, Edit] = {}
     titles: dict[str, list[str]] = {}
@@ -175,7 +171,10 @@ def _report(
     if version is None and (driver or any(name.startswith("NCCL_") for name in environ)):
         version = find_nccl_version(None)
     found += check_environment(
-        environ, nccl_version=version, driver=driver, jobs=[one.job for one in facts]
+        environ,
+        nccl_version=version,
+        driver=driver,
+        jobs=[one.job for one in facts],
     )
     found += [
         NOT_JUDGED.make_finding(f"not judged: {skipped.why}", skipped.source)

@@ -26,17 +26,20 @@ from meshplan.lint._every_size import judge_every_size
 from meshplan.lint._finding import Source, join_names
 from meshplan.lint._job import Job, JobFile, Skipped
 from meshplan.lint._read_jobs import RankOptions, read_arguments
-from meshplan.lint._roles import AXIS_NAMES, ROLES, Role, assume_roles, resolve_roles
+from meshplan.lint._roles import (
+    AXIS_NAMES,
+    ROLES,
+    Role,
+    assume_roles,
+    resolve_roles,
+)
 from meshplan.topology import Cluster, Inputs, read_cluster
 
 
 def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
-    """Find the cluster of each job: by options, by ``--config``, or by its own file.
-
-    Placement options replace all placement settings of a configuration.
-
-    Raises:
-        MeshplanError: the options are invalid, or no input can be placed.
+    """Find the cluster of each job: by options, by ``--config``, or by its own file. Placement
+    options replace all placement settings of a configuration. Raises MeshplanError if no input can
+    be placed.
     """
     config = request.config
     options = read_inputs(given) if list_placement_options(given) else None
@@ -137,7 +140,10 @@ def _prefer_file(
     others = []
     if "hosts" in file.stated and hosts not in (None, file.hosts):
         others.append(f"--hosts {hosts}")
-    if "ranks_per_host" in file.stated and placement.node_size not in (None, file.ranks_per_host):
+    if "ranks_per_host" in file.stated and placement.node_size not in (
+        None,
+        file.ranks_per_host,
+    ):
         others.append(f"--node-size {placement.node_size}")
     size = options.world_size
     if hosts and placement.node_size:
@@ -151,7 +157,11 @@ def _prefer_file(
         "ranks_per_host": file.ranks_per_host,
         "world_size": file.world_size,
     }
-    words = {"hosts": "hosts", "ranks_per_host": "ranks on each host", "world_size": "ranks"}
+    words = {
+        "hosts": "hosts",
+        "ranks_per_host": "ranks on each host",
+        "world_size": "ranks",
+    }
     stated = [f"{own[key]} {word}" for key, word in words.items() if key in file.stated]
     known = () if "hosts" not in file.stated or file.hosts is None else (file.hosts,)
     per_host = file.ranks_per_host if "ranks_per_host" in file.stated else placement.node_size

@@ -18,13 +18,9 @@ _TRAY, _RACK = 4, 72  # GPUs
 
 
 def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:
-    """The state of all inputs, those that describe jobs first.
-
-    Files that were not named are listed only if they were judged.
-
-    Args:
-        request: the inputs.
-        fatal: codes of the selected rules whose findings fail the command.
+    """The state of all inputs, those that describe jobs first. Files that were not named are listed
+    only if they were judged. ``fatal``: codes of the selected rules whose findings fail the
+    command.
     """
     judged = [(one, _judge_jobs(one, fatal)) for one in request.inputs]
     found = [state for one, state in judged if state.state == "judged" or not one.is_found]
@@ -44,7 +40,10 @@ def _judge_jobs(one: NamedInput, fatal: Set[str]) -> LintInput:
     for skipped in one.file.skipped:
         line = skipped.source.line
         why.append(skipped.why if line is None else f"line {line}: {skipped.why}")
-    why += filter(None, (_explain_incomplete(job, cluster, fatal) for job, cluster in one.jobs))
+    why += filter(
+        None,
+        (_explain_incomplete(job, cluster, fatal) for job, cluster in one.jobs),
+    )
     state: InputState = "not judged" if why else "judged" if one.jobs else "no mesh"
     return LintInput(one.name, one.kind, state, tuple(dict.fromkeys(why)))
 

@@ -54,7 +54,10 @@ PLACEMENT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The options that place ranks on hosts, with their arguments for argparse."""
 # Of torchrun, srun and others.
-_ALIASES = {"hosts": ("--nodes", "--nnodes"), "node_size": ("--gpus-per-node", "--nproc-per-node")}
+_ALIASES = {
+    "hosts": ("--nodes", "--nnodes"),
+    "node_size": ("--gpus-per-node", "--nproc-per-node"),
+}
 
 
 def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
@@ -67,7 +70,10 @@ def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
 
 def add_mesh(parser: Any, **options: Any) -> None:
     parser.add_argument(
-        "--mesh", metavar="AXES", help="names and sizes, outermost first: ddp=8,fsdp=5", **options
+        "--mesh",
+        metavar="AXES",
+        help="names and sizes, outermost first: ddp=8,fsdp=5",
+        **options,
     )
 
 
@@ -167,7 +173,11 @@ def replace_links(topology: Topology, links: Links | None) -> Topology:
 
 
 def read_number(
-    text: str, option: str, *, least: int = 1, error: type[MeshplanError] = PolicyError
+    text: str,
+    option: str,
+    *,
+    least: int = 1,
+    error: type[MeshplanError] = PolicyError,
 ) -> int:
     """The whole number of an option; ``error`` if it is not an integer of ``least`` or more."""
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:

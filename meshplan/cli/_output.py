@@ -133,7 +133,10 @@ def format_table(rows: Sequence[Sequence[str]], *, ruled: bool = True) -> list[s
         return [
             line
             for first, *cells in others
-            for line in (first, *(f"  {h}: {c}" for h, c in zip(heads, cells, strict=True) if c))
+            for line in (
+                first,
+                *(f"  {h}: {c}" for h, c in zip(heads, cells, strict=True) if c),
+            )
         ]
     rule = [["-" * width for width in widths]] if ruled else []
     return [

@@ -44,9 +44,18 @@ def add(verbs: Any) -> None:
     )
     option = parser.add_argument
     add_mesh(parser)
-    option("--from", dest="src", metavar="PLACEMENTS", help="for each axis: P, P(avg), S(0) or R")
+    option(
+        "--from",
+        dest="src",
+        metavar="PLACEMENTS",
+        help="for each axis: P, P(avg), S(0) or R",
+    )
     option("--to", dest="dst", metavar="PLACEMENTS", help="for each axis: R or S(0)")
-    option("--shape", metavar="SIZES", help="shape of the whole tensor: 4096,4096 or 4096x4096")
+    option(
+        "--shape",
+        metavar="SIZES",
+        help="shape of the whole tensor: 4096,4096 or 4096x4096",
+    )
     option("--dtype", metavar="DTYPE", help="e.g. bf16, float32")
     option(
         "--policy",
@@ -171,7 +180,10 @@ def _read_shape(text: str) -> tuple[int, ...]:
 
 
 def _summarize(planned: Plan) -> list[str]:
-    lines = [f"{planned.problem}", *(f"  {line}" for line in str(planned).splitlines())]
+    lines = [
+        f"{planned.problem}",
+        *(f"  {line}" for line in str(planned).splitlines()),
+    ]
     if planned.candidates:
         chosen = next(c for c in planned.explain().splitlines() if c.startswith("chosen: "))
         others = planned.compared - 1

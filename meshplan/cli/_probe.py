@@ -66,7 +66,11 @@ def add(verbs: Any) -> None:
         metavar="N",
         help="for nccl_model: consecutive ranks on each host",
     )
-    option("--algorithm", choices=("ring", "tree"), help="for nccl_model (default: ring)")
+    option(
+        "--algorithm",
+        choices=("ring", "tree"),
+        help="for nccl_model (default: ring)",
+    )
     option(
         "--dtype",
         action="append",
@@ -133,7 +137,10 @@ def _format_json(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
 
 
 def _format_text(header: dict[str, Any], rows: Sequence[ProbeRow]) -> str:
-    lines = [f"mesh {header['mesh']}, backend {header['backend']}", header["origin"]]
+    lines = [
+        f"mesh {header['mesh']}, backend {header['backend']}",
+        header["origin"],
+    ]
     table = [("axes", "groups", "dtype", "elements", "results", "differ", "in a group")]
     table += [
         (

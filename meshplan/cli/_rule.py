@@ -54,7 +54,12 @@ def _make_entry(code: str) -> dict[str, Any]:
         kind, name, severity, summary = "rule", one.name, one.severity, one.summary
     else:
         cls = ERRORS[code]
-        kind, name, severity, summary = "error", cls.__name__, "error", _read_first_line(cls)
+        kind, name, severity, summary = (
+            "error",
+            cls.__name__,
+            "error",
+            _read_first_line(cls),
+        )
     return {
         "code": code,
         "kind": kind,

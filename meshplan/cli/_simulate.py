@@ -167,7 +167,12 @@ class _Options:
         ]
 
     def to_json(self, numel: int) -> dict[str, Any]:
-        return {"dtype": self.dtype, "numel": numel, "seed": self.seed, "model": _MODEL}
+        return {
+            "dtype": self.dtype,
+            "numel": numel,
+            "seed": self.seed,
+            "model": _MODEL,
+        }
 
     def describe(self, numel: int) -> str:
         return f"{_describe_elements(numel, self.dtype)}, seed {self.seed}"
@@ -303,7 +308,12 @@ class _Row:
     def to_json(self, plan: _Row) -> dict[str, Any]:
         times = {"low": round(self.low), "high": round(self.high)}
         ratios = self.compare_to(plan)
-        return {"way": self.name, **self.found.to_json(), **times, "to_meshplan": ratios}
+        return {
+            "way": self.name,
+            **self.found.to_json(),
+            **times,
+            "to_meshplan": ratios,
+        }
 
     def compare_to(self, plan: _Row) -> list[float]:
         """The range of its time as a multiple of the time of meshplan's plan; empty without."""
@@ -421,7 +431,11 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> s
             mesh = dict(zip(layout.axes, layout.sizes, strict=True))
             found = [row.to_json(rows[0]) for row in rows]
             blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": found})
-            head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
+            head = [
+                "GPUs",
+                *(row.name for row in rows),
+                "a rank sends over the network",
+            ]
             cells.append([str(ranks), *_format_times(rows)])
         lines += [
             f"{_describe_message(numel, dtype)}:",

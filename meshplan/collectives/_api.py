@@ -411,7 +411,10 @@ def _alone(
 
 
 def _trace_all_reduce(
-    tensor: Tensor, out: Tensor | None, options: ReductionOptions, group: GroupLike | None
+    tensor: Tensor,
+    out: Tensor | None,
+    options: ReductionOptions,
+    group: GroupLike | None,
 ) -> Tensor:
     _check_all_reduce([tensor], None if out is None else [out], options)
     found, result = read_group(group), tensor if out is None else out

@@ -230,7 +230,11 @@ def _reduce_by_backend(
     started = time.perf_counter()
     op, dtype = options.op, tensor.dtype
     # To round once, the backend adds 16-bit numbers as float32, in messages of twice the size.
-    halves = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    halves = dtype in (torch.float16, torch.bfloat16) and op in (
+        "sum",
+        "avg",
+        "product",
+    )
     wide = torch.float32 if halves and options.contract.rounding == "once" else dtype
     value = tensor.detach().resolve_conj().resolve_neg()
     in_place = in_place and value.data_ptr() == tensor.data_ptr() and value.is_contiguous()

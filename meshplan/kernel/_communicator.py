@@ -281,7 +281,10 @@ class Communicator(ABC, Generic[_Call]):
         mine = str(read_words(signature.words))
         among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
         if outcome.fate == _DIFFERS:
-            records = {who: read_words(outcome.theirs.words), me: read_words(signature.words)}
+            records = {
+                who: read_words(outcome.theirs.words),
+                me: read_words(signature.words),
+            }
             unlike = outcome.theirs.words[CALL_WORD] != signature.words[CALL_WORD]
             advice = UNLIKE_CALLS if unlike else _UNLIKE_TENSORS
             return SignatureMismatchError(

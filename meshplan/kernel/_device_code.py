@@ -104,14 +104,23 @@ class Program:
     def _flags(self, architecture: str) -> tuple[str, ...]:
         if self.kind == "cuda":
             return (*_FLAGS, "-O3", "-cubin", f"-arch={architecture}")
-        device = ("--cuda-device-only", "--no-gpu-bundle-output", "-nogpulib", "-nogpuinc")
+        device = (
+            "--cuda-device-only",
+            "--no-gpu-bundle-output",
+            "-nogpulib",
+            "-nogpuinc",
+        )
         return ("-x", "hip", *_HIP_FLAGS, *device, f"--offload-arch={architecture}")
 
     def _run(self, *arguments: str) -> str:
         command = [self.path, *arguments]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_SECONDS,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(f"{self.path}: {error}") from error

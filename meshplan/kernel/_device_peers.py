@@ -519,7 +519,13 @@ class DeviceCommunicator(Communicator[_Call]):
         captured = driver.capture(stream) is not None
         call.words.signature.words[CALL_WORD] = NO_TICKET if captured else ticket
         self._in.value, self._out.value = message.data_ptr(), out.data_ptr()
-        given = (self._peers, call.words, self._in, self._out, ctypes.c_void_p(self._shared))
+        given = (
+            self._peers,
+            call.words,
+            self._in,
+            self._out,
+            ctypes.c_void_p(self._shared),
+        )
         arguments = (ctypes.c_void_p * len(given))(*[ctypes.addressof(one) for one in given])
         # A launch copies its parameters, so that the next call may reuse these.
         with driver.current(), self._order.turn(stream):

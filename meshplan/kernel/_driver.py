@@ -110,11 +110,20 @@ _LIBRARIES: dict[DriverKind, tuple[str, str]] = {
     "cuda": ("libcuda.so", "libcuda.so.1"),
     "hip": ("libamdhip64.so", "libamdhip64.so"),
 }
-_POINTER, _TEXT, _UINT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_size_t
+_POINTER, _TEXT, _UINT, _SIZE = (
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_uint,
+    ctypes.c_size_t,
+)
 # By purpose: the names, and the types of the arguments.
 _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "load": ("cuModuleLoadData", "hipModuleLoadData", (_POINTER, _TEXT)),
-    "function": ("cuModuleGetFunction", "hipModuleGetFunction", (_POINTER, _POINTER, _TEXT)),
+    "function": (
+        "cuModuleGetFunction",
+        "hipModuleGetFunction",
+        (_POINTER, _POINTER, _TEXT),
+    ),
     "launch": (
         "cuLaunchKernel",
         "hipModuleLaunchKernel",
@@ -137,9 +146,17 @@ _FUNCTIONS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         "hipThreadExchangeStreamCaptureMode",
         (_POINTER,),
     ),
-    "capture_info": ("cuStreamGetCaptureInfo_v2", "hipStreamGetCaptureInfo_v2", (_POINTER,) * 6),
+    "capture_info": (
+        "cuStreamGetCaptureInfo_v2",
+        "hipStreamGetCaptureInfo_v2",
+        (_POINTER,) * 6,
+    ),
     "synchronize": ("cuCtxSynchronize", "hipDeviceSynchronize", ()),
-    "error": ("cuGetErrorString", "hipDrvGetErrorString", (ctypes.c_int, ctypes.POINTER(_TEXT))),
+    "error": (
+        "cuGetErrorString",
+        "hipDrvGetErrorString",
+        (ctypes.c_int, ctypes.POINTER(_TEXT)),
+    ),
 }
 # Older runtimes of HIP have none.
 _RECORD_EXTERNAL = ("cuEventRecordWithFlags", "hipEventRecordWithFlags")
@@ -191,9 +208,17 @@ class Driver:
             raise DriverError(f"{name}: {error}") from error
         self._open.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
         if self._record_flags is not None:
-            self._record_flags.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+            self._record_flags.argtypes = [
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_uint,
+            ]
         if kind == "hip":
-            self._functions["malloc"].argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+            self._functions["malloc"].argtypes = [
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_uint,
+            ]
         self._context = self._primary_context() if kind == "cuda" else None
 
     @contextmanager
@@ -227,7 +252,12 @@ class Driver:
         return self._create(self._functions["function"], module, name.encode())
 
     def launch(
-        self, function: int, blocks: int, lanes: int, stream: int, arguments: ctypes.Array[Any]
+        self,
+        function: int,
+        blocks: int,
+        lanes: int,
+        stream: int,
+        arguments: ctypes.Array[Any],
     ) -> None:
         self._run("launch", function, blocks, 1, 1, lanes, 1, 1, 0, stream, arguments, None)
 

@@ -79,7 +79,10 @@ def reduce_into(
 
 
 def combine_leaves(
-    leaves: Sequence[Tensor], op: Op, shape: Sequence[int], contract: Contract = Contract()
+    leaves: Sequence[Tensor],
+    op: Op,
+    shape: Sequence[int],
+    contract: Contract = Contract(),
 ) -> Tensor:
     """As ``meshplan.definition.combine_leaves``; payloads of NaNs aside, bit for bit."""
     if not _serves(leaves, contract):
@@ -158,7 +161,11 @@ def _words(contract: Contract) -> tuple[str, str, str]:
 
 
 def _run(
-    leaves: Sequence[Tensor], op: str, shape: Sequence[int], contract: Contract, *rest: Any
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    *rest: Any,
 ) -> Tensor:
     _check_thread(op, rest[0], leaves[0])
     words = _words(contract)

@@ -18,7 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from meshplan._aborts import check_aborted
-from meshplan.kernel._communicator import CallKey, Communicator, nanoseconds, prepare_call
+from meshplan.kernel._communicator import (
+    CallKey,
+    Communicator,
+    nanoseconds,
+    prepare_call,
+)
 from meshplan.kernel._library import MAX_PEERS, Outcome, PeerCall, Peers, library
 from meshplan.record import CALL_WORD
 
@@ -211,7 +216,12 @@ class HostCommunicator(Communicator[PeerCall]):
     device_type = "cpu"
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, memory: SharedMemory, timeout: float
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        memory: SharedMemory,
+        timeout: float,
     ) -> None:
         super().__init__(name, ranks, rank, timeout)
         world, size = len(ranks), region_bytes(len(ranks))

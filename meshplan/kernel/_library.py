@@ -123,7 +123,17 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "mp_fold": (
         _INT,
         [
-            *[_POINTER, ctypes.POINTER(_POINTER), _INT, _INT64, _INT, _INT, _UINT, _INT, _INT],
+            *[
+                _POINTER,
+                ctypes.POINTER(_POINTER),
+                _INT,
+                _INT64,
+                _INT,
+                _INT,
+                _UINT,
+                _INT,
+                _INT,
+            ],
             *[ctypes.POINTER(_INT), _INT, _UINT64, _INT],
         ],
     ),
@@ -169,7 +179,10 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         found = ctypes.CDLL(str(files[0]))
         version = int(found.mp_abi_version())
     except (OSError, AttributeError) as error:
-        return None, f"{files[0].name} cannot be loaded ({error}); {installation().remedy}"
+        return (
+            None,
+            f"{files[0].name} cannot be loaded ({error}); {installation().remedy}",
+        )
     if version != ABI:
         return None, (
             f"{files[0].name} speaks interface {version}, this version of meshplan {ABI}; "

@@ -40,7 +40,10 @@ def _places(nbytes: int, writer: int) -> tuple[int, int]:
 
 
 def lost_word(
-    found: Sequence[Sequence[bytes]], seeds: Sequence[str], reader: int, ranks: Sequence[int]
+    found: Sequence[Sequence[bytes]],
+    seeds: Sequence[str],
+    reader: int,
+    ranks: Sequence[int],
 ) -> str | None:
     """The first word that did not arrive at the rank at ``reader``, as text; ``None`` if all did.
     ``found`` has, for each writer, the words at both places.
@@ -91,7 +94,12 @@ class DeviceProbe:
     """
 
     def __init__(
-        self, device: Device, addresses: Sequence[int], rank: int, blocks: int, wait: float
+        self,
+        device: Device,
+        addresses: Sequence[int],
+        rank: int,
+        blocks: int,
+        wait: float,
     ) -> None:
         self._device = device
         size = len(addresses)

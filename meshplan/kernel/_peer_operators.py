@@ -106,8 +106,18 @@ def _refuse(message: Tensor, *_: object) -> Tensor:
 
 
 for _operator, _signature, _function, _fake in (
-    ("peer_reduce", f"(Tensor message, int[] parts, {_ARGUMENTS}) -> Tensor", _peer_reduce, _empty),
-    ("peer_reduce_", f"(Tensor(a!) message, {_ARGUMENTS}) -> ()", _peer_reduce_, lambda *_: None),
+    (
+        "peer_reduce",
+        f"(Tensor message, int[] parts, {_ARGUMENTS}) -> Tensor",
+        _peer_reduce,
+        _empty,
+    ),
+    (
+        "peer_reduce_",
+        f"(Tensor(a!) message, {_ARGUMENTS}) -> ()",
+        _peer_reduce_,
+        lambda *_: None,
+    ),
 ):
     OPERATORS.define(  # type: ignore[no-untyped-call]
         _operator + _signature, tags=(torch.Tag.pt2_compliant_tag,)

@@ -49,7 +49,12 @@ class Transport(Protocol):
         """Name in the report."""
 
     def open(
-        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+        self,
+        device: Device,
+        nbytes: int,
+        rank: int,
+        exchange: Exchange,
+        farewell: Farewell,
     ) -> Regions:
         """Zeroed regions of ``nbytes`` for all members, who call this together; ``rank`` is this
         rank's place among them. ``TransportError`` if not on this machine, or a member was missing.
@@ -62,7 +67,12 @@ class Ipc:
     name = "IPC"
 
     def open(
-        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+        self,
+        device: Device,
+        nbytes: int,
+        rank: int,
+        exchange: Exchange,
+        farewell: Farewell,
     ) -> Regions:
         driver = device.driver
         try:
@@ -126,7 +136,12 @@ class Symmetric:
     name = "symmetric memory"
 
     def open(
-        self, device: Device, nbytes: int, rank: int, exchange: Exchange, farewell: Farewell
+        self,
+        device: Device,
+        nbytes: int,
+        rank: int,
+        exchange: Exchange,
+        farewell: Farewell,
     ) -> Regions:
         # torch exchanges handles itself, hence neither `exchange` nor `farewell`.
         where = torch.device(device.type, device.driver.index)

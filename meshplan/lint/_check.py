@@ -19,13 +19,8 @@ NO_AGREEMENT = (
 
 
 def check_facts(jobs: Sequence[JobFacts]) -> Iterator[Finding]:
-    """The findings on each job, and on the descriptions of their clusters, each once.
-
-    Args:
-        jobs: meshes and their use, each on its cluster.
-
-    Raises:
-        TopologyError: a cluster that lacks a rank of its job.
+    """The findings on each job, and on the descriptions of their clusters, each once. Raises
+    TopologyError for a cluster that lacks a rank of its job.
     """
     for facts in jobs:
         for rule in RULES.values():
@@ -48,16 +43,9 @@ def check_environment(
     driver: str | None,
     jobs: Sequence[Job],
 ) -> tuple[Finding, ...]:
-    """The findings on the environment of jobs.
-
-    Args:
-        environ: variables by name; only those of NCCL matter.
-        nccl_version: e.g. (2, 30, 7); if ``None``, findings name the versions that they apply to.
-        driver: version of NVIDIA's driver, e.g. ``550.90.07``; ``None`` if unknown.
-        jobs: those that run in it.
-
-    Returns:
-        Findings of the rules about variables, in the order of codes.
+    """The findings on the environment of jobs, in the order of codes. Without ``nccl_version``,
+    such as (2, 30, 7), they name the versions that they apply to. ``driver`` is NVIDIA's, such as
+    550.90.07.
     """
     values = {
         name: value for name, value in sorted(environ.items()) if name.startswith("NCCL_") and value

@@ -14,13 +14,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def make_diff(name: str, before: str, after: str) -> str:
-    """The diff of a text whose name is ``name``.
-
-    Args:
-        name: of a file, relative to the working directory or absolute.
-        before: its text.
-        after: its text with the change.
-    """
+    """The diff of a file whose name is relative to the working directory or absolute."""
     # After a tab is a date, and without one git ends a name at a blank.
     import difflib  # most runs need no diff, and this takes 3 ms
 

@@ -48,7 +48,13 @@ _SVG_STYLE = """\
 .mp .differs text{{font-weight:bold;text-decoration:underline}}
 """
 _LIGHT, _DARK = (
-    dict(zip(("page", "ink", "soft", "node", "line", "bad"), colours.split(), strict=True))
+    dict(
+        zip(
+            ("page", "ink", "soft", "node", "line", "bad"),
+            colours.split(),
+            strict=True,
+        )
+    )
     for colours in (
         "#fff #1b1f24 #57606a #f3f5f7 #8c959f #b3001b",
         "#0f1318 #e6edf3 #9da7b3 #21272f #6e7681 #ff4d4d",
@@ -92,11 +98,8 @@ def write_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(report: LintReport, facts: Sequence[JobFacts]) -> str:
-    """The page of one run of the linter.
-
-    Args:
-        report: the findings and inputs.
-        facts: of every mesh; those with findings are drawn.
+    """The page of one run of the linter; ``facts`` are of every mesh, and those with findings are
+    drawn.
     """
     body = f"<p>{quote(format_counts(report))}</p>\n"
     if checked := format_checked(report):
@@ -152,18 +155,9 @@ def quote(text: str, *, lines: bool = False) -> str:
 def draw_meshes(
     facts: Sequence[JobFacts], findings: Sequence[Finding], *, every: bool = False
 ) -> str:
-    """The ranks of all meshes with findings on their nodes and domains, as one SVG document.
-
-    A rank has the colour of its group. Groups that are placed on nodes differently from most are
-    outlined. The same findings return the same text.
-
-    Args:
-        facts: of every mesh. A mesh whose placement is unknown is not drawn.
-        findings: of these meshes.
-        every: draw meshes without findings too.
-
-    Returns:
-        The document, or an empty string if there is no such mesh with a known placement.
+    """The ranks of all meshes with findings on their nodes and domains, as one SVG document; empty
+    if no such mesh has a known placement. ``every``: meshes without findings too. A rank has the
+    colour of its group. Groups that are placed on nodes differently from most are outlined.
     """
     axes_of: dict[int, dict[tuple[int, ...], None]] = {}
     if every:

@@ -35,29 +35,22 @@ _MOST_STEPS = 256
 
 
 class EverySize(NamedTuple):
-    """The verdict on a mesh for every number of nodes.
+    """The verdict on a mesh for every number of nodes."""
 
-    Attributes:
-        nodes: a number of nodes to report: the smallest with a hazard, or the smallest with two
-            coordinates along the axis of the rest.
-        note: the verdict in words.
-        is_open: whether some numbers of nodes have a hazard, and larger ones none.
-    """
-
+    # A number of nodes to report: the smallest with a hazard, or the smallest with two coordinates
+    # along the axis of the rest
     nodes: int
-    note: str
-    is_open: bool = False
+    note: str  # the verdict in words
+    is_open: bool = False  # whether some numbers of nodes have a hazard, and larger ones none
 
 
 def judge_every_size(
-    read: Callable[[int], Sequence[Job]], place: Callable[[Job], Cluster], per_node: int
+    read: Callable[[int], Sequence[Job]],
+    place: Callable[[Job], Cluster],
+    per_node: int,
 ) -> EverySize | None:
     """The verdict for every number of nodes of ``per_node`` ranks; ``None`` if there is none.
-
-    Args:
-        read: returns the jobs of the file for a number of ranks.
-        place: returns the cluster of a job.
-        per_node: ranks of each node.
+    ``read`` returns the jobs of the file for a number of ranks.
     """
     try:
         probes = [read(_PROBE * per_node * times) for times in (1, 2)]

@@ -18,7 +18,11 @@ import numpy as np
 from meshplan.lint._finding import Fix, join_names
 from meshplan.lint._job import Job
 from meshplan.lint._programs import is_reached
-from meshplan.lint._reductions import Reductions, find_gradient_axes, list_reductions
+from meshplan.lint._reductions import (
+    Reductions,
+    find_gradient_axes,
+    list_reductions,
+)
 from meshplan.lint._rules import RULES, Rule
 from meshplan.lint._uniform import find_islands
 from meshplan.planner import (
@@ -34,26 +38,18 @@ from meshplan.topology import Cluster, Topology
 
 @dataclass(frozen=True, slots=True)
 class JaggedReduction:
-    """A reduction that may make replicas differ.
+    """A reduction that may make replicas differ."""
 
-    Attributes:
-        reductions: the redistribution that it is a step of.
-        hazard: of the planner.
-        islands: whether siblings have the same node placement and different domain placements.
-    """
-
-    reductions: Reductions
-    hazard: Hazard
+    reductions: Reductions  # the redistribution that it is a step of
+    hazard: Hazard  # of the planner
+    # Whether siblings have the same node placement and different domain placements
     islands: bool = False
 
 
 class GroupPlacement:
-    """The placement of the groups over some axes on nodes, or on the domains inside nodes.
-
-    Attributes:
-        siblings: the groups.
-        ways: number of patterns; a pattern is the sets of members that share a node.
-        signatures: ranks per node, and how many groups have each, by first appearance.
+    """The placement of the groups over some axes on nodes, or on the domains inside nodes. A
+    pattern, of which there are ``ways``, is the sets of members that share a node; ``signatures``
+    are ranks per node, and how many groups have each, by first appearance.
     """
 
     def __init__(self, siblings: Siblings) -> None:
@@ -67,13 +63,8 @@ class GroupPlacement:
 
 
 class JobFacts:
-    """One job on one cluster. Facts about groups need a topology whose nodes are known.
-
-    Args:
-        job: the mesh and its use.
-        cluster: the placement of its ranks.
-        is_trial: whether only the codes of its findings matter: they have no fixes and no simulated
-            shares then.
+    """One job on one cluster. Facts about groups need a topology whose nodes are known. In a trial
+    only the codes of findings matter: they have no fixes and no simulated shares.
     """
 
     def __init__(self, job: Job, cluster: Cluster, *, is_trial: bool = False) -> None:

@@ -16,17 +16,12 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place of a mesh, a variable or a finding.
+    """The place of a mesh, a variable or a finding."""
 
-    Attributes:
-        file: as the user named it; ``-`` is standard input. Empty: not a file, see ``option``.
-        line: from 1 on; ``None`` if it is about the whole file.
-        option: the input if it is not a file, e.g. ``--mesh ddp=8,fsdp=5``, ``NCCL_ALGO``.
-    """
-
+    # As the user named it; ``-`` is standard input. Empty: not a file, see ``option``.
     file: str = ""
-    line: int | None = None
-    option: str = ""
+    line: int | None = None  # from 1 on; ``None`` if it is about the whole file
+    option: str = ""  # the input if it is not a file, e.g. ``--mesh ddp=8,fsdp=5``, ``NCCL_ALGO``.
 
     def __str__(self) -> str:
         name = "standard input" if self.file == "-" else self.file or self.option
@@ -35,67 +30,48 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of a file.
+    """A change of a file."""
 
-    Attributes:
-        file: as the user named it.
-        before: its text.
-        after: its text with the change.
-    """
-
-    file: str
-    before: str = field(repr=False)
-    after: str = field(repr=False)
+    file: str  # as the user named it
+    before: str = field(repr=False)  # its text
+    after: str = field(repr=False)  # its text with the change
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A checked change: with it, the linter no longer reports the finding, and no other one more.
+    """A checked change: with it, the finding is no longer reported, and no other one more."""
 
-    Attributes:
-        title: what to do, imperative, one line.
-        cost: one line, e.g. ``no GPU is left out``.
-        mesh: the corrected mesh as ``ddp=5,fsdp=8``; empty if the fix is not another mesh.
-        diff: of the file as `git apply` reads it; may be empty.
-        edit: of the file; ``None`` if the fix is not one.
-    """
-
-    title: str
-    cost: str
-    mesh: str = ""
-    diff: str = field(default="", repr=False)
+    title: str  # what to do, imperative, one line
+    cost: str  # one line, e.g. ``no GPU is left out``.
+    mesh: str = ""  # the corrected mesh as ``ddp=5,fsdp=8``; empty if the fix is not another mesh
+    diff: str = field(default="", repr=False)  # of the file as `git apply` reads it; may be empty
+    # Of the file; ``None`` if the fix is not one
     edit: Edit | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, str]:
         """JSON-ready: title, cost, mesh and diff."""
-        return {"title": self.title, "cost": self.cost, "mesh": self.mesh, "diff": self.diff}
+        return {
+            "title": self.title,
+            "cost": self.cost,
+            "mesh": self.mesh,
+            "diff": self.diff,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding of a rule.
+    """One finding of a rule."""
 
-    Attributes:
-        code: of the rule.
-        severity: of this finding.
-        message: one line, complete in itself.
-        source: of the cause.
-        subject: the mesh, e.g. ``(ddp=8, fsdp=5, tp=1)``; may be empty.
-        details: further lines of text: groups, signatures, orders, shares.
-        fixes: cheapest first.
-        data: the details for programs, JSON-ready.
-        program: the program that issues the reductions.
-    """
-
-    code: str
-    severity: Severity
-    message: str
-    source: Source
-    subject: str = ""
-    details: tuple[str, ...] = ()
-    fixes: tuple[Fix, ...] = ()
+    code: str  # of the rule
+    severity: Severity  # of this finding
+    message: str  # one line, complete in itself
+    source: Source  # of the cause
+    subject: str = ""  # the mesh, e.g. ``(ddp=8, fsdp=5, tp=1)``; may be empty.
+    details: tuple[str, ...] = ()  # further lines of text: groups, signatures, orders, shares
+    fixes: tuple[Fix, ...] = ()  # cheapest first
+    # The details for programs, JSON-ready
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    program: Program = "unknown"
+    program: Program = "unknown"  # the program that issues the reductions
 
 
 InputState = Literal["judged", "not judged", "no mesh"]
@@ -114,19 +90,12 @@ configuration that is not among the files, ``topology`` describes the cluster.
 
 @dataclass(frozen=True, slots=True)
 class LintInput:
-    """One input of a command.
+    """One input of a command."""
 
-    Attributes:
-        name: as the user named it: a file, ``-``, ``--mesh ddp=8``, or the arguments.
-        kind: of the input.
-        state: the result.
-        why: one line for each reason; empty if it was judged.
-    """
-
-    name: str
-    kind: InputKind
-    state: InputState
-    why: tuple[str, ...] = ()
+    name: str  # as the user named it: a file, ``-``, ``--mesh ddp=8``, or the arguments
+    kind: InputKind  # of the input
+    state: InputState  # the result
+    why: tuple[str, ...] = ()  # one line for each reason; empty if it was judged
 
     @property
     def is_file(self) -> bool:
@@ -136,31 +105,20 @@ class LintInput:
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """The findings of one run, most severe first, and its inputs.
+    """The findings of one run, most severe first, and its inputs."""
 
-    Attributes:
-        findings: selected and not ignored.
-        judged: one line for each mesh with its rank placement.
-        ignored: number of findings that comments suppressed.
-        inputs: inputs with their states, in the order of the command; without files that were found
-            by a directory or a pattern and were not judged.
-        allow_unjudged: whether inputs that were not judged pass.
-        files: number of files that were read as jobs.
-        meshes: number of meshes.
-        texts: of the files, by name.
-        is_quiet: whether no file was named: the report always has its summary line.
-        unlisted: a remark on files that are not among the inputs and were not judged; may be empty.
-    """
-
-    findings: tuple[Finding, ...]
-    judged: tuple[str, ...] = ()
-    ignored: int = 0
+    findings: tuple[Finding, ...]  # selected and not ignored
+    judged: tuple[str, ...] = ()  # one line for each mesh with its rank placement
+    ignored: int = 0  # number of findings that comments suppressed
+    # Inputs with their states, in the order of the command; without files that were found by a
+    # directory or a pattern and were not judged
     inputs: tuple[LintInput, ...] = ()
-    allow_unjudged: bool = False
-    files: int = 0
-    meshes: int = 0
-    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
-    is_quiet: bool = False
+    allow_unjudged: bool = False  # whether inputs that were not judged pass
+    files: int = 0  # number of files that were read as jobs
+    meshes: int = 0  # number of meshes
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False)  # of the files, by name
+    is_quiet: bool = False  # whether no file was named: the report always has its summary line
+    # A remark on files that are not among the inputs and were not judged; may be empty
     unlisted: str = ""
 
     def list_inputs(self, state: InputState) -> tuple[LintInput, ...]:

@@ -71,12 +71,15 @@ class _Search:
         farther = "" if turned is None else self._list_farther(turned)
         if turned is not None and not farther:
             yield self._describe_mesh(
-                turned, "order the axes as", "the groups with most traffic span no more domains"
+                turned,
+                "order the axes as",
+                "the groups with most traffic span no more domains",
             )
         yield from self._suggest_reduce_order()
         yield from self._suggest_integration()
         for sized in itertools.islice(
-            filter(self._is_better, list_other_sizes(self.layout, self.axes)), _MOST_SIZES
+            filter(self._is_better, list_other_sizes(self.layout, self.axes)),
+            _MOST_SIZES,
         ):
             unchanged = "memory and traffic of each rank change, the number of GPUs does not"
             yield self._describe_mesh(
@@ -233,7 +236,10 @@ def move_job(job: Job, layout: Layout) -> Job:
     """The same job on another mesh; roles go with their axes."""
     roles = dict(zip(job.layout.axes, job.roles, strict=True))
     return replace(
-        job, layout=layout, roles=tuple(roles[axis] for axis in layout.axes), rewrite=None
+        job,
+        layout=layout,
+        roles=tuple(roles[axis] for axis in layout.axes),
+        rewrite=None,
     )
 
 

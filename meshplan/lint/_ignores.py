@@ -19,7 +19,8 @@ from meshplan.lint._rules.cluster import UNUSED_IGNORE
 _START = r"#[ \t]*meshplan[ \t]*:[ \t]*"
 # A reason goes to the end of the line, or to the next such comment.
 _COMMENT = re.compile(
-    rf"(?:^|(?<=\s)){_START}(?P<rest>ignore\b(?:(?!\s{_START}ignore\b)[^\n])*)", re.M
+    rf"(?:^|(?<=\s)){_START}(?P<rest>ignore\b(?:(?!\s{_START}ignore\b)[^\n])*)",
+    re.M,
 )
 _IGNORE = re.compile(r"ignore[ \t]*\[(?P<codes>[^\]]*)\](?P<reason>.*)")
 _MESHPLAN_REDUCES = re.compile(
@@ -35,19 +36,12 @@ _EXAMPLE = "use, for example, # meshplan: ignore[MP101] REASON"
 
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """One ignore comment.
+    """One ignore comment."""
 
-    Attributes:
-        line: of the comment, from 1 on.
-        codes: the codes and prefixes that it suppresses, as written.
-        reason: why.
-        target: the line whose findings it suppresses.
-    """
-
-    line: int
-    codes: tuple[str, ...]
-    reason: str
-    target: int
+    line: int  # of the comment, from 1 on
+    codes: tuple[str, ...]  # the codes and prefixes that it suppresses, as written
+    reason: str  # why
+    target: int  # the line whose findings it suppresses
 
     def suppresses(self, finding: Finding) -> bool:
         """Whether it suppresses this finding of its file."""
@@ -62,15 +56,8 @@ class Ignore:
 
 
 def read_ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
-    """The comments in a text, in order of lines.
-
-    Args:
-        text: of any format whose comments begin with ``#``.
-        file: its name, for messages.
-
-    Raises:
-        PolicyError: a comment without codes, with an unknown code or without a reason; the message
-            has file and line.
+    """The comments in a text whose comments begin with ``#``, in order of lines. Raises
+    PolicyError, with the line, for one without codes, with an unknown code or without a reason.
     """
     found: list[Ignore] = []
     if "meshplan" not in text:
@@ -79,7 +66,10 @@ def read_ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
     known = {code[:length] for code in RULES for length in range(2, 6)}  # and their prefixes
     counted, line = 0, 1
     for comment in _COMMENT.finditer(text):
-        line, counted = line + text.count("\n", counted, comment.start()), comment.start()
+        line, counted = (
+            line + text.count("\n", counted, comment.start()),
+            comment.start(),
+        )
         where = Source(file or "-", line)
         given = _IGNORE.fullmatch(comment["rest"].rstrip("\r"))
         if given is None:
@@ -101,15 +91,9 @@ def read_ignores(text: str, *, file: str = "") -> tuple[Ignore, ...]:
 def remove_ignored(
     findings: Sequence[Finding], given: Mapping[str, Sequence[Ignore]]
 ) -> tuple[tuple[Finding, ...], int, tuple[Finding, ...]]:
-    """Remove the suppressed findings.
-
-    Args:
-        findings: of all rules, selected or not: a comment about an unselected rule is in use.
-        given: the comments of each file, by the file name in the findings.
-
-    Returns:
-        The remaining findings, the number of suppressed ones, and a finding MP190 for each comment
-        that matches no finding.
+    """The findings without the suppressed ones, the number of these, and a finding MP190 for each
+    comment that matches none. ``findings`` are of all rules: a comment about an unselected rule is
+    in use.
     """
     kept = []
     used: set[tuple[str, Ignore]] = set()
@@ -166,5 +150,9 @@ def _report_unused(file: str, ignore: Ignore, findings: Sequence[Finding]) -> Fi
     return UNUSED_IGNORE.make_finding(
         f"no finding of {codes} on line {ignore.target} matches this comment; {fix}",
         Source(file, ignore.line),
-        data={"codes": list(ignore.codes), "line": ignore.target, "reason": ignore.reason},
+        data={
+            "codes": list(ignore.codes),
+            "line": ignore.target,
+            "reason": ignore.reason,
+        },
     )

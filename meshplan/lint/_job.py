@@ -15,44 +15,34 @@ from meshplan.lint._settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One mesh and its use.
+    """One mesh and its use."""
 
-    Attributes:
-        layout: the mesh, with names.
-        source: of the mesh.
-        roles: one for each axis; those that are ``unknown`` or missing follow from its name.
-        framework: how gradients are reduced.
-        flattened: axis names of each mesh that the job flattens (``DeviceMesh._flatten``).
-        dims: lengths of sharded tensor dims, if known.
-        reduce_order: axis names in the order of reduction; empty: the order of the framework.
-        exact: whether every reduction runs under ``order="exact"``, whose bits no order changes.
-        sequence_parallel: whether activations are reduce-scattered along model axes.
-        rewrite: returns the file with another layout of the same axis names, in any order, or
-            ``None`` if the file cannot express it.
-        reread: returns all jobs of the file after ``rewrite``, this one first, or ``None``.
-        program: the program that issues the reductions.
-        given: the roles as given, without those of names.
-        every_size: the verdict for every number of nodes, if the job has no number of its own.
-        is_open: whether that verdict depends on the number.
-    """
-
-    layout: Layout
-    source: Source
+    layout: Layout  # the mesh, with names
+    source: Source  # of the mesh
+    # One for each axis; those that are ``unknown`` or missing follow from its name
     roles: tuple[Role, ...] = ()
-    framework: Framework = "dtensor"
+    framework: Framework = "dtensor"  # how gradients are reduced
+    # Axis names of each mesh that the job flattens (``DeviceMesh._flatten``)
     flattened: tuple[tuple[str, ...], ...] = ()
-    dims: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()  # lengths of sharded tensor dims, if known
+    # Axis names in the order of reduction; empty: the order of the framework
     reduce_order: tuple[str, ...] = ()
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # whether activations are reduce-scattered along model axes
+    # Whether every reduction runs under ``order="exact"``, whose bits no order changes
     exact: bool = False
+    # Returns the file with another layout of the same axis names, in any order, or ``None`` if the
+    # file cannot express it
     rewrite: Callable[[Layout], str | None] | None = field(default=None, compare=False, repr=False)
+    # Returns all jobs of the file after ``rewrite``, this one first, or ``None``
     reread: Callable[[Layout], tuple[Job, ...] | None] | None = field(
         default=None, compare=False, repr=False
     )
-    program: Program = "unknown"
+    program: Program = "unknown"  # the program that issues the reductions
+    # The roles as given, without those of names
     given: tuple[Role, ...] = field(default=(), init=False, compare=False, repr=False)
+    # The verdict for every number of nodes, if the job has no number of its own
     every_size: str = ""
-    is_open: bool = False
+    is_open: bool = False  # whether that verdict depends on the number
 
     def __post_init__(self) -> None:
         axes = self.layout.axes
@@ -72,15 +62,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A mesh that could not be read.
+    """A mesh that could not be read."""
 
-    Attributes:
-        source: of the mesh.
-        why: one line, with a remedy.
-    """
-
-    source: Source
-    why: str
+    source: Source  # of the mesh
+    why: str  # one line, with a remedy
 
     def __str__(self) -> str:
         return f"{self.source}: not judged: {self.why}"
@@ -88,27 +73,17 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """The jobs of one file.
+    """The jobs of one file."""
 
-    Attributes:
-        jobs: in order of lines.
-        skipped: meshes that depend on values of the running program.
-        settings: of a configuration of the linter; else ``None``.
-        hosts: number of hosts of the job, if the file or its framework has it.
-        ranks_per_host: number of ranks on each host, likewise.
-        world_size: number of ranks of the job, likewise.
-        stated: which of these three the file itself has. They beat the options of the command.
-        is_read: whether a reader found the degrees of a mesh, which may have one rank.
-    """
-
-    jobs: tuple[Job, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
-    settings: Settings | None = None
-    hosts: int | None = None
-    ranks_per_host: int | None = None
-    world_size: int | None = None
+    jobs: tuple[Job, ...] = ()  # in order of lines
+    skipped: tuple[Skipped, ...] = ()  # meshes that depend on values of the running program
+    settings: Settings | None = None  # of a configuration of the linter; else ``None``
+    hosts: int | None = None  # number of hosts of the job, if the file or its framework has it
+    ranks_per_host: int | None = None  # number of ranks on each host, likewise
+    world_size: int | None = None  # number of ranks of the job, likewise
+    # Which of these three the file itself has. They beat the options of the command.
     stated: frozenset[str] = frozenset()
-    is_read: bool = False
+    is_read: bool = False  # whether a reader found the degrees of a mesh, which may have one rank
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from meshplan._message_text import find_near, shorten
 from meshplan.errors import PolicyError
-from meshplan.topology._nccl_algo import ALGORITHMS, PROTOCOLS, NcclChoice, parse_choice
+from meshplan.topology._nccl_algo import (
+    ALGORITHMS,
+    PROTOCOLS,
+    NcclChoice,
+    parse_choice,
+)
 
 if TYPE_CHECKING:
     from meshplan.lint._job import Job
@@ -21,7 +26,15 @@ LISTS: tuple[Literal["NCCL_ALGO", "NCCL_PROTO"], ...] = ("NCCL_ALGO", "NCCL_PROT
 # A number as strtoll parses it with base 0: the rest of the text is ignored.
 _NUMBER = re.compile(r"\s*([+-]?(?:0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18}))")
 # Of plugins for networks, tuners and profilers, which have names of their own.
-_PLUGINS = ("GPUDIRECTTCPX_", "FASTRAK_", "DXS_", "IBEXT_", "SHARP_", "INSPECTOR_", "TUNER_")
+_PLUGINS = (
+    "GPUDIRECTTCPX_",
+    "FASTRAK_",
+    "DXS_",
+    "IBEXT_",
+    "SHARP_",
+    "INSPECTOR_",
+    "TUNER_",
+)
 # Expected names that no measure of similarity finds.
 _EXPECTED = {
     "ALGORITHM": "ALGO",
@@ -35,19 +48,12 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class NcclEnvironment:
-    """The variables that are set and not empty, and the versions that read them.
+    """The variables that are set and not empty, and the versions that read them."""
 
-    Attributes:
-        values: by name; NCCL treats an empty one as not set.
-        version: of NCCL; ``None`` if unknown.
-        driver: version of NVIDIA's driver; ``None`` if unknown.
-        jobs: those that run with the variables.
-    """
-
-    values: Mapping[str, str]
-    version: NcclVersion | None
-    driver: str | None = None
-    jobs: Sequence[Job] = ()
+    values: Mapping[str, str]  # by name; NCCL treats an empty one as not set
+    version: NcclVersion | None  # of NCCL; ``None`` if unknown
+    driver: str | None = None  # version of NVIDIA's driver; ``None`` if unknown
+    jobs: Sequence[Job] = ()  # those that run with the variables
 
     def is_at_least(self, *version: int) -> bool | None:
         """Whether NCCL is of this version or newer; ``None`` if unknown."""

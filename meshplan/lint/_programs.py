@@ -53,19 +53,12 @@ Way = Literal["install()", "backend", "plugin", "other sizes"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramFix:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: of the program.
-        way: to reach its reductions.
-        action: what to do, imperative; empty if meshplan does not reach them.
-        cost: what it takes, or leaves out.
-    """
-
-    name: str
-    way: Way = "other sizes"
-    action: str = ""
-    cost: str = ""
+    name: str  # of the program
+    way: Way = "other sizes"  # to reach its reductions
+    action: str = ""  # what to do, imperative; empty if meshplan does not reach them
+    cost: str = ""  # what it takes, or leaves out
 
 
 _COST = "the layout stays; every reduction adds in one fixed order"
@@ -194,12 +187,9 @@ def format_fix_list() -> str:
 
 
 def find_program_of_modules(modules: frozenset[str], *, torch_reduces: bool) -> Program:
-    """The program that Python with these imports belongs to.
-
-    Args:
-        modules: first parts of the names of modules that are imported.
-        torch_reduces: whether the file uses DTensor, FSDP2 or DDP. Then an import of another
-            library leaves it open which of the two reduces along a mesh.
+    """The program that Python with imports of these top-level modules belongs to. If torch reduces,
+    by DTensor, FSDP2 or DDP, an import of another library leaves open which of the two reduces
+    along a mesh.
     """
     others = [program for module, program in _MODULES.items() if module in modules]
     if torch_reduces:

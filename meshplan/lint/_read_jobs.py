@@ -44,23 +44,16 @@ class RankOptions(NamedTuple):
 
 
 def read_jobs(
-    name: str, text: str, *, world_size: int | None = None, options: RankOptions | None = None
+    name: str,
+    text: str,
+    *,
+    world_size: int | None = None,
+    options: RankOptions | None = None,
 ) -> JobFile:
-    """Read the jobs that a file describes.
-
-    Args:
-        name: of the file, as the user named it; its suffix identifies Python and TOML.
-        text: its content.
-        world_size: ranks of the job, if the file does not specify them.
-        options: these and the other numbers of the launch; ``world_size`` is not used then.
-
-    Raises:
-        LayoutError: a job of more than ``MAX_CHARACTERS``, or an invalid mesh.
-        AxisNameError, PolicyError: invalid TOML, or an invalid configuration. All messages are
-            one line with the file, and the line number if there is one.
-
-    Returns:
-        Its meshes, and those that cannot be read; empty if it has no mesh.
+    """Read the jobs that a file describes. The suffix of ``name`` identifies Python and TOML.
+    ``options`` are numbers of the launch that the file does not specify; with them, ``world_size``
+    is not used. Raises LayoutError, AxisNameError or PolicyError, in one line with the file and the
+    line.
     """
     is_python = name.endswith((".py", ".pyi"))
     is_long = len(text) > MAX_CHARACTERS
@@ -90,19 +83,14 @@ def read_jobs(
 
 
 def read_arguments(
-    words: Sequence[str], *, world_size: int | None = None, options: RankOptions | None = None
+    words: Sequence[str],
+    *,
+    world_size: int | None = None,
+    options: RankOptions | None = None,
 ) -> JobFile:
-    """Read the jobs in the arguments of a training or serving program, as `read_jobs`.
-
-    ``rewrite`` of its jobs returns the arguments as one line for a shell.
-
-    Args:
-        words: the arguments, one string each.
-        world_size: as for `read_jobs`.
-        options: likewise.
-
-    Raises:
-        LayoutError: no option in them sets the size of an axis, or the sizes are invalid.
+    """Read the jobs in the arguments of a training or serving program, as `read_jobs`. ``rewrite``
+    of its jobs returns the arguments as one line for a shell. Raises LayoutError if no option sets
+    an axis.
     """
     text = shlex.join(words)
     shown = shorten(text, 80)

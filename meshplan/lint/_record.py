@@ -94,7 +94,10 @@ class _Recorder:
 
         @wraps(function)
         def record(*args: Any, **kwargs: Any) -> Any:
-            mesh = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeviceMesh)), None)
+            mesh = next(
+                (a for a in (*args, *kwargs.values()) if isinstance(a, DeviceMesh)),
+                None,
+            )
             # The ranks along each axis from rank 0, which identify the axes of the whole mesh.
             along = []
             if mesh is not None:
@@ -133,7 +136,12 @@ class _Recorder:
 
     def _write_mesh(self, mesh: DeviceMesh) -> None:
         shape, ranks = [*mesh.mesh.shape], mesh.mesh.flatten().tolist()
-        self.write(mesh=shape, names=mesh.mesh_dim_names, ranks=ranks, line=self.find_line())
+        self.write(
+            mesh=shape,
+            names=mesh.mesh_dim_names,
+            ranks=ranks,
+            line=self.find_line(),
+        )
 
 
 def _answer(world_size: int, node_size: int) -> None:

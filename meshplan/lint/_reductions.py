@@ -11,16 +11,11 @@ from meshplan.planner import Problem
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """One redistribution and its reductions.
+    """One redistribution and its reductions."""
 
-    Attributes:
-        what: in words, e.g. ``gradients: ddp, then fsdp``.
-        problem: from partial values to the placements after the last reduction.
-        steps: axis positions of each reduction, in the order of execution.
-    """
-
-    what: str
-    problem: Problem
+    what: str  # in words, e.g. ``gradients: ddp, then fsdp``.
+    problem: Problem  # from partial values to the placements after the last reduction
+    # Axis positions of each reduction, in the order of execution
     steps: tuple[tuple[int, ...], ...]
 
 
@@ -55,7 +50,9 @@ def list_reductions(job: Job) -> tuple[Reductions, ...]:
         if job.framework == "dtensor" and not job.reduce_order and len(axes) > 1:
             found += [
                 Reductions(
-                    f"a reduction over {names[axis]} alone", _make_problem(job, (axis,)), ((axis,),)
+                    f"a reduction over {names[axis]} alone",
+                    _make_problem(job, (axis,)),
+                    ((axis,),),
                 )
                 for axis in axes
             ]

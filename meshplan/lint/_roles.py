@@ -38,20 +38,54 @@ _CONTEXT = ("cp", "context", "sp", "sequence", "ulysses", "ring")
 AXIS_NAMES: Mapping[Role, tuple[str, ...]] = {
     "replicate": (
         *_DATA,
-        *("replicate", "replica", "dp_replicate", "ddp_replicate", "data_replicate"),  # torchtitan
+        *(
+            "replicate",
+            "replica",
+            "dp_replicate",
+            "ddp_replicate",
+            "data_replicate",
+        ),  # torchtitan
         *("dp_outer", "inter_dp", "dp_inter"),  # Megatron-FSDP
         *("inter", "inter_node", "internode", "outer", "node", "host"),  # by hand
     ),
     "shard": (
-        *("fsdp", "shard", "sharding", "sharded", "zero", "dp_shard", "data_shard", "efsdp"),
-        *("dp_shard_cp", "dp_shard_mod_ep", "dp_shard_in_ep", "edp_shard"),  # torchtitan
+        *(
+            "fsdp",
+            "shard",
+            "sharding",
+            "sharded",
+            "zero",
+            "dp_shard",
+            "data_shard",
+            "efsdp",
+        ),
+        *(
+            "dp_shard_cp",
+            "dp_shard_mod_ep",
+            "dp_shard_in_ep",
+            "edp_shard",
+        ),  # torchtitan
         "ep_shard",  # NeMo Automodel
-        *("dp_inner", "intra_dp", "dp_intra", "expt_dp"),  # Megatron-FSDP, Megatron-LM
+        *(
+            "dp_inner",
+            "intra_dp",
+            "dp_intra",
+            "expt_dp",
+        ),  # Megatron-FSDP, Megatron-LM
         *("intra", "intra_node", "intranode", "inner", "gpu", "local"),  # by hand
         *_CONTEXT,
     ),
     "model": (
-        *("tp", "tensor", "model", "mp", "tensor_model", "etp", "expt_tp", "expert_tensor"),
+        *(
+            "tp",
+            "tensor",
+            "model",
+            "mp",
+            "tensor_model",
+            "etp",
+            "expt_tp",
+            "expert_tensor",
+        ),
         *("infer_tp", "rollout_tp", "gen_tp"),  # verl
     ),
     "experts": ("ep", "expert", "experts", "expert_model", "moe"),
@@ -82,12 +116,8 @@ def find_role(axis: str) -> Role:
 def resolve_roles(
     axes: Sequence[str], given: Sequence[Role], framework: Framework
 ) -> tuple[Role, ...]:
-    """The roles of a mesh: those that are given, and those of the names for the others.
-
-    Args:
-        axes: names of the axes.
-        given: one for each axis; ``unknown`` if no use of the axis is known.
-        framework: how gradients are reduced.
+    """The roles of a mesh: those that are given, and those of the names for axes of which no use is
+    known.
     """
     names = [_normalize(axis) for axis in axes]
     roles = [

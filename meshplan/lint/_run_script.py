@@ -53,7 +53,10 @@ def run_script(
     if not os.path.isfile(script):
         raise LayoutError(f"{script}: no such file; --run needs a script of Python")
     environ = {key: value for key, value in os.environ.items() if key != "MESHPLAN_RUN"} | {
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"), "0"),
+        **dict.fromkeys(
+            ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID"),
+            "0",
+        ),
         **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_size)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         **{

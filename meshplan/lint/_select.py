@@ -16,14 +16,10 @@ class Selection:
     As in ruff, the longest prefix that matches a rule decides, and at equal length ``--ignore``
     wins: ``--select MP1 --ignore MP101`` skips MP101, and ``--ignore MP1 --extend-select MP101``
     checks it.
-
-    Attributes:
-        selected: prefixes; the empty one selects all rules.
-        ignored: prefixes.
     """
 
-    selected: frozenset[str] = frozenset({""})
-    ignored: frozenset[str] = frozenset()
+    selected: frozenset[str] = frozenset({""})  # prefixes; the empty one selects all rules
+    ignored: frozenset[str] = frozenset()  # prefixes
 
     @classmethod
     def of(

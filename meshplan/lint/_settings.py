@@ -21,36 +21,24 @@ class Settings:
 
     ``hosts``, ``rank_order`` and ``output_format`` have the form of the options of the same name; a
     list in the file is joined by commas.
-
-    Attributes:
-        select: codes and prefixes of the rules to check.
-        ignore: codes and prefixes of the rules not to check.
-        extend_select: further rules to check.
-        fail_level: lowest severity that makes the linter fail.
-        topology: names of files that describe the cluster, as written: relative to this file.
-        hosts: hosts of the job.
-        node_size: ranks on each host.
-        domain_size: GPUs that NVLink or xGMI joins.
-        rank_order: how ranks are assigned to hosts.
-        output_format: of the report.
-        roles: of axes, by name, in all meshes that the files describe.
-        include: patterns of the files of directories that are linted, instead of the default.
-        exclude: patterns of files and directories that are not linted.
     """
 
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    extend_select: tuple[str, ...] = ()
-    fail_level: Severity | None = None
+    select: tuple[str, ...] = ()  # codes and prefixes of the rules to check
+    ignore: tuple[str, ...] = ()  # codes and prefixes of the rules not to check
+    extend_select: tuple[str, ...] = ()  # further rules to check
+    fail_level: Severity | None = None  # lowest severity that makes the linter fail
+    # Names of files that describe the cluster, as written: relative to this file
     topology: tuple[str, ...] = ()
-    hosts: str = ""
-    node_size: int | None = None
-    domain_size: int | None = None
-    rank_order: str = ""
-    output_format: str = ""
+    hosts: str = ""  # hosts of the job
+    node_size: int | None = None  # ranks on each host
+    domain_size: int | None = None  # GPUs that NVLink or xGMI joins
+    rank_order: str = ""  # how ranks are assigned to hosts
+    output_format: str = ""  # of the report
+    # Of axes, by name, in all meshes that the files describe
     roles: Mapping[str, Role] = field(default_factory=dict)
+    # Patterns of the files of directories that are linted, instead of the default
     include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()  # patterns of files and directories that are not linted
 
 
 SETTINGS_KEYS = tuple(field.name.replace("_", "-") for field in fields(Settings))

@@ -20,17 +20,11 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def parse_mesh(text: str, ranks: object = None) -> Layout:
-    """The mesh that ``text`` describes, outermost axis first.
-
-    Args:
-        text: ``ddp=8,fsdp=5,tp=1``; also with ``:`` for ``=``, with spaces or ``x`` between axes,
-            in brackets, and without names as ``8x5x1``.
-        ranks: global rank at each coordinate as nested lists, e.g. ``[[0, 2], [1, 3]]``, or as one
-            flat list, row-major; 0..n-1 by default.
-
-    Raises:
-        LayoutError: a text of another form, a size below 1, a repeated name, more than
-            ``MAX_RANKS`` ranks, or ranks that do not fill the mesh.
+    """The mesh that ``text`` describes, outermost axis first: ``ddp=8,fsdp=5,tp=1``; also with
+    ``:`` for ``=``, with spaces or ``x`` between axes, in brackets, and without names as ``8x5x1``.
+    ``ranks`` are global, at each coordinate, as nested lists or one flat list, row-major; 0..n-1 by
+    default. Raises LayoutError for another form, a size below 1, a repeated name, more than
+    ``MAX_RANKS`` ranks, or ranks that do not fill the mesh.
     """
     if len(text) > _MAX_CHARACTERS:
         raise LayoutError(

@@ -120,7 +120,10 @@ _WANTED = frozenset({*_MAKERS, "hybrid_shard", "hybrid_shard_zero2"})
 
 
 def _skip_degree(where: Source, shown: str) -> Skipped:
-    return Skipped(where, f"{shorten(shown)} is written in a format that is not read; {INSTEAD}")
+    return Skipped(
+        where,
+        f"{shorten(shown)} is written in a format that is not read; {INSTEAD}",
+    )
 
 
 def _skip_hybrid(where: Source) -> Skipped:

@@ -40,7 +40,10 @@ class _Unit:
 
     pending: dict[int, _Posts] = field(default_factory=dict)  # by step
     reached: dict[int, float] = field(default_factory=dict)  # by rank, the last complete step
-    listed: tuple[list[str], dict[str, str]] = ([], {})  # certified, and why others are not
+    listed: tuple[list[str], dict[str, str]] = (
+        [],
+        {},
+    )  # certified, and why others are not
     link: str = ""
     links: int = 0
     made: int = -1  # the last step that has been added up
@@ -126,7 +129,10 @@ class Chain:
             return
         words = _hex(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
         text = "\n".join(["meshplan certificate 1", unit.link, str(step), words, *sorted(keys)])
-        unit.link, unit.links = hashlib.sha256(text.encode()).hexdigest()[:32], unit.links + 1
+        unit.link, unit.links = (
+            hashlib.sha256(text.encode()).hexdigest()[:32],
+            unit.links + 1,
+        )
         record = head | {"words": words, "link": unit.link}
         if len(tables) == len(keys):
             record["tensors"] = [_hex(row) for _, row in sorted(zip(keys, tables, strict=True))]

@@ -129,7 +129,10 @@ def _compare_certificates(one: _Certificate, other: _Certificate) -> tuple[list[
     rest = max(len(one.links), len(other.links)) - len(pairs)
     tensors = {key for mine, _ in pairs.values() for key in mine["tensors"]}
     text = f"same: {len(pairs)} steps, {len(tensors)} tensors"
-    return [*lines, text + f"; {rest} more steps are in one of them only" * bool(rest)], 0
+    return [
+        *lines,
+        text + f"; {rest} more steps are in one of them only" * bool(rest),
+    ], 0
 
 
 def _list_differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -185,7 +185,11 @@ class Exchange(threading.Thread):
     # The other ranks.
 
     def _visit(self) -> None:
-        store, pause, deadline = self._own_store(), 0.02, time.monotonic() + _LOOKUP_SECONDS
+        store, pause, deadline = (
+            self._own_store(),
+            0.02,
+            time.monotonic() + _LOOKUP_SECONDS,
+        )
         while not store.check([_KEY]):
             if time.monotonic() > deadline or self._ending.wait(pause):
                 return

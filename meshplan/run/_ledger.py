@@ -87,7 +87,11 @@ class Ledger:
         name, step = post["set"], post["step"]
         one = self.sets.setdefault(name, _TensorSet())
         if "ranks" in post:
-            one.kind, one.ranks, one.tensors = post["kind"], tuple(post["ranks"]), post["tensors"]
+            one.kind, one.ranks, one.tensors = (
+                post["kind"],
+                tuple(post["ranks"]),
+                post["tensors"],
+            )
         one.posted.add(rank)
         words = one.pending.setdefault(step, {})
         self._held += rank not in words
@@ -156,7 +160,11 @@ class Ledger:
             first["cause"] = None
 
     def _conclude(
-        self, first: Message, what: str, classes: list[list[int]], elements: tuple[Elements, ...]
+        self,
+        first: Message,
+        what: str,
+        classes: list[list[int]],
+        elements: tuple[Elements, ...],
     ) -> None:
         """Complete the record of the first difference by what is known now."""
         parts = tuple(map(tuple, classes))

@@ -37,7 +37,12 @@ from meshplan.run._certificate import Certifier, Item
 from meshplan.run._chain import CertificateFile
 from meshplan.run._exchange import Exchange
 from meshplan.run._hazards import Judged
-from meshplan.run._holders import ParameterTable, Ranks, ReductionTable, remember_modules_and_meshes
+from meshplan.run._holders import (
+    ParameterTable,
+    Ranks,
+    ReductionTable,
+    remember_modules_and_meshes,
+)
 from meshplan.run._report import build, read_settings, write_file
 from meshplan.run._settings import RunSettings
 from meshplan.run._signals import is_of_handler
@@ -227,7 +232,10 @@ class Observation:
 
     def _name_set(self, unit: int, kind: str, ranks: Ranks, tensors: list[NamedTensor]) -> str:
         """The same on all holders, and another one for each optimizer."""
-        lines = [f"{kind} {ranks}", *(f"{one} {list(one.local.shape)}" for one in tensors)]
+        lines = [
+            f"{kind} {ranks}",
+            *(f"{one} {list(one.local.shape)}" for one in tensors),
+        ]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
         names = (f"{digest} {number}" for number in range(1 + len(self._steps)))
         return next(one for one in names if self._owners.setdefault(one, unit) == unit)

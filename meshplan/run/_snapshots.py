@@ -72,14 +72,22 @@ class Snapshots:
             one = self._kept.get((question["set"], question["step"]))
             copies = one.copies if one is not None else []
         if one is not None and what == "tensors":
-            return head | {"words": _texts_of(one.read()), "names": one.names, "whats": one.whats}
+            return head | {
+                "words": _texts_of(one.read()),
+                "names": one.names,
+                "whats": one.whats,
+            }
         if not copies:
             return head | {"gone": True}
         tensor = copies[question["row"]]
         flat = flatten(tensor)
         size = max(math.ceil(flat.numel() / BLOCKS), _LEAST_BYTES // flat.element_size())
         pieces = torch.split(flat, size)
-        head |= {"dtype": name_of(flat.dtype), "shape": list(tensor.shape), "numel": flat.numel()}
+        head |= {
+            "dtype": name_of(flat.dtype),
+            "shape": list(tensor.shape),
+            "numel": flat.numel(),
+        }
         head["block_bytes"] = size * flat.element_size()
         if what == "blocks":
             return head | {"blocks": _texts_of(digest_table(pieces))}

@@ -62,7 +62,10 @@ def _describe_certificate(found: Report | None) -> Iterator[str]:
         rest = "".join(f"; {why}" for why in found["ended"])
         if refused := len(found["not_certified"]):
             rest += f"; not certified: {_count(refused, 'tensor')}"
-        links, tensors = _count(found["links"], "link"), _count(found["tensors"], "tensor")
+        links, tensors = (
+            _count(found["links"], "link"),
+            _count(found["tensors"], "tensor"),
+        )
         yield f"certificate: {found['file']}, {links} of {tensors}, the last {found['last']}{rest}"
 
 
@@ -273,7 +276,15 @@ def _tabulate_reductions(rows: Sequence[Report]) -> str:
         )
         for row in ordered[:_MOST_ROWS]
     ]
-    heads = ["call site", "reduction", "dtype", "group", "calls", "elements", "contract"]
+    heads = [
+        "call site",
+        "reduction",
+        "dtype",
+        "group",
+        "calls",
+        "elements",
+        "contract",
+    ]
     rest = len(rows) - _MOST_ROWS
     more = f"<p>and {rest} more</p>" if rest > 0 else ""
     return (write_table(heads, cells) if cells else "") + more

@@ -80,7 +80,11 @@ def _add_up(bits: Tensor, spans: Spans, dim: int) -> Tensor:
     if rest > _PIECE and bits.dim() > 1:
         parts = torch.stack([_add_up(one, spans[1:], dim + 1) for one in bits], 1)
         return (_keys_of(dim, *spans[0], bits.device) * parts).sum(1)
-    columns, first, total = _multiply_keys(spans[1:], dim + 1, bits.device), spans[0][0], None
+    columns, first, total = (
+        _multiply_keys(spans[1:], dim + 1, bits.device),
+        spans[0][0],
+        None,
+    )
     step = max(1, _PIECE // rest)
     for at in range(0, len(bits), step):
         piece = bits[at : at + step].to(torch.int64)

@@ -13,7 +13,9 @@ from meshplan.testing._bitwise import first_difference as first_difference
 from meshplan.testing._bitwise import replica_fingerprints as replica_fingerprints
 from meshplan.testing._inputs import order_sensitive as order_sensitive
 from meshplan.testing._reference import reference_reduce as reference_reduce
-from meshplan.testing._reference import reference_reduce_tensors as reference_reduce_tensors
+from meshplan.testing._reference import (
+    reference_reduce_tensors as reference_reduce_tensors,
+)
 
 # Modules that need numpy, which a machine with a GPU may lack.
 if TYPE_CHECKING:

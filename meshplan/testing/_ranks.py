@@ -72,7 +72,9 @@ class RankGroup:
         return [json.loads(bytes_of(one)) for one in found]
 
     def check_equal(
-        self, records: Sequence[Mapping[str, Any]], advice: str = "pass the same on all ranks"
+        self,
+        records: Sequence[Mapping[str, Any]],
+        advice: str = "pass the same on all ranks",
     ) -> None:
         """Compare the gathered records entry by entry."""
         for name, first in records[0].items():
@@ -99,7 +101,10 @@ class RankGroup:
         return [one.to(tensor.device).view(tensor.dtype).view(tensor.shape) for one in parts]
 
     def gather_blocks(
-        self, blocks: Sequence[tuple[LeafRange, Tensor]], ranges: Sequence[LeafRange], like: Tensor
+        self,
+        blocks: Sequence[tuple[LeafRange, Tensor]],
+        ranges: Sequence[LeafRange],
+        like: Tensor,
     ) -> list[tuple[LeafRange, Tensor]]:
         """The blocks of all ranks, given those of this one."""
         of_rank = [cover_range(start, stop) for start, stop in ranges]

@@ -198,7 +198,11 @@ def _check(
 
 def _accumulator(dtype: torch.dtype, contract: Contract) -> _Format:
     wide = torch.float64 if contract.accumulate == "float64" else torch.float32
-    raised = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: wide}
+    raised = {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.float32: wide,
+    }
     return _FORMATS[raised.get(dtype, dtype)]
 
 

@@ -134,7 +134,11 @@ class NcclModelProcessGroup(PythonProcessGroup):
     gather_single = gather_into_tensor = forward("gather_single")
     allgather, allgather_coalesced = forward("allgather"), forward("allgather_coalesced")
     all_gather_single = forward(ALL_GATHER_SINGLE)
-    send, recv, recv_anysource = forward("send"), forward("recv"), forward("recv_anysource")
+    send, recv, recv_anysource = (
+        forward("send"),
+        forward("recv"),
+        forward("recv_anysource"),
+    )
     alltoall, alltoall_base = forward("alltoall"), forward("alltoall_base")
     all_to_all_single = alltoall_base
 
@@ -198,7 +202,10 @@ class NcclModelProcessGroup(PythonProcessGroup):
         received = send.new_empty(self.size(), own)
         item = send.element_size()
         # Bytes, because gloo does not know every dtype.
-        sink, source = received.view(-1).view(torch.uint8), send.contiguous().view(torch.uint8)
+        sink, source = (
+            received.view(-1).view(torch.uint8),
+            send.contiguous().view(torch.uint8),
+        )
         sizes = [own * item] * self.size(), [split * item for split in splits]
         self.inner.alltoall_base(sink, source, *sizes).wait()
         return received
@@ -298,7 +305,9 @@ class _Algebra:
             parts.mul_(self.factor)
         # Each rank is one leaf only, so the right operand's storage is free once it is used.
         total = order.fold(
-            tree, lambda rank: parts[rank], lambda left, right: self.join(left, right, out=right)
+            tree,
+            lambda rank: parts[rank],
+            lambda left, right: self.join(left, right, out=right),
         )
         return total if self.divisor is None else total.div_(self.divisor, rounding_mode="trunc")
 

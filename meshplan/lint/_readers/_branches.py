@@ -172,7 +172,10 @@ def _evaluate_test(
     binary = _BINARY.fullmatch(test)
     if not binary:
         return None
-    one, other = constants.read_constant(binary[1]), constants.read_constant(binary[3])
+    one, other = (
+        constants.read_constant(binary[1]),
+        constants.read_constant(binary[3]),
+    )
     if one is None or other is None:
         return None
     compared = _COMPARED.get(binary[2].strip())

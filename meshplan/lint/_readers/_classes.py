@@ -17,7 +17,14 @@ from meshplan.lint._readers._degrees import make_document_jobs
 from meshplan.lint._readers._documents import Document, Setting, Unknown, match
 from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import RUN, Edit, Number, UnknownMesh
-from meshplan.lint._readers._values import Arguments, Either, Record, Value, Whole, is_constant
+from meshplan.lint._readers._values import (
+    Arguments,
+    Either,
+    Record,
+    Value,
+    Whole,
+    is_constant,
+)
 
 CLASSES = frozenset[str]().union(*(one.classes for one in FRAMEWORKS))
 """Names of the classes and functions that take degrees."""
@@ -119,7 +126,11 @@ def _make_setting(key: str, value: Value, line: int, unknown: object) -> Setting
 
 
 def read_changed(
-    source: Reader, record: Record, lines: Mapping[str, int], name: str, world_size: int | None
+    source: Reader,
+    record: Record,
+    lines: Mapping[str, int],
+    name: str,
+    world_size: int | None,
 ) -> tuple[Job, ...]:
     """The jobs of a configuration whose attributes the file sets; ``lines`` has those of each.
 
@@ -134,7 +145,10 @@ def read_changed(
     if framework is None:
         return ()
     # A recipe of Megatron Bridge sets all sizes that are not 1.
-    is_whole = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= lines.keys()
+    is_whole = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+    } <= lines.keys()
     if record.path.rpartition(".")[2] not in framework.classes and not is_whole:
         raise UnknownMesh(f"the configuration that is changed is made in another file; {RUN}")
     if record.fields is None:

@@ -45,14 +45,8 @@ _EMPTY = ("", "none", "null", "~")
 
 
 def read_document(document: Document, world_size: int | None) -> JobFile:
-    """The jobs of a document; empty if no framework reads it.
-
-    Args:
-        document: the settings.
-        world_size: ranks of the job, if the document does not specify them.
-
-    Raises:
-        LayoutError: sizes that the framework would refuse; the message names file and line.
+    """The jobs of a document; empty if no framework reads it. Raises LayoutError, with the line,
+    for sizes that the framework would refuse.
     """
     framework = find_framework(document)
     if framework is None:
@@ -126,17 +120,8 @@ def make_document_jobs(
 def _make_jobs(
     found: Degrees, source: Source, total: int | None, hosts: int | None
 ) -> Iterable[Job]:
-    """The mesh of the dense layers, and that of the experts if they are parallel.
-
-    Args:
-        found: the settings.
-        source: of the mesh.
-        total: ranks of the job, if known.
-        hosts: of the job, if known.
-
-    Raises:
-        UnknownMesh: a size is not known.
-        LayoutError: sizes that the framework would refuse.
+    """The mesh of the dense layers, and that of the experts if they are parallel. Raises
+    UnknownMesh for a size that is not known, LayoutError for sizes that the framework would refuse.
     """
     mesh, settings = found.mesh, found.document.settings
     for pattern, why in mesh.refused.items():
@@ -264,7 +249,10 @@ def _read_orders(
     given = ""
     for one in settings:
         for key, names in mesh.orders.items():
-            if one.path.rpartition(".")[2] == key and one.value not in (False, None):
+            if one.path.rpartition(".")[2] == key and one.value not in (
+                False,
+                None,
+            ):
                 if isinstance(one.value, Unknown):
                     raise UnknownMesh(one.value.why, one.line)
                 given = names or str(one.value).lower()

@@ -32,21 +32,13 @@ class Unknown(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A key with its value.
+    """A key with its value."""
 
-    Attributes:
-        path: keys from the root, in lower case, with underscores and dots.
-        value: a number, a text, a truth value, ``None``, or `Unknown`.
-        line: of the key or of its command, from 1 on.
-        key: as written, for messages.
-        number: the value and its place, if another number can be written there.
-    """
-
-    path: str
-    value: object
-    line: int
-    key: str = ""
-    number: Number | None = None
+    path: str  # keys from the root, in lower case, with underscores and dots
+    value: object  # a number, a text, a truth value, ``None``, or `Unknown`
+    line: int  # of the key or of its command, from 1 on
+    key: str = ""  # as written, for messages
+    number: Number | None = None  # the value and its place, if another number can be written there
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}".lower()
@@ -54,25 +46,18 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """The settings of a file.
+    """The settings of a file."""
 
-    Attributes:
-        name: of the file.
-        text: its content.
-        kind: of its keys.
-        settings: in order of lines.
-        insert: returns an edit that adds a key with a number after a setting, or ``None``.
-        launch: of the command that starts the job, by ``LAUNCH``; ``ranks of one host`` if it
-            specifies no hosts.
-        commands: lines of settings in a command itself, not in a variable that it uses.
-    """
-
-    name: str
-    text: str
-    kind: Kind
-    settings: Sequence[Setting]
+    name: str  # of the file
+    text: str  # its content
+    kind: Kind  # of its keys
+    settings: Sequence[Setting]  # in order of lines
+    # Returns an edit that adds a key with a number after a setting, or ``None``
     insert: Callable[[Setting, str, int], Edit | None]
+    # Of the command that starts the job, by ``LAUNCH``; ``ranks of one host`` if it specifies no
+    # hosts
     launch: Mapping[str, int] = field(default_factory=dict)
+    # Lines of settings in a command itself, not in a variable that it uses
     commands: Set[int] = frozenset()
 
     @cached_property
@@ -133,23 +118,21 @@ def count_ranks(document: Document, framework: Framework) -> Launch:
     # The launchers of torch and DeepSpeed start one host by default.
     total = total or found.get("ranks of one host")
     fields = zip(LAUNCH, Launch._fields, strict=False)
-    return Launch(hosts, per_host, total, frozenset(name for key, name in fields if key in stated))
+    return Launch(
+        hosts,
+        per_host,
+        total,
+        frozenset(name for key, name in fields if key in stated),
+    )
 
 
 class Degrees(NamedTuple):
-    """The settings of one mesh.
+    """The settings of one mesh."""
 
-    Attributes:
-        framework: that makes the mesh.
-        mesh: its entry in the table.
-        settings: by axis.
-        document: the file.
-    """
-
-    framework: Framework
-    mesh: Mesh
-    settings: Mapping[str, Setting]
-    document: Document
+    framework: Framework  # that makes the mesh
+    mesh: Mesh  # its entry in the table
+    settings: Mapping[str, Setting]  # by axis
+    document: Document  # the file
 
 
 def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
@@ -219,7 +202,9 @@ def _are_apart(document: Document, places: Iterable[Set[int]]) -> bool:
 
 
 def _is_reference(
-    group: Mapping[str, Setting], document: Document, groups: Iterable[Mapping[str, Setting]]
+    group: Mapping[str, Setting],
+    document: Document,
+    groups: Iterable[Mapping[str, Setting]],
 ) -> bool:
     """Whether all sizes are ``${...}`` that name those of another mesh: the same mesh again."""
     if document.kind != "document" or not group or any(one.number for one in group.values()):

@@ -237,7 +237,9 @@ _VERL_SFT = Framework(
     r"(?:ulysses_sequence_parallel_size|fsdp_size)",
     meshes=(
         replace(
-            _VERL_FSDP, section=r"(?:engine|model|model\.fsdp_config)?", unless=r"engine=meg.*"
+            _VERL_FSDP,
+            section=r"(?:engine|model|model\.fsdp_config)?",
+            unless=r"engine=meg.*",
         ),
     ),
 )
@@ -247,7 +249,13 @@ _VERL_SFT = Framework(
 # whose ep is dp_shard_in_ep * cp. A tp axis inside was of 2025. Ranks:
 # packages/prime-rl-configs/src/prime_rl/configs/rl.py and sft.py, deployment.
 _PRIME_MESH = Mesh(
-    keys={"pp": "pp", "dp_replicate": "dp_replicate", "cp": "cp", "tp": "tp", "ep": "ep"},
+    keys={
+        "pp": "pp",
+        "dp_replicate": "dp_replicate",
+        "cp": "cp",
+        "tp": "tp",
+        "ep": "ep",
+    },
     order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     section=r"(?P<part>)(?:trainer\.)?(?:model|parallel)",
     rest="dp_shard",
@@ -492,7 +500,10 @@ _LIGHTNING = Framework(
     mark=r".*strategy\.init_args\.(?:data|tensor)_parallel_size",
     meshes=(
         Mesh(
-            keys={"data_parallel_size": "data_parallel", "tensor_parallel_size": "tensor_parallel"},
+            keys={
+                "data_parallel_size": "data_parallel",
+                "tensor_parallel_size": "tensor_parallel",
+            },
             order=("data_parallel", "tensor_parallel"),
             section=r"(?P<part>.*)strategy\.init_args|",
             rest="data_parallel",
@@ -568,7 +579,17 @@ _SERVING = replace(
 )
 
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
-_PLAIN_AXES = ("pp", "dp_replicate", "dp", "ddp", "dp_shard", "fsdp", "cp", "sp", "tp")
+_PLAIN_AXES = (
+    "pp",
+    "dp_replicate",
+    "dp",
+    "ddp",
+    "dp_shard",
+    "fsdp",
+    "cp",
+    "sp",
+    "tp",
+)
 PLAIN = Framework(
     program="unknown",
     mark=r"(?:" + "|".join(_PLAIN_AXES) + r")(?:_size|_degree)?",

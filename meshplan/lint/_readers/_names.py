@@ -59,7 +59,10 @@ def suggest_degree(key: str) -> str:
 
 
 def check_unread(
-    found: Degrees, order: Iterable[str], given: Mapping[str, int], total: int | None
+    found: Degrees,
+    order: Iterable[str],
+    given: Mapping[str, int],
+    total: int | None,
 ) -> None:
     """Check that nothing in the file may have another size for an axis than the mesh has.
 
@@ -81,7 +84,10 @@ def check_unread(
             if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
                 continue
             shown = "" if isinstance(one.value, Unknown) else f" = {one.value}"
-            raise UnknownMesh(f"{one.key}{shown} is a degree that is not read; {INSTEAD}", one.line)
+            raise UnknownMesh(
+                f"{one.key}{shown} is a degree that is not read; {INSTEAD}",
+                one.line,
+            )
     free = [axis for axis in order if axis not in given]
     fixed = math.prod(given.get(axis, 1) for axis in order)
     # One axis follows from the ranks of the job.

@@ -100,15 +100,9 @@ def evaluate(
     other: Callable[[ast.expr], int | None] = lambda node: None,
     depth: int = 0,
 ) -> int | None:
-    """The value of an expression of whole numbers and names; ``None`` if it has none.
-
-    Nothing is run. ``/`` is whole-number division without a remainder.
-
-    Args:
-        node: the expression.
-        lookup: the number that a name stands for, or ``None``.
-        other: the number of anything but a number, a name or arithmetic, or ``None``.
-        depth: nesting of the expression.
+    """The value of an expression of whole numbers and names; ``None`` if it has none. Nothing is
+    run. ``/`` is whole-number division without a remainder. ``lookup`` has the numbers of names,
+    ``other`` those of anything but a number, a name or arithmetic.
     """
     if depth > _MAX_DEPTH:
         return None

@@ -13,7 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 from meshplan._message_text import shorten
-from meshplan.lint._readers._documents import LAUNCH, Document, Setting, Unknown, match
+from meshplan.lint._readers._documents import (
+    LAUNCH,
+    Document,
+    Setting,
+    Unknown,
+    match,
+)
 from meshplan.lint._readers._frameworks import PLAIN
 from meshplan.lint._readers._numbers import Edit, Number
 from meshplan.lint._readers._script import Option, Script, Word
@@ -37,7 +43,10 @@ _LAUNCH: Mapping[str, str] = {
     "--actor-num-gpus-per-node": "ranks per host",
 }
 # Of the commands of ms-swift and LLaMA-Factory, which start torchrun with them.
-_ENVIRONMENT: Mapping[str, str] = {"NPROC_PER_NODE": "ranks per host", "NNODES": "hosts"}
+_ENVIRONMENT: Mapping[str, str] = {
+    "NPROC_PER_NODE": "ranks per host",
+    "NNODES": "hosts",
+}
 _FLAG = re.compile(r"(?:.*\.)?(?:use_\w+|(?:no_|enable_)?(?:enable_)?sequence_parallel|enable_\w+)")
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?(?:\$\{?\w+\}?/|\./)?([\w./-]+)", re.M)
 # A converter's degrees are those of another job's checkpoint.
@@ -142,7 +151,11 @@ def _read_value(script: Script, option: Option, path: str) -> tuple[object, Numb
 
 
 def _add_launch(
-    launch: dict[str, set[int]], key: str, script: Script, option: Option, words: Set[str]
+    launch: dict[str, set[int]],
+    key: str,
+    script: Script,
+    option: Option,
+    words: Set[str],
 ) -> None:
     """Add the number of a launcher's option, if it is that of the job.
 
@@ -200,5 +213,11 @@ def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:
     total, alone = found.get("world size"), None
     if total is None and hosts is None:
         alone = found.get("GPUs") or (None if "hosts" in given else found.get("ranks per host"))
-    counts = dict(zip((*LAUNCH, "ranks of one host"), (hosts, per_host, total, alone), strict=True))
+    counts = dict(
+        zip(
+            (*LAUNCH, "ranks of one host"),
+            (hosts, per_host, total, alone),
+            strict=True,
+        )
+    )
     return {key: count for key, count in counts.items() if count is not None}

@@ -14,13 +14,56 @@ from meshplan.lint._readers._values import Span
 
 # Methods that leave their object as it is, and functions that leave their arguments.
 METHODS = frozenset(
-    {"clone", "copy", "count", "dim", "get", "index", "items", "keys", "numel", "shape", "size"}
+    {
+        "clone",
+        "copy",
+        "count",
+        "dim",
+        "get",
+        "index",
+        "items",
+        "keys",
+        "numel",
+        "shape",
+        "size",
+    }
     | {"tolist", "values"}
 )
 FUNCTIONS = frozenset(
-    {"DeviceMesh", "_unflatten", "all", "any", "array", "bool", "debug", "dict", "enumerate"}
-    | {"error", "filter", "format", "info", "init_device_mesh", "int", "isinstance", "join", "len"}
-    | {"list", "map", "max", "min", "new_group", "print", "prod", "range", "repr", "reversed"}
+    {
+        "DeviceMesh",
+        "_unflatten",
+        "all",
+        "any",
+        "array",
+        "bool",
+        "debug",
+        "dict",
+        "enumerate",
+    }
+    | {
+        "error",
+        "filter",
+        "format",
+        "info",
+        "init_device_mesh",
+        "int",
+        "isinstance",
+        "join",
+        "len",
+    }
+    | {
+        "list",
+        "map",
+        "max",
+        "min",
+        "new_group",
+        "print",
+        "prod",
+        "range",
+        "repr",
+        "reversed",
+    }
     | {"set", "sorted", "str", "sum", "tensor", "tuple", "type", "warning", "zip"}
 )
 # Functions that may bind any name of the module, and words of those that set attributes.
@@ -32,8 +75,23 @@ SETTERS = re.compile(
 )
 # Decorators that pass the arguments of a call on, and return what it returns.
 WRAPPERS = frozenset(
-    {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "disable"}
-    | {"inference_mode", "lru_cache", "no_grad", "override", "property", "record", "setter"}
+    {
+        "abstractmethod",
+        "cache",
+        "cached_property",
+        "classmethod",
+        "contextmanager",
+        "disable",
+    }
+    | {
+        "inference_mode",
+        "lru_cache",
+        "no_grad",
+        "override",
+        "property",
+        "record",
+        "setter",
+    }
     | {"staticmethod", "wraps"}
 )
 # Decorators and metaclasses that keep the attributes of a class.

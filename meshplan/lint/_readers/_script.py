@@ -175,7 +175,11 @@ class Script:
                 word, found[1], read
             ):
                 value = Word(found[2], word.start + found.start(2))
-                yield Option(found[1], word.start, value if found[2] else self._find_quoted(i))
+                yield Option(
+                    found[1],
+                    word.start,
+                    value if found[2] else self._find_quoted(i),
+                )
 
     def _is_override(self, word: Word, key: str, read: dict[int, tuple[int, bool]]) -> bool:
         """Whether ``key=value`` is an argument of a command, and no assignment of the shell."""

@@ -32,21 +32,13 @@ _DOTS = re.compile(r"[\w\"'-][ \t]*\.[ \t]*(?=[\w\"'-])")
 
 
 class Entry(NamedTuple):
-    """A table or a value.
+    """A table or a value."""
 
-    Attributes:
-        path: keys from the root, with the position in each array of tables.
-        line: of the header or key, from 1 on.
-        start: offset of the value; of a table, of the text after its header.
-        end: offset after the value; of a table, as ``start``.
-        is_table: whether this is a table with a header of its own.
-    """
-
-    path: Path
-    line: int
-    start: int
-    end: int
-    is_table: bool
+    path: Path  # keys from the root, with the position in each array of tables
+    line: int  # of the header or key, from 1 on
+    start: int  # offset of the value; of a table, of the text after its header
+    end: int  # offset after the value; of a table, as ``start``
+    is_table: bool  # whether this is a table with a header of its own
 
 
 def load(name: str, text: str) -> dict[str, Any]:

@@ -63,7 +63,15 @@ CALLS: Mapping[str, _Argument] = {
     "from_local": _Argument("dtensor", 1, _MESH),
     **{
         name: _Argument("dtensor", None, ("device_mesh",))
-        for name in ("zeros", "ones", "empty", "full", "rand", "randn", "redistribute")
+        for name in (
+            "zeros",
+            "ones",
+            "empty",
+            "full",
+            "rand",
+            "randn",
+            "redistribute",
+        )
     },
 }
 # Ranks of a mesh that are written out one by one.
@@ -74,23 +82,15 @@ _BY_PRIORITY: tuple[Role, ...] = ("apart", "experts", "model", "shard", "replica
 
 
 class MeshCall(NamedTuple):
-    """A mesh that a file makes.
+    """A mesh that a file makes."""
 
-    Attributes:
-        layout: the mesh.
-        source: the file.
-        names: the place of each axis's name; empty for a mesh without names.
-        sizes: of the axes with their places in the shape, if the file has a shape.
-        total: the number of ranks, if the file has it next to the shape.
-        listed: the place of the ranks, if the file lists them.
-    """
-
-    layout: Layout
-    source: Reader
-    names: Sequence[Span]
+    layout: Layout  # the mesh
+    source: Reader  # the file
+    names: Sequence[Span]  # the place of each axis's name; empty for a mesh without names
+    # Of the axes with their places in the shape, if the file has a shape
     sizes: Sequence[tuple[Whole, Span]] = ()
-    total: Whole | None = None
-    listed: Span | None = None
+    total: Whole | None = None  # the number of ranks, if the file has it next to the shape
+    listed: Span | None = None  # the place of the ranks, if the file lists them
 
     def rewrite(self, layout: Layout) -> str | None:
         """The file with another mesh of the same axes; ``None`` if it cannot express that."""
@@ -142,25 +142,16 @@ class MeshCall(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Root:
-    """A mesh over all ranks that a call makes.
+    """A mesh over all ranks that a call makes."""
 
-    Attributes:
-        call: that makes it.
-        mesh: its layout; ``None`` if it is unknown.
-        error: why it is unknown.
-        flattened: the axes of each flattened mesh, by name.
-        is_split: whether ``_unflatten`` makes another mesh of its parts.
-        moment: as `Reader.moment`, when it was made.
-        place: among the meshes, in the order in which they are made.
-    """
-
-    call: ast.Call
-    mesh: MeshCall | None = None
-    error: UnknownMesh | MeshplanError | None = None
+    call: ast.Call  # that makes it
+    mesh: MeshCall | None = None  # its layout; ``None`` if it is unknown
+    error: UnknownMesh | MeshplanError | None = None  # why it is unknown
+    # The axes of each flattened mesh, by name
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    is_split: bool = False
-    moment: Moment = (0, ())
-    place: int = 0
+    is_split: bool = False  # whether ``_unflatten`` makes another mesh of its parts
+    moment: Moment = (0, ())  # as `Reader.moment`, when it was made
+    place: int = 0  # among the meshes, in the order in which they are made
 
     def view(self) -> Mesh:
         """The mesh of all its axes."""
@@ -198,7 +189,10 @@ class Mesh:
         if len(self.axes) == 1 and name is None:
             return self
         label = name or "_".join(str(axis.name) for axis in self.axes)
-        return Mesh(self.root, (Axis(label, tuple(i for axis in self.axes for i in axis.of)),))
+        return Mesh(
+            self.root,
+            (Axis(label, tuple(i for axis in self.axes for i in axis.of)),),
+        )
 
 
 @dataclass(slots=True)
@@ -304,7 +298,10 @@ def _find_roles(kind: _Kind, mesh: Mesh, given: Arguments) -> Sequence[Role | No
         case "pipeline":
             return ["apart"] * count
         case "model" if count == 1:
-            plans: list[Value] = [given.named.get("parallelize_plan"), *given.positional[2:3]]
+            plans: list[Value] = [
+                given.named.get("parallelize_plan"),
+                *given.positional[2:3],
+            ]
             is_expert = any(isinstance(one, Record) and "Expert" in one.path for one in plans)
             return ["experts" if is_expert else "model"]
         case "context":

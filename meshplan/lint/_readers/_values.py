@@ -14,7 +14,16 @@ Moment: TypeAlias = tuple[int, tuple[int, ...]]
 _MAX_EITHER, _MAX_LINE = 16, 60
 # Classes whose methods set no attribute that a class of the file has.
 _BASES = frozenset(
-    {"ABC", "Enum", "Generic", "IntEnum", "LightningModule", "Module", "NamedTuple", "Protocol"}
+    {
+        "ABC",
+        "Enum",
+        "Generic",
+        "IntEnum",
+        "LightningModule",
+        "Module",
+        "NamedTuple",
+        "Protocol",
+    }
     | {"TestCase", "object"}
 )
 
@@ -52,21 +61,14 @@ class Items:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """A dict, an object of a class of the file, or what a function from elsewhere returned.
+    """A dict, an object of a class of the file, or what a function from elsewhere returned."""
 
-    Attributes:
-        fields: by name; ``None`` if they are unknown.
-        owner: the class, if the file has it.
-        path: of the function that returned it.
-        positional: the positional arguments of that function.
-        moment: as `Reader.moment`, when it was made.
-    """
-
-    fields: dict[str, Value] | None
-    owner: Class | None = None
-    path: str = ""
+    fields: dict[str, Value] | None  # by name; ``None`` if they are unknown
+    owner: Class | None = None  # the class, if the file has it
+    path: str = ""  # of the function that returned it
+    # The positional arguments of that function
     positional: list[Value] = field(default_factory=list)
-    moment: Moment = (0, ())
+    moment: Moment = (0, ())  # as `Reader.moment`, when it was made
 
 
 @dataclass(eq=False, slots=True)
@@ -131,21 +133,15 @@ class Function:
 
 @dataclass(eq=False)
 class Class:
-    """A class of the file.
-
-    Attributes:
-        is_altered: whether a metaclass or a decorator may replace its attributes.
-        made: its objects.
-        line: the class and those of the file that it derives from.
-        kinds: the class and those that derive from it, up to a number.
-    """
+    """A class of the file."""
 
     node: ast.ClassDef
     scope: Scope
     bases: list[Value]
-    is_altered: bool = False
-    made: list[Record] = field(default_factory=list)
-    line: tuple[Class, ...] = ()
+    is_altered: bool = False  # whether a metaclass or a decorator may replace its attributes
+    made: list[Record] = field(default_factory=list)  # its objects
+    line: tuple[Class, ...] = ()  # the class and those of the file that it derives from
+    # The class and those that derive from it, up to a number
     kinds: list[Class] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -251,7 +247,9 @@ def is_dict(value: Value) -> bool:
     return isinstance(value, Record) and value.owner is None and not value.path
 
 
-def list_marks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+def list_marks(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef,
+) -> set[str]:
     """The last parts of the names of the decorators."""
     names = {find_mark(one) for one in node.decorator_list}
     return names | ({"property"} if "cached_property" in names else set())

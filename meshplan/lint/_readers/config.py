@@ -25,7 +25,12 @@ from meshplan.lint._settings import (
     read_settings,
     read_strings,
 )
-from meshplan.lint._spec import find_nested_shape, format_mesh, make_layout, parse_mesh
+from meshplan.lint._spec import (
+    find_nested_shape,
+    format_mesh,
+    make_layout,
+    parse_mesh,
+)
 
 _MESH_KEYS = (
     "axes",

@@ -52,7 +52,12 @@ from meshplan.lint._spec import MAX_AXES, find_nested_shape, make_layout
 _MAX_MESHES = 256
 _INSTALLS = frozenset({"install", "installed", "uninstall"})
 _GROUPS = frozenset(
-    {"init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"}
+    {
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+    }
     | {"split_group", "shrink_group", "_set_pg_options"}
 )
 _OPTIONS = ("contract", "path", "policy", "inner", "audit", "strict", "timeout")
@@ -64,7 +69,13 @@ _RANKS = frozenset({"arange", "range", "tensor", "Tensor"})
 _MAKERS = frozenset({"init_device_mesh", "DeviceMesh"})
 # Calls of torch after which DTensor reduces.
 _DTENSOR = frozenset(
-    {"DTensor", "distribute_tensor", "distribute_module", "redistribute", "from_local"}
+    {
+        "DTensor",
+        "distribute_tensor",
+        "distribute_module",
+        "redistribute",
+        "from_local",
+    }
 )
 _FSDP1 = frozenset({"FullyShardedDataParallel", "FSDP"})
 _DDP = frozenset({"DistributedDataParallel", "DDP", "replicate"})
@@ -92,15 +103,9 @@ def makes_meshes(text: str) -> bool:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """A job for each mesh of sizes that are constants in the file.
-
-    Args:
-        name: of the file.
-        text: the source.
-        world_size: the value of ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``.
-
-    Raises:
-        LayoutError: not Python, or an invalid mesh; the message names file and line.
+    """A job for each mesh of sizes that are constants in the file. ``world_size`` is the value of
+    ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``. Raises LayoutError, with the line,
+    for a text that is not Python, or an invalid mesh.
     """
     if not makes_meshes(text):
         return JobFile()
@@ -142,7 +147,10 @@ def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped
         if call not in source.read_calls and source.resolve_callee(call.func) in _EVERY_NAME:
             why = f"{source.shorten(call)} is not followed; {RUN}"
             skipped.append(Skipped(Source(name, call.lineno), why))
-    roots = sorted(source.roots.values(), key=lambda one: (one.call.lineno, one.call.col_offset))
+    roots = sorted(
+        source.roots.values(),
+        key=lambda one: (one.call.lineno, one.call.col_offset),
+    )
     for root in roots:
         where = Source(name, root.call.lineno)
         if isinstance(root.error, MeshplanError):
@@ -167,16 +175,10 @@ class _Contract(NamedTuple):
 
 
 class MeshReader(Reader):
-    """Reads the meshes that calls make, their parts, and what they are given to.
-
-    Attributes:
-        roots: the meshes, by call.
-        uses: of their axes.
-        degrees: the calls of classes that take degrees, with their arguments.
-        changes: configurations whose degrees are set, each with the lines of them.
-        notes: lines with what is not read, and why.
-        flattened: the names in slices of unknown meshes that are flattened.
-        modules: first parts of the names of the imported modules.
+    """Reads the meshes that calls make (``roots``), their parts (``uses``), and classes that take
+    degrees (``degrees``). ``changes``: configurations whose degrees are set, with the lines.
+    ``notes``: lines with what is not read, and why. ``flattened``: names in slices of unknown
+    meshes. ``modules``: first parts of the names of the imported ones.
     """
 
     def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
@@ -384,7 +386,11 @@ class MeshReader(Reader):
         return list(entries)
 
     def _read_ranks(
-        self, value: Value, labels: list[str] | None, places: list[Span], written: ast.expr | None
+        self,
+        value: Value,
+        labels: list[str] | None,
+        places: list[Span],
+        written: ast.expr | None,
     ) -> MeshCall:
         """The mesh of listed ranks, ``arange(40).view(8, 5)`` and the like."""
         shown = "here" if written is None else self.shorten(written)
@@ -399,7 +405,8 @@ class MeshReader(Reader):
         if not isinstance(value, Grid) or base.is_changed or not isinstance(value.count, Whole):
             is_counted = isinstance(value, Grid) and not base.is_changed and value.sizes is None
             raise UnknownMesh(
-                f"the ranks {shown} are not constants; {RUN}", has_one_axis=is_counted
+                f"the ranks {shown} are not constants; {RUN}",
+                has_one_axis=is_counted,
             )
         count = value.count
         sizes = [(count, count.span)]
@@ -421,7 +428,10 @@ class MeshReader(Reader):
 
 def _is_exact(given: Mapping[str, Value]) -> bool:
     """Whether the arguments name the exact order, and nothing that leaves a reduction out."""
-    contract, path = _find_made(given.get("contract"), "Contract"), given.get("path", "auto")
+    contract, path = (
+        _find_made(given.get("contract"), "Contract"),
+        given.get("path", "auto"),
+    )
     if contract is None or given.get("policy", _POLICY) != _POLICY:
         return False
     orders = [*contract.positional, *(contract.fields or {}).values()]

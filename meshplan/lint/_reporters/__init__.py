@@ -26,18 +26,9 @@ FORMATS: tuple[str, ...] = tuple(_MODULES)
 
 
 def render(report: LintReport, output_format: str, *, color: bool = False) -> str:
-    """A report in one of ``FORMATS``: nothing, or lines that all end in a newline.
-
-    Args:
-        report: the findings.
-        output_format: ``text``: everything, for people. ``concise``: one line for each finding.
-            ``json``: everything. ``sarif``: SARIF 2.1.0. ``github``: workflow commands, which
-            GitHub Actions shows as annotations. ``junit``: XML for servers that show tests.
-            Scripts may rely on ``json``, ``sarif`` and ``junit``; the others may change.
-        color: ``text`` only: colours of a terminal, if ``rich`` is installed.
-
-    Raises:
-        PolicyError: an unknown format.
+    """A report in one of ``FORMATS``: nothing, or lines that all end in a newline. Scripts may rely
+    on ``json``, ``sarif`` and ``junit``; the others may change. ``color`` needs ``rich``, and
+    ``text``. Raises PolicyError for an unknown format.
     """
     if output_format not in FORMATS:
         raise PolicyError(

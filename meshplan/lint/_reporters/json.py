@@ -16,7 +16,14 @@ from urllib.parse import quote
 
 import meshplan
 from meshplan.errors import PolicyError
-from meshplan.lint._finding import Finding, Fix, LintInput, LintReport, Severity, Source
+from meshplan.lint._finding import (
+    Finding,
+    Fix,
+    LintInput,
+    LintReport,
+    Severity,
+    Source,
+)
 from meshplan.lint._reporters._words import (
     escape_line,
     find_columns,
@@ -31,7 +38,11 @@ from meshplan.lint._rules import RULES, format_rule_page
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-_LEVELS: dict[Severity, str] = {"info": "note", "warning": "warning", "error": "error"}
+_LEVELS: dict[Severity, str] = {
+    "info": "note",
+    "warning": "warning",
+    "error": "error",
+}
 # The words of GitHub's filter.
 _SEVERITIES: dict[Severity, str] = {
     "info": "recommendation",
@@ -210,7 +221,10 @@ def _make_fix(fix: Fix) -> dict[str, Any]:
             region |= {"endLine": end[0], "endColumn": end[1]}
             inserted = {"text": "".join(newer[k:m])}
             replacements.append({"deletedRegion": region, "insertedContent": inserted})
-    change = {"artifactLocation": {"uri": _format_uri(edit.file)}, "replacements": replacements}
+    change = {
+        "artifactLocation": {"uri": _format_uri(edit.file)},
+        "replacements": replacements,
+    }
     text = _escape_message(format_fix(fix))
     return {"description": {"text": text}, "artifactChanges": [change]}
 
@@ -231,7 +245,10 @@ def _make_location(source: Source, texts: Mapping[str, str] | None = None) -> di
         if source.line is not None and source.line > 0:
             physical["region"] = {"startLine": source.line}
             if columns := find_columns(source, texts or {}):
-                physical["region"] |= {"startColumn": columns[0], "endColumn": columns[1]}
+                physical["region"] |= {
+                    "startColumn": columns[0],
+                    "endColumn": columns[1],
+                }
         return {"physicalLocation": physical}
     name = format_source(source)
     kind = "parameter" if name.startswith("-") else "variable" if source.option else "resource"

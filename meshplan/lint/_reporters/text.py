@@ -27,14 +27,8 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 
 
 def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether a report written to ``stream`` should have colours.
-
-    On a terminal, if ``rich`` is installed, and unless ``NO_COLOR`` is set to something
-    (https://no-color.org).
-
-    Args:
-        stream: that is written to.
-        environment: the variables of the process.
+    """Whether a report should have colours: on a terminal, if ``rich`` is installed, and unless
+    ``NO_COLOR`` is set to something (https://no-color.org).
     """
     return stream.isatty() and not environment.get("NO_COLOR") and find_spec("rich") is not None
 
@@ -69,7 +63,11 @@ def render_text(report: LintReport, *, color: bool = False) -> str:
     text = import_module("rich.text").Text
     out = io.StringIO()
     terminal = console(
-        file=out, force_terminal=True, color_system="standard", no_color=False, highlight=False
+        file=out,
+        force_terminal=True,
+        color_system="standard",
+        no_color=False,
+        highlight=False,
     )
     for line in lines:
         terminal.print(text.assemble(*line), soft_wrap=True)
@@ -97,7 +95,10 @@ def _write_lines(report: LintReport) -> Iterator[_Line]:
     for judged in report.judged:
         yield [("judged ", "dim"), (escape_line(judged), "")]
     for one in report.list_inputs("not judged"):
-        yield [("not judged ", "bold red"), (f"{format_name(one)}: {format_reason(one)}", "")]
+        yield [
+            ("not judged ", "bold red"),
+            (f"{format_name(one)}: {format_reason(one)}", ""),
+        ]
     if checked := format_checked(report):
         yield [(checked, "")]
     summary: _Line = [(format_counts(report), "bold")]
@@ -110,7 +111,10 @@ def _write_lines(report: LintReport) -> Iterator[_Line]:
 
 def _write_finding(finding: Finding) -> Iterator[_Line]:
     head = f"{finding.severity} {escape_line(finding.code)}"
-    yield [(head, _STYLES[finding.severity]), (f": {escape_line(finding.message)}", "bold")]
+    yield [
+        (head, _STYLES[finding.severity]),
+        (f": {escape_line(finding.message)}", "bold"),
+    ]
     subject = f": {escape_line(finding.subject)}" if finding.subject else ""
     yield [("  at ", ""), (format_source(finding.source), "cyan"), (subject, "")]
     for detail in finding.details:

@@ -65,13 +65,8 @@ def _list_names() -> dict[str, str]:
 
 
 def format_rule_page(code: str) -> str:
-    """The page of a rule or an error in Markdown: its meaning, reason and fix.
-
-    Args:
-        code: as in ``RULES`` or ``ERRORS``.
-
-    Raises:
-        PolicyError: an unknown code; the message lists similar ones.
+    """The page of a rule or an error in Markdown: its meaning, reason and fix. Raises PolicyError
+    for an unknown code, with similar ones.
     """
     code = find_code(code)
     if code in ERRORS:
@@ -88,7 +83,10 @@ def _format_error_page(cls: type[MeshplanError]) -> str:
         builtin = "ValueError" if issubclass(cls, ValueError) else "TypeError"
         why = "A mistake in the call or in its input; raised before anything is sent."
     elif issubclass(cls, RuntimeError):
-        builtin, why = "RuntimeError", "The state of the job or of the cluster, not of the call."
+        builtin, why = (
+            "RuntimeError",
+            "The state of the job or of the cluster, not of the call.",
+        )
     else:
         builtin, why = "Exception", "Each of its children has a code of its own."
     return (

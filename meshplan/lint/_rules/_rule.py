@@ -24,26 +24,17 @@ Check = Callable[["Rule", Any], Iterable[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: its code, its severity, and the check that yields its findings.
+    """One rule: its code, its severity, and the check that yields its findings."""
 
-    Attributes:
-        subject: selects the argument of the check.
-        code: ``MP`` and three digits; the first is the family (1 mesh, 2 cluster, 3 environment).
-        name: the code in words, kebab-case.
-        severity: of its findings, unless a finding has another.
-        summary: one line.
-        needs: facts of the cluster without which a check of meshes does not run.
-        page: Markdown with the sections of ``pages/MP101.md``; if empty, the page of its code.
-        check: yields the findings; ``None`` if readers of files report them (MP190, MP191).
-    """
-
-    subject: Subject
-    code: str
-    name: str
-    severity: Severity
-    summary: str
-    needs: Need = "nothing"
+    subject: Subject  # selects the argument of the check
+    code: str  # ``MP`` and three digits; the first is the family (1 mesh, 2 cluster, 3 environment)
+    name: str  # the code in words, kebab-case
+    severity: Severity  # of its findings, unless a finding has another
+    summary: str  # one line
+    needs: Need = "nothing"  # facts of the cluster without which a check of meshes does not run
+    # Markdown with the sections of ``pages/MP101.md``; if empty, the page of its code
     page: str = ""
+    # Yields the findings; ``None`` if readers of files report them (MP190, MP191)
     check: Check | None = None
 
     def run(self, facts: Any) -> Iterable[Finding]:
@@ -53,7 +44,11 @@ class Rule:
     def make_finding(self, message: str, source: Source, **options: Any) -> Finding:
         """A finding of this rule; ``options`` are further attributes of `Finding`."""
         return Finding(
-            self.code, options.pop("severity", self.severity), message, source, **options
+            self.code,
+            options.pop("severity", self.severity),
+            message,
+            source,
+            **options,
         )
 
     def make_mesh_finding(

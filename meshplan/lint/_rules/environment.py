@@ -12,7 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshplan.lint._finding import Finding, Severity, Source, join_names
-from meshplan.lint._nccl_environment import LISTS, NcclEnvironment, find_near_variable
+from meshplan.lint._nccl_environment import (
+    LISTS,
+    NcclEnvironment,
+    find_near_variable,
+)
 from meshplan.lint._rules._rule import Rule, rule
 from meshplan.topology._nccl_algo import COLLECTIVES, list_allowed_algorithms
 

@@ -398,7 +398,10 @@ def _check_uneven_flatten(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
         names = [facts.layout.axes[i] for i in indices]
         parts = math.prod(sizes)
         for length in dict.fromkeys(facts.job.dims):
-            flat, nested = chunk_sizes(length, parts), nested_chunk_sizes(length, sizes)
+            flat, nested = (
+                chunk_sizes(length, parts),
+                nested_chunk_sizes(length, sizes),
+            )
             if flat == nested:
                 continue
             yield rule.make_mesh_finding(

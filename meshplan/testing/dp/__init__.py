@@ -6,9 +6,13 @@ from meshplan.testing.dp._compare import GradientSummary as GradientSummary
 from meshplan.testing.dp._compare import ParameterDifference as ParameterDifference
 from meshplan.testing.dp._compare import compare_gradients as compare_gradients
 from meshplan.testing.dp._compare import gradient_summary as gradient_summary
-from meshplan.testing.dp._controls import deterministic_controls as deterministic_controls
+from meshplan.testing.dp._controls import (
+    deterministic_controls as deterministic_controls,
+)
 from meshplan.testing.dp._leaves import LossFn as LossFn
 from meshplan.testing.dp._leaves import sample_gradients as sample_gradients
 from meshplan.testing.dp._leaves import split_batch as split_batch
-from meshplan.testing.dp._reduce import distributed_dp_gradients as distributed_dp_gradients
+from meshplan.testing.dp._reduce import (
+    distributed_dp_gradients as distributed_dp_gradients,
+)
 from meshplan.testing.dp._reduce import dp_gradients as dp_gradients

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,13 +54,6 @@ class GradientSummary(ParameterDifference):
     """
 
     parameters: dict[str, ParameterDifference]
-
-    def as_record(self) -> dict[str, Any]:
-        """For ``json.dumps(..., sort_keys=True)``: the totals, and ``parameters`` with the same of
-        each. An infinite number is the string "inf", since JSON has none."""
-        totals = {one.name: getattr(self, one.name) for one in fields(ParameterDifference)}
-        parts = {name: _encode(asdict(one)) for name, one in self.parameters.items()}
-        return {**_encode(totals), "parameters": parts}
 
 
 def gradient_summary(
@@ -152,7 +144,10 @@ def _check_names(
     if lacks or extra:
         words = [
             f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
-            for names, what in ((lacks, "missing in the candidate"), (extra, "only there"))
+            for names, what in (
+                (lacks, "missing in the candidate"),
+                (extra, "only there"),
+            )
             if names
         ]
         raise ContractError(
@@ -162,7 +157,11 @@ def _check_names(
 
 
 def _difference(
-    name: str, candidate: Tensor | None, reference: Tensor | None, rtol: float, atol: float
+    name: str,
+    candidate: Tensor | None,
+    reference: Tensor | None,
+    rtol: float,
+    atol: float,
 ) -> ParameterDifference:
     if candidate is None or reference is None:
         if candidate is reference:
@@ -180,7 +179,10 @@ def _difference(
             f"gradient of '{name}' is {reference.dtype}; compare float16, bfloat16, float32 or "
             "float64"
         )
-    found, wanted = candidate.detach().cpu().flatten(), reference.detach().cpu().flatten()
+    found, wanted = (
+        candidate.detach().cpu().flatten(),
+        reference.detach().cpu().flatten(),
+    )
     found_bits, wanted_bits = bits(found), bits(wanted)
     where = (found_bits != wanted_bits).nonzero().flatten()
     if where.numel() == 0:
@@ -204,7 +206,3 @@ def _difference(
         max_rel_diff=float(relative.max()),
         max_ulps=None if one_nan else max_ulps(found_bits[where], wanted_bits[where]),
     )
-
-
-def _encode(numbers: dict[str, Any]) -> dict[str, Any]:
-    return {name: "inf" if value == math.inf else value for name, value in numbers.items()}

@@ -125,7 +125,10 @@ def _set_full_precision(back: ExitStack) -> None:
 
 
 def _set_full_sums(back: ExitStack) -> None:
-    for dtype, read in (("fp16", fp16_reduced_precision), ("bf16", bf16_reduced_precision)):
+    for dtype, read in (
+        ("fp16", fp16_reduced_precision),
+        ("bf16", bf16_reduced_precision),
+    ):
         name = f"allow_{dtype}_reduced_precision_reduction"
         # The flag, and whether products may be split; the attribute shows only the first.
         back.callback(setattr, torch.backends.cuda.matmul, name, read())

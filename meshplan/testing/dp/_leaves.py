@@ -117,7 +117,11 @@ LossFn = Callable[[Any, Any], Tensor]
 
 # Bytes; what torch aligns its own allocations to, at least.
 _LINE = 64
-_REDUCE_THEMSELVES = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+_REDUCE_THEMSELVES = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+)
 
 
 def sample_gradients(

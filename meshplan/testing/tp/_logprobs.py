@@ -174,7 +174,10 @@ def selected_logprobs_distributed_tp_reference(
             "mask": f"{tuple(ids.shape)} #{digest(selection.active)[:12]}",
             "token_ids under the mask": f"{tuple(ids.shape)} #{digest(ids)[:12]}",
         }
-        return selection, {"equal": equal, "shard": (start, start + local_logits.shape[-1])}
+        return selection, {
+            "equal": equal,
+            "shard": (start, start + local_logits.shape[-1]),
+        }
 
     selection, records = ranks.run(read, ShardError)
     ranks.check_equal([record["equal"] for record in records])
@@ -221,7 +224,13 @@ class _Selection:
         active = read_mask(mask, ids)
         vocabulary = starts[-1] + shards[-1].shape[-1]
         return _Selection(
-            starts, ids, active, float(temperature), reduction_dtype, output_dtype, vocabulary
+            starts,
+            ids,
+            active,
+            float(temperature),
+            reduction_dtype,
+            output_dtype,
+            vocabulary,
         )
 
     def find_owned(self, start: int, size: int) -> Tensor:

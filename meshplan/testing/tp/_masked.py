@@ -60,7 +60,8 @@ def active_token_count(mask: Tensor | None, values: Tensor | None = None) -> Ten
         ShardError: neither is given, or their shapes differ.
     """
     return sharded_active_token_count(
-        None if mask is None else [mask], value_shards=None if values is None else [values]
+        None if mask is None else [mask],
+        value_shards=None if values is None else [values],
     )
 
 

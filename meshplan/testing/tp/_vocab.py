@@ -63,7 +63,10 @@ def read_mask(mask: Tensor | None, tokens: Tensor, name: str = "token_ids") -> T
 
 def check_dtypes(reduction_dtype: torch.dtype, output_dtype: torch.dtype | None = None) -> None:
     """Refuse dtypes other than float32, float64, bfloat16 and float16."""
-    for name, dtype in (("reduction_dtype", reduction_dtype), ("output_dtype", output_dtype)):
+    for name, dtype in (
+        ("reduction_dtype", reduction_dtype),
+        ("output_dtype", output_dtype),
+    ):
         if dtype is not None and dtype not in NAN_BITS:
             allowed = ", ".join(map(str, NAN_BITS))
             raise ShardError(f"{name} is {dtype}; use one of {allowed}")
@@ -158,7 +161,9 @@ def shard_logits_by_vocab(logits: Tensor, tp_size: int) -> list[Tensor]:
 
 
 def owner_ranks_for_token_ids(
-    token_ids: Tensor, shard_ranges: Sequence[tuple[int, int]], mask: Tensor | None = None
+    token_ids: Tensor,
+    shard_ranges: Sequence[tuple[int, int]],
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The rank that holds each token; -1 where the mask is off, or where no rank holds it.
 
