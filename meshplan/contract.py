@@ -134,14 +134,8 @@ class Contract:
         return self.ordering.partial(self.accumulator(dtype))
 
     def check_parts(self, op: str, dtype: torch.dtype | str) -> None:
-        """Refuse to do a reduction in parts that has none.
-
-        Args:
-            op: the reduction.
-            dtype: of the leaves, or its name.
-
-        Raises:
-            ContractError: the order has no parts, and it matters to ``op`` on ``dtype``.
+        """Raise ContractError if the order has no parts, and it matters to ``op`` on ``dtype``, or
+        its name.
         """
         if self.has_parts(op, name_of(dtype)):
             return

@@ -43,26 +43,16 @@ _POSITIVE, _NEGATIVE, _NAN, _NONZERO = 1, 2, 4, 8
 
 
 def sum_exactly(leaves: Sequence[Tensor]) -> Tensor:
-    """The sum of ``leaves``, rounded once, to nearest even.
-
-    Args:
-        leaves: at most 2^30, float32 or float64, of one shape, dtype and device.
-
-    Returns:
-        A new contiguous tensor of their shape and dtype. A zero is +0 unless every leaf is -0. NaNs
-        may have any payload.
+    """The sum of at most 2^30 leaves, float32 or float64, rounded once, to nearest even, as a new
+    contiguous tensor of their shape and dtype. A zero is +0 unless every leaf is -0. NaNs may have
+    any payload.
     """
     return finish_exactly([combine_exactly(leaves)], leaves[0].dtype)
 
 
 def combine_exactly(leaves: Sequence[Tensor]) -> Tensor:
-    """The unrounded sum of ``leaves``, for ``finish_exactly``.
-
-    Args:
-        leaves: as for ``sum_exactly``.
-
-    Returns:
-        int32, of shape ``(EXACT_WORDS[dtype], *leaf.shape)``. Equal for every order of the leaves.
+    """The unrounded sum of ``leaves``, for ``finish_exactly``: int32, of shape
+    ``(EXACT_WORDS[dtype], *leaf.shape)``. Equal for every order of the leaves.
     """
     flat = [leaf.reshape(-1) for leaf in leaves]
     words = _by_columns(_combine_columns, flat)
@@ -70,14 +60,8 @@ def combine_exactly(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def finish_exactly(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of all leaves, rounded once.
-
-    Args:
-        partials: from ``combine_exactly``, of 2^30 leaves at most, together.
-        dtype: of the leaves: float32 or float64.
-
-    Returns:
-        As ``sum_exactly``.
+    """The sum of all leaves of ``dtype``, float32 or float64, rounded once, as ``sum_exactly``.
+    ``partials`` are from ``combine_exactly``, of 2^30 leaves at most, together.
     """
     flat = [partial.flatten(1) if partial.dim() > 1 else partial[:, None] for partial in partials]
     total = _by_columns(lambda parts: _finish_columns(parts, dtype), flat)
@@ -159,14 +143,10 @@ def _carry(digits: Tensor) -> None:
 def round_digits(
     digits: Tensor, negative: Tensor, dtype: torch.dtype, unit: Tensor | int = 0
 ) -> Tensor:
-    """A sum of digits, rounded once, to nearest even.
-
-    Args:
-        digits: int64 [digits, elements], least significant first; their sum is not negative. They
-            are changed.
-        negative: which elements get the other sign.
-        dtype: of the result, float32 or float64.
-        unit: the digits count ``2**unit`` smallest subnormal numbers.
+    """A sum of digits, rounded once, to nearest even. ``digits``, int64 [digits, elements], least
+    significant first, count ``2**unit`` smallest subnormal numbers of ``dtype``, float32 or
+    float64. Their sum is not negative; ``negative`` elements get the other sign. The digits are
+    changed.
     """
     integer, fraction_bits, exponent_bits = _FORMATS[dtype]
     _carry(digits)

@@ -22,7 +22,7 @@ Gives = Literal["value", "call", "current", "loaded", "attribute", "method", "te
 class Entry:
     """A private name of torch's."""
 
-    module: str  # its module
+    module: str
     path: str  # the name there, with attributes; empty: the module itself
     use: str  # what meshplan does with it, in the words of an error
     # What ``from meshplan._torch import NAME`` returns. ``value``: what the name stands for, looked

@@ -74,10 +74,10 @@ class DerivingProcessGroup(PassingProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> DerivingProcessGroup | None:
-        """A group of some ranks of this one, in the order of ``ranks``, which its members pass
-        alike; ``None`` on the other ranks. ``opts``, the timeout and the devices are those of this
-        group where they are ``None``. Raises BackendError for invalid ranks, or devices that this
-        group does not have.
+        """A group of some ranks of this one, in the order of ``ranks``, equal on all its members;
+        ``None`` on the other ranks. ``opts``, the timeout and the devices are those of this group
+        where they are ``None``. Raises BackendError for invalid ranks, or devices that this group
+        does not have.
         """
         ranks, all_ranks = list(ranks), range(self.size())
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(all_ranks):

@@ -453,7 +453,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return start() if self._coalescing is None else self._coalescing.interrupt(start)
 
     def _reduce_inside(
-        self, method: str, operation: Operation, tensors: Sequence[Tensor], *given: Any
+        self,
+        method: str,
+        operation: Operation,
+        tensors: Sequence[Tensor],
+        *given: Any,
     ) -> Work:
         """Let the inner backend reduce what the contract does not define, or all by policy."""
         self._calls.refuse_stopped()

@@ -21,7 +21,7 @@ class Operation:
 
     name: str  # of the ``ReduceOp``, in lower case
     op: Op | None  # ``None`` where the contract does not define it for the dtype
-    why: str = ""  # why it does not
+    why: str = ""
     # Whether the inner backend's result depends on the order, which no caller has requested.
     fallback: bool = True
     factor: float | Tensor | None = None  # of ``PREMUL_SUM``, this rank's

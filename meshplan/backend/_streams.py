@@ -56,7 +56,10 @@ class DeviceLane:
     """
 
     def __init__(
-        self, create: Callable[..., ProcessGroup], timeout: timedelta, calls: GroupCalls
+        self,
+        create: Callable[..., ProcessGroup],
+        timeout: timedelta,
+        calls: GroupCalls,
     ) -> None:
         self._create, self._calls = create, calls
         self.timeout = timeout

@@ -45,7 +45,9 @@ class ReductionWork(Work):
 
 
 def _pass_on(
-    found: torch.futures.Future[list[Tensor]], tensors: list[Tensor], future: Future[Any]
+    found: torch.futures.Future[list[Tensor]],
+    tensors: list[Tensor],
+    future: Future[Any],
 ) -> None:
     error = future.exception()
     if error is None:

@@ -46,9 +46,9 @@ _NOTHING = (
 class NamedInput:
     """One input that describes jobs."""
 
-    name: str  # as the user named it
-    kind: InputKind  # of the input
-    file: JobFile  # its content
+    name: str
+    kind: InputKind
+    file: JobFile
     is_found: bool = False  # whether it was found by a directory or a pattern, without ``--strict``
     # Of the file, each with its cluster
     jobs: list[tuple[Job, Cluster]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class NamedInput:
 class LintRequest:
     """The inputs of one command."""
 
-    reader: FileReader  # of the files
+    reader: FileReader
     # Those that describe jobs, in the order of the command
     inputs: list[NamedInput] = field(default_factory=list)
     # The reading of each cluster description, by name
@@ -82,7 +82,7 @@ class LintRequest:
     unused: NamedInput | None = None
     # Of a configuration; the options override them
     settings: Settings = field(default_factory=Settings)
-    config: NamedInput | None = None  # the configuration, if any
+    config: NamedInput | None = None
     is_unplaced: bool = False  # whether neither options nor the configuration place the ranks
 
     @property

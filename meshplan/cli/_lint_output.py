@@ -44,9 +44,9 @@ from meshplan.lint._settings import Settings
 class _Run:
     """The result of one pass over the inputs."""
 
-    report: LintReport  # the findings
-    facts: Sequence[JobFacts]  # of each mesh
-    settings: Settings  # of the configuration
+    report: LintReport
+    facts: Sequence[JobFacts]
+    settings: Settings
     level: int  # index of the lowest severity that fails
     errors: tuple[MeshplanError, ...]  # why inputs that the user named cannot be read or placed
     is_quiet: bool  # whether all inputs are files that the user did not name

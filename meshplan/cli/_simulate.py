@@ -302,7 +302,7 @@ class _Model:
 class _Row:
     name: str
     found: Prediction
-    low: float  # nanoseconds
+    low: float
     high: float
 
     def to_json(self, plan: _Row) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from meshplan._torch import dispatch_modes
 from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
-from meshplan.errors import AxisNameError, ContractError, GroupStateError, MeshplanError
+from meshplan.errors import (
+    AxisNameError,
+    ContractError,
+    GroupStateError,
+    MeshplanError,
+)
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.execute._choose import one_shot_switch
 from meshplan.execute._header import gather_header, list_header, step_header

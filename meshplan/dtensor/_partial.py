@@ -129,7 +129,7 @@ class _MeshGroups:
     """A planned reduction over the groups of one mesh, for one kind of thread."""
 
     mesh: weakref.ref[DeviceMesh]  # of the last call; slices of a mesh are new objects
-    thread: int  # likewise
+    thread: int
     calls: GroupCalls  # counts its calls
     lane: str
     bound: BoundReduction | None = None  # from the first call on

@@ -267,7 +267,7 @@ class Route:
     """The execution of one (source, target) on one mesh."""
 
     plan: Plan
-    carriers: dict[int, PlannedPartial]  # by axis
+    carriers: dict[int, PlannedPartial]
     torch_events: tuple[Event, ...]  # of the steps that fall through to PyTorch
     whole: PlannedPartial | None  # if one reduction is the whole redistribution
     scatters: bool  # whether a reduction returns only this rank's shard

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from meshplan.contract import Contract, check_dtype
 from meshplan.definition import partial_dtype
-from meshplan.errors import ContractError, ContractTypeError, FallbackRefusedError, PolicyError
+from meshplan.errors import (
+    ContractError,
+    ContractTypeError,
+    FallbackRefusedError,
+    PolicyError,
+)
 from meshplan.execute._deferred import is_deferred
 from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._groups import StepGroups

@@ -130,7 +130,7 @@ class _Layout:
     found: Tensor  # ``rows`` without the ranks
     leaves: list[Tensor]  # the part that came from each other rank
     expected: Tensor  # ``found`` where nothing differs
-    expected_calls: Tensor  # its calls
+    expected_calls: Tensor
     uniform: bool  # whether this rank's own headers are equal
 
 

@@ -64,7 +64,11 @@ class Wire:
         return False
 
     def exchange(
-        self, parts: Tensor | Sequence[Tensor], group: ProcessGroup, *, last: bool = True
+        self,
+        parts: Tensor | Sequence[Tensor],
+        group: ProcessGroup,
+        *,
+        last: bool = True,
     ) -> Sequence[Tensor]:
         """Send ``parts[r]`` (rows of a contiguous tensor, or a list, of one dtype) to rank r.
         Returns the flat parts for this rank in rank order, waited for, and valid until the next

@@ -202,7 +202,7 @@ def create_uncounted(
     *,
     name: str,
     timeout: timedelta,
-    options: Any = None,  # of the backend
+    options: Any = None,
     use: str = "",
 ) -> ProcessGroup:
     """Create a group of meshplan's in torch, which neither counts it nor returns it to who looks

@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._calls import GroupCalls, restarted_before
 from meshplan._spans import span
-from meshplan._torch import (
-    WORLD,
-    Store,
-    default_group,
-    flattened_meshes_of,
-    root_mesh_of,
-)
+from meshplan._torch import WORLD, Store, default_group, flattened_meshes_of, root_mesh_of
 from meshplan.errors import (
     UNLIKE_CALLS,
     GroupAgreementError,
@@ -34,13 +28,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.flatten._across_jobs import rank_in, store_of
-from meshplan.flatten._agree import (
-    VoteResult,
-    gave_up_on,
-    open_round,
-    vote,
-    wait_for_ranks,
-)
+from meshplan.flatten._agree import VoteResult, gave_up_on, open_round, vote, wait_for_ranks
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
 from meshplan.flatten._create import (
@@ -512,12 +500,7 @@ def _connect(
 
 
 def _reason(
-    failure: Exception,
-    store: Store,
-    prefix: str,
-    ranks: tuple[int, ...],
-    rank: int,
-    wait: float,
+    failure: Exception, store: Store, prefix: str, ranks: tuple[int, ...], rank: int, wait: float
 ) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
     store = AnsweringStore(store, wait)

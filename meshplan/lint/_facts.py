@@ -41,7 +41,7 @@ class JaggedReduction:
     """A reduction that may make replicas differ."""
 
     reductions: Reductions  # the redistribution that it is a step of
-    hazard: Hazard  # of the planner
+    hazard: Hazard
     # Whether siblings have the same node placement and different domain placements
     islands: bool = False
 

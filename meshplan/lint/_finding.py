@@ -32,9 +32,9 @@ class Source:
 class Edit:
     """A change of a file."""
 
-    file: str  # as the user named it
-    before: str = field(repr=False)  # its text
-    after: str = field(repr=False)  # its text with the change
+    file: str
+    before: str = field(repr=False)
+    after: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,16 @@ class Fix:
 class Finding:
     """One finding of a rule."""
 
-    code: str  # of the rule
-    severity: Severity  # of this finding
+    code: str
+    severity: Severity
     message: str  # one line, complete in itself
-    source: Source  # of the cause
+    source: Source
     subject: str = ""  # the mesh, e.g. ``(ddp=8, fsdp=5, tp=1)``; may be empty.
     details: tuple[str, ...] = ()  # further lines of text: groups, signatures, orders, shares
     fixes: tuple[Fix, ...] = ()  # cheapest first
     # The details for programs, JSON-ready
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    program: Program = "unknown"  # the program that issues the reductions
+    program: Program = "unknown"
 
 
 InputState = Literal["judged", "not judged", "no mesh"]
@@ -93,8 +93,8 @@ class LintInput:
     """One input of a command."""
 
     name: str  # as the user named it: a file, ``-``, ``--mesh ddp=8``, or the arguments
-    kind: InputKind  # of the input
-    state: InputState  # the result
+    kind: InputKind
+    state: InputState
     why: tuple[str, ...] = ()  # one line for each reason; empty if it was judged
 
     @property
@@ -115,8 +115,8 @@ class LintReport:
     inputs: tuple[LintInput, ...] = ()
     allow_unjudged: bool = False  # whether inputs that were not judged pass
     files: int = 0  # number of files that were read as jobs
-    meshes: int = 0  # number of meshes
-    texts: Mapping[str, str] = field(default_factory=dict, repr=False)  # of the files, by name
+    meshes: int = 0
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     is_quiet: bool = False  # whether no file was named: the report always has its summary line
     # A remark on files that are not among the inputs and were not judged; may be empty
     unlisted: str = ""

@@ -40,7 +40,7 @@ class Ignore:
 
     line: int  # of the comment, from 1 on
     codes: tuple[str, ...]  # the codes and prefixes that it suppresses, as written
-    reason: str  # why
+    reason: str
     target: int  # the line whose findings it suppresses
 
     def suppresses(self, finding: Finding) -> bool:

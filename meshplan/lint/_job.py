@@ -17,11 +17,11 @@ from meshplan.lint._settings import Settings
 class Job:
     """One mesh and its use."""
 
-    layout: Layout  # the mesh, with names
-    source: Source  # of the mesh
+    layout: Layout
+    source: Source
     # One for each axis; those that are ``unknown`` or missing follow from its name
     roles: tuple[Role, ...] = ()
-    framework: Framework = "dtensor"  # how gradients are reduced
+    framework: Framework = "dtensor"
     # Axis names of each mesh that the job flattens (``DeviceMesh._flatten``)
     flattened: tuple[tuple[str, ...], ...] = ()
     dims: tuple[int, ...] = ()  # lengths of sharded tensor dims, if known
@@ -37,7 +37,7 @@ class Job:
     reread: Callable[[Layout], tuple[Job, ...] | None] | None = field(
         default=None, compare=False, repr=False
     )
-    program: Program = "unknown"  # the program that issues the reductions
+    program: Program = "unknown"
     # The roles as given, without those of names
     given: tuple[Role, ...] = field(default=(), init=False, compare=False, repr=False)
     # The verdict for every number of nodes, if the job has no number of its own
@@ -75,12 +75,12 @@ class Skipped:
 class JobFile:
     """The jobs of one file."""
 
-    jobs: tuple[Job, ...] = ()  # in order of lines
+    jobs: tuple[Job, ...] = ()
     skipped: tuple[Skipped, ...] = ()  # meshes that depend on values of the running program
     settings: Settings | None = None  # of a configuration of the linter; else ``None``
     hosts: int | None = None  # number of hosts of the job, if the file or its framework has it
-    ranks_per_host: int | None = None  # number of ranks on each host, likewise
-    world_size: int | None = None  # number of ranks of the job, likewise
+    ranks_per_host: int | None = None
+    world_size: int | None = None
     # Which of these three the file itself has. They beat the options of the command.
     stated: frozenset[str] = frozenset()
     is_read: bool = False  # whether a reader found the degrees of a mesh, which may have one rank

@@ -55,7 +55,7 @@ Way = Literal["install()", "backend", "plugin", "other sizes"]
 class ProgramFix:
     """A row of the table."""
 
-    name: str  # of the program
+    name: str
     way: Way = "other sizes"  # to reach its reductions
     action: str = ""  # what to do, imperative; empty if meshplan does not reach them
     cost: str = ""  # what it takes, or leaves out
@@ -159,21 +159,6 @@ def is_reached(program: Program) -> bool:
 def find_fix(program: Program, framework: str = "dtensor") -> ProgramFix:
     """The row for a program, which is that of its framework if the program is torch."""
     return FIXES[framework if program == "torch" else program]
-
-
-def list_fixes(framework: str) -> tuple[str, ...]:
-    """What brings the reductions of a program under one order, one line each, the cheapest first.
-
-    Args:
-        framework: a key of `FIXES`. Of any other one, the lines of an unknown program.
-    """
-    fix = FIXES.get(framework, FIXES["unknown"])
-    offered = (f"{fix.action} ({fix.cost})",) if fix.action else ()
-    return (
-        *offered,
-        "choose other sizes, another order of axes or another launch, so that groups that must "
-        "agree are placed identically; meshplan lint --mesh lists those that it has checked",
-    )
 
 
 def format_fix_list() -> str:

@@ -19,7 +19,7 @@ class Selection:
     """
 
     selected: frozenset[str] = frozenset({""})  # prefixes; the empty one selects all rules
-    ignored: frozenset[str] = frozenset()  # prefixes
+    ignored: frozenset[str] = frozenset()
 
     @classmethod
     def of(

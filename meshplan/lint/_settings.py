@@ -23,17 +23,17 @@ class Settings:
     list in the file is joined by commas.
     """
 
-    select: tuple[str, ...] = ()  # codes and prefixes of the rules to check
-    ignore: tuple[str, ...] = ()  # codes and prefixes of the rules not to check
-    extend_select: tuple[str, ...] = ()  # further rules to check
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    extend_select: tuple[str, ...] = ()
     fail_level: Severity | None = None  # lowest severity that makes the linter fail
     # Names of files that describe the cluster, as written: relative to this file
     topology: tuple[str, ...] = ()
-    hosts: str = ""  # hosts of the job
-    node_size: int | None = None  # ranks on each host
+    hosts: str = ""
+    node_size: int | None = None
     domain_size: int | None = None  # GPUs that NVLink or xGMI joins
-    rank_order: str = ""  # how ranks are assigned to hosts
-    output_format: str = ""  # of the report
+    rank_order: str = ""
+    output_format: str = ""
     # Of axes, by name, in all meshes that the files describe
     roles: Mapping[str, Role] = field(default_factory=dict)
     # Patterns of the files of directories that are linted, instead of the default

@@ -38,7 +38,7 @@ _Posts = dict[int, dict[str, tuple[Tensor, int]]]
 class _Unit:
     """The steps of one optimizer."""
 
-    pending: dict[int, _Posts] = field(default_factory=dict)  # by step
+    pending: dict[int, _Posts] = field(default_factory=dict)
     reached: dict[int, float] = field(default_factory=dict)  # by rank, the last complete step
     listed: tuple[list[str], dict[str, str]] = (
         [],

@@ -71,7 +71,8 @@ class _Chunk:
 
 
 def run_stages(
-    chunks: Iterable[Stages[_Result]], send_round: Callable[[Sequence[Message]], Pending]
+    chunks: Iterable[Stages[_Result]],
+    send_round: Callable[[Sequence[Message]], Pending],
 ) -> list[_Result]:
     """Run all chunks, and return their results in order. One more starts in each turn, before the
     older ones are waited for. Calling back what ``send_round`` returns waits for all messages of

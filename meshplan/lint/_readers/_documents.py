@@ -48,10 +48,10 @@ class Setting(NamedTuple):
 class Document:
     """The settings of a file."""
 
-    name: str  # of the file
-    text: str  # its content
-    kind: Kind  # of its keys
-    settings: Sequence[Setting]  # in order of lines
+    name: str
+    text: str
+    kind: Kind
+    settings: Sequence[Setting]
     # Returns an edit that adds a key with a number after a setting, or ``None``
     insert: Callable[[Setting, str, int], Edit | None]
     # Of the command that starts the job, by ``LAUNCH``; ``ranks of one host`` if it specifies no
@@ -129,10 +129,10 @@ def count_ranks(document: Document, framework: Framework) -> Launch:
 class Degrees(NamedTuple):
     """The settings of one mesh."""
 
-    framework: Framework  # that makes the mesh
-    mesh: Mesh  # its entry in the table
-    settings: Mapping[str, Setting]  # by axis
-    document: Document  # the file
+    framework: Framework
+    mesh: Mesh
+    settings: Mapping[str, Setting]
+    document: Document
 
 
 def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:

@@ -53,7 +53,7 @@ class Mesh:
     unsharded: str = ""  # the same for replicated
     is_sharded: bool = True  # the default of both
     reduction: Reduction = "fsdp2"  # of gradients, if they are sharded
-    flattened: tuple[str, ...] = ()  # axes that are flattened into one mesh
+    flattened: tuple[str, ...] = ()
     sequence_parallel: bool = False  # the default of the key ``sequence_parallel``
     zero_is_one: bool = False  # whether a size of 0 means that there is no such axis
 
@@ -62,7 +62,7 @@ class Mesh:
 class Framework:
     """A program, and the meshes of its jobs."""
 
-    program: Program  # that issues the reductions
+    program: Program
     mark: str  # regular expression of a dotted key that this program has
     meshes: tuple[Mesh, ...]  # in the order of the report
     without: str = ""  # regular expression of a dotted key that this program does not have
@@ -70,7 +70,7 @@ class Framework:
     word: str = ""
     # ``hosts``, ``ranks per host`` or ``world size`` of dotted keys
     launch: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, int] = field(default_factory=dict)  # of ``launch``
+    defaults: Mapping[str, int] = field(default_factory=dict)
     kinds: frozenset[Kind] = frozenset({"document", "command"})  # where its keys stand
     # Python's classes and functions that take the keys as arguments
     classes: frozenset[str] = frozenset()

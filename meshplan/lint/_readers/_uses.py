@@ -84,8 +84,8 @@ _BY_PRIORITY: tuple[Role, ...] = ("apart", "experts", "model", "shard", "replica
 class MeshCall(NamedTuple):
     """A mesh that a file makes."""
 
-    layout: Layout  # the mesh
-    source: Reader  # the file
+    layout: Layout
+    source: Reader
     names: Sequence[Span]  # the place of each axis's name; empty for a mesh without names
     # Of the axes with their places in the shape, if the file has a shape
     sizes: Sequence[tuple[Whole, Span]] = ()
@@ -144,9 +144,9 @@ class MeshCall(NamedTuple):
 class Root:
     """A mesh over all ranks that a call makes."""
 
-    call: ast.Call  # that makes it
+    call: ast.Call
     mesh: MeshCall | None = None  # its layout; ``None`` if it is unknown
-    error: UnknownMesh | MeshplanError | None = None  # why it is unknown
+    error: UnknownMesh | MeshplanError | None = None
     # The axes of each flattened mesh, by name
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
     is_split: bool = False  # whether ``_unflatten`` makes another mesh of its parts

@@ -139,7 +139,7 @@ class Class:
     scope: Scope
     bases: list[Value]
     is_altered: bool = False  # whether a metaclass or a decorator may replace its attributes
-    made: list[Record] = field(default_factory=list)  # its objects
+    made: list[Record] = field(default_factory=list)
     line: tuple[Class, ...] = ()  # the class and those of the file that it derives from
     # The class and those that derive from it, up to a number
     kinds: list[Class] = field(default_factory=list)

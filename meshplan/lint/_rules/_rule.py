@@ -28,9 +28,9 @@ class Rule:
 
     subject: Subject  # selects the argument of the check
     code: str  # ``MP`` and three digits; the first is the family (1 mesh, 2 cluster, 3 environment)
-    name: str  # the code in words, kebab-case
+    name: str
     severity: Severity  # of its findings, unless a finding has another
-    summary: str  # one line
+    summary: str
     needs: Need = "nothing"  # facts of the cluster without which a check of meshes does not run
     # Markdown with the sections of ``pages/MP101.md``; if empty, the page of its code
     page: str = ""

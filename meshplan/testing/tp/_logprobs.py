@@ -199,7 +199,7 @@ class _Selection:
     starts: Sequence[int]  # first token of each local shard
     ids: Tensor  # int64 [*tokens] on the device of the logits
     active: Tensor  # bool [*tokens]; exactly one shard holds each active token
-    temperature: float  # positive
+    temperature: float
     reduction_dtype: torch.dtype  # of all intermediate results
     output_dtype: torch.dtype  # of the result, rounded to at the end
     vocabulary: int  # number of tokens
