@@ -88,6 +88,7 @@ def creation_without_description() -> None:
         backend_options: Any = None,
         *,
         timeout: Any,
+        pg_tag: Any = None,
         device_id: Any = None,
     ) -> Any:
         return own(

@@ -85,7 +85,6 @@ COUNTING = [
     ["lint", "--no-env", "--node-size", "8", "--", "--tensor-model-parallel-size", "8"],
     ["simulate", *MESH, "--reduce-order", "fsdp,ddp"],
     ["simulate", *MESH, "--dtype", "bf16", "--flat", "--output-format", "json"],
-    ["simulate", "--table", "--numel", "64"],
     ["nothing"],
 ]
 SEARCHING = [

@@ -26,7 +26,13 @@ from meshplan._torch import functional_operators as _ops
 from meshplan._torch import profiler_enabled
 from meshplan.errors import GroupStateError
 from meshplan.execute import _audit
-from meshplan.execute._choose import BY_SIZE, ChosenPath, PathRequest, check_fallback, choose
+from meshplan.execute._choose import (
+    BY_SIZE,
+    ChosenPath,
+    PathRequest,
+    check_fallback,
+    choose,
+)
 from meshplan.execute._deferred import DeferredWire
 from meshplan.execute._failures import raise_failure
 from meshplan.execute._gloo import GlooWire, is_gloo
@@ -83,8 +89,18 @@ class BoundReduction:
         audit: int | None = None,  # compare the first and then every so many calls
         ranks: Callable[[], tuple[int, ...]] | None = None,  # as in ``StepGroups``
     ) -> None:
-        self.step, self.purpose, self.handles, self._ranks = step, purpose, handles, ranks
-        self.path, self.strict, self.one_shot, self.audit = path, strict, one_shot, audit
+        self.step, self.purpose, self.handles, self._ranks = (
+            step,
+            purpose,
+            handles,
+            ranks,
+        )
+        self.path, self.strict, self.one_shot, self.audit = (
+            path,
+            strict,
+            one_shot,
+            audit,
+        )
         self._chosen: dict[tuple[Any, ...], ChosenPath] = {}
 
     def groups(self) -> StepGroups | None:
@@ -188,7 +204,11 @@ class BoundReduction:
         return result
 
     def run(
-        self, tensor: Tensor, groups: StepGroups, ticket: int, traced: bool | None = None
+        self,
+        tensor: Tensor,
+        groups: StepGroups,
+        ticket: int,
+        traced: bool | None = None,
     ) -> Tensor:
         """As ``start``, waited for; counts the call, and audits it where that is its turn."""
         audit = 0 if self.audit is None else self.next_audit(tensor, groups)
@@ -262,7 +282,11 @@ class BoundReduction:
         return path.prepare(tuple(tensor.shape), tensor.dtype, step, peers)
 
     def _event(
-        self, chosen: ChosenPath, collectives: tuple[str, ...], tensor: Tensor, traced: bool
+        self,
+        chosen: ChosenPath,
+        collectives: tuple[str, ...],
+        tensor: Tensor,
+        traced: bool,
     ) -> Event:
         """The event of calls that issue ``collectives``, by name; kept from now on."""
         step, purpose, why = self.step, self.purpose, chosen.why

@@ -63,10 +63,7 @@ class AnsweringStore(Store):
             self._questions = SimpleQueue()
             # Not to be waited for when the process ends.
             Thread(
-                target=_answer,
-                args=(self._questions,),
-                name="meshplan store",
-                daemon=True,
+                target=_answer, args=(self._questions,), name="meshplan store", daemon=True
             ).start()
         answers: SimpleQueue[Any] = SimpleQueue()
         self._questions.put((question, answers))

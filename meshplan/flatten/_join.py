@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 # Along each group of an axis, by what all members have in common: how many names were agreed on.
 # What else a member has reduced, the others need not have.
 _NAMES_AGREED: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
+_LAST = threading.local()  # ``arrivals``: where ranks noted that they had come for names
 
 
 def agree_on_name(
@@ -72,6 +74,7 @@ def agree_on_name(
     there. If the rank that passes on the names does not come, raises GroupAgreementError on the
     others, and on that rank if it comes after they gave up.
     """
+    _LAST.arrivals = None
     if calls.name:
         return calls.name
     # A rank knows the names of its own groups only, and those of an axis have different names. So
@@ -88,6 +91,7 @@ def agree_on_name(
     arrivals = f"{place} {list(members)} {agreed[-1][place]}"
     if backend != "fake":
         store.set(f"{arrivals}/{rank}", names)
+        _LAST.arrivals = arrivals
     for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
         key = f"{place}/{group.group_name}/{_NAMES_AGREED[group][place]}"
@@ -267,6 +271,15 @@ def create_beside(
     return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
 
 
+def _find_absent(missing: tuple[int, ...]) -> tuple[int, ...]:
+    """Of ranks missing in a vote, those that also missed the names before it; else all of them."""
+    arrivals = getattr(_LAST, "arrivals", None)
+    if arrivals is None or not missing:
+        return missing
+    # Where names are agreed on, the others wait for a rank that did not come.
+    return tuple(r for r in missing if not store_of(None).check([f"{arrivals}/{r}"])) or missing
+
+
 def agree_on(
     pg: ProcessGroup | None,
     name: str,
@@ -328,6 +341,7 @@ def agree_on(
                 for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
                     store.delete_key(key)
             return prefix
+        verdict = replace(verdict, missing=_find_absent(verdict.missing))
         brought = {r: token.get("call") for r, token in verdict.tokens.items()}
         calls = {r: int(number) for r, number in brought.items() if number}
         latest = max(calls.values(), default=call)

@@ -205,11 +205,7 @@ class Reader(PythonText):
                     if one.name == "*":
                         self._forget(scope)
                     name = one.name if one.asname or start else one.name.partition(".")[0]
-                    self._bind(
-                        one.asname or name,
-                        Path(start + name, is_imported=True),
-                        scope,
-                    )
+                    self._bind(one.asname or name, Path(start + name, is_imported=True), scope)
             case _:
                 self._read_children(node, scope)
 
@@ -412,11 +408,7 @@ class Reader(PythonText):
                 is_kept = old.owner is not None and old.owner.find("__set__") is None
                 value = value if is_kept else UNKNOWN
             if isinstance(old, Function) and old.setter is not None:
-                self._enter(
-                    replace(old.setter, bound=one),
-                    Arguments([value]),
-                    old.setter.node,
-                )
+                self._enter(replace(old.setter, bound=one), Arguments([value]), old.setter.node)
                 continue
             if fields is None:
                 continue
@@ -530,11 +522,7 @@ class Reader(PythonText):
             case ast.Dict(keys, values):
                 names = [None if key is None else self.read(key, scope) for key in keys]
                 fields: dict[Any, Value] = dict(
-                    zip(
-                        names,
-                        [self.read(one, scope) for one in values],
-                        strict=True,
-                    )
+                    zip(names, [self.read(one, scope) for one in values], strict=True)
                 )
                 is_known = all(isinstance(one, Text) for one in names)
                 return Record(fields if is_known else None, moment=self.moment)
@@ -613,20 +601,11 @@ class Reader(PythonText):
             for item in items:
                 self._store(node.generators[0].target, item, inner)
                 for part in node.generators[1:]:
-                    self._store(
-                        part.target,
-                        self._find_any(self.read(part.iter, inner)),
-                        inner,
-                    )
+                    self._store(part.target, self._find_any(self.read(part.iter, inner)), inner)
                 for test in (one for part in node.generators for one in part.ifs):
                     self.read(test, inner)
                 key = self.read(node.key, inner) if isinstance(node, ast.DictComp) else None
-                found.append(
-                    (
-                        key,
-                        self.read(getattr(node, "elt", None) or node.value, inner),
-                    )
-                )
+                found.append((key, self.read(getattr(node, "elt", None) or node.value, inner)))
         if isinstance(node, ast.ListComp | ast.GeneratorExp):
             span = self.find_span(node)
             return Items([(one, span) for _, one in found] if is_known else None, span)
@@ -700,11 +679,7 @@ class Reader(PythonText):
         return UNKNOWN
 
     def _call_one(
-        self,
-        function: Function | Class | Path,
-        given: Arguments,
-        node: ast.Call,
-        scope: Scope,
+        self, function: Function | Class | Path, given: Arguments, node: ast.Call, scope: Scope
     ) -> Value:
         if isinstance(function, Function):
             found = self._enter(function, given, node)
@@ -762,12 +737,7 @@ class Reader(PythonText):
             case "cast", _ if len(given.positional) == 2:
                 return given.positional[1]
             case "replace", Record(fields=dict() as fields) if given.is_complete:
-                made = Record(
-                    fields | given.named,
-                    first.owner,
-                    first.path,
-                    moment=self.moment,
-                )
+                made = Record(fields | given.named, first.owner, first.path, moment=self.moment)
                 for name in given.named:
                     self.note_attribute(made, name, node.lineno)
                 return made
