@@ -160,7 +160,7 @@ def vote(
             # The last rank may arrive just now. Then one of the two verdicts is stored first, and
             # both ranks return that one.
             return _decide(store, prefix, judge())
-        # Where this rank was not counted, no total is ever complete, and nobody decides.
+        # Where this rank was not counted, no total is ever complete, and no rank decides.
         all_came = again and not wait_for_ranks(store, prefix, ranks, 0.0)
         time.sleep(min(pause, left))
         pause = min(2 * pause, longest)

@@ -450,7 +450,7 @@ def _watch(
     any_order = op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex)
     caller = _observing.find_origin()
     if not isinstance(caller, _Caller):
-        # Nobody counts, or the block has just ended.
+        # No coverage counts, or the block has just ended.
         if report is None or any_order:
             return reduction()
         caller = _Caller()
