@@ -271,13 +271,13 @@ def create_beside(
     return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
 
 
-def _find_absent(missing: tuple[int, ...]) -> tuple[int, ...]:
+def _find_absent(missing: tuple[int, ...], timeout: float) -> tuple[int, ...]:
     """Of ranks missing in a vote, those that also missed the names before it; else all of them."""
     arrivals = getattr(_LAST, "arrivals", None)
     if arrivals is None or not missing:
         return missing
-    # Where names are agreed on, the others wait for a rank that did not come.
-    return tuple(r for r in missing if not store_of(None).check([f"{arrivals}/{r}"])) or missing
+    came = AnsweringStore(store_of(None), timeout).check  # others wait there for an absent rank
+    return tuple(r for r in missing if not came([f"{arrivals}/{r}"])) or missing
 
 
 def agree_on(
@@ -341,7 +341,7 @@ def agree_on(
                 for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
                     store.delete_key(key)
             return prefix
-        verdict = replace(verdict, missing=_find_absent(verdict.missing))
+        verdict = replace(verdict, missing=_find_absent(verdict.missing, timeout))
         brought = {r: token.get("call") for r, token in verdict.tokens.items()}
         calls = {r: int(number) for r, number in brought.items() if number}
         latest = max(calls.values(), default=call)
