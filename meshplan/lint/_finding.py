@@ -45,7 +45,6 @@ class Fix:
     cost: str  # one line, e.g. ``no GPU is left out``.
     mesh: str = ""  # the corrected mesh as ``ddp=5,fsdp=8``; empty if the fix is not another mesh
     diff: str = field(default="", repr=False)  # of the file as `git apply` reads it; may be empty
-    # Of the file; ``None`` if the fix is not one
     edit: Edit | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, str]:

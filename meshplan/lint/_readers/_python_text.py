@@ -115,13 +115,15 @@ def parse(name: str, text: str) -> ast.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.parse(text.removeprefix("\ufeff"))
-    except SyntaxError as error:
-        where = f"{name}:{error.lineno}" if error.lineno else name
-        why = " ".join(str(error.msg).split())[:100]
+    except (SyntaxError, ValueError) as error:
+        # Python before 3.11.4 raises ValueError for null bytes.
+        line = getattr(error, "lineno", None)
+        where = f"{name}:{line}" if line else name
+        why = " ".join(str(getattr(error, "msg", error)).split())[:100]
         raise LayoutError(
             f"{where}: cannot be parsed as Python ({why}); is the file complete?"
         ) from None
-    except (ValueError, MemoryError, RecursionError):
+    except (MemoryError, RecursionError):
         raise LayoutError(f"{name}: cannot be parsed as Python: nested too deeply") from None
 
 

@@ -45,7 +45,6 @@ class Mesh:
     # the others leave.
     experts: tuple[str, ...] = ()
     expert_tp: bool = False  # whether ``etp`` is ``tp`` by default; else it is 1
-    # Of axes, other than those of their names
     roles: Mapping[str, Role] = field(default_factory=dict)
     # Regular expression of a setting with which ``dp`` and ``cp`` are sharded; empty if the names
     # of the axes say it
