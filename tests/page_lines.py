@@ -41,7 +41,7 @@ def names(line: str) -> dict[str, Any]:
     found = {
         **{"meshplan": meshplan, "torch": torch, "dist": dist, "mesh": plain, "Contract": Contract},
         **{"Topology": Topology, "Links": Links, "Link": Link, "world_size": 40},
-        **{"tensor": torch.ones(3), "install": meshplan.install},
+        **{"tensor": torch.ones(3), "loss": torch.ones(()), "install": meshplan.install},
         **{one: getattr(meshplan, one) for one in ("clip_grad_norm_", "verify_replicas")},
     }
     if "DistributedDataParallel" in line or "ddp." in line or "join" in line:

@@ -133,6 +133,7 @@ def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> Non
     page = tmp_path / "run.html"
     certify = ("--every", "1", "--certify")
     plain = torchrun(tmp_path, "job/train.py", 6, *certify, "plain.cert", "--html", str(page))
+    assert page.exists(), plain.errors
     assert "(ddp=2, fsdp=3) on 3 nodes of 2" in page.read_text(encoding="utf-8")
     assert len(digests(plain)) > 1
     assert plain.report["replicas"]["first_difference"]["cause"] == "order"
