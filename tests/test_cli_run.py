@@ -179,6 +179,17 @@ def test_fault_of_the_observation_does_not_fail_the_job(observe: Any, capsys: An
     ]
 
 
+def test_fault_of_the_page_does_not_cost_the_verdict(observe: Any, capsys: Any) -> None:
+    observe.return_value.finish.return_value = report()
+    job = ObservedJob(RunSettings(html="page", strict=True))
+    fault = TypeError("no text")
+    with mock.patch("meshplan.run._job.write_verdict", side_effect=fault):
+        assert job.finish(None) == 3
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("[meshplan] not shown to be affected")
+    assert last == "  the page could not be written: no text"
+
+
 class CommandTest(expecttest.TestCase):
     def test_invalid_commands(self) -> None:
         commands = (

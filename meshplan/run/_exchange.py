@@ -2,6 +2,10 @@
 
 Rank 0 publishes its address and a token in the store of the default group. The other ranks connect,
 post their messages and answer questions. The job's threads only put messages into a queue.
+
+A thread that the interpreter's end finds in C++ aborts the process: its exit status would be
+another one, and the launcher would end all ranks. So the thread works under a lock, which it
+releases where it waits in Python alone, and the end of the process takes the lock for good.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
 
 from meshplan._torch import PrefixStore, Store, TCPStore
 from meshplan.run._ledger import Ledger, Message
@@ -26,6 +32,8 @@ from meshplan.run._ledger import Ledger, Message
 _KEY = "meshplan/run/address"
 _LOOKUP_SECONDS = 120.0
 _CONNECT_SECONDS = 5.0
+# A busy machine takes long for little. Of a device or store that hangs the thread does not return.
+_LEAVE_SECONDS = 30.0
 # In which a message that has begun is to end: half of one does not block rank 0.
 _RECEIVE_TIME = struct.pack("ll", 5, 0)
 # Rank 0 has a socket for each rank, and leaves three quarters of its descriptors to the job.
@@ -52,17 +60,20 @@ class Exchange(threading.Thread):
         self.rank, self.world_size = rank, world_size
         self._store: Any = store
         self._answer, self._changed, self._note = answer, changed, note
-        self._queue: queue.SimpleQueue[Callable[[], Message]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Callable[[], Message]]] = queue.SimpleQueue()
+        self._working, self._is_left = threading.Lock(), False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ending, self._cleared = threading.Event(), threading.Event()
         self._peers: dict[Connection, int] = {}  # and the rank of each; -1 before it is known
         self._gone: set[int] = set()
 
     def post(self, make: Callable[[], Message]) -> None:
-        """Send a message, which the thread makes, so that it may wait for a device."""
+        """Send a message, which the thread makes, once the device has what it reads."""
         # A thread that has ended reads nothing any more.
         if not self._cleared.is_set():
-            self._queue.put(make)
+            cuda: Any = torch.cuda
+            done = cuda.current_stream().record_event() if cuda.is_initialized() else None
+            self._queue.put((done, make))
             os.eventfd_write(self._bell, 1)
 
     def finish(self, seconds: float) -> None:
@@ -72,13 +83,24 @@ class Exchange(threading.Thread):
         self.stop()
 
     def stop(self) -> None:
-        """End the thread; one that waits for the network is left behind."""
+        """End the thread; one that waits for the network is left behind there."""
         self._ending.set()
         os.eventfd_write(self._bell, 1)
         if self.is_alive():
             self.join(1.0)
+        if self.is_alive() and not self._is_left:
+            self._is_left = self._working.acquire(timeout=_LEAVE_SECONDS)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._working.release()
+        try:
+            yield
+        finally:
+            self._working.acquire()
 
     def run(self) -> None:
+        self._working.acquire()
         try:
             if self.rank == 0:
                 self._serve()
@@ -90,6 +112,16 @@ class Exchange(threading.Thread):
             self._cleared.set()
             for one in self._peers:
                 one.close()
+            self._working.release()
+
+    def _wait(self, found: list[Any], seconds: float | None = None) -> list[Any]:
+        with self._waiting():
+            return wait(found, seconds)
+
+    def _send(self, peer: Connection, message: Message) -> None:
+        data = json.dumps(message).encode()
+        with self._waiting():
+            peer.send_bytes(data)
 
     def _take(self) -> list[Message]:
         """The queued messages; a failure of one, such as that of a device, loses this one."""
@@ -97,8 +129,13 @@ class Exchange(threading.Thread):
             os.eventfd_read(self._bell)
         found = []
         while not self._queue.empty():
+            done, make = self._queue.get()
             try:
-                found.append(self._queue.get()())
+                while done is not None and not done.query():
+                    with self._waiting():
+                        if self._ending.wait(0.001):
+                            return found
+                found.append(make())
             except Exception as error:
                 self._note(f"tensors of a step: {type(error).__name__}: {str(error)[:200]}")
         return found
@@ -121,7 +158,7 @@ class Exchange(threading.Thread):
             self._publish(server.getsockname()[1], token)
             changed, due = False, 0.0
             while not self._ending.is_set():
-                ready = wait([server, self._bell, *self._peers], 1.0)
+                ready = self._wait([server, self._bell, *self._peers], 1.0)
                 if server in ready:
                     peer = server.accept()[0]
                     peer.settimeout(None)  # the job may have set a default
@@ -148,7 +185,8 @@ class Exchange(threading.Thread):
         """A message; empty if it was the first one, which shows that this is a rank of the job."""
         try:
             # Whoever connects may send a short text before it is known.
-            data = one.recv_bytes(200 if self._peers[one] == -1 else None)
+            with self._waiting():
+                data = one.recv_bytes(200 if self._peers[one] == -1 else None)
             if self._peers[one] != -1:
                 return data
             shown, _, rank = data.decode().partition(" ")
@@ -169,7 +207,7 @@ class Exchange(threading.Thread):
                 self._read(0, self._answer(question))
             for one in [one for one, found in self._peers.items() if found == asked]:
                 with suppress(OSError):  # one that has ended is noticed where it is read
-                    _send(one, question)
+                    self._send(one, question)
 
     def _clear(self) -> None:
         """Let ranks go that have ended and of which nothing is needed any more."""
@@ -178,7 +216,7 @@ class Exchange(threading.Thread):
             if rank in clear - self._gone:
                 self._gone.add(rank)
                 with suppress(OSError):
-                    _send(one, {"clear": True})
+                    self._send(one, {"clear": True})
         if set(range(self.world_size)) <= clear | self._gone:
             self._cleared.set()
 
@@ -191,22 +229,25 @@ class Exchange(threading.Thread):
             time.monotonic() + _LOOKUP_SECONDS,
         )
         while not store.check([_KEY]):
-            if time.monotonic() > deadline or self._ending.wait(pause):
-                return
+            with self._waiting():
+                if time.monotonic() > deadline or self._ending.wait(pause):
+                    return
             pause = min(2 * pause, 1.0)
         hosts, port, token = json.loads(store.get(_KEY))
         del store
-        peer = _connect(hosts, port)
+        with self._waiting():
+            peer = _connect(hosts, port)
+            peer.send_bytes(f"{token} {self.rank}".encode())
         self._peers[peer] = 0
-        peer.send_bytes(f"{token} {self.rank}".encode())
         while not self._ending.is_set():
             for message in self._take():
-                _send(peer, message)
-            if peer in wait([peer, self._bell]):
-                question = json.loads(peer.recv_bytes())
+                self._send(peer, message)
+            if peer in self._wait([peer, self._bell]):
+                with self._waiting():
+                    question = json.loads(peer.recv_bytes())
                 if "clear" in question:
                     return
-                _send(peer, self._answer(question))
+                self._send(peer, self._answer(question))
 
     def _own_store(self) -> Any:
         """The default group's store, over a connection that no request of the job blocks."""
@@ -231,7 +272,3 @@ def _connect(hosts: list[str], port: int) -> Connection:
         except OSError as error:
             failure = error
     raise ConnectionError(f"rank 0 at {', '.join(hosts)}, port {port}: {failure}")
-
-
-def _send(peer: Connection, message: Message) -> None:
-    peer.send_bytes(json.dumps(message).encode())

@@ -53,7 +53,7 @@ def find_layouts() -> list[Layout]:
     """Of the device meshes of this process, and of those that it had before."""
     for mesh in _list_alive(_MESHES) if len(_LAYOUTS) < _MOST_LAYOUTS else ():
         # A slice reads its ranks from the default group, and only on its own ranks.
-        with suppress(RuntimeError, ValueError):
+        with suppress(Exception):
             _LAYOUTS.setdefault(layout_of(mesh))
     return list(_LAYOUTS)
 

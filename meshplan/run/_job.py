@@ -57,7 +57,7 @@ class ObservedJob:
                 try:
                     judged = self._observation.judged
                     write_verdict(self._page, report, text, *judged)
-                except OSError as fault:
+                except Exception as fault:
                     text += f"  the page could not be written: {fault}\n"
         except Exception as fault:
             name = type(fault).__name__

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,14 +130,19 @@ class Observation:
             if cuda.is_initialized() and cuda.is_current_stream_capturing():
                 self._note("steps in a CUDA graph")
                 return
-            try:
+            with self._noting():
                 self.start()
                 if self._exchange is not None:
                     observe(self)
-            except Exception as error:
-                if is_of_handler(error):
-                    raise
-                self._note(f"{type(error).__name__}: {str(error)[:200]}")
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Digest gradients."""
@@ -324,8 +330,8 @@ class Observation:
         times, steps = self._step_times, self._steps[0] - 1 if self._steps else 0
         own = {
             "backend": self._backend,
+            "rows": self._list_reductions(),
             "notes": list(self.notes),
-            "rows": self._reductions.describe(self.rank),
             "uses": self._parameters.uses.copy(),
             "seconds_per_step": (times[-1] - times[0]) / steps if steps > 0 else None,
         }
@@ -336,6 +342,11 @@ class Observation:
                 chain = ledger.chain.describe()
                 report["certificate"] = {"file": self.settings.certify} | chain
         return report
+
+    def _list_reductions(self) -> list[dict[str, Any]]:
+        with self._noting():
+            return self._reductions.describe(self.rank)
+        return []
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:
         """End the observation of a job that has ended, by ``error`` or well, and return on rank 0
@@ -349,7 +360,8 @@ class Observation:
         assert self._exchange is not None
         if not self._steps:
             self._note("no optimizer step: steps that torch compiles are not observed")
-        final = {"notes": self.notes, "rows": self._reductions.describe(self.rank)}
+        # What one rank cannot describe does not cost the verdict.
+        final = {"notes": self.notes, "rows": self._list_reductions()}
         taken = self._count_steps(self._owners)
         self._exchange.post(lambda: {"final": final, "taken": taken})
         self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)

@@ -87,7 +87,7 @@ def build(
         "world_size": ledger.world_size,
         "torch": torch.__version__,
         "meshplan": __version__,
-        "command": sys.argv,
+        "command": list(map(str, sys.argv)),
         "backend": own["backend"],
         "hosts": hosts,
         "not_observed": notes,

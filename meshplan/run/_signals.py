@@ -18,6 +18,9 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def _find_code(handler: Any) -> Any:
+    # SIG_DFL is none, though its class can be called.
+    if not callable(handler):
+        return None
     while isinstance(handler, partial):
         handler = handler.func
     return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)

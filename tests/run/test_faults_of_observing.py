@@ -7,9 +7,12 @@ import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +30,7 @@ from meshplan.run._exchange import Exchange
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
 from meshplan.run._report import write_file
+from meshplan.run._signals import is_of_handler
 from tests.test_run_verdict import report
 
 REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
@@ -67,6 +71,13 @@ def test_signal_handler_that_steps_starts_no_second_thread() -> None:
         locate.side_effect = lambda _: (found.start(), mock.MagicMock())[1]
         found.start()
     exchange.assert_called_once()
+
+
+def test_error_of_an_enumeration_is_of_no_handler() -> None:
+    """Python keeps the default handlers of signals in one, which can be called."""
+    with pytest.raises(ValueError, match="7 is not") as caught:
+        IntEnum("Number", "one")(7)
+    assert not is_of_handler(caught.value)
 
 
 def test_certificate_has_what_could_not_be_written_at_first(tmp_path: Path) -> None:
@@ -216,6 +227,30 @@ def start(store: dist.Store, changed: Callable[[], None]) -> Exchange:
 def post(exchange: Exchange, step: int) -> None:
     exchange.post(lambda: {"taken": {"": step}})
     wait_until(lambda: exchange.ledger.taken.get(0) == {"": step})
+
+
+BUSY = """
+import time, torch
+from tests.run.test_faults_of_observing import make_exchange
+
+def work():
+    end, numbers = time.monotonic() + 3, torch.ones(1 << 22)
+    while time.monotonic() < end:
+        numbers.sum()
+    return {}
+
+exchange = make_exchange(0, 1)
+exchange.start()
+exchange.post(work)
+time.sleep(0.5)
+exchange.stop()
+"""
+
+
+def test_thread_that_is_busy_at_the_end_does_not_abort_the_process() -> None:
+    """It would change the exit status, and launchers then end rank 0 before its verdict."""
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_report_changes_at_most_once_a_second() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_report_that_cannot_be_written_does_not_cost_the_verdict(tmp_path: Path)
     report = reports("ddp", ranks=2, settings=f"report={tmp_path}/nothing/run.json first=1")
     assert report["replicas"]["compared"]
     assert any(note.startswith("the report could not be") for note in report["not_observed"])
+
+
+def test_fault_of_a_description_does_not_cost_the_verdict() -> None:
+    def job(_: int, found: Observation) -> None:
+        fault = AttributeError("no description")
+        found._reductions.describe = mock.Mock(side_effect=fault)  # type: ignore[method-assign]
+        train("ddp")
+
+    report = observe_ranks(job, 2, "first=1")[1]
+    assert report["replicas"]["compared"]
+    assert {"AttributeError: no description"} <= set(report["not_observed"])
 
 
 def test_a_killed_job_leaves_a_report(tmp_path: Path) -> None:
