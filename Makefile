@@ -109,7 +109,8 @@ packages: setup ## dist/: source, pure wheel and manylinux wheel, checked, insta
 	$(BIN)/python tools/check_packages.py
 
 bench: setup ## all benchmarks; writes docs/performance.md: about 20 minutes
-	$(BIN)/python -m benchmarks --json docs/performance/performance.json --page docs
+	mkdir -p build
+	$(BIN)/python -m benchmarks --json build/performance.json --page docs
 
 bench-smoke: setup ## run the benchmarks on small cases, without times
 	$(BIN)/python -m benchmarks --smoke --json $(VENV)/bench-smoke.json --page $(VENV)/bench-smoke

@@ -22,7 +22,7 @@ For developers: every bar and every measurement. Users find the figures of a job
 Made by one command; do not edit. All figures of a case come from one run, in which the compared
 calls take turns in the same processes. The time of a call is that of its slowest rank. The tables
 have medians and, in brackets, 95th percentiles, of the cases that have a bar. Ratios are those of
-medians. All cases are in `docs/performance/performance.json`, and what a suite does is the first
+medians. The command writes all cases to `build/performance.json`. What a suite does is the first
 text of its module.
 
     make bench
