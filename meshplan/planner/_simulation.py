@@ -64,37 +64,23 @@ def predict_divergence(
     topology: Topology,
     *,
     numel: int = 4096,
-    dtype: torch.dtype | str = "float32",
     sort_ranks: bool = True,
 ) -> dict[Algorithm, float]:
-    """The largest share of elements in which two siblings with the same inputs along ``along``
-    differ in bits, for each algorithm: 0 if all add in one order. ``numel`` is the most elements,
-    spread evenly over a large message of N(0, 1), the same draws in each call; ``sort_ranks`` is as
-    in `hazards`. Empty if the nodes are unknown, or for groups of more than ``MAX_MEMBERS`` ranks.
-    Raises ``AxisNameError``, ``PlacementError`` for an axis in both ``axes`` and ``along``,
-    ``PolicyError`` for a dtype that is not simulated or ``numel`` below 1, and ``TopologyError``.
+    """The largest share of elements of float32 in which two siblings with the same inputs along
+    ``along`` differ in bits, for each algorithm: 0 if all add in one order. ``numel`` is the most
+    elements, spread evenly over a large message of N(0, 1), the same draws in each call;
+    ``sort_ranks`` is as in `hazards`. Empty if the nodes are unknown, or for groups of more than
+    ``MAX_MEMBERS`` ranks.
     """
     # Every element is added as in the first channel. In each set of siblings the first is compared
     # with one sibling of each other node placement. The work grows with the size of a group, not of
     # the mesh: groups of thousands of ranks are compared in fewer elements and placements.
-    reduced, others = layout.axis_indices(axes), layout.axis_indices(along)
-    both = [layout.axes[i] for i in reduced if i in others]
-    if both:
-        raise PlacementError(
-            f"axis {both[0]} is in both axes and along; siblings differ along axes that are not "
-            "reduced"
-        )
-    name = name_of(dtype)
-    if name not in SIMULATED or numel < 1:
-        raise PolicyError(
-            f"use 1 element or more of {', '.join(SIMULATED)}, got numel={numel} of {dtype}"
-        )
-    check_reach(topology, layout)
+    reduced, name = layout.axis_indices(axes), "float32"
     size = math.prod(layout.sizes[i] for i in reduced)
     if not topology.known or size > MAX_MEMBERS:
         return {}
     siblings = Siblings(layout, reduced, topology, sort_ranks=sort_ranks, channels=1)
-    pairs = _pair_patterns(siblings, others) if size > 2 else []
+    pairs = _pair_patterns(siblings, layout.axis_indices(along)) if size > 2 else []
     # Limit the work: keep the pairs of the first patterns, at least two patterns.
     allowed = max(_MAX_ROWS // size, 2)
     chosen = list(dict.fromkeys(pattern for pair in pairs for pattern in pair))[:allowed]
