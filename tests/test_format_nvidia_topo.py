@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Reading
-from meshplan.topology.formats import _gpu_table
-from meshplan.topology.formats.nvidia_topo import read, recognises
+from meshplan.topology.formats.nvidia_topo import clean_lines, read, recognises
 
 
 def format_reading(reading: Reading) -> str:
@@ -354,9 +353,7 @@ def test_truncated_rows_never_invent_links(length: int) -> None:
 
 
 def test_lines_keep_their_numbers() -> None:
-    assert _gpu_table.clean_lines(
-        "[1,3]<stderr>:a\n\n```\n2: \x1b[1mb\x1b[0m\n| c | d |\n|--|--|\ne|f"
-    ) == [
+    assert clean_lines("[1,3]<stderr>:a\n\n```\n2: \x1b[1mb\x1b[0m\n| c | d |\n|--|--|\ne|f") == [
         (1, "a"),
         (2, ""),
         (3, ""),
@@ -365,8 +362,8 @@ def test_lines_keep_their_numbers() -> None:
         (6, ""),
         (7, "e|f"),
     ]
-    assert [line for _, line in _gpu_table.clean_lines("a\r\nb\rc")] == ["a", "b c"]
-    assert [line for _, line in _gpu_table.clean_lines("[default0]:[rank0]: a")] == [" a"]
+    assert [line for _, line in clean_lines("a\r\nb\rc")] == ["a", "b c"]
+    assert [line for _, line in clean_lines("[default0]:[rank0]: a")] == [" a"]
 
 
 # For tests/test_formats.py.

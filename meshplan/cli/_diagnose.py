@@ -58,11 +58,11 @@ def _run(given: argparse.Namespace) -> int:
     from meshplan.errors import TopologyInputError
     from meshplan.lint._spec import parse_mesh
     from meshplan.planner._observed_orders import compare_siblings
-    from meshplan.topology._communicators import (
+    from meshplan.topology._files import read_content
+    from meshplan.topology.formats._nccl_lines import (
         find_global_ranks,
         read_communicators,
     )
-    from meshplan.topology._files import read_content
 
     layout = parse_mesh(given.mesh)
     files = [file for name in given.files for file in _list_files(name)]

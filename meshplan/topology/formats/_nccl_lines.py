@@ -1,4 +1,4 @@
-"""The lines of NCCL's logs by communicator and rank.
+"""The lines of NCCL's logs by communicator and rank, and the rings and trees in them.
 
 Source: ``INFO`` calls of ``src/init.cc``, ``src/mnnvl.cc``, ``src/graph/rings.cc`` and
 ``src/graph/connect.cc`` of NCCL 2.4 to 2.30. NCCL promises nothing about these lines, so unknown
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshplan.errors import TopologyInputError
@@ -104,14 +104,6 @@ class Member:
             self.rank = int(rank)
 
 
-def list_communicators(text: str) -> list[dict[int, Member]]:
-    """The members of each communicator by rank, the largest first. A communicator is left out if a
-    rank of it is missing, or if no line sets it apart.
-    """
-    found = group_members(scan(text)[0]).values()
-    return [index_by_rank(members) or {} for members in found if is_whole(members)]
-
-
 def _split_prefix(prefix: str) -> tuple[str, str, str]:
     """Thread, process and host from ``host:pid:tid [dev]``; launchers write more in front."""
     rest = prefix.rstrip()
@@ -132,6 +124,11 @@ def _start_member(process: str, host: str, line: int, prefix: str) -> Member:
 
 
 def scan(text: str) -> tuple[list[Member], list[int]]:
+    """The members of all communicators, and the lines with the graph that NCCL searches."""
+    if MARK not in text:
+        raise TopologyInputError(
+            "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log"
+        )
     threads: dict[str, tuple[str, str, str]] = {}
     current: dict[str, Member] = {}
     known: dict[tuple[str, str], Member] = {}
@@ -220,3 +217,113 @@ def index_by_rank(members: Iterable[Member]) -> dict[int, Member] | None:
 def is_whole(members: Sequence[Member]) -> bool:
     ranks, size = index_by_rank(members), members[0].size
     return ranks is not None and bool(ranks) and len(ranks) == size and max(ranks) < size
+
+
+_RING = re.compile(r"Channel (\d{1,4})/\d{1,4} :((?: +\d{1,9})+)\s*(\.\.\.)?", re.ASCII)
+_RING_HOP = re.compile(r"Ring (\d{1,4}) : (\d{1,9}) -> (\d{1,9}) -> (\d{1,9})", re.ASCII)
+# Children -> rank -> parent, of a channel.
+_ONE_TREE = re.compile(
+    r"\[(\d{1,4})\] (-?\d{1,9}(?:/-?\d{1,9})*)->(\d{1,9})->(-?\d{1,9})(?![/\d|])",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """One communicator of a log."""
+
+    processes: tuple[str, ...]  # of its ranks, by rank
+    # Global rank of each process, if the launcher wrote all of them; else empty.
+    launched: tuple[int, ...]
+    # Ranks in ring order by channel, from rank 0 on; only whole rings.
+    rings: Mapping[int, tuple[int, ...]]
+    # Of each rank in the tree of a channel, in the order in which it adds them; only
+    # trees of which every rank wrote its part.
+    children: Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+def read_communicators(text: str) -> list[Communicator]:
+    """The largest first. A communicator is left out if a rank of it is missing, or if no line sets
+    it apart.
+    """
+    found = group_members(scan(text)[0]).values()
+    return [_read(index_by_rank(members) or {}) for members in found if is_whole(members)]
+
+
+def find_global_ranks(communicators: list[Communicator], world_size: int) -> dict[str, int]:
+    """The global rank of each process. It is the rank in the communicator of all ranks; without
+    one, the rank that the launcher wrote.
+    """
+    for one in communicators:
+        if len(set(one.processes)) == world_size:
+            return {process: rank for rank, process in enumerate(one.processes)}
+    found: dict[str, int] = {}
+    for one in communicators:
+        found.update(zip(one.processes, one.launched, strict=False))
+    if found and all(process in found for one in communicators for process in one.processes):
+        return found
+    raise TopologyInputError(
+        f"the global rank of each process is unknown: no communicator of {world_size} ranks is "
+        "complete in the log, and lines do not begin with [rank0]:; pass the logs of all ranks of "
+        "a job that called torch.distributed.barrier() over all ranks, or of torchrun --tee 3"
+    )
+
+
+def _read(members: Mapping[int, Member]) -> Communicator:
+    launched = [member.global_rank for member in members.values()]
+    return Communicator(
+        processes=tuple(member.process for member in members.values()),
+        launched=tuple(rank for rank in launched if rank is not None)
+        if None not in launched
+        else (),
+        rings=_read_rings(members),
+        children=_read_trees(members),
+    )
+
+
+def _read_rings(members: Mapping[int, Member]) -> dict[int, tuple[int, ...]]:
+    size = len(members)
+    rings = {}
+    for _, line in members[0].rings:
+        # NCCL cuts the line after 128 characters.
+        if found := _RING.match(line):
+            rings[int(found[1])] = tuple(map(int, found[2].split()))
+    following: dict[int, dict[int, int]] = {}
+    for member in members.values():
+        for _, line in member.hops:
+            if hop := _RING_HOP.match(line):
+                following.setdefault(int(hop[1]), {})[int(hop[3])] = int(hop[4])
+    for channel, after in following.items():
+        ring = [0]
+        while len(ring) < size and after.get(ring[-1], 0):
+            ring.append(after[ring[-1]])
+        rings[channel] = tuple(ring)
+    whole = list(range(size))
+    return {c: ring for c, ring in sorted(rings.items()) if sorted(ring) == whole and ring[0] == 0}
+
+
+def _read_trees(
+    members: Mapping[int, Member],
+) -> dict[int, tuple[tuple[int, ...], ...]]:
+    trees: dict[int, dict[int, tuple[int, ...]]] = {}
+    for member in members.values():
+        for found in _ONE_TREE.finditer(member.trees[1] if member.trees else ""):
+            down = tuple(int(one) for one in found[2].split("/") if int(one) >= 0)
+            trees.setdefault(int(found[1]), {})[int(found[3])] = down
+    size = len(members)
+    return {
+        channel: tuple(down[rank] for rank in range(size))
+        for channel, down in sorted(trees.items())
+        if _is_tree(down, size)
+    }
+
+
+def _is_tree(down: Mapping[int, tuple[int, ...]], size: int) -> bool:
+    children = [child for ranks in down.values() for child in ranks]
+    roots = set(range(size)) - set(children)
+    if sorted(down) != list(range(size)) or len(roots) != 1 or len(children) != size - 1:
+        return False
+    below = list(roots)
+    for rank in below:
+        below += down[rank]
+    return sorted(below) == list(range(size))

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, Reading
 from meshplan.topology.formats._nccl_lines import (
     MARK,
@@ -29,10 +28,6 @@ def recognises(text: str) -> bool:
 
 def read(text: str) -> Reading:
     """Nodes of the largest communicator, if lines of all its ranks are in the log."""
-    if not recognises(text):
-        raise TopologyInputError(
-            "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log"
-        )
     members, systems = scan(text)
     found = group_members(members)
     nodes, names, notes = _find_nodes(found)

@@ -27,19 +27,25 @@ MAX_DEPTH = 200
 # Read in about a second; the largest machines print some ten thousand.
 MAX_ELEMENTS = 200_000
 
-_BLANK = re.compile(r"\s*")
-_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
-_DOCTYPE = re.compile(r"<!DOCTYPE\s+([A-Za-z_][\w.:-]*)")
+_LINKS = ("nvlink", "xgmi")
+_TAGS = ("cpu", "pci", "gpu", *_LINKS)  # of the elements that are kept
+# The root, or its name in a document type. Files start with a licence or two, not with a million
+# comments.
+_ROOT = re.compile(
+    r"\ufeff?(?:\s*+(?><\?.{0,65536}?\?>|<!--.{0,65536}?-->)){0,100}+\s*+<(?:!DOCTYPE\s++)?"
+    r"system(?![\w.:-])",
+    re.DOTALL,
+)
 
 
 @dataclass(slots=True, eq=False)
 class Element:
-    """One wanted element."""
+    """The root, or an element of ``_TAGS``."""
 
     tag: str
     attributes: dict[str, str]
     line: int
-    parent: Element | None  # the nearest wanted element around it
+    parent: Element | None  # the nearest one around it
 
     def find_above(self, tag: str, attribute: str) -> str | None:
         around = self.parent
@@ -48,86 +54,53 @@ class Element:
         return None if around is None else around.attributes.get(attribute)
 
 
-def find_root_tag(text: str) -> str:
-    """Name of the root element, or of the DOCTYPE; empty if this is not XML."""
-    at = 1 if text.startswith("\ufeff") else 0
-    # Files start with a licence or two, not with a million comments.
-    for _ in range(100):
-        blank = _BLANK.match(text, at)
-        at = blank.end() if blank else at
-        if text.startswith("<?", at):
-            at = text.find("?>", at) + 2
-        elif text.startswith("<!--", at):
-            at = text.find("-->", at) + 3
-        else:
-            break
-        if at < 4:  # find() gave -1: never closed
-            return ""
-    doctype = _DOCTYPE.match(text, at)
-    if doctype:
-        return doctype[1]
-    name = _NAME.match(text, at + 1) if text.startswith("<", at) else None
-    return name[0] if name else ""
-
-
-def parse(text: str, wanted: Iterable[str]) -> list[Element]:
-    """The elements with the tags ``wanted``, in the order of the document; the root is first.
-    ``text``: the document; blank lines before it are allowed, as files in the field have them.
+def parse(text: str) -> list[Element]:
+    """The elements in the order of the document; blank lines before it are allowed, as files in the
+    field have them.
     """
     body = text.removeprefix("\ufeff").lstrip()
     # An XML declaration must be the first thing expat sees, blank lines or not.
     above = text[: len(text) - len(body)].count("\n")
-    handler = _Handler(frozenset(wanted), above)
+    parser = expat.ParserCreate("utf-8")
+    elements: list[Element] = []
+    inside: list[Element] = []  # for each open element: itself, or the one kept around it
+    seen = 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal seen
+        seen += 1
+        line = above + parser.CurrentLineNumber
+        if seen > MAX_ELEMENTS or len(inside) >= MAX_DEPTH:
+            raise TopologyInputError(
+                f"more than {MAX_ELEMENTS} elements, or more than {MAX_DEPTH} inside each other; "
+                "no cluster prints this: pass the original file",
+                line=line,
+            )
+        if tag in _TAGS or not inside:
+            elements.append(Element(tag, attributes, line, inside[-1] if inside else None))
+            inside.append(elements[-1])
+        else:
+            inside.append(inside[-1])
+
+    def refuse(*_: object) -> None:
+        # Without a document type no entity can be declared: expat refuses their uses.
+        raise TopologyInputError(
+            "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
+            line=above + parser.CurrentLineNumber,
+        )
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: inside.pop()
+    parser.StartDoctypeDeclHandler = refuse
     try:
         # A lone surrogate cannot be encoded; a question mark stands for it.
-        handler.parser.Parse(body.encode("utf-8", "replace"), True)
+        parser.Parse(body.encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         raise TopologyInputError(
             f"not well-formed XML ({expat.ErrorString(error.code)}); is the file whole?",
             line=above + error.lineno,
         ) from None
-    return handler.elements
-
-
-class _Handler:
-    def __init__(self, wanted: frozenset[str], above: int) -> None:
-        self.wanted = wanted
-        self.above = above
-        self.elements: list[Element] = []
-        self.seen = 0
-        # One entry for each open element: itself, or the element kept around it.
-        self.open: list[Element | None] = []
-        parser = self.parser = expat.ParserCreate("utf-8")
-        parser.StartElementHandler = self.start
-        parser.EndElementHandler = self.end
-        parser.StartDoctypeDeclHandler = self.doctype
-
-    def line(self) -> int:
-        return self.above + self.parser.CurrentLineNumber
-
-    def start(self, tag: str, attributes: dict[str, str]) -> None:
-        self.seen += 1
-        if self.seen > MAX_ELEMENTS or len(self.open) >= MAX_DEPTH:
-            raise TopologyInputError(
-                f"more than {MAX_ELEMENTS} elements, or more than {MAX_DEPTH} inside each other; "
-                "no cluster prints this: pass the original file",
-                line=self.line(),
-            )
-        around = self.open[-1] if self.open else None
-        if tag in self.wanted or not self.open:
-            around = Element(tag, attributes, self.line(), around)
-            self.elements.append(around)
-        self.open.append(around)
-
-    def end(self, tag: str) -> None:
-        self.open.pop()
-
-    def doctype(self, *_: object) -> None:
-        # Without a document type no entity can be declared: expat refuses their uses.
-        raise TopologyInputError(
-            "refused: a DTD is never read; remove the <!DOCTYPE ...> from the file",
-            line=self.line(),
-        )
+    return elements
 
 
 def parse_number(text: str | None) -> int | None:
@@ -155,7 +128,6 @@ Pairs = dict[tuple[int, int], tuple[int, int]]
 KIND = "NCCL topology XML"
 """``Reading.kind`` of this format."""
 
-_LINKS = ("nvlink", "xgmi")
 _SWITCH_CLASS = "0x068000"
 _CPU_CLASS = "0x068001"  # IBM's bridge from a GPU to its CPU; NCCL takes it for the CPU
 # A switch that NCCL cannot see: in a virtual machine, and between hosts.
@@ -167,7 +139,7 @@ _HIDDEN_SWITCH = -1
 
 
 def recognises(text: str) -> bool:
-    return find_root_tag(text) == "system"
+    return _ROOT.match(text) is not None
 
 
 def read(text: str) -> Reading:
@@ -175,7 +147,7 @@ def read(text: str) -> Reading:
     switches of one host count as one, as for NCCL: the links between them are not listed. The
     hidden switch is one for the whole file, as only a clique of hosts is dumped into one file.
     """
-    elements = parse(text, ("system", "cpu", "pci", "gpu", *_LINKS))
+    elements = parse(text)
     root = elements[0]
     if root.tag != "system":
         raise TopologyInputError(
