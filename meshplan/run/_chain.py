@@ -26,6 +26,7 @@ from meshplan.run._words import LANES, find_weights
 
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
+OTHER_BITS = "other bits, and no replicas are known"
 # Steps that wait for a rank, before those that follow are given up.
 _PENDING = 2000
 
@@ -151,6 +152,7 @@ class Chain:
         why = "ranks have other lists of tensors with the same name"
         reasons = {one: why for some in names.values() if len(some) > 1 for one in some}
         totals: dict[str, Tensor] = {}
+        classes: dict[str, dict[str, list[int]]] = {}  # ranks by their words
         for name, ranks in shares.items():
             one, found = name.split()[0], [posts[rank][name] for rank in ranks]
             rows = min(len(words) for words, _ in found)
@@ -158,8 +160,13 @@ class Chain:
             if sum(count for _, count in found) != self._numels.get(one):
                 shown = ", ".join(format_runs(ranks))
                 reasons.setdefault(one, f"ranks {shown} posted a part of the elements, or copies")
-            elif not torch.equal(totals.setdefault(one, total)[0], total[0]):
-                reasons.setdefault(one, "ranks hold other bits, and no replicas are known")
+            else:
+                totals.setdefault(one, total)
+                words = _hex(total[0].tolist())
+                classes.setdefault(one, {}).setdefault(words, []).extend(ranks)
+        for one, parts in classes.items():
+            if len(parts) > 1:
+                reasons.setdefault(one, _describe_copies(list(parts.values())))
         return {one: words for one, words in totals.items() if one not in reasons}, reasons
 
     def take_records(self) -> list[Message]:
@@ -177,6 +184,14 @@ class Chain:
             "not_certified": {k: why for one in units for k, why in one.listed[1].items()},
             "ended": [one.ended for one in units if one.ended],
         }
+
+
+def _describe_copies(classes: list[list[int]]) -> str:
+    """Why copies are not certified; of three or more, one that differs alone is named."""
+    *many, odd = sorted(classes, key=len, reverse=True)
+    if len(many) == len(odd) == 1 < len(many[0]):
+        return f"rank {odd[0]} holds {OTHER_BITS}"
+    return f"ranks hold {OTHER_BITS}"
 
 
 def _count_elements(key: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshplan._message_text import format_first
 from meshplan.errors import PolicyError
-from meshplan.run._chain import HEAD
+from meshplan.run._chain import HEAD, OTHER_BITS
 from meshplan.run._verdict import format_head
 
 # First words of tensors, in the order of a step.
@@ -84,6 +84,7 @@ def _read(path: str) -> _Certificate | dict[str, Any]:
 
 def _read_certificate(path: str, text: str) -> _Certificate:
     found, lists = _Certificate(path), dict[int, list[str]]()
+    certified, split = set[str](), dict[int, set[str]]()
     # The last line of a job that was killed may be half of one.
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -94,13 +95,19 @@ def _read_certificate(path: str, text: str) -> _Certificate:
             found.conditions = record["conditions"]
         elif "certified" in record:
             lists[number] = record["certified"]
-            found.refused |= record["not_certified"]
+            refused = record["not_certified"]
+            found.refused |= refused
+            certified.update(lists[number])
+            # Copies that had the same bits before, and have them no more.
+            apart = {key for key, why in refused.items() if OTHER_BITS in why}
+            split[number] = apart & certified
         elif "ended" in record:
             found.refused[f"steps of optimizer {number}"] = record["ended"]
         elif "link" in record:
             keys = lists[number]
             words = record.get("tensors", [None] * len(keys))
             record["tensors"] = dict(zip(keys, words, strict=True))
+            record["split"] = split[number]
             found.links[record["step"], number] = record
     return found
 
@@ -136,10 +143,12 @@ def _compare_certificates(one: _Certificate, other: _Certificate) -> tuple[list[
 
 
 def _list_differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Tensors of both whose words are known and differ."""
+    """Tensors of both whose words are known and differ, or whose copies differ in one of them."""
     pairs = [(k, one, theirs["tensors"].get(k)) for k, one in mine["tensors"].items()]
-    found = [key for key, *two in pairs if None not in two and two[0] != two[1]]
-    return sorted(found, key=lambda key: _KINDS.index(key.split()[0]))
+    found = {key for key, *two in pairs if None not in two and two[0] != two[1]}
+    found |= mine["tensors"].keys() & theirs["split"]
+    found |= theirs["tensors"].keys() & mine["split"]
+    return sorted(found, key=lambda key: (_KINDS.index(key.split()[0]), key))
 
 
 def _name_first(pairs: Mapping[_Place, Any], first: _Place) -> str:
