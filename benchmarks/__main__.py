@@ -1,4 +1,4 @@
-"""Run benchmarks one after the other, each in a process of its own, and write down what they say.
+"""Run benchmarks sequentially, each in a process of its own, and record their figures.
 
 python -m benchmarks                                    all
 python -m benchmarks dispatch fold                      some
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, machine
@@ -62,7 +69,13 @@ def measured(name: str, smoke: bool, told: Callable[[int, Case | None], object])
         told: of how many cases there are, and of each.
     """
     title, how = about(import_module(f"benchmarks.{name}").__doc__ or "")
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--lines", *["--smoke"] * smoke]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.{name}",
+        "--lines",
+        *["--smoke"] * smoke,
+    ]
     started = time.perf_counter()
     cases: list[Case] = []
     head: dict[str, Any] = {}
@@ -136,6 +149,23 @@ def run_all(names: Sequence[str], smoke: bool, console: Console) -> dict[str, An
     return found
 
 
+def format_json(found: dict[str, Any]) -> str:
+    """A line for each case, so that a diff shows what has changed."""
+    suites = [
+        {**suite, "cases": [*map(json.dumps, suite["cases"])]} for suite in found["benchmarks"]
+    ]
+    text = json.dumps({**found, "benchmarks": suites}, indent=1)
+    return (
+        re.sub(
+            r'^ *("\{.*\}")(,?)$',
+            lambda one: json.loads(one[1]) + one[2],
+            text,
+            flags=re.M,
+        )
+        + "\n"
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 1 if a suite has failed."""
     parser = argparse.ArgumentParser(
@@ -157,7 +187,7 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         found = run_all(options.suites or SUITES, options.smoke, Console())
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(format_json(found))
     if options.page is not None:
         print("\n".join(f"wrote {path}" for path in write_page(found, options.page)))
     return int(any(str(suite["skipped"]).startswith(FAILED) for suite in found["benchmarks"]))

@@ -1,4 +1,4 @@
-"""All-reduces between processes of one host, side by side in one run.
+"""All-reduces between processes of one host.
 
     gloo       torch.distributed.all_reduce, in place; its order of additions is its own
     ordered    all-gather of everything to a list, left fold on rank 0, broadcast: what an ordered

@@ -1,4 +1,4 @@
-"""The kernels for GPUs on one GPU: beside a plain copy, and beside torch's own all-reduces.
+"""The kernels for GPUs on one GPU, compared with a plain copy and with torch's own all-reduces.
 
 First all ranks in one launch, with the GPU's own memory in place of links; then processes, with
 torch's ``one_shot_all_reduce`` and ``two_shot_all_reduce_``, and NCCL where each rank has a GPU, in

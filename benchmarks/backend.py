@@ -1,4 +1,4 @@
-"""What a job costs over the backend ``meshplan``, beside gloo in one run: no line of it differs.
+"""The cost of a job over the backend `meshplan`, compared with gloo: no line of the job differs.
 
 Groups of both backends live in the same processes and take turns. A call or a step is as slow as
 its slowest rank. CPU time is that of all threads of a rank, of the rank that takes most: what else

@@ -1,4 +1,4 @@
-"""What a redistribution costs before anything is sent: meshplan beside plain DTensor, in one run.
+"""The cost of a redistribution before anything is sent: meshplan compared with plain DTensor.
 
 On a fake process group nothing is communicated, so that the time is the dispatch. The two take
 turns, many short rounds each; a sample is the mean of a round. With policy ``fast`` both issue the

@@ -1,4 +1,4 @@
-"""A training step of several micro-batches on each rank: elastic, and FSDP2 accumulating by itself.
+"""A training step of several micro-batches per rank: elastic, and FSDP2's own accumulation.
 
 Both reduce in each round, over the backend meshplan, and take turns in the same processes. Shown is
 CPU time, without clipping and optimizer, of the slowest rank. Memory is what a rank keeps between

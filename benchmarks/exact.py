@@ -1,4 +1,4 @@
-"""Order `exact`: its fold beside the tree's, path `integer` and the exchange over gloo, and norms.
+"""Order `exact`: its fold compared with the tree's, path `integer` with the exchange, and norms.
 
 The fold may take 2.5 times the time of the tree for 8 leaves of 16 MiB, and 3 times for 64. The
 same bars hold for wide leaves: each number has a magnitude of its own, over a range of 10^6.

@@ -1,4 +1,4 @@
-"""The local reduction alone: compiled, in plain torch, and a copy of as many bytes, in one run.
+"""The local reduction alone: compiled, in plain torch, and a copy of as many bytes.
 
 Eight leaves of 16 MiB on one thread. The fold reads all leaves and writes one result; the copy
 moves as many bytes in all, half of them read and half written. So the bar of 0.8 of the machine's

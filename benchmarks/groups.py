@@ -1,4 +1,4 @@
-"""What it costs to come by a process group: agreed on and created once, then looked up.
+"""The cost of a process group: agreed on and created once, then looked up.
 
 The first reduction over axes is a vote of its members and, where torch has no such group yet, the
 creation of one. Beside it, in the same job, torch's ``new_group`` and what ``DeviceMesh._flatten``

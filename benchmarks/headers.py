@@ -1,4 +1,4 @@
-"""What the headers of an exchange cost: with headers, and the same collectives without them.
+"""The cost of an exchange's headers, compared with the same collectives without them.
 
 Ranks over gloo on this machine. Both variants issue one all-to-all and one all-gather and fold in
 the kernel; only one of them sends headers and compares them. They take turns call by call, in an

@@ -1,4 +1,4 @@
-"""What knowing the topology saves: bytes between nodes, counted.
+"""Bytes between nodes, counted, with and without the topology.
 
 Eight ranks on two nodes of four reduce a gradient, near ranks first and flat, with the same bits.
 Counted is what all ranks hand to functional collectives for ranks of the other node, which is all

@@ -1,4 +1,4 @@
-"""What linting a mesh layout costs, for 1,000 to 1,000,000 ranks: time and peak memory.
+"""The cost of linting a mesh, for 1,000 to 1,000,000 ranks: time and peak memory.
 
 Each is the command as a user gives it, in a process of its own, with what it takes to start Python.
 Layouts are jagged: each has groups that must agree and fall on NVLink domains in different ways.

@@ -1,4 +1,4 @@
-"""What meshplan holds in memory: imported, after many plans, and shared by the ranks of a group.
+"""Memory of meshplan: imported, after many plans, and shared by the ranks of a group.
 
 Imports and plans are of fresh processes, beside torch's alone. Plans: a thousand different
 redistributions on a process group that is not real. Shared: pages that a rank of a group has in

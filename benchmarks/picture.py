@@ -1,4 +1,4 @@
-"""PNG pictures of cases: lines over a parameter, bars, or predicted against measured points."""
+"""PNG pictures of cases: lines over the size of a message, or bars."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from typing import Any
 
 from benchmarks.record import Case
 
-__all__ = ["draw"]
-
-# Over which parameter lines run; each value of the others has a panel of its own.
-_LINES = {
-    "allreduce_cpu": "bytes",
-    "paths": "bytes",
-    "allreduce_gpu": "bytes",
-    "lint": "world_size",
-}
-_LINES |= {"groups": "world_size", "memory": "bytes", "scaling": "world_size"}
+# Suites whose lines run over the size; each value of other parameters has a panel of its own.
+_LINES = ("allreduce_cpu", "paths", "allreduce_gpu")
 # Colours that are told apart without seeing red or green (Okabe and Ito).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 # Figures farther apart than that would not be seen beside each other.
 _DECADES = 50
-_LABELS = {"bytes": "size", "world_size": "ranks"}
 
 
 def draw(name: str, title: str, cases: Sequence[Case], folder: Path) -> list[Path]:
@@ -68,31 +59,26 @@ _Panel = tuple[str, Callable[[Any], None]]
 
 
 def _panels(name: str, cases: Sequence[Case]) -> list[_Panel]:
-    over = _LINES.get(name)
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        shared = {k: v for k, v in case.parameters.items() if k != over}
-        if over in case.parameters:
-            key: tuple[object, ...] = (over, case.unit, tuple(case.runs), *shared.items())
-        else:
-            key = (None, case.unit, tuple(case.runs))
+        key: tuple[object, ...] = (case.unit, tuple(case.runs))
+        if name in _LINES and "bytes" in case.parameters:
+            key += tuple(item for item in case.parameters.items() if item[0] != "bytes")
         groups.setdefault(key, []).append(case)
     panels: list[_Panel] = []
     for key, group in groups.items():
-        if key[2] == ("predicted", "measured"):
-            panels.append(("", lambda axis, g=group: _points(axis, g)))  # type: ignore[misc]
-        elif key[0] is not None and len(group) > 1:
+        if name in _LINES and len(group) > 1:
             counts = {"world_size": "{} ranks", "hosts": "{} hosts"}
-            named = [(k, v) for k, v in key[3:] if k != "links"]  # type: ignore[misc]
+            named = [(k, v) for k, v in key[2:] if k != "links"]  # type: ignore[misc]
             words = [counts.get(k, "{}").format(v) for k, v in named]
-            panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g, str(over))))  # type: ignore[misc]
+            panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g)))  # type: ignore[misc]
         else:
             panels.append(("", lambda axis, g=group: _bars(axis, g)))  # type: ignore[misc]
     return panels
 
 
-def _lines(axis: Any, cases: Sequence[Case], over: str) -> None:
-    x = [int(case.parameters[over]) for case in cases]
+def _lines(axis: Any, cases: Sequence[Case]) -> None:
+    x = [int(case.parameters["bytes"]) for case in cases]
     for run, colour in zip(cases[0].runs, _COLOURS, strict=False):
         figures = [case.runs[run] for case in cases]
         axis.plot(x, [f.median for f in figures], "o-", color=colour, label=run, markersize=3)
@@ -105,11 +91,8 @@ def _lines(axis: Any, cases: Sequence[Case], over: str) -> None:
             linewidth=0,
         )
     axis.set_xscale("log", base=2)
-    labels = [_short(ranks, x[:i]) for i, ranks in enumerate(x)]
-    if over == "bytes":
-        # Every second one, where there are many.
-        step = 1 + (len(x) > 6)
-        labels = [_format_bytes(size) if i % step == 0 else "" for i, size in enumerate(x)]
+    step = 1 + (len(x) > 6)  # every second label, where there are many
+    labels = [_format_bytes(size) if i % step == 0 else "" for i, size in enumerate(x)]
     axis.set_xticks(x, labels, fontsize=8)
     axis.minorticks_off()
     for bar in cases[0].bars:
@@ -121,23 +104,10 @@ def _lines(axis: Any, cases: Sequence[Case], over: str) -> None:
         axis.set_yscale("log")
     else:
         axis.set_ylim(bottom=0)
-    axis.set_xlabel(_LABELS[over])
+    axis.set_xlabel("size")
     axis.set_ylabel(cases[0].unit)
     axis.grid(alpha=0.3)
-    if len(cases[0].runs) > 1:
-        _legend(axis)
-    else:
-        axis.set_title(next(iter(cases[0].runs)), fontsize=10)
-
-
-def _short(number: int, before: Sequence[int]) -> str:
-    """A label, where there is room for it."""
-    if any(number < 1.5 * other for other in before):
-        return ""
-    for unit, letter in ((1_000_000, "M"), (1_000, "k")):
-        if number >= unit and number % unit == 0:
-            return f"{number // unit}{letter}"
-    return str(number)
+    _legend(axis)
 
 
 def _format_bytes(size: int) -> str:
@@ -166,25 +136,6 @@ def _bars(axis: Any, cases: Sequence[Case]) -> None:
     axis.set_xlabel(cases[0].unit)
     if len(runs) > 1:
         _legend(axis)
-
-
-def _points(axis: Any, cases: Sequence[Case]) -> None:
-    """Predicted over measured; on the line they are the same."""
-    ways = list(dict.fromkeys(str(case.parameters["way"]) for case in cases))
-    for way, colour in zip(ways, _COLOURS, strict=False):
-        these = [case for case in cases if case.parameters["way"] == way]
-        x = [case.runs["measured"].median for case in these]
-        y = [case.runs["predicted"].median for case in these]
-        axis.plot(x, y, "o", color=colour, label=way, markersize=4)
-    every = [run.median for case in cases for run in case.runs.values()]
-    ends = (0.8 * min(every), 1.25 * max(every))
-    axis.plot(ends, ends, "-", color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel(f"measured, {cases[0].unit}")
-    axis.set_ylabel(f"predicted, {cases[0].unit}")
-    axis.grid(alpha=0.3)
-    _legend(axis)
 
 
 def _legend(axis: Any) -> None:

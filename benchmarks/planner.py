@@ -1,4 +1,4 @@
-"""What planning costs: fresh plans, torch's own planners beside them, and hazards of a large job.
+"""The cost of planning: new plans, compared with torch's planners, and hazards of a large job.
 
 All of it is pure, so that one process is enough. Plans are timed with all caches empty, meshplan's
 and torch's, which has a process group that is not real. Hazards run in a fresh process each; its

@@ -21,8 +21,6 @@ import torch
 import meshplan
 from meshplan import kernel
 
-__all__ = ["SCHEMA", "Bar", "Case", "Figures", "at_least", "at_most", "machine"]
-
 SCHEMA = "meshplan-benchmarks/1"
 
 Kind = Literal["at most", "at least"]

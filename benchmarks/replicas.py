@@ -1,4 +1,4 @@
-"""What a replica check costs: a tensor's digest beside one read of the tensor, on one thread.
+"""The cost of a replica check: a digest compared with one read of the tensor, on one thread.
 
 The read is ``torch.sum`` over the tensor as int64, which does one addition for 8 bytes. Digest and
 read take turns. A tensor is larger than the caches.

@@ -1,4 +1,4 @@
-"""How far predictions are off: all-reduces of CPU processes over gloo.
+"""Error of the predictions: all-reduces of CPU processes over gloo.
 
 Jobs measure their links as `meshplan links` does, predict from these alone as `meshplan simulate
 --cost --links` does, and then run: gloo's ring, gloo's rings axis by axis, and meshplan's plan.

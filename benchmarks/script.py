@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from benchmarks.record import Bar, Case, machine
 
-__all__ = ["Suite", "about", "row_of", "run"]
-
 
 @dataclass(frozen=True)
 class Suite:

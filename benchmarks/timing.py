@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from benchmarks.record import Figures
 
-__all__ = ["calls_to_settle", "in_blocks", "in_turn", "on_ranks", "seconds", "slowest"]
-
 _TIMEOUT = 600.0
 # Seconds. On two cores, two ranks share one for up to 15 ms.
 _SETTLED = 0.03

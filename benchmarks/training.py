@@ -1,4 +1,4 @@
-"""A training step, plain and with meshplan, in one run: the same model, batch and optimizer.
+"""A training step, plain and with meshplan: the same model, batch and optimizer.
 
 Both models live in the same processes and take turns, step by step, so that what else the machine
 does meets both. A step is as slow as its slowest rank.
