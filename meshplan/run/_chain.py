@@ -27,6 +27,8 @@ from meshplan.run._words import LANES, find_weights
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
 OTHER_BITS = "other bits, and no replicas are known"
+# Of words, of links and of the file.
+VERSION = 2
 # Steps that wait for a rank, before those that follow are given up.
 _PENDING = 2000
 
@@ -129,7 +131,7 @@ class Chain:
         if not keys:
             return
         words = _hex(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
-        text = "\n".join(["meshplan certificate 1", unit.link, str(step), words, *sorted(keys)])
+        text = "\n".join([f"{HEAD} {VERSION}", unit.link, str(step), words, *sorted(keys)])
         unit.link, unit.links = (
             hashlib.sha256(text.encode()).hexdigest()[:32],
             unit.links + 1,
@@ -219,7 +221,7 @@ class CertificateFile:
         lines = list(records)
         conditions = {"conditions": _read_conditions(report)}
         if not self._size and not self._rest:
-            lines.insert(0, {HEAD: 1} | conditions)
+            lines.insert(0, {HEAD: VERSION} | conditions)
         if report["state"] != "running":
             lines.append({"end": report["state"]} | conditions)
         self._rest += "".join(f"{json.dumps(line)}\n" for line in lines).encode()

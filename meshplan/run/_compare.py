@@ -10,7 +10,7 @@ from typing import Any
 
 from meshplan._message_text import format_first
 from meshplan.errors import PolicyError
-from meshplan.run._chain import HEAD, OTHER_BITS
+from meshplan.run._chain import HEAD, OTHER_BITS, VERSION
 from meshplan.run._verdict import format_head
 
 # First words of tensors, in the order of a step.
@@ -69,7 +69,7 @@ def _read(path: str) -> _Certificate | dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PolicyError(f"{path[:200]}: cannot be read: {error}") from error
     try:
-        if text.startswith(f'{{"{HEAD}"'):
+        if text.startswith(f'{{"{HEAD}": {VERSION},'):
             return _read_certificate(path, text)
         report = json.loads(text)
         if report["version"] == 1 and "first_difference" in report["replicas"]:
@@ -77,8 +77,8 @@ def _read(path: str) -> _Certificate | dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise PolicyError(
-        f"{path[:200]}: is neither a certificate nor a report; pass a file that meshplan run wrote "
-        "with --certify or --report"
+        f"{path[:200]}: is neither a report nor a certificate of version {VERSION}; pass a file "
+        "that meshplan run of this version wrote with --certify or --report"
     )
 
 

@@ -9,6 +9,7 @@ This finds faults, not forgers: if several numbers change, both lanes stay with 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,9 +20,11 @@ from torch import Tensor
 from meshplan.kernel import integers, mixed
 
 LANES = 2
-# Numbers that are converted to int64 at a time, and keys of a dim that are kept.
-_PIECE = 1 << 17
-_KEPT = 1 << 12
+# Numbers that are converted at a time, and those of a row at most; digits of a key.
+_PIECE = 1 << 16
+_COLUMNS = 1 << 11
+_DIGITS = 8
+_BUFFERS: list[Tensor] = []
 _LOWER = (1 << 32) - 1
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -70,61 +73,90 @@ def find_words(local: Tensor, spans: Spans) -> Tensor:
         return torch.zeros(LANES, dtype=torch.int64, device=bits.device)
     if not bits.dim():
         bits, spans = bits.reshape(1), ((0, 1), *spans)
-    return _add_up(bits, spans, 0)
+    # New memory takes longer than what is done in it, and several threads may step.
+    try:
+        buffer = _BUFFERS.pop()
+    except IndexError:
+        buffer = torch.empty(_PIECE, dtype=torch.float64, device="cpu")
+    words = _add_up(bits, spans, buffer)
+    _BUFFERS.append(buffer)
+    return words
 
 
-def _add_up(bits: Tensor, spans: Spans, dim: int) -> Tensor:
-    rest = 1
-    for start, stop in spans[1:]:
-        rest *= stop - start
-    if rest > _PIECE and bits.dim() > 1:
-        parts = torch.stack([_add_up(one, spans[1:], dim + 1) for one in bits], 1)
-        return (_keys_of(dim, *spans[0], bits.device) * parts).sum(1)
-    columns, first, total = (
-        _multiply_keys(spans[1:], dim + 1, bits.device),
-        spans[0][0],
-        None,
-    )
+def _add_up(bits: Tensor, spans: Spans, buffer: Tensor) -> Tensor:
+    rest = math.prod(stop - start for start, stop in spans[1:])
+    total = torch.zeros(LANES, dtype=torch.int64, device=bits.device)
+    if rest > _COLUMNS:
+        dim = next(dim for dim, size in enumerate(bits.shape) if dim and size > 1)
+        start, stop = spans[dim]
+        half = (start + stop) // 2
+        # The words of the parts of a tensor add up to its own.
+        for part, span in zip(
+            bits.split([half - start, stop - half], dim),
+            ((start, half), (half, stop)),
+            strict=True,
+        ):
+            total += _add_up(part, (*spans[:dim], span, *spans[dim + 1 :]), buffer)
+        return total
+    # A product with few columns takes longer than the products of their elements.
+    digits = bits.device.type == "cpu" and rest >= 4 * _DIGITS
+    columns = _multiply_keys(spans[1:], digits, bits.device)
+    keys, found = _keys_of(0, *spans[0], bits.device), []
     step = max(1, _PIECE // rest)
     for at in range(0, len(bits), step):
-        piece = bits[at : at + step].to(torch.int64)
+        piece = bits[at : at + step]
+        rows = len(piece)
         if bits.element_size() == 8:
             piece = torch.stack((piece & _LOWER, piece >> 32), -1)
-        keys = _keys_of(dim, first + at, first + at + len(piece), bits.device)
-        found = (_multiply(keys, piece.reshape(len(piece), -1)) * columns).sum(1)
-        total = found if total is None else total + found
-    assert total is not None
+        if digits:
+            numbers = buffer[: piece.numel()].view(piece.shape).copy_(piece)
+            found.append(numbers.view(rows, -1) @ columns)
+        else:
+            numbers = piece.to(torch.int64).reshape(rows, -1).t()
+            products = keys[:, None, at : at + rows] * numbers
+            total += (products.sum(2) * columns).sum(1)
+    if found:
+        # Sums of 2^11 products of 32 bits and of eight are exact, in any order of additions.
+        sums = torch.cat(found).to(torch.int64).view(-1, LANES, _DIGITS)
+        sums = (keys.t()[:, :, None] * sums).sum(0)
+        total += (sums << torch.arange(0, 8 * _DIGITS, 8, device="cpu")).sum(1)
     return total
 
 
-def _multiply(keys: Tensor, numbers: Tensor) -> Tensor:
-    """int64 [lanes, rows] by [rows, columns]: [lanes, columns]."""
-    # Torch multiplies no int64 matrices elsewhere, and here those of few columns slowly.
-    if numbers.device.type != "cpu" or 1 < numbers.shape[1] <= 8:
-        return (keys[:, None, :] * numbers.t()).sum(2)
-    return torch.stack([torch.mv(numbers.t(), one) for one in keys])
-
-
 @lru_cache(maxsize=32)
-def _multiply_keys(spans: Spans, dim: int, device: torch.device) -> Tensor:
-    """The keys of dims, the first of which is number ``dim``: int64 [lanes, elements]."""
+def _multiply_keys(spans: Spans, digits: bool, device: torch.device) -> Tensor:
+    """The keys of all dims but the first: int64 [lanes, elements], or with ``digits`` those to base
+    256 as float64 [elements, lanes * digits], because torch has no fast product of int64 matrices.
+    """
     found = torch.ones((LANES, 1), dtype=torch.int64, device=device)
-    for number, (start, stop) in enumerate(spans, dim):
-        keys = _keys_of(number, start, stop, device)
+    for dim, (start, stop) in enumerate(spans, 1):
+        keys = _keys_of(dim, start, stop, device)
         found = (found[:, :, None] * keys[:, None, :]).reshape(LANES, -1)
+    if digits:
+        return found.t().contiguous().view(torch.uint8).to(torch.float64)
     return found
 
 
 def _keys_of(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """The keys of indices: int64 [lanes, stop - start]."""
-    return (_make_keys if stop - start > _KEPT else _keep_keys)(dim, start, stop, device)
+    """The keys of indices, each of a block of them and of a place in it: int64 [lanes, indices]."""
+    keep = stop - start <= _COLUMNS
+    return (_keep_keys if keep else _make_keys)(dim, start, stop, device)
 
 
 def _make_keys(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+    first, last = start // _COLUMNS, -(-stop // _COLUMNS)
+    blocks = _draw(2 * dim, first, last, device)
+    places = _draw(2 * dim + 1, 0, _COLUMNS, device)
+    keys = (blocks[:, :, None] * places[:, None, :]).view(LANES, -1)
+    return keys[:, start - first * _COLUMNS : stop - first * _COLUMNS]
+
+
+@lru_cache(maxsize=512)
+def _draw(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     lanes = torch.arange(LANES, dtype=torch.int64, device=device)[:, None]
-    indices = torch.arange(start, stop, dtype=torch.int64, device=device)
-    # Indices end below 2^40: no two of these numbers are the same.
-    return mixed((((2 * dim + lanes + 2) << 40) + indices) * _PRIME) | 1
+    numbers = torch.arange(start, stop, dtype=torch.int64, device=device)
+    # They end below 2^40: no two of these numbers are the same.
+    return mixed((((2 * dim + lanes + 2) << 40) + numbers) * _PRIME) | 1
 
 
 _keep_keys = lru_cache(maxsize=512)(_make_keys)

@@ -158,6 +158,15 @@ class TestWords:
             bits[element] = 0
         assert len(seen) == 1 + 30 * 32
 
+    @pytest.mark.parametrize(("value", "dtype"), [(-1, torch.int64), (-(1 << 31), torch.int32)])
+    def test_sums_of_the_largest_numbers_are_exact(self, value: int, dtype: torch.dtype) -> None:
+        """As floats of 53 bits; those of single columns are added as integers."""
+        whole = torch.full((2, 3000), value, dtype=dtype)
+        total = torch.zeros(2, dtype=torch.int64)
+        for at in range(3000):
+            total += find_words(whole[:, at : at + 1], ((0, 2), (at, at + 1)))
+        assert find_words(whole, ((0, 2), (0, 3000))).tolist() == total.tolist()
+
     @pytest.mark.parametrize("rows", [8, 7, 5, 3, 1])
     def test_spans_of_strided_shards_are_those_of_shards_of_shards(self, rows: int) -> None:
         whole = torch.arange(rows)
@@ -416,7 +425,7 @@ def test_a_value_is_a_tensor_or_a_number() -> None:
 def write(path: Path, words: Sequence[str], tensors: str = "a[2]", ranks: int = 2) -> str:
     """A certificate of steps with these words."""
     lines: list[Any] = [
-        {"meshplan certificate": 1, "conditions": {"world_size": ranks, "setting threads": 1}},
+        {"meshplan certificate": 2, "conditions": {"world_size": ranks, "setting threads": 1}},
         {"optimizer": 0, "step": 1, "certified": tensors.split(), "not_certified": {}},
     ]
     for step, one in enumerate(words, 1):
@@ -472,8 +481,9 @@ cannot compare: no step is in both
         write(Path("a"), ["1"])
         Path("report").write_text('{"version": 1, "replicas": {"first_difference": null}}')
         Path("text").write_text("nothing")
+        Path("old").write_text('{"meshplan certificate": 1, "conditions": {}}\n')
         shown = ""
-        for other in ("report", "text", "missing"):
+        for other in ("report", "text", "old", "missing"):
             status, out, errors = command("compare", "a", other)
             assert (status, out) == (2, "")
             shown += errors
@@ -481,7 +491,8 @@ cannot compare: no step is in both
             shown,
             """\
 meshplan: MP402: a and report are a report and a certificate; compare two files of --report, or two of --certify
-meshplan: MP402: text: is neither a certificate nor a report; pass a file that meshplan run wrote with --certify or --report
+meshplan: MP402: text: is neither a report nor a certificate of version 2; pass a file that meshplan run of this version wrote with --certify or --report
+meshplan: MP402: old: is neither a report nor a certificate of version 2; pass a file that meshplan run of this version wrote with --certify or --report
 meshplan: MP402: missing: cannot be read: [Errno 2] No such file or directory: 'missing'
 """,
         )
