@@ -106,7 +106,7 @@ def test_one_integration_does_not_need_the_libraries_of_another() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["meshplan", "meshplan.integrations", "meshplan.topology", "meshplan.topology.formats"],
+    ["meshplan", "meshplan.integrations", "meshplan.topology"],
 )
 def test_unknown_names_are_attribute_errors(module: str) -> None:
     found = sys.modules.get(module) or __import__(module, fromlist=["x"])

@@ -15,9 +15,6 @@ def require_launcher(
     example: str,
     error: type[MeshplanError] = PolicyError,
 ) -> None:
-    """Raises:
-    MeshplanError: ``error``, if a variable that torchrun sets is missing.
-    """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not environ.get(name)]
     if missing:
@@ -28,9 +25,6 @@ def require_launcher(
 
 
 def check_timeout(timeout: float) -> None:
-    """Raises:
-    PolicyError: not a positive number of seconds.
-    """
     if not 0 < timeout < 1e6:
         raise PolicyError(f"--timeout: use a positive number of seconds, got {timeout:g}")
 

@@ -1,6 +1,5 @@
-"""``meshplan simulate``: the replicas after all-reduces in the order of the NCCL model.
-
-With ``--cost``, the cost of the all-reduces: ``_simulate_cost``.
+"""``meshplan simulate``: the replicas after all-reduces in the order of the NCCL model, or with
+``--cost`` the predicted costs of all-reduces, on one mesh or on growing clusters.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshplan import planner
 from meshplan._dtypes import itemsize
 from meshplan.cli._options import (
     Steps,
@@ -37,10 +37,8 @@ from meshplan.errors import PolicyError, TopologyError
 
 if TYPE_CHECKING:
     from meshplan.layout import Layout
-    from meshplan.planner import Prediction, Simulation
-    from meshplan.planner._hazards import Algorithm
+    from meshplan.planner import Algorithm, Prediction
     from meshplan.topology import Topology
-
 
 _MODEL = (
     "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; "
@@ -118,9 +116,6 @@ def add(verbs: Any) -> None:
 
 
 def simulate_or_predict(given: argparse.Namespace) -> str:
-    """The simulation, or with ``--cost`` the prediction, as text or JSON; ``MeshplanError`` for
-    invalid options.
-    """
     if given.cost:
         return predict_costs(given) + "\n"
     for option, value in (("--links", given.links), ("--gpu", given.gpu)):
@@ -129,88 +124,89 @@ def simulate_or_predict(given: argparse.Namespace) -> str:
     return _simulate_mesh(given) + "\n"
 
 
-class _Options:
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.algorithms = [name for name in _ALGORITHMS if given.algorithm in (name, "both")]
-        self.dtype = read_dtype(given.dtype)
-        self.given = None if given.numel is None else read_number(given.numel, "--numel")
-        self.seed = read_number(given.seed or "0", "--seed", least=0)
-
-    def choose_numel(self, ranks: int, orders: int) -> int:
-        if self.given is not None:
-            return self.given
-        room = _DRAWN // (ranks * max(orders, 1) * len(self.algorithms))
-        return max(_LEAST, min(_MOST, 1 << max(room.bit_length() - 1, 0)))
-
-    def simulate(
-        self,
-        layout: Layout,
-        topology: Topology,
-        steps: Steps,
-        numel: int,
-        src: list[str] | None = None,
-    ) -> list[Simulation]:
-        from meshplan.planner import simulate
-
-        return [
-            simulate(
-                layout,
-                topology,
-                steps,
-                algorithm=name,
-                dtype=self.dtype,
-                numel=numel,
-                seed=self.seed,
-                src=src,
-            )
-            for name in self.algorithms
-        ]
-
-    def to_json(self, numel: int) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "numel": numel,
-            "seed": self.seed,
-            "model": _MODEL,
-        }
-
-    def describe(self, numel: int) -> str:
-        return f"{_describe_elements(numel, self.dtype)}, seed {self.seed}"
-
-
-def _simulate_mesh(given: argparse.Namespace) -> str:
-    options = _Options(given)
-    if given.mesh is None:
-        raise PolicyError("no mesh; pass --mesh AXES, such as ddp=8,fsdp=5")
+def _read_mesh(
+    given: argparse.Namespace,
+) -> tuple[Layout, Topology, list[str] | None]:
+    """The mesh, the placement of its ranks, and the placements of ``--from``."""
     from meshplan.lint._spec import parse_mesh
 
     layout = parse_mesh(given.mesh)
-    topology = require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1)).topology
+    cluster = require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1))
+    src = None if given.src is None else read_placements(given.src, "--from")
+    return layout, cluster.topology, src
+
+
+def _format_mesh(
+    given: argparse.Namespace,
+    layout: Layout,
+    topology: Topology,
+    facts: dict[str, Any],
+    about: str,
+    table: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> str:
+    """The facts as JSON, or as text a line about the mesh, the table and the notes."""
+    if given.output_format == "json":
+        mesh = dict(zip(layout.axes, layout.sizes, strict=True))
+        return json.dumps({"mesh": mesh, "topology": str(topology), **facts}, indent=2)
+    nothing = ["nothing is reduced: no partial axis has 2 ranks or more"]
+    lines = format_table(table) if len(table) > 1 else nothing
+    return "\n".join([f"mesh {layout}, {topology}; {about}", *lines, *notes])
+
+
+def _simulate_mesh(given: argparse.Namespace) -> str:
+    algorithms = [name for name in _ALGORITHMS if given.algorithm in (name, "both")]
+    dtype = read_dtype(given.dtype)
+    numel = None if given.numel is None else read_number(given.numel, "--numel")
+    seed = read_number(given.seed or "0", "--seed", least=0)
+    if given.mesh is None:
+        raise PolicyError("no mesh; pass --mesh AXES, such as ddp=8,fsdp=5")
+    layout, topology, src = _read_mesh(given)
     if not topology.known:
         raise TopologyError(
             "these files do not report the placement of ranks, which decides the order; pass "
             "--hosts, --node-size or --domain-size too"
         )
-    src = None if given.src is None else read_placements(given.src, "--from")
     sequences = _read_sequences(given, layout, src)
-    numel = options.choose_numel(layout.world_size, len(sequences))
+    if numel is None:
+        room = _DRAWN // (layout.world_size * max(len(sequences), 1) * len(algorithms))
+        numel = max(_LEAST, min(_MOST, 1 << max(room.bit_length() - 1, 0)))
     rows = [
-        (steps, found)
-        for steps in track("simulating order", sequences)
-        for found in options.simulate(layout, topology, steps, numel, src)
-    ]
-    if given.output_format == "json":
-        return json.dumps(
-            {
-                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
-                "topology": str(topology),
-                **options.to_json(numel),
-                "rows": [_encode_row(steps, found) for steps, found in rows],
-            },
-            indent=2,
+        (
+            steps,
+            planner.simulate(
+                layout,
+                topology,
+                steps,
+                algorithm=name,
+                dtype=dtype,
+                numel=numel,
+                seed=seed,
+                src=src,
+            ),
         )
-    lines = [f"mesh {layout}, {topology}; {options.describe(numel)}"]
-    cells = [
+        for steps in track("simulating order", sequences)
+        for name in algorithms
+    ]
+    facts = {
+        "dtype": dtype,
+        "numel": numel,
+        "seed": seed,
+        "model": _MODEL,
+        "rows": [
+            {
+                "order": [list(step) for step in steps],
+                "algorithm": found.algorithm,
+                "replicas": found.replicas,
+                "differing": found.differing,
+                "ulps": found.ulps,
+                "steps": [asdict(step) for step in found.per_step],
+            }
+            for steps, found in rows
+        ],
+    }
+    table = [("order", "algorithm", "replicas", "differ")]
+    table += [
         (
             format_steps(steps),
             found.algorithm,
@@ -219,11 +215,8 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
         )
         for steps, found in rows
     ]
-    if not cells:
-        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
-    else:
-        lines += format_table([("order", "algorithm", "replicas", "differ"), *cells])
-    return "\n".join([*lines, _MODEL])
+    about = f"{_describe_elements(numel, dtype)}, seed {seed}"
+    return _format_mesh(given, layout, topology, facts, about, table, [_MODEL])
 
 
 def _read_sequences(
@@ -248,19 +241,6 @@ def _read_sequences(
     return found
 
 
-def _encode_row(steps: Steps, found: Simulation) -> dict[str, Any]:
-    return {
-        "order": [list(step) for step in steps],
-        "algorithm": found.algorithm,
-        "replicas": found.replicas,
-        "differing": found.differing,
-        "ulps": found.ulps,
-        "steps": [asdict(step) for step in found.per_step],
-    }
-
-
-# ``meshplan simulate --cost``: predicted costs of all-reduces, on one mesh or growing clusters.
-
 # Without --mesh: GPUs of the clusters, GPUs of a node that NVLink joins, and elements.
 CLUSTERS = (8, 64, 512, 4096, 32_768, 100_000)
 NODE = 8
@@ -274,12 +254,10 @@ class _Model:
     """The links and their errors: of a kind of GPU, or of the file of ``--links``."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        from meshplan.planner import CALIBRATIONS
-
         if given.links is not None and given.gpu is not None:
             raise PolicyError("--links has figures of its own; leave out --gpu")
         own, self.name = read_links(given), given.gpu or "h100"
-        self.errors = CALIBRATIONS[self.name]
+        self.errors = planner.CALIBRATIONS[self.name]
         self.calibration = None if own else self.errors
         self.links = own or self.errors.links
 
@@ -330,31 +308,23 @@ def predict_costs(given: argparse.Namespace) -> str:
 
 
 def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
-    from meshplan.lint._spec import parse_mesh
-    from meshplan.planner import NOMINAL_ELEMENTS
-
-    layout = parse_mesh(given.mesh)
-    cluster = require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1))
-    numel = NOMINAL_ELEMENTS if given.numel is None else read_number(given.numel, "--numel")
-    src = ["P"] * len(layout.axes) if given.src is None else read_placements(given.src, "--from")
-    rows = _predict_rows(given, model, layout, cluster.topology, src, numel, dtype)
-    if given.output_format == "json":
-        return json.dumps(
-            {
-                "mesh": dict(zip(layout.axes, layout.sizes, strict=True)),
-                "topology": str(cluster.topology),
-                **model.to_json(dtype),
-                "numel": numel,
-                "rows": [row.to_json(rows[0]) for row in rows],
-            },
-            indent=2,
-        )
-    lines = [f"mesh {layout}, {cluster.topology}; {_describe_message(numel, dtype)}"]
-    if not rows[0].found.steps:
-        lines.append("nothing is reduced: no partial axis has 2 ranks or more")
-    else:
-        lines += format_table([_HEAD, *(_format_cells(row, rows[0]) for row in rows)])
-    return "\n".join([*lines, *model.describe(layout.world_size)])
+    layout, topology, src = _read_mesh(given)
+    numel = planner.NOMINAL_ELEMENTS
+    if given.numel is not None:
+        numel = read_number(given.numel, "--numel")
+    src = src or ["P"] * len(layout.axes)
+    rows = _predict_rows(given, model, layout, topology, src, numel, dtype)
+    facts = {
+        **model.to_json(dtype),
+        "numel": numel,
+        "rows": [row.to_json(rows[0]) for row in rows],
+    }
+    cells = [_format_cells(row, rows[0]) for row in rows if rows[0].found.steps]
+    about, notes = (
+        _describe_message(numel, dtype),
+        model.describe(layout.world_size),
+    )
+    return _format_mesh(given, layout, topology, facts, about, [_HEAD, *cells], notes)
 
 
 def _predict_rows(
@@ -367,9 +337,7 @@ def _predict_rows(
     dtype: str,
 ) -> list[_Row]:
     """Meshplan's plan; then torch's sequence or the requested orders; then all axes at once."""
-    from meshplan.planner import Problem, predict_backend, predict_plan
-
-    problem = Problem.of(
+    problem = planner.Problem.of(
         layout,
         src,
         ["R"] * len(src),
@@ -387,10 +355,10 @@ def _predict_rows(
     named = [(format_steps(steps), steps) for steps in orders]
 
     def make(name: str, steps: Steps, algorithm: Any) -> _Row:
-        found = predict_backend(problem, steps, algorithm, model.calibration)
+        found = planner.predict_backend(problem, steps, algorithm, model.calibration)
         return _Row(name, found, *model.errors.widen(found.cost))
 
-    plan = predict_plan(problem)
+    plan = planner.predict_plan(problem)
     rows = [_Row("meshplan", plan, *model.errors.widen(plan.cost))]
     if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
         named = [("torch, axis by axis", tuple((axis,) for axis in wide))]
@@ -452,19 +420,18 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> s
 
 
 def _format_times(rows: Sequence[_Row]) -> list[str]:
-    from meshplan.planner import format_bytes
-
     times = [
         _format_range(row) + (f" ({ratios})" if (ratios := _format_ratios(row, rows[0])) else "")
         for row in rows
     ]
-    return [*times, ", ".join(format_bytes(row.found.cost.network) for row in rows)]
+    return [
+        *times,
+        ", ".join(planner.format_bytes(row.found.cost.network) for row in rows),
+    ]
 
 
 def _format_range(row: _Row) -> str:
-    from meshplan.planner import format_time
-
-    low, high = (format_time(round(one)) for one in (row.low, row.high))
+    low, high = (planner.format_time(round(one)) for one in (row.low, row.high))
     return f"{low} to {high}"
 
 
@@ -476,20 +443,19 @@ _HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
 
 
 def _format_cells(row: _Row, plan: _Row) -> tuple[str, ...]:
-    from meshplan.planner import format_bytes
-
     found = row.found
     steps = ", ".join(
         f"{'+'.join(axes)} {how}" for axes, how in zip(found.steps, found.how, strict=True)
     )
-    sent = map(format_bytes, (found.cost.network, found.cost.node, found.cost.domain))
+    sent = map(
+        planner.format_bytes,
+        (found.cost.network, found.cost.node, found.cost.domain),
+    )
     return row.name, steps, _format_range(row), _format_ratios(row, plan), *sent
 
 
 def _describe_message(numel: int, dtype: str) -> str:
-    from meshplan.planner import format_bytes
-
-    return f"{_describe_elements(numel, dtype)} ({format_bytes(numel * itemsize(dtype))})"
+    return f"{_describe_elements(numel, dtype)} ({planner.format_bytes(numel * itemsize(dtype))})"
 
 
 def _describe_elements(numel: int, dtype: str) -> str:

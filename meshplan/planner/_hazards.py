@@ -38,8 +38,6 @@ from meshplan.planner._problem import (
 )
 from meshplan.topology import Topology
 
-# A reduction that can make replicas differ, with two groups that may add in other orders.
-
 Verdict = Literal["none", "may differ", "unknown topology"]
 
 _MAX_SIGNATURES, _MAX_RANKS = 6, 6  # of a printed hazard

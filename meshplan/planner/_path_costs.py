@@ -250,9 +250,6 @@ class _Clocks:
         self._free["between"] = self.now
 
 
-# How far apart the ranks of a reduction are, and how wide its elements: facts for its costs.
-
-
 @dataclass(frozen=True, slots=True)
 class ElementWidth:
     """Bytes per element: on the wire, and of an unfinished partial."""
@@ -599,8 +596,6 @@ def predict_cost(path: str, reduction: PlannedReduction) -> Cost:
     """The cost of ``reduction`` by ``path``; ``auto`` has the strategies of an exchange."""
     return _path_costs["exchange" if path == "auto" else path](reduction)
 
-
-# The sizes of a summand for which one path is predicted to cost less than another.
 
 MAX_LIMITS = 256
 # An all-to-all among fewer ranks is under way at once, and costs less than the model says.

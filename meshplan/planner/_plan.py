@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -190,10 +189,6 @@ class Plan:
             "cost": self.candidates[0].cost.to_json() if self.candidates else None,
             "steps": [step.to_json(problem.layout) for step in self.steps],
         }
-
-    def dumps(self) -> str:
-        """``to_json()`` as text with sorted keys: equal plans have equal text on every rank."""
-        return json.dumps(self.to_json(), sort_keys=True)
 
     def __str__(self) -> str:
         if not self.steps:

@@ -411,7 +411,6 @@ class _Stages:
         self.held = np.broadcast_to(number.reshape(shared), sizes)
 
     def check_size(self, numel: int) -> None:
-        """Refuse a simulation that would take too much memory, or too long: ``PolicyError``."""
         kept, most = 0, 1
         for stage in self.stages:
             # Of one group: its rows, the same times a factor, the same in ring order.

@@ -1,8 +1,7 @@
 """The c10d backend ``nccl_model``: CPU processes that add in the order NCCL would.
 
-It is a model of NCCL 2.30 association order: 1 channel, NVSwitch hosts, no NVLS; not NCCL. It
-shows that two groups *may* disagree on a given rank-to-node map. It proves nothing about a real
-machine, which may use more channels, other algorithms or other orders inside a host.
+It is the model of `meshplan.planner.nccl_order` with 1 channel: NVSwitch hosts, no NVLS; not NCCL.
+It shows that two groups *may* disagree on a rank-to-node map, and nothing about a real machine.
 
 Every addition rounds to the storage dtype, as NCCL's Ring and Tree kernels do. The float average
 multiplies each contribution by ``1/n`` in the storage dtype and then adds (NCCL 2.30.7,

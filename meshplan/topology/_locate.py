@@ -17,8 +17,6 @@ from typing import Any, Literal
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import find_components
 
-# The location of one rank: its host, its GPU and the links of that GPU.
-
 Vendor = Literal["nvidia", "amd"]
 
 _COMPLETED = 3

@@ -20,8 +20,6 @@ from meshplan.topology._reading import Groups, Note, Reading
 from meshplan.topology.formats.slurm import expand_hosts
 from meshplan.topology.formats.slurm_env import assign_nodes, read_nodes
 
-# Assigns the ranks of a job to hosts, from a user's numbers, files and the environment.
-
 _ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
 _SLOTS = re.compile(r"(?:slots=|:)(\d{1,6})", re.ASCII)
 _MOST_RANKS = 1 << 24

@@ -86,9 +86,8 @@ def summarize_tp_logprob_drift(
             ``reference_value``, ``signed_error``. All None without active tokens.
 
     Raises:
-        ShardError: shapes or devices differ, complex numbers, ranges that overlap, or ids that
-            are not integers.
-        ContractStateError: the CPU flushes subnormal numbers to zero.
+        ShardError, ContractStateError: as ``summarize_kernel_drift``; and ShardError for ranges
+            that overlap, and ids that are not integers.
     """
     ranges = read_ranges(shard_ranges)
     summary = summarize_kernel_drift(candidate, reference, mask)

@@ -124,7 +124,7 @@ def _start_member(process: str, host: str, line: int, prefix: str) -> Member:
 
 
 def scan(text: str) -> tuple[list[Member], list[int]]:
-    """The members of all communicators, and the lines with the graph that NCCL searches."""
+    # And the numbers of lines with the graph that NCCL searches.
     if MARK not in text:
         raise TopologyInputError(
             "no line with 'NCCL INFO' found; run the job with NCCL_DEBUG=INFO and pass its log"

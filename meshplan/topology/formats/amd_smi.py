@@ -27,7 +27,6 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Domains by the table of link types; one host, so its GPUs are one node."""
     tables = {match[1]: match.end() for match in _TABLE.finditer(text)}
     if not tables:
         raise TopologyInputError(f"no table of amd-smi topology found; {_ASK}")

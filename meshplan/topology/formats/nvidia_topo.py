@@ -386,7 +386,6 @@ _MOST_NOTES = 8
 
 
 def recognises(text: str) -> bool:
-    """Whether near the beginning of ``text`` there is a row of such a table. Never raises."""
     rows = (
         _read_row(line[:_LONGEST_LINE].replace("|", " "), number)
         for number, line in clean_lines(text[:_HEAD])

@@ -34,7 +34,6 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Domains by the table of link types; one host, so its GPUs are one node."""
     if not recognises(text):
         raise TopologyInputError(f"no heading of rocm-smi found; {_ASK}")
     tables = {match[1]: match for match in _TABLE.finditer(text)}
@@ -45,9 +44,8 @@ def read(text: str) -> Reading:
 
 
 def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Reading:
-    """Domains by the table of link types whose heading ends at ``begin``.
-
-    ``name`` matches a GPU. Its index is the first group, or its position if there is none.
+    """Domains by the table of link types whose heading ends at ``begin``; one host, so its GPUs are
+    one node. ``name`` matches a GPU, whose index is the first group, or else its position.
     """
     first = text.count("\n", 0, begin) + 1
     columns, rows = _split_rows(text, begin, first, kind, name)

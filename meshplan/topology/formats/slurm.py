@@ -44,7 +44,6 @@ _Piece = str | list[tuple[int, int, int]]
 
 
 def recognises(text: str) -> bool:
-    """Whether there is a block, a switch or a named topology in ``text``."""
     return _CONF.search(text) is not None or _YAML.search(text) is not None
 
 
