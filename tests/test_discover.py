@@ -23,7 +23,7 @@ from meshplan.errors import GroupAgreementError, TopologyError, TopologyInputErr
 from meshplan.flatten import discover
 from meshplan.testing import assert_replicas_equal, bits, order_sensitive
 from meshplan.topology import Topology
-from meshplan.topology._cluster import Cluster
+from meshplan.topology._model import Cluster
 from tests.processes import arrive, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes

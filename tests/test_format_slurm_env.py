@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology.formats.slurm_env import assign_nodes, read_nodes
+from meshplan.topology.formats.slurm import assign_nodes, read_nodes
 
 
 def job(tasks: str, order: str, hosts: str = "n[1-3]", **more: str) -> dict[str, str]:

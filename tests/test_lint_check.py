@@ -11,7 +11,7 @@ from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._rules import RULES
 from meshplan.topology import Cluster, Inputs, Note, Topology, read_cluster
-from meshplan.topology._cluster import SourcedNote
+from meshplan.topology._model import SourcedNote
 from tests.jobs import format_findings, job, layout
 
 

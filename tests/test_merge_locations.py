@@ -11,9 +11,9 @@ from expecttest import TestCase
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology import Topology
-from meshplan.topology._cluster import pack_cluster, unpack_cluster
 from meshplan.topology._locate import Fabric, Gpu, RankLocation
 from meshplan.topology._merge_locations import merge_locations
+from meshplan.topology._model import pack_cluster, unpack_cluster
 
 RACK, OTHER_RACK = "ab" * 16, "cd" * 16
 

@@ -11,7 +11,7 @@ from expecttest import TestCase
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology import Topology
-from meshplan.topology._cluster import Cluster
+from meshplan.topology._model import Cluster
 from meshplan.topology._read_cluster import Inputs, read_cluster
 
 

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 from meshplan.errors import TopologyError
 from meshplan.topology import Topology
-from meshplan.topology._cluster import Cluster
+from meshplan.topology._model import Cluster
 from meshplan.topology._read_cluster import Inputs, read_cluster
 from tests.cli import meshplan
 

@@ -44,8 +44,8 @@ from meshplan.planner import (
     refuse_unpinned_scatter,
 )
 from meshplan.topology import Links, Topology
-from meshplan.topology._cluster import Cluster
 from meshplan.topology._links import CPU_LINKS
+from meshplan.topology._model import Cluster
 
 # The topology of the job, gathered once for each default group if ``install`` got none.
 #

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from meshplan._message_text import format_runs
 from meshplan.errors import TopologyError
-from meshplan.topology._cluster import Cluster, SourcedNote
 from meshplan.topology._locate import Gpu, RankLocation
-from meshplan.topology._model import Topology
+from meshplan.topology._model import Cluster, SourcedNote, Topology
 from meshplan.topology._reading import Note, find_components
 
 LIVE = "live"

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.topology._cluster import Cluster, SourcedNote
 from meshplan.topology._files import read_content, read_file, show_file
-from meshplan.topology._model import Topology
+from meshplan.topology._model import Cluster, SourcedNote, Topology
 from meshplan.topology._reading import Groups, Note, Reading
-from meshplan.topology.formats.slurm import expand_hosts
-from meshplan.topology.formats.slurm_env import assign_nodes, read_nodes
+from meshplan.topology.formats.slurm import assign_nodes, expand_hosts, read_nodes
 
 _ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
 _SLOTS = re.compile(r"(?:slots=|:)(\d{1,6})", re.ASCII)

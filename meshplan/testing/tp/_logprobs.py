@@ -51,19 +51,13 @@ def selected_logprobs_reference(
 
     Args:
         logits: floats [*tokens, vocabulary].
-        token_ids: integers [*tokens]; anything where the mask is off, such as -100.
-        mask: [*tokens]; without it all tokens are active.
-        temperature: the logits are divided by it.
-        output_dtype: of the result; one rounding from float32.
+        token_ids, mask, temperature, output_dtype: as for ``selected_logprobs_tp_reference``.
 
     Returns:
-        [*tokens] of ``output_dtype``, 0 where the mask is off. Its gradient with respect to
-        ``logits`` has their dtype, is 0 where the mask is off, and has no -0.0 in it.
+        As there; one rounding from float32.
 
     Raises:
-        ShardError: shapes, dtypes or the temperature do not fit.
-        TokenCoverageError: an active token is not in the vocabulary.
-        ContractStateError: the CPU flushes subnormal numbers to zero.
+        ShardError, TokenCoverageError, ContractStateError: as there.
     """
     return selected_logprobs_tp_reference(
         [logits], token_ids, mask, temperature=temperature, output_dtype=output_dtype

@@ -4,7 +4,7 @@ Each module has ``recognises(text)``, which is fast and never raises, and ``read
 returns a ``Reading`` or raises ``TopologyInputError`` with the line. None imports torch.
 """
 
-# In the order in which they are tried. slurm_env reads variables, not a text.
+# In the order in which they are tried.
 FORMATS = (
     "nccl_topology",
     "kubernetes",
