@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from meshplan.layout import Layout as Layout
     from meshplan.replicas import ReplicaCheck as ReplicaCheck
     from meshplan.replicas import coverage as coverage
+    from meshplan.replicas import repair_replicas as repair_replicas
     from meshplan.replicas import verify_replicas as verify_replicas
     from meshplan.run import log_value as log_value
 

@@ -66,13 +66,13 @@ replicas differ in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3): the reference
     rank 4 (ddp=1, fsdp=0), rank 5 (ddp=1, fsdp=1), rank 6 (ddp=1, fsdp=2), rank 7 (ddp=1, fsdp=3)
   and 8 more groups of replicas
-pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or call meshplan.repair_replicas
 replicas differ in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1): the reference
     rank 6 (ddp=1, fsdp=2): its local shape is [3, 4], that of rank 0 [4, 3]
     rank 7 (ddp=1, fsdp=3): a second comparison found no difference: the tensor changes while it is compared; wait for the code that writes to it
-go back to an earlier checkpoint, or broadcast the weights from one rank
+go back to an earlier checkpoint, or call meshplan.repair_replicas
 replicas differ at step 0 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0): the reference
@@ -81,7 +81,7 @@ replicas differ at step 0 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
     rank 3 (ddp=0, fsdp=3)
     rank 4 (ddp=1, fsdp=0)
     and 3 more different replicas
-pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or call meshplan.repair_replicas""",
         )
 
     def test_reference_and_differing_ranks(self) -> None:
@@ -140,12 +140,12 @@ step 100: 3 tensors, 40 bytes, agree on all ranks (2 along ddp; 1 along ddp, fsd
 60 of 100 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint; if ranks along ddp, fsdp hold other parameters, such as experts, name these axes in distinct=
 only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
 only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
-replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
-replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or broadcast the weights from one rank
-replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
-replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or broadcast the weights from one rank
-pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or broadcast the weights from one rank
-go back to an earlier checkpoint, or broadcast the weights from one rank""",
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
+pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or call meshplan.repair_replicas
+go back to an earlier checkpoint, or call meshplan.repair_replicas""",
         )
 
 

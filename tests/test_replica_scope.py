@@ -184,15 +184,15 @@ class TestErrors(TestCase):
             "\n".join(advise("gloo")),
             """\
 203 of 272 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint, and use the backend, init_process_group('meshplan'), for reductions of FSDP2; if ranks along rep hold other parameters, such as experts, name these axes in distinct=
-replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of FSDP2; go back to an earlier checkpoint, or broadcast the weights from one rank
-replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or broadcast the weights from one rank
-replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of DDP; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of FSDP2; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: use the backend, init_process_group('meshplan'), for reductions of DDP; go back to an earlier checkpoint, or call meshplan.repair_replicas""",
         )
         self.assertExpectedInline(
             "\n".join(advise("meshplan")[:2]),
             """\
 203 of 272 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint; if ranks along rep hold other parameters, such as experts, name these axes in distinct=
-replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or call meshplan.repair_replicas""",
         )
 
     def test_ranks_without_tensors_on_a_mesh_are_named(self) -> None:

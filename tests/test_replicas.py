@@ -310,7 +310,7 @@ MP705: replicas differ in 10 of 10 tensors, on mesh (x=3, y=1)
   zero: float32[700]: differs along x
     rank 0 (x=0, y=0), rank 1 (x=1, y=0): the reference
     rank 2 (x=2, y=0): 700 of 700 elements differ, first at index (0,): -0.0 (0x80000000), on rank 0 0.0 (0x00000000), at most 0 ulps apart
-replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or broadcast the weights from one rank""",
+replicas that drift apart are reduced in different orders: use meshplan.install() for reductions of DTensor, the backend, init_process_group('meshplan'), for FSDP2 and DDP; go back to an earlier checkpoint, or call meshplan.repair_replicas""",
         )
 
     @pytest.mark.full

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -183,6 +184,7 @@ class ReplicaChannel:
                 "to compare; initialise the process group with a real backend"
             )
         self._group: ProcessGroup = group.pg
+        self.mesh = mesh
         self.size = layout.world_size
         self.position = layout.ranks.index(this_rank())
         self._device = torch.device(mesh.device_type)
@@ -307,7 +309,11 @@ class Difference:
 
 
 def compare_elements(
-    channel: ReplicaChannel, tensor: Tensor, reference: int, other: int, rank: int
+    channel: ReplicaChannel,
+    tensor: Tensor,
+    reference: int,
+    other: int,
+    rank: int,
 ) -> Elements:
     # Shapes first: local shapes may differ between replicas, and then elements do not correspond.
     mine, theirs = (
@@ -490,12 +496,12 @@ def advise(divergences: tuple[Divergence, ...], order: str) -> tuple[str | None,
         order = order or "meshplan.coverage() lists the reductions that are not in one order"
         return "order", (
             f"replicas that drift apart are reduced in different orders: {order}; go back to an "
-            "earlier checkpoint, or broadcast the weights from one rank"
+            "earlier checkpoint, or call meshplan.repair_replicas"
         )
     reason = "" if elements else "pass details=4 to compare elements, which shows the reason; "
     return (
         None,
-        f"{reason}go back to an earlier checkpoint, or broadcast the weights from one rank",
+        f"{reason}go back to an earlier checkpoint, or call meshplan.repair_replicas",
     )
 
 
@@ -503,15 +509,15 @@ ROWS = 7
 _GATHERED_BYTES = 16 << 20
 _LISTED = 8
 _COMPARED_CLASSES = 3
+_LEAST_EVIDENCE = 16  # elements that can show that replicas were never equal
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The caller's ``step`` and ``details``, and whether FSDP2 reduces gradients of the source."""
-
     step: int | None
     details: int
-    fsdp: bool
+    fsdp: bool  # whether FSDP2 reduces gradients of the source
+    repair: RepairPlan | None = None  # plans copies where there would be an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,12 +591,15 @@ def compare_sets(
         if find_differing_groups(gathered[:, number : number + 1], positions):
             # All ranks have read the same digests, so all gather those of the same tensors.
             wanted = max(_LISTED, options.details) - len(found)
+            wanted = wanted if options.repair is None else sys.maxsize
             differing, candidates = _find_candidates(channel, layout, one, positions, wanted)
             found += candidates
             names |= set(differing)
             groups += len(differing)
-    if not found:
+    refusal = options.repair.add(channel, layout, found) if found and options.repair else ""
+    if not found or (options.repair and not refusal):
         return every_note
+    found = found[: max(_LISTED, options.details)]
     divergences = tuple(
         _describe(channel, layout, one, compare=number < options.details)
         for number, one in enumerate(found)
@@ -605,7 +614,10 @@ def compare_sets(
         order=_describe_order(channel, options, [one.tensor for one in found]),
     )
     raise ReplicaDivergenceError(
-        text, divergences=divergences, tensors=len(names), step=options.step
+        text + (f"\nnothing was repaired: {refusal}" if refusal else ""),
+        divergences=divergences,
+        tensors=len(names),
+        step=options.step,
     )
 
 
@@ -666,3 +678,112 @@ def _describe(
             for part in others
         ),
     )
+
+
+# Copies, all of which are planned before the first tensor is written.
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTensor:
+    """A tensor that ``repair_replicas`` has copied.
+
+    Attributes:
+        name: of the tensor, after ``model.`` or ``optimizer.``.
+        source: global rank that has sent its bits.
+        ranks: global ranks that had other bits.
+    """
+
+    name: str
+    source: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RepairPlan:
+    source: int | None
+    fixed: Set[str]  # tensors made of numbers: writing to these changes nothing
+    parameters: Set[str]
+    copies: list[_Copy] = field(default_factory=list)
+
+    def add(
+        self,
+        channel: ReplicaChannel,
+        layout: Layout,
+        found: Sequence[_DivergentGroup],
+    ) -> str:
+        """Plan copies of tensors; returns why that is refused, the same on all ranks."""
+        for one in found:
+            name = one.tensor.name
+            steps = name.startswith("optimizer.") and name.endswith(".step")
+            if steps or name in self.fixed:
+                what = "count of steps" if steps else "Python number"
+                return f"{name} is a {what}; load one checkpoint on all ranks"
+            first = self._choose(channel, layout, one)
+            if first is None:
+                got = "" if self.source is None else f", and none on rank {self.source}"
+                return (
+                    f"no bits of {name} are on most of its ranks{got}; "
+                    "pass as source= a rank whose replica is right"
+                )
+            divergence = _describe(channel, layout, one, compare=True)
+            parts = divergence.elements
+            never = advise((divergence,), "")[0] == "never equal"
+            weights = name in self.parameters and parts[0].numel >= _LEAST_EVIDENCE
+            if (never and weights) or any(part.shapes for part in parts):
+                return (
+                    f"{name} never was the same on these ranks; name axes of experts "
+                    "in distinct=, or load one checkpoint"
+                )
+            others = [i for part in one.classes if first not in part for i in part]
+            ranks = tuple(layout.ranks[i] for i in others)
+            copied = CopiedTensor(name, layout.ranks[first], ranks)
+            local = one.tensor.local
+            self.copies.append(_Copy(channel, local, first, others, copied))
+        return ""
+
+    def _choose(
+        self,
+        channel: ReplicaChannel,
+        layout: Layout,
+        one: _DivergentGroup,
+    ) -> int | None:
+        """The position that is copied from: in the replica of ``source``, or in most ranks."""
+        whole = Layout.from_mesh(channel.mesh)
+        labels = axis_labels(layout, one.replicated)
+        # Ranks that hold the other shards of that replica; of other groups, the source alone.
+        shards = [axis for axis in whole.axes if axis not in labels]
+        if not set(labels) <= set(whole.axes):
+            shards = []
+        replica: Sequence[int] = ()
+        if self.source is not None:
+            replica = whole.group_of(self.source, shards) or ()
+        group = [place for part in one.classes for place in part]
+        chosen = [place for place in group if layout.ranks[place] in replica]
+        if not chosen and 2 * len(one.classes[0]) > len(group):
+            chosen = list(one.classes[0])
+        return chosen[0] if chosen else None
+
+
+class _Copy(NamedTuple):
+    channel: ReplicaChannel
+    tensor: Tensor
+    source: int
+    others: list[int]
+    copied: CopiedTensor
+
+    def run(self) -> RuntimeError | None:
+        """Send or write; returns a failure to write, after which other copies go on."""
+        place, source = self.channel.position, self.source
+        if place == source:
+            for other in self.others:
+                for piece in byte_pieces(self.tensor, PIECE_BYTES):
+                    self.channel.send(piece, other)
+        elif place in self.others:
+            pieces = byte_pieces(self.tensor, PIECE_BYTES)
+            received = [self.channel.receive(piece, source) for piece in pieces]
+            bits = torch.cat(received).view(self.tensor.dtype)
+            try:
+                self.tensor.detach().copy_(bits.view(self.tensor.shape))
+            except RuntimeError as error:
+                return error
+        return None

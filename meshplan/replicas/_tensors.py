@@ -49,23 +49,36 @@ def named_tensors(source: TensorSource, *, grads: bool = False) -> list[NamedTen
     """All tensors of ``source``, in an order that does not depend on the containers: by name,
     numbers in names by their value. Numbers in the state of an optimizer count as tensors.
     """
-    found = [one for name, value in _collect("", source, grads) for one in _unwrap(name, value)]
+    every = [pair for one in _leaves("", source) for pair in _collect(*one, grads)]
+    found = [one for name, value in every for one in _unwrap(name, value)]
     return sorted(found, key=lambda one: [_key(part) for part in re.split(r"(\d+)", one.name)])
 
 
 def holds_fsdp(source: Any) -> bool:
-    if isinstance(source, nn.Module):
-        # Of a module that torch has not imported there are no instances.
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in source.modules())
-    if isinstance(source, Mapping):
-        source = source.values()
-    plain = isinstance(source, Tensor | torch.optim.Optimizer | str)
-    return isinstance(source, Iterable) and not plain and any(map(holds_fsdp, source))
+    # Of a module that torch has not imported there are no instances.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    leaves = (one for _, one in _leaves("", source) if isinstance(one, nn.Module))
+    every = (module for one in leaves for module in one.modules())
+    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in every)
 
 
 def _key(part: str) -> tuple[int, str]:
     return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors, modules and optimizers in mappings and lists, by name."""
+    if isinstance(value, Tensor | nn.Module | torch.optim.Optimizer):
+        yield name, value
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for below, one in pairs:
+            yield from _leaves(_join(name, str(below)), one)
+    else:
+        raise ReplicaInputError(
+            f"{name or 'source'} is of type {type(value).__name__}, and only tensors are compared; "
+            "pass a module, an optimizer, a tensor, or a mapping or list of them"
+        )
 
 
 def _collect(name: str, value: Any, grads: bool) -> Iterator[tuple[str, Tensor]]:
@@ -78,27 +91,12 @@ def _collect(name: str, value: Any, grads: bool) -> Iterator[tuple[str, Tensor]]
             yield from _collect(_join(name, below), parameter, grads)
         for below, buffer in value.named_buffers():
             yield _join(name, below), buffer
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from _collect_state(name, value)
-    elif isinstance(value, Mapping):
-        for below, one in value.items():
-            yield from _collect(_join(name, str(below)), one, grads)
-    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        for number, one in enumerate(value):
-            yield from _collect(_join(name, str(number)), one, grads)
     else:
-        raise ReplicaInputError(
-            f"{name or 'source'} is of type {type(value).__name__}, and only tensors are compared; "
-            "pass a module, an optimizer, a tensor, or a mapping or list of them"
-        )
-
-
-def _collect_state(name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """State by group and number of the parameter: optimizers have no names."""
-    for g, group in enumerate(optimizer.param_groups):
-        for p, parameter in enumerate(group["params"]):
-            state = optimizer.state.get(parameter, {})
-            yield from collect_values(_join(name, f"group{g}.param{p}"), state)
+        # By group and number of the parameter: optimizers have no names.
+        for g, group in enumerate(value.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                state = value.state.get(parameter, {})
+                yield from collect_values(_join(name, f"group{g}.param{p}"), state)
 
 
 def collect_values(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._message_text import format_first
 from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
-from meshplan.errors import GroupStateError, PolicyError
+from meshplan.errors import GroupStateError, PolicyError, ReplicaDivergenceError
 from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
-from meshplan.replicas._comparison import CheckOptions, ReplicaReport, axis_labels
+from meshplan.replicas._comparison import (
+    CheckOptions,
+    CopiedTensor,
+    RepairPlan,
+    ReplicaReport,
+    axis_labels,
+)
 from meshplan.replicas._scope import MeshTensors, compare_scope
 from meshplan.replicas._tensors import (
     NamedTensor,
@@ -86,26 +95,11 @@ def verify_replicas(
     if details < 0:
         raise PolicyError(f"details={details} is negative; pass 0 or more")
     tensors = named_tensors(source, grads=grads)
-    scope_mesh = _default_mesh(tensors) if mesh is None else mesh
-    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
-    if scope_mesh.get_coordinate() is None:
-        return None
-    for tensor in tensors:
-        own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
-        # On ranks outside of its mesh a DTensor has no data.
-        if own.get_coordinate() is not None:
-            parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own))).tensors.append(tensor)
-    own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
-    declared = read_distinct(distinct, [scope_mesh, *own_meshes])
-    scope, *others = parts.values()
     options = CheckOptions(step, details, holds_fsdp(source))
-    header = f"digest {DIGEST_VERSION}, step {step}"
-    if mesh is not None and not declared:
-        scope.group(header)
-        scope.compare(options)
-    else:
-        compare_scope(scope, others, declared, header, options)
-    sets = [(part.layout, one) for part in parts.values() for one in part.sets]
+    parts = _compare(tensors, mesh, distinct, f"digest {DIGEST_VERSION}, step {step}", options)
+    if parts is None:
+        return None
+    sets = [(part.layout, one) for part in parts for one in part.sets]
     by_axes: dict[tuple[str, ...], int] = {}
     for layout, one in sets:
         labels = axis_labels(layout, one.axes)
@@ -121,6 +115,118 @@ def verify_replicas(
         step=step,
         seconds=time.perf_counter() - started,
     )
+
+
+def _compare(
+    tensors: Sequence[NamedTensor],
+    mesh: DeviceMesh | None,
+    distinct: Iterable[DistinctAxis],
+    header: str,
+    options: CheckOptions,
+) -> list[MeshTensors] | None:
+    """Compare each tensor on its mesh; ``None`` on ranks outside of ``mesh``."""
+    scope_mesh = _default_mesh(tensors) if mesh is None else mesh
+    parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
+    if scope_mesh.get_coordinate() is None:
+        return None
+    source = options.repair.source if options.repair else None
+    if source not in (None, *parts[scope_mesh].layout.ranks):
+        ranks = parts[scope_mesh].layout
+        raise PolicyError(f"source={source} is not a rank of mesh {ranks}; pass one")
+    for tensor in tensors:
+        own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
+        # On ranks outside of its mesh a DTensor has no data.
+        if own.get_coordinate() is not None:
+            parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own))).tensors.append(tensor)
+    own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
+    declared = read_distinct(distinct, [scope_mesh, *own_meshes])
+    scope, *others = parts.values()
+    if mesh is not None and not declared:
+        scope.group(header)
+        scope.compare(options)
+    else:
+        compare_scope(scope, others, declared, header, options)
+    return list(parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRepair:
+    """What ``repair_replicas`` has changed.
+
+    Attributes:
+        copies: those among the ranks that this one compares with.
+        report: of the comparison after the copies.
+    """
+
+    copies: tuple[CopiedTensor, ...]
+    report: ReplicaReport
+
+    def __str__(self) -> str:
+        lines = [f"copied {len(self.copies)} tensors; {self.report}"]
+        for one in self.copies:
+            to = format_first(one.ranks)
+            lines.append(f"  {one.name}: from rank {one.source} to {to}")
+        return "\n".join(lines)
+
+
+@never_compiled
+def repair_replicas(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    mesh: DeviceMesh | None = None,
+    *,
+    source: int | None = None,
+    distinct: Iterable[DistinctAxis] = (),
+    step: int | None = None,
+) -> ReplicaRepair | None:
+    """Copy parameters, buffers and state of optimizers to the replicas that differ, in place.
+
+    All ranks of the mesh call it between steps, or of the job without a mesh. Each tensor gets
+    the bits that more than half of its replicas hold. Then all are compared again. Every rank
+    raises if one tensor cannot be repaired, and nothing is changed then. Gradients, schedulers,
+    random states and data loaders are not copied.
+
+    Args:
+        model: as for ``verify_replicas``.
+        optimizer: one, or all of them.
+        mesh, distinct, step: as for ``verify_replicas``.
+        source: a rank of the replica to copy, whatever most hold. Replicas of a shard copy from
+            the rank with the coordinates of ``source`` along the axes of replicas.
+
+    Returns:
+        What was copied; ``None`` on a rank outside the mesh.
+
+    Raises:
+        ReplicaDivergenceError: there is no majority and no ``source``; steps or Python numbers
+            of optimizers differ; or weights never were equal, as those of experts.
+        PolicyError: ``source`` is not a rank of the mesh.
+        SignatureMismatchError and others: as ``verify_replicas``.
+    """
+    refuse_in_graph("meshplan.repair_replicas")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = [optimizer]
+    state = {"model": model, "optimizer": list(optimizer)}
+    distinct = [distinct] if isinstance(distinct, str) else list(distinct)
+    tensors = named_tensors(state)
+    # Each reading of a number makes a tensor of its own.
+    again = {tensor.name: tensor.local for tensor in named_tensors(state)}
+    plan = RepairPlan(
+        source,
+        fixed={one.name for one in tensors if again[one.name] is not one.local},
+        parameters={f"model.{name}" for name, _ in model.named_parameters()},
+    )
+    header = f"digest {DIGEST_VERSION}, step {step}, repair from {source}"
+    header += f", {len(plan.fixed)} numbers"
+    options = CheckOptions(step, 4, holds_fsdp(state), plan)
+    if _compare(tensors, mesh, distinct, header, options) is None:
+        return None
+    failures = [one.run() for one in plan.copies]
+    try:
+        report = verify_replicas(state, mesh, distinct=distinct, step=step)
+    except ReplicaDivergenceError as error:
+        raise error from next(filter(None, failures), None)
+    assert report is not None
+    return ReplicaRepair(tuple(one.copied for one in plan.copies), report)
 
 
 def _default_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh:

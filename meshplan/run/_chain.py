@@ -164,8 +164,8 @@ class Chain:
                 reasons.setdefault(one, f"ranks {shown} posted a part of the elements, or copies")
             else:
                 totals.setdefault(one, total)
-                words = _hex(total[0].tolist())
-                classes.setdefault(one, {}).setdefault(words, []).extend(ranks)
+                bits = _hex(total[0].tolist())
+                classes.setdefault(one, {}).setdefault(bits, []).extend(ranks)
         for one, parts in classes.items():
             if len(parts) > 1:
                 reasons.setdefault(one, _describe_copies(list(parts.values())))
