@@ -32,6 +32,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "elastic.py"
+HOURS = 6 * 3600.0
 
 
 def example() -> ModuleType:
@@ -99,8 +100,14 @@ def train(
     until = 0
     for sizes, steps in parsed.schedule:
         until += steps
-        backend = "gloo" if parsed.plain else "meshplan"
-        run_ranks(partial(run, sizes=sizes, until=until), math.prod(sizes), backend=backend)
+        run_ranks(
+            partial(run, sizes=sizes, until=until),
+            math.prod(sizes),
+            backend="gloo" if parsed.plain else "meshplan",
+            # Of pytest alone: 15 minutes were 13 steps of 60 on a busy machine.
+            timeout=HOURS,
+            collective_timeout=HOURS,
+        )
     log = json.loads((folder / "log.json").read_text())
     states = [torch.load(folder / f"{step}.pt") for step in range(1, until + 1)]
     return [(state, values_of(line)) for state, line in zip(states, log, strict=True)]
@@ -141,7 +148,7 @@ def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, compute: str
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(HOURS)
 @pytest.mark.parametrize(
     ("kind", "micro_batches", "compute"),
     [
