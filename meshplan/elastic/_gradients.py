@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshplan._torch import BatchNorm
 from meshplan.elastic._combine import exact_sum
 from meshplan.elastic._hooks import (
     LeafSums,
     check_batch_norms,
     keep_bucket,
     keep_buffers,
-    reduces_zeros,
     reset_shards,
     sum_shards,
     watch_gradients,
@@ -86,6 +86,7 @@ class GradientAccumulator:
         """
         self._model = model
         self._parameters = dict(model.named_parameters())
+        self._norms = [one for one in model.named_modules() if isinstance(one[1], BatchNorm)]
         self._mesh = mesh
         if isinstance(model, DistributedDataParallel):
             if mesh is not None:
@@ -117,12 +118,12 @@ class GradientAccumulator:
         # how many gradients it gave them in the round. Of those not watched, all with one are used.
         self._trained: set[str] = set()
         self._used: set[str] = set()
-        self._counts: Counter[str] = Counter()
+        self._counts: list[str] = []
         self._watched: set[str] = set()
         # Names of the FSDP modules that the round calls, and the different lists of the step.
         self._calls: list[str] = []
         self._sequences: set[str] = set()
-        self._received: Counter[str] = Counter()
+        self._received: list[str] = []
         self._checked: set[str] = set()
         self._check({name for name, one in self._parameters.items() if one.requires_grad})
         self._over_ddp = isinstance(model, DistributedDataParallel)
@@ -150,9 +151,9 @@ class GradientAccumulator:
         repeated = dealt.is_repeated(self._round)
         first, last = self._round * dealt.ranks, self._round + 1 == dealt.rounds
         self._sums.begin(first, repeated=repeated, last=last)
-        for counter in (self._counts, self._received):
-            counter.clear()
+        self._counts.clear()
         self._calls.clear()
+        self._received.clear()
         # What is computed again leaves random numbers and buffers of the rank as they were.
         seeded = repeated or self._seed is not None
         try:
@@ -176,7 +177,7 @@ class GradientAccumulator:
                 f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
                 "its log states; call reset on every rank, and begin the step again"
             )
-        self._used |= self._counts.keys() | (found.keys() - self._watched)
+        self._used |= {*self._counts, *(found.keys() - self._watched)}
         for name, parameter in self._parameters.items():
             if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
@@ -194,7 +195,7 @@ class GradientAccumulator:
 
     def _check_start(self) -> None:
         self._check_failed()
-        check_batch_norms(self._model)
+        check_batch_norms(self._norms)
         if self._round == self.micro_batches.rounds:
             raise ElasticError(
                 f"all {self._round} rounds of this step are done; call finish, and then the "
@@ -239,16 +240,17 @@ class GradientAccumulator:
                     "ignore none that is trained"
                 )
         # Without zeros in their place, FSDP2 adds gradients of different parameters that ranks use.
-        idle = (self._watched & self._trained) - self._counts.keys()
-        if idle and not reduces_zeros():
+        counts = Counter(self._counts)
+        idle = (self._watched & self._trained) - counts.keys()
+        if idle and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
                 f"torch {torch.__version__} would add those of other parameters to it; use every "
                 "parameter in each micro-batch, freeze it, or use torch 2.13 or newer"
             )
         # FSDP2 reduces zeros too, which change no sum.
-        once = {name for name in self._watched if self._counts[name] < 2}
-        repeated = {name for name, times in self._received.items() if times > 1} - once
+        once = {name for name in self._watched if counts[name] < 2}
+        repeated = {name for name, times in Counter(self._received).items() if times > 1} - once
         if repeated:
             raise ElasticError(
                 f"parameter {min(repeated)!r} got several gradients in round {self._round}, "
@@ -288,15 +290,17 @@ class GradientAccumulator:
         flags = self._gather([int(name in self._used) for name in names], torch.int64)
         used = {names[at % len(names)] for at, flag in enumerate(flags) if flag}
         with torch.no_grad():
+            # Those of an FSDP module are views of one memory, which is divided at once.
+            flats: dict[int, Tensor] = {}
             for name in used & self._gradients.keys():
-                whole = self._gradients[name]
+                whole = self._parameters[name].grad = self._gradients[name]
                 # Autograd would record each access to the local tensor of a DTensor.
-                gradient = whole.to_local() if isinstance(whole, DTensor) else whole
-                mean = gradient.contiguous()
-                reduce_into(mean, [mean], "avg", (1,), self._contract, divisor=divisor)
-                if mean.data_ptr() != gradient.data_ptr():
-                    gradient.copy_(mean)
-                self._parameters[name].grad = whole
+                local = whole.to_local() if isinstance(whole, DTensor) else whole
+                memory = local.untyped_storage()
+                numel = memory.nbytes() // local.element_size()
+                flats[memory.data_ptr()] = local.as_strided((numel,), (1,), 0)
+            for flat in flats.values():
+                reduce_into(flat, [flat], "avg", (1,), self._contract, divisor=divisor)
         self._forget()
         self.micro_batches.finish_step()
 
@@ -369,7 +373,7 @@ class GradientAccumulator:
             parameter: Any = self._parameters[name]
             check_parameter(name, parameter, self._mesh)
             parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: self._received.update((name,))
+                lambda _, name=name: self._received.append(name)
             )
         self._checked |= names
 

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.weak import WeakIdKeyDictionary
 
-from meshplan._torch import BatchNorm
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.backend._partial_sums import LEFT_OUT
 from meshplan.contract import Contract
@@ -173,30 +171,25 @@ def sum_shards(model: nn.Module, ranks: int, sums: LeafSums) -> None:
             set_reduce_scatter(name, module, _SumScatter(sums))
             FSDPModule.set_all_reduce_hook(module, partial(sums.add, name))
             module.set_all_reduce_hook = _refuse  # type: ignore[method-assign]
-            # Ranks whose micro-batches use other parameters would reduce other gradients.
-            if reduces_zeros():
+            # Zeros instead: ranks that use other parameters would reduce other gradients.
+            if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-def reduces_zeros() -> bool:
-    """Whether FSDP2 can reduce zeros in place of gradients that a rank does not have."""
-    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def watch_gradients(
     model: nn.Module,
     names: Mapping[int, str],
-    counts: Counter[str],
+    counts: list[str],
     watched: set[str],
     calls: list[str],
 ) -> None:
-    """Count the gradients that this rank computes for parameters of FSDP modules.
+    """List the gradients that this rank computes for parameters of FSDP modules.
 
     FSDP2 reduces zeros for the others, and once more for each call of a module but the last one in
     the backward. A parameter is ``watched`` from the first forward of its module on. ``names`` are
     by ``id``. The names of called modules are appended to ``calls``.
     """
-    hooks: Any = WeakIdKeyDictionary()
+    hooked: dict[str, Tensor] = {}
 
     def watch(module: nn.Module, _: object) -> None:
         called, parameters = places[module]
@@ -204,9 +197,10 @@ def watch_gradients(
         for owner, attribute, name in parameters:
             # FSDP2's own hook, which ran before, has put the whole parameter here.
             parameter = getattr(owner, attribute)
-            if parameter.requires_grad and parameter not in hooks:
-                hooks[parameter] = parameter.register_post_accumulate_grad_hook(
-                    lambda _, name=name: counts.update((name,))
+            if parameter.requires_grad and hooked.get(name) is not parameter:
+                hooked[name] = parameter
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: counts.append(name)
                 )
                 watched.add(name)
 
@@ -239,13 +233,11 @@ def _refuse(*_: object, **__: object) -> None:
     )
 
 
-def check_batch_norms(model: nn.Module) -> None:
+def check_batch_norms(norms: Iterable[tuple[str, Any]]) -> None:
     """Refuse modules that train, and whose statistics depend on the number of ranks."""
-    for name, norm in model.named_modules():
-        if not isinstance(norm, BatchNorm) or not norm.training:
-            continue
+    for name, norm in norms:
         # The running ones are of a rank's micro-batches; SyncBatchNorm normalizes over a round.
-        if norm.running_mean is not None or isinstance(norm, nn.SyncBatchNorm):
+        if norm.training and (norm.running_mean is not None or isinstance(norm, nn.SyncBatchNorm)):
             raise ElasticError(
                 f"module {name!r} is a {type(norm).__name__}, whose statistics depend on the "
                 "number of ranks; use LayerNorm or GroupNorm, or call eval() of the module"

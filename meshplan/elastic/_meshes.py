@@ -48,34 +48,27 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> None:
-    """Refuse a parameter to whose dtype rounds are rounded, or as ``_check_shards``."""
-    if mesh is not None:
-        _check_shards(name, parameter, mesh)
+    """Refuse a parameter to whose dtype rounds are rounded, or that ``mesh`` does not shard."""
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ElasticError(
             f"parameter {name!r} is {parameter.dtype}, to which each round would be "
             "rounded; keep parameters in float32, and compute in 16 bits by "
             "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32) or autocast"
         )
-
-
-def _check_shards(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that is not replicated and sharded over ``mesh``."""
-    wanted = [(_ranks_along(mesh, axis), axis < mesh.ndim - 1) for axis in range(mesh.ndim)]
     found = []
-    if isinstance(parameter, DTensor):
-        over = parameter.device_mesh
+    if mesh is not None and isinstance(parameter, DTensor):
         # Replicas and shards come before the axes of tensor parallelism.
-        found = [
-            (_ranks_along(over, axis), parameter.placements[axis].is_replicate())
-            for axis in range(min(over.ndim, mesh.ndim))
-        ]
-    if found != wanted:
+        replicated = [one.is_replicate() for one in parameter.placements[: mesh.ndim]]
+        found = _axes(parameter.device_mesh, replicated)
+    if mesh is not None and found != _axes(mesh, [True] * (mesh.ndim - 1) + [False]):
         raise ElasticError(
             f"parameter {name!r} is not sharded over {mesh}; pass the mesh that "
             "fully_shard got, and shard all parameters over it"
         )
 
 
-def _ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
-    return dist.get_process_group_ranks(mesh.get_group(axis))
+def _axes(mesh: DeviceMesh, replicated: Sequence[bool]) -> list[tuple[list[int], bool]]:
+    return [
+        (dist.get_process_group_ranks(mesh.get_group(axis)), one)
+        for axis, one in enumerate(replicated)
+    ]
