@@ -280,8 +280,28 @@ class Twice(Branches):
         return (once + (twice.detach() if g // 2 % 2 else twice)).sum()  # type: ignore[no-any-return]
 
 
+class Heads(Branches):
+    """Calls three layers; the backward reaches one, and FSDP2 gathers it and the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(6, 6, bias=False))
+
+    def forward(self, g: int) -> Tensor:
+        x = torch.full((2, 6), g + 1.0)
+        return [layer(x) for layer in self.layers][1 + g % 2].sum()
+
+
+class Inputs(Branches):
+    """FSDP2 reduces a layer when the gradient of its input is there, or at the end if none is."""
+
+    def forward(self, g: int) -> Tensor:
+        x = torch.full((2, 6), g + 1.0, requires_grad=g % 2 == 0)
+        return torch.stack([layer(x).sum() * 3**at for at, layer in enumerate(self.layers)]).sum()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [Branches, Twice])
+@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs])
 def test_micro_batches_that_reduce_different_gradients_are_refused(
     kind: type[Branches], ranks: int
 ) -> None:

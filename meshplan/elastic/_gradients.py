@@ -120,8 +120,7 @@ class GradientAccumulator:
         self._used: set[str] = set()
         self._counts: list[str] = []
         self._watched: set[str] = set()
-        # Names of the FSDP modules that the round calls, and the different lists of the step.
-        self._calls: list[str] = []
+        # The different lists of what rounds of the step do, which are one if collectives match.
         self._sequences: set[str] = set()
         self._received: list[str] = []
         self._checked: set[str] = set()
@@ -133,7 +132,7 @@ class GradientAccumulator:
         else:
             sum_shards(model, ranks, self._sums)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
-            watch_gradients(model, names, self._counts, self._watched, self._calls)
+            watch_gradients(model, names, self._counts, self._watched, self._sums.calls)
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -152,7 +151,6 @@ class GradientAccumulator:
         first, last = self._round * dealt.ranks, self._round + 1 == dealt.rounds
         self._sums.begin(first, repeated=repeated, last=last)
         self._counts.clear()
-        self._calls.clear()
         self._received.clear()
         # What is computed again leaves random numbers and buffers of the rank as they were.
         seeded = repeated or self._seed is not None
@@ -182,8 +180,7 @@ class GradientAccumulator:
             if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
         # Flat gradients are added: those of the same parameters, as many times in all rounds.
-        turns = sorted(map(str, self._sums.turns.elements()))
-        self._sequences.add(" ".join([*self._calls, *sorted(found), *turns]))
+        self._sequences.add(" ".join([*self._sums.calls, *sorted(found)]))
         if self._over_ddp:
             with torch.no_grad():
                 self._sums.add_buckets(found[name] for name in self._parameters if name in found)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshplan._torch import tree_leaves
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.backend._partial_sums import LEFT_OUT
 from meshplan.contract import Contract
@@ -44,7 +45,9 @@ class LeafSums:
         self._width = self._shards[0].size() if self._shards else 1
         # Of each FSDP module, and of each time that the backward of a round reduces it.
         self._trees: dict[tuple[object, int], TreeSum] = {}
-        self.turns: Counter[object] = Counter()
+        self._turns: Counter[object] = Counter()
+        # What the round does with FSDP modules, in order: each of it may be a collective.
+        self.calls: list[str] = []
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
         # The ``id`` of each parameter in DDP's buckets of the round.
         self.reached: set[int] = set()
@@ -54,7 +57,8 @@ class LeafSums:
     def begin(self, first: int, *, repeated: bool, last: bool) -> None:
         """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
         self._first, self._repeated, self._last, self._blocks = first, repeated, last, []
-        self.turns.clear()
+        self._turns.clear()
+        self.calls.clear()
         self.reached.clear()
         self.in_round = self.failed = True
         if first == 0:
@@ -94,8 +98,9 @@ class LeafSums:
                 f"FSDP2 reduced the shards of module {name or 'root'!r} by another reduce-scatter; "
                 "call integrations.fsdp.apply before GradientAccumulator, and set none after it"
             )
-        self.turns[name] += 1
-        tree = self._trees.setdefault((name, self.turns[name]), TreeSum(self._contract))
+        self.calls.append(f"{name} reduced")
+        self._turns[name] += 1
+        tree = self._trees.setdefault((name, self._turns[name]), TreeSum(self._contract))
         for group in self.replicas:
             blocks = self._exchange(group, [block for _, (block,) in blocks])
         for size, block in blocks:
@@ -187,13 +192,13 @@ def watch_gradients(
 
     FSDP2 reduces zeros for the others, and once more for each call of a module but the last one in
     the backward. A parameter is ``watched`` from the first forward of its module on. ``names`` are
-    by ``id``. The names of called modules are appended to ``calls``.
+    by ``id``. Called modules, and those that the backward reaches, are appended to ``calls``.
     """
     hooked: dict[str, Tensor] = {}
 
     def watch(module: nn.Module, _: object) -> None:
         called, parameters = places[module]
-        calls.append(called)
+        calls.append(f"{called} called")
         for owner, attribute, name in parameters:
             # FSDP2's own hook, which ran before, has put the whole parameter here.
             parameter = getattr(owner, attribute)
@@ -204,7 +209,15 @@ def watch_gradients(
                 )
                 watched.add(name)
 
+    def watch_outputs(module: nn.Module, _: object, outputs: object) -> None:
+        # The first gradient of a call has FSDP2 gather the parameters.
+        once = [f"{places[module][0]} reached"]
+        for one in tree_leaves(outputs):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(lambda _: calls.append(once.pop()) if once else None)
+
     hook = torch.compiler.disable(watch)  # type: ignore[no-untyped-call]
+    output_hook = torch.compiler.disable(watch_outputs)  # type: ignore[no-untyped-call]
     places: dict[nn.Module, tuple[str, list[tuple[nn.Module, str, str]]]] = {}
     module: nn.Module
     for called, module in model.named_modules():
@@ -216,6 +229,7 @@ def watch_gradients(
             ]
             places[module] = called, parameters
             module.register_forward_pre_hook(hook)
+            module.register_forward_hook(output_hook)
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
