@@ -50,3 +50,26 @@ def test_every_python_block_is_run() -> None:
     assert tests["tests/test_pages_run.py"] > 10
     for test in tests:
         assert (ROOT / test).exists(), test
+
+
+# Code that compares replicas or runs, and what a plain run beside it is called.
+_COMPARES = re.compile(r"verify_replicas\(|int32\)|\bbits\(|\bdigest\(")
+_PLAIN = re.compile(r"nccl_model|gloo|plain")
+# Where a plain run is not beside it: why, or which test has it.
+WITHOUT_PLAIN = {
+    "docs/howto/experts.md": "nothing is reduced before the comparison",
+    "docs/howto/tensor-parallel.md": "tests/backend/test_trainers.py, jobs with TP",
+}
+
+
+def test_claims_of_agreement_are_seeded_and_stand_beside_a_plain_run() -> None:
+    claims = set()
+    for name in [*pages(), *(f"examples/{one.name}" for one in (ROOT / "examples").glob("*.py"))]:
+        parts = [one.text for one in blocks(text_of(name), "python")]
+        code = text_of(name) if name.endswith(".py") else "\n".join(parts)
+        if not name.startswith(("docs/api/", "docs/adr/")) and _COMPARES.search(code):
+            claims.add(name)
+            assert bool(_PLAIN.search(code)) != (name in WITHOUT_PLAIN), name
+            assert re.search(r"manual_seed|seed_everything", code), name
+            assert re.search(r"\bassert |raise SystemExit|return 1 if ", code), name
+    assert claims >= WITHOUT_PLAIN.keys()
