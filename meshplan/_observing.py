@@ -38,15 +38,15 @@ class _Observing:
     Attributes:
         observer: returns the caller of the reduction that this thread begins; ``None`` if
             reductions are not counted.
-        is_left_to_torch: whether the frame of a redistribution runs a reduction that the installed
+        falls_through: whether the frame of a redistribution runs a reduction that the installed
             policy leaves to torch.
     """
 
-    __slots__ = ("is_left_to_torch", "observer")
+    __slots__ = ("falls_through", "observer")
 
     def __init__(self) -> None:
         self.observer: Callable[[], Origin] | None = None
-        self.is_left_to_torch: Callable[[FrameType], bool] | None = None
+        self.falls_through: Callable[[FrameType], bool] | None = None
 
 
 class _ThisThread(threading.local):

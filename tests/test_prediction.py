@@ -173,7 +173,7 @@ def test_plan_left_to_the_backend_is_predicted() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fast", "consistent"])
-def test_single_reduction_left_to_torch_is_predicted(policy: Any) -> None:
+def test_single_reduction_that_falls_through_is_predicted(policy: Any) -> None:
     problem = Problem.of(Layout.of(a=4, one=1), ["P", "P"], ["R", "R"], policy=policy)
     assert predict_plan(problem) == predict_backend(problem, [["a"]])
 

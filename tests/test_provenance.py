@@ -85,12 +85,12 @@ class TestText(TestCase):
     0 elements each, 0 B in all, 0.000 s until it returned
 1 x (P(sum), R) -> (R, R) on (a=2, b=0)
     planned: all_reduce sum over (a), groups of 2: one axis
-    left to torch: no reduction
+    fell through to PyTorch: no reduction
 1 x (P(sum), R) -> (R, R) on (a=2, b=0)
     planned: all_reduce sum over (a), groups of 2: one axis
-    FALLBACK left to torch: it has arithmetic of its own
+    FALLBACK fell through to PyTorch: it has arithmetic of its own
 1 x (P(sum), R) -> (R, R) on (a=2, b=0)
-    left to torch: the cuts of a dim are turned: torch's moves stay""",
+    fell through to PyTorch: the cuts of a dim are turned: torch's moves stay""",
         )
         assert len(log.snapshot().fallbacks) == 2
 
@@ -117,9 +117,9 @@ DEBUG:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduc
 INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; traced exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis
 WARNING:meshplan:[meshplan] fallback: (P(sum), R) -> (R, R) on (a=2, b=0) bool: all_reduce sum over (a), groups of 2; ran native (all_reduce) on axis group 1 of 2 ranks: 0, 3: bool is outside
 DEBUG:meshplan:[meshplan] fallback: (P(sum), R) -> (R, R) on (a=2, b=0) bool: all_reduce sum over (a), groups of 2; ran native (all_reduce) on axis group 1 of 2 ranks: 0, 3: bool is outside
-INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, left to torch: no reduction
-WARNING:meshplan:[meshplan] fallback: (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, left to torch: it has arithmetic of its own
-INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0): left to torch: the cuts of a dim are turned: torch's moves stay
+INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, fell through to PyTorch: no reduction
+WARNING:meshplan:[meshplan] fallback: (P(sum), R) -> (R, R) on (a=2, b=0): all_reduce sum over (a), groups of 2, fell through to PyTorch: it has arithmetic of its own
+INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0): fell through to PyTorch: the cuts of a dim are turned: torch's moves stay
 INFO:meshplan:[meshplan] (P(sum), R) -> (R, R) on (a=2, b=0) float32: all_reduce sum over (a), groups of 2; ran exchange (all_to_all_single + all_gather_into_tensor) on axis group 1 of 2 ranks: 0, 3: one axis""",
         )
 

@@ -116,7 +116,7 @@ MP701: (_NormP(2), R) -> (S(0), R) on (a=2, b=2): policy deterministic requires 
 
 
 def test_contract_and_policy_reductions_are_accepted() -> None:
-    """Reductions as exact as the contract, or left to torch by the policy."""
+    """Reductions as exact as the contract, or falling through to PyTorch by the policy."""
 
     def ranks(rank: int) -> list[str]:
         mesh = mesh_of_four()

@@ -1,4 +1,4 @@
-"""Reductions left to torch, within the policy or not, and reduce-scatters that NCCL does not pin."""
+"""Reductions that fall through to PyTorch, and reduce-scatters that NCCL does not pin."""
 
 from __future__ import annotations
 

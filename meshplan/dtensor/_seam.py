@@ -252,18 +252,18 @@ def _note_policy(
         layout = mesh_entry(device_mesh).layout
         if config.policy_over(layout, pending) != "deterministic":
             noted = id(caller), caller.f_code
-    THREAD.state.left_to_torch = noted
+    THREAD.state.falls_through = noted
 
 
-def _is_left_to_torch(caller: FrameType) -> bool:
+def _falls_through(caller: FrameType) -> bool:
     # A redistribution calls the seam before it reduces, so an old note is of another frame.
-    return _active is not None and THREAD.state.left_to_torch == (
+    return _active is not None and THREAD.state.falls_through == (
         id(caller),
         caller.f_code,
     )
 
 
-OBSERVING.is_left_to_torch = _is_left_to_torch
+OBSERVING.falls_through = _falls_through
 
 
 def _decide(

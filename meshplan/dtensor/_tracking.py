@@ -42,7 +42,7 @@ _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 class ThreadState:
     """The state of one thread. Every redistribution finds all of it by one look-up."""
 
-    __slots__ = ("decisions", "left_to_torch", "reduced", "waiting", "world")
+    __slots__ = ("decisions", "falls_through", "reduced", "waiting", "world")
 
     def __init__(self) -> None:
         self.reduced: object = None  # the carrier whose reduction returned last
@@ -52,7 +52,7 @@ class ThreadState:
         # A reference to the default group for whose rank torch has cached this thread's steps.
         self.world: Any = None
         # The frame and its code, while reductions are counted.
-        self.left_to_torch: tuple[int, CodeType] | None = None
+        self.falls_through: tuple[int, CodeType] | None = None
         # The seam reads torch's tracing context in every redistribution. In a thread that never
         # traced, the attribute is missing, and the look-up is slower than reading None. Entering
         # an empty context once leaves None behind.

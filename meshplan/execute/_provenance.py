@@ -43,7 +43,7 @@ class Report:
         return tuple(entry for entry in self.entries if entry["fallback"])
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; ``version`` grows when a key goes away or changes its meaning."""
+        """JSON-ready; ``version`` grows when a key goes away or changes its meaning."""
         return {
             "version": SCHEMA_VERSION,
             "entries": [entry | {"sends": list(entry["sends"])} for entry in self.entries],
@@ -58,7 +58,7 @@ class Report:
         if self.dropped:
             lines.append(f"({self.dropped} older kinds of events were dropped)")
         if self.untouched:
-            lines.append(f"{self.untouched} x nothing to plan, left to torch")
+            lines.append(f"{self.untouched} x nothing to plan, fell through to PyTorch")
         return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def _lines(entry: dict[str, Any]) -> Iterator[str]:
     if planned != why:
         yield f"    planned: {planned}"
     if entry["ran"] == "torch":
-        yield f"    {mark}left to torch: {why}"
+        yield f"    {mark}fell through to PyTorch: {why}"
         return
     sends = " + ".join(entry["sends"]) or "nothing sent"
     if entry["ran"] == "all_gather":
@@ -99,7 +99,7 @@ def _sizes(entry: dict[str, Any]) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes for people."""
+    """Bytes for people."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -144,7 +144,7 @@ class Event:
         head = f"[meshplan] {mark}{self.asked} {self.dtype}".rstrip()
         if self.ran == "torch":
             planned = "" if self.planned == self.why else f"{what}, "
-            return f"{head}: {planned}left to torch: {self.why}"
+            return f"{head}: {planned}fell through to PyTorch: {self.why}"
         on = f" on {self.group}" if self.group else ""
         verb = "traced" if self.traced else "ran"
         return f"{head}: {what}; {verb} {self.ran} ({_sent(self.sends)}){on}: {self.why}"

@@ -64,12 +64,12 @@ _SPMD_TYPES = os.sep + "spmd_types" + os.sep
 class CallSite(NamedTuple):
     """``text``: file, line, function and the parts of torch in between, outermost first.
 
-    ``left_to_torch``: whether meshplan's policy has left the reduction to torch.
+    ``falls_through``: whether the policy lets the reduction fall through to torch.
     ``library``: the one that reduces where ``install`` has no part in it; empty for other callers.
     """
 
     text: str
-    left_to_torch: bool
+    falls_through: bool
     library: str
 
 
@@ -89,7 +89,7 @@ def find_call_site() -> CallSite:
             if part == "backward":
                 parts.append(_CPP)
         if part == "DTensor" and not left:
-            left = OBSERVING.is_left_to_torch is not None and OBSERVING.is_left_to_torch(frame)
+            left = OBSERVING.falls_through is not None and OBSERVING.falls_through(frame)
         if part and part != _OWN and part not in parts:
             parts.append(part)
         frame = frame.f_back
@@ -455,7 +455,7 @@ def _watch(
             return reduction()
         caller = _Caller()
     site = caller.site
-    native = extent == "native" or site.left_to_torch
+    native = extent == "native" or site.falls_through
     kind: Kind = "any order" if any_order else "native" if native else "outside"
     what = f"{_short(name)} {op.lower()} over {group.name()}"
     if kind == "outside":
