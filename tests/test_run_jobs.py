@@ -142,6 +142,9 @@ def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> Non
     assert len(lines) == len(plain.verdict) - 1
     printed = "\n".join(lines).replace(f"{tmp_path}/", "")
     assert normalize(f"[meshplan] {printed}\n") == normalize(shown.text)
+    for page in ("README.md", "docs/index.md"):
+        excerpt, *_ = blocks((ROOT / page).read_text(encoding="utf-8"), "")
+        assert set(excerpt.text.splitlines()) < set(shown.text.splitlines())
     under = torchrun(tmp_path, "job/train.py", 6, *certify, "fixed.cert", "--backend", "meshplan")
     assert len(digests(under)) == 1
     assert under.verdict[0] == agrees(under)

@@ -29,7 +29,6 @@ _CHART = "\n".join(
 _PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "README.md": "overview.md",
     "SECURITY.md": "security.md",
     "examples/torchtitan.md": "howto/torchtitan.md",
 }
