@@ -4,7 +4,7 @@
 
 A time is that of the barriers, of the bytes that pass a GPU's link in one direction, and of what
 happens in local memory meanwhile. Nothing here was measured by us: a GPU replaces all of it.
-docs/explanation/kernel-memory-model.md has the tables that this prints.
+docs/explanation/kernel-memory-model.md explains the tables that this prints.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ that others link to; and the names of the API, whose docstrings mkdocstrings ren
 from __future__ import annotations
 
 import posixpath
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +124,7 @@ def on_files(files: Files, config: Any) -> Files:
             # A rule has a link already.
             text = re.sub(r"^\| (MP\d+) \|", r"| [\1](codes/\1.md) |", text, flags=re.M)
         if place == "api.md":
-            text = "\n".join(_link_names(text))
+            text = text.replace("<!-- names -->", "\n".join(_list_names()))
         if place == "cost.md":
             for theme in ("light", "dark"):
                 chart = site_cost.draw_chart(dark=theme == "dark")
@@ -139,9 +140,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def _link_names(text: str) -> Iterator[str]:
-    module = ""
-    for line in text.splitlines():
-        if line.startswith("## "):
-            module = line.removeprefix("## ")
-        yield re.sub(r"^\| `(\w+)` \|", rf"| [`\1`][{module}.\1] |", line)
+def _list_names() -> Iterator[str]:
+    yield "| name | |\n|---|---|"
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for name in re.findall(
+            r"^## `(meshplan\.[\w.]+)`$", page.read_text(encoding="utf-8"), re.M
+        ):
+            doc = pydoc.locate(name).__doc__ if callable(pydoc.locate(name)) else ""
+            yield f"| [`{name}`][{name}] | {(doc or '').strip().partition(chr(10))[0]} |"
