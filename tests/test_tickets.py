@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import meshplan
+from meshplan import deterministic_all_reduce_coalesced
 from meshplan.contract import Contract
 from meshplan.topology import Topology
 from tests.doors import DOORS, LONG, Door, Member, Result, attempt, call_values, expected_words
@@ -214,6 +215,8 @@ def test_asynchronous_calls_on_two_groups_need_no_common_order(door: str) -> Non
 MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
     "average of integers": lambda door, member, x: door.reduce(member, x.long(), "avg"),
     "elements that share memory": lambda door, member, x: door.reduce(member, x[:1].expand(8)),
+    "no tensor": lambda door, member, x: door.reduce(member, 5),  # type: ignore[arg-type]
+    "two tensors": lambda door, member, x: member.group.allreduce([x, x]).result()[0],  # type: ignore[call-arg, arg-type]
 }
 
 
@@ -227,7 +230,9 @@ MISTAKES: dict[str, Callable[[Door, Member, torch.Tensor], torch.Tensor]] = {
         ("seam", "average of integers"),
         ("functions", "average of integers"),
         full("functions", "elements that share memory"),
+        ("functions", "no tensor"),
         ("backend", "elements that share memory"),
+        ("backend", "two tensors"),
     ],
 )
 def test_call_that_fails_on_one_rank_is_paired_with_no_other(
@@ -263,6 +268,33 @@ def test_call_that_fails_on_one_rank_is_paired_with_no_other(
     if warm:
         assert how[0] == ["right"] * world_size
     assert how[5] == ["right"] * world_size, how
+
+
+def test_call_over_a_group_of_one_rank_is_none_of_its_peers() -> None:
+    through = Door("functions")
+
+    def ranks(rank: int) -> dict[int, Result]:
+        alone = [dist.new_group([one]) for one in range(2)]
+        if rank == 1:
+            deterministic_all_reduce_coalesced([torch.ones(1)], group=alone[1])
+        return {1: reduce(through, through.open(BOUND), 1)}
+
+    assert readings(run_ranks(ranks, 2, timeout=300.0)) == {1: ["right", "right"]}
+
+
+def test_empty_list_of_one_rank_is_a_call() -> None:
+    """The other rank's list meets no later one."""
+
+    def ranks(rank: int) -> list[str]:
+        found = []
+        for call in (1, 2):
+            values = [] if (rank, call) == (1, 1) else [call_values(call, 0, rank)]
+            found.append(
+                attempt(lambda v=values: torch.cat(deterministic_all_reduce_coalesced(v)))  # type: ignore[misc]
+            )
+        return [one.code for one in found[rank:]]
+
+    assert run_ranks(ranks, 2, timeout=300.0) == [["MP703", "MP503"], ["MP703"]]
 
 
 # How the call of one rank differs.

@@ -143,6 +143,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         return NAME
 
+    @_counts_refused
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """All-reduce one tensor in place."""
         opts = dist.AllreduceOptions() if opts is None else opts

@@ -40,6 +40,7 @@ from meshplan.collectives._reduction import (
     scatter_list,
     shard_shape,
     start,
+    use_up_ticket,
 )
 from meshplan.contract import Contract
 from meshplan.errors import ContractError
@@ -365,6 +366,8 @@ def _begin(
             run = partial(gather_list, tensors, shards, outs)
         _check_outs(outs, tensors, shapes)
     if found is None or not tensors:
+        # The list of another rank may have tensors.
+        use_up_ticket(tensors, {"group": group, "async_op": async_op})
         results = _alone(tensors, outs, kind == "all_reduce")
         result = results[0] if alone else results
         return finished(result) if async_op else result
@@ -374,11 +377,8 @@ def _begin(
             _compare_calls(kind, found, tensor, options, split)
     reduces = None if kind == "all_gather" else options
     run = partial(run, found, alone=alone)
-    return start(kind, _only(run) if alone else run, tensors, reduces, found, async_op)
-
-
-def _only(run: Callable[..., list[Tensor]]) -> Callable[..., Tensor]:
-    return lambda *call: run(*call)[0]
+    once: Callable[..., Any] = (lambda *call: run(*call)[0]) if alone else run
+    return start(kind, once, tensors, reduces, found, async_op)
 
 
 def _compare_calls(

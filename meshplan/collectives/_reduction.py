@@ -82,17 +82,19 @@ def counts_refused(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
             return function(*args, **kwargs)
         except Exception as error:
             if not getattr(error, "used_ticket", False):
-                _use_up_ticket(args[0] if args else kwargs.get("tensor"), kwargs)
+                given = kwargs.get("tensor", kwargs.get("tensors"))
+                use_up_ticket(args[0] if args else given, kwargs)
             raise
 
     return call
 
 
-def _use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
+def use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
     with suppress(MeshplanError):
         group = read_group(given.get("group"))
         if group is not None:
-            first = tensors if isinstance(tensors, Tensor) else next(iter(tensors or ()), None)  # type: ignore[call-overload]
+            listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+            first = next(iter(listed), None)
             kind = first.device.type if isinstance(first, Tensor) else "cpu"
             calls_of(group).take(_lane_name(kind, bool(given.get("async_op"))))
 
