@@ -235,6 +235,8 @@ def messages(rank: int) -> list[str]:
         # Ranks with replicas have other lists: a missing gradient, an axis that is not declared.
         lambda: exact_norm([replicas, whole] if rank else [whole]),
         lambda: exact_norm([whole, torch.ones(2 + rank % 2)], distinct=[]),
+        lambda: exact_norm([whole, None] if rank == 3 else whole),  # type: ignore[list-item]
+        lambda: exact_norm(whole, norm_type=float("inf") if rank == 1 else 2.0),
     ]
     texts = []
     for call in calls:
@@ -263,5 +265,7 @@ MP402: on rank 0: distinct has 3; pass names of axes, (mesh, axis) pairs or proc
 MP112: on rank 0: no axis 'tp' in the mesh, it has x, ep
 MP411: on rank 0: tensor 1 is on ranks 0, 2, but the total is over ranks 0, 1, 2, 3; distinct= and its mesh do not show which of these hold replicas of it; pass axes that share only this rank with the mesh, or a DTensor whose mesh has them
 MP411: ranks of the total, 0, 1, 2, 3, hold replicas by declaration or placement but passed tensors of other shapes or dtypes; pass distinct= with every axis along which ranks hold other tensors, and the same gradients on all ranks of a replica
-MP411: ranks of the total, 0, 1, 2, 3, hold replicas by declaration or placement but passed tensors of other shapes or dtypes; pass distinct= with every axis along which ranks hold other tensors, and the same gradients on all ranks of a replica""",
+MP411: ranks of the total, 0, 1, 2, 3, hold replicas by declaration or placement but passed tensors of other shapes or dtypes; pass distinct= with every axis along which ranks hold other tensors, and the same gradients on all ranks of a replica
+MP412: on rank 3: tensor 1 must be a torch.Tensor, got NoneType
+MP411: on rank 1: norm_type=inf: only the 2-norm has an exact sum here; pass norm_type=2.0, or call torch.nn.utils.get_total_norm""",
         )

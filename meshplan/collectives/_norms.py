@@ -70,8 +70,7 @@ def exact_norm(
         GroupError, CollectiveError, SignatureMismatchError: as ``deterministic_all_reduce``.
     """
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    _check_type(norm_type)
-    value = _norm(dict(enumerate(listed)), (), group, distinct)
+    value = _norm(dict(enumerate(listed)), (), norm_type, group, distinct)
     return _result(value, listed, error_if_nonfinite)
 
 
@@ -105,11 +104,10 @@ def clip_grad_norm_(
             as ``exact_norm``. Gradients are left as they are.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _check_type(norm_type)
     grads: dict[int, Tensor] = {i: p.grad for i, p in enumerate(listed) if p.grad is not None}
     # A gradient may be missing on some ranks only. The parameter has its mesh on all of them.
     idle = [each for each in listed if each.grad is None]
-    norm = _norm(grads, idle, group, distinct)
+    norm = _norm(grads, idle, norm_type, group, distinct)
     total = _result(norm, list(grads.values()), error_if_nonfinite)
     factor = float(max_norm) / (norm + 1e-6)
     # Also for NaN, as in torch.
@@ -147,15 +145,18 @@ def _result(value: float, tensors: Sequence[Tensor], error_if_nonfinite: bool) -
 def _norm(
     tensors: Mapping[int, Tensor],
     idle: Sequence[Tensor],
+    norm_type: float,
     group: GroupLike | None,
     distinct: Iterable[DistinctAxis] | None,
 ) -> float:
     """The norm of ``tensors``, by their places in the list; of ``idle`` ones the meshes count."""
     tensors = _each_once(tensors)
-    local = {i: _local(each.detach()) for i, each in tensors.items()}
+    local: dict[int, Tensor] = {}
     error: MeshplanError | None = None
     try:
+        _check_type(norm_type)
         for i, tensor in tensors.items():
+            local[i] = _local(tensor.detach()) if isinstance(tensor, Tensor) else tensor
             _check_squares(tensor, local[i], i)
     except (ContractError, ContractTypeError) as caught:
         error = caught
@@ -163,6 +164,8 @@ def _norm(
     def make_row(weights: Mapping[int, int]) -> Tensor:
         return _weighted_row(local, weights)
 
+    # Of a list that is refused, the meshes show which ranks raise its error.
+    tensors = {i: each for i, each in tensors.items() if isinstance(each, Tensor)}
     row = sum_over_ranks(tensors, idle, group, distinct, make_row, error)
     return math.sqrt(value_of_squares(row))
 
