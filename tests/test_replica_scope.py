@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import meshplan
 from meshplan.errors import MeshplanError
 from meshplan.replicas import ReplicaCheck, ReplicaReport, verify_replicas
 from meshplan.testing import order_sensitive
@@ -148,6 +149,26 @@ def test_tensors_are_compared_on_their_own_meshes() -> None:
     assert [one[1:] for one in found] == [[(), *lines]] * 4
 
 
+def refuse_on_one_rank(rank: int) -> list[str]:
+    """The codes of comparisons, the first of which rank 1 ends by its arguments."""
+    mesh = init_device_mesh("cpu", (2,))
+    codes = []
+    for whole in (mesh, None):
+        for call in (1, 2):
+            details = -1 if (rank, call) == (1, 1) else 4
+            source = torch.full((4,), float(call))
+            found = error(partial(verify_replicas, source, whole, details=details))
+            codes.append(found.partition(":")[0])
+        # The stop ends, and a comparison that all ranks make is right.
+        meshplan.shutdown()
+        assert verify_replicas(weights(), whole) is not None
+    return codes
+
+
+def test_comparison_that_fails_on_one_rank_is_taken_for_no_other() -> None:
+    assert run_ranks(refuse_on_one_rank, 2) == [["MP703", "MP503"] * 2, ["MP402", "MP703"] * 2]
+
+
 def advise(backend: str) -> list[str]:
     """The advice for parameters of FSDP2, of DTensors without it, and plain ones, on rank 0."""
 
@@ -213,13 +234,13 @@ replicas that drift apart are reduced in different orders: meshplan.coverage() l
             "\n".join(found[0] + found[1] + found[3]),
             """\
 MP703: on rank 1: rank 3 passed no tensors on mesh (dp=2; ranks 1, 3) to the comparison of replicas, and other ranks did; pass the same tensors on all ranks that share a mesh
-MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'digest v1, step 1, mesh (rank=4)'; only on the others 'digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
-MP703: on rank 1: rank 3 passed other tensors to the comparison of replicas than the other ranks of mesh (dp=2; ranks 1, 3); on rank 3: only there 'MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out'; only on the others 'digest v1, step None, distinct along ep, mesh (dp=2; ranks 1, 3)'; only on the others 'tensor: float32[8] (Replicate(),), replicas along dp'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
+MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'call 2, digest v1, step 1, mesh (rank=4)'; only on the others 'call 2, digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
+MP703: on rank 1: rank 3 passed other tensors to the comparison of replicas than the other ranks of mesh (dp=2; ranks 1, 3); on rank 3: only there 'MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out'; only on the others 'call 1, digest v1, step None, distinct along ep, mesh (dp=2; ranks 1, 3)'; only on the others 'tensor: float32[8] (Replicate(),), replicas along dp'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
 MP703: rank 3 passed no tensors on mesh (dp=2; ranks 1, 3) to the comparison of replicas, and other ranks did; pass the same tensors on all ranks that share a mesh
-MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'digest v1, step 1, mesh (rank=4)'; only on the others 'digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
-MP703: rank 3 passed other tensors to the comparison of replicas than the other ranks of mesh (dp=2; ranks 1, 3); on rank 3: only there 'MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out'; only on the others 'digest v1, step None, distinct along ep, mesh (dp=2; ranks 1, 3)'; only on the others 'tensor: float32[8] (Replicate(),), replicas along dp'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
+MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'call 2, digest v1, step 1, mesh (rank=4)'; only on the others 'call 2, digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
+MP703: rank 3 passed other tensors to the comparison of replicas than the other ranks of mesh (dp=2; ranks 1, 3); on rank 3: only there 'MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out'; only on the others 'call 1, digest v1, step None, distinct along ep, mesh (dp=2; ranks 1, 3)'; only on the others 'tensor: float32[8] (Replicate(),), replicas along dp'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
 MP703: on rank 1: rank 3 passed no tensors on mesh (dp=2; ranks 1, 3) to the comparison of replicas, and other ranks did; pass the same tensors on all ranks that share a mesh
-MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'digest v1, step 1, mesh (rank=4)'; only on the others 'digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
+MP703: rank 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=4); on rank 2: only there 'call 2, digest v1, step 1, mesh (rank=4)'; only on the others 'call 2, digest v1, step 0, mesh (rank=4)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them
 MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its ranks hold summands and not replicas; redistribute it to Replicate first, or leave it out""",
         )
 

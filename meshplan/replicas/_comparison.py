@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -166,10 +167,11 @@ _MOST_RANKS = 16
 class ReplicaChannel:
     """The ranks of a mesh, by position: row-major coordinates."""
 
-    def __init__(self, mesh: DeviceMesh, layout: Layout) -> None:
+    def __init__(self, mesh: DeviceMesh, layout: Layout, call: int) -> None:
         axes = tuple(range(len(layout.sizes)))
+        token = Record.of(replicas=DIGEST_VERSION)
         try:
-            group = registry().get(mesh, layout, axes, token=Record.of(replicas=DIGEST_VERSION))
+            group = registry().get(mesh, layout, axes, token=token, call=call)
         except GroupAgreementError as error:
             raise GroupAgreementError(
                 f"replicas could not be compared: {error.args[0]}",
@@ -260,6 +262,7 @@ def check_lists(
         "same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks "
         "that share them",
         rank=layout.ranks[words.index(common)] if channel.position in odd else ranks[0],
+        unlike_calls=len(set(re.findall(r"'call (\d+), digest", text))) > 1,
     )
 
 
@@ -517,6 +520,7 @@ class CheckOptions:
     step: int | None
     details: int
     fsdp: bool  # whether FSDP2 reduces gradients of the source
+    call: int  # the number of its ticket
     repair: RepairPlan | None = None  # plans copies where there would be an error
 
 

@@ -58,7 +58,7 @@ class MeshTensors:
 
     def compare(self, options: CheckOptions) -> None:
         if self.layout.world_size > 1:
-            channel = ReplicaChannel(self.mesh, self.layout)
+            channel = ReplicaChannel(self.mesh, self.layout, options.call)
             compare_sets(channel, self.layout, self.sets, self.lines, options)
 
 
@@ -93,7 +93,7 @@ def compare_scope(
     for part in others:
         layout = part.layout
         notes.append(hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))]))
-    channel = ReplicaChannel(scope.mesh, scope.layout)
+    channel = ReplicaChannel(scope.mesh, scope.layout, options.call)
     gathered = compare_sets(
         channel,
         scope.layout,

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshplan._calls import Ticket, calls_of
 from meshplan._message_text import format_first
 from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import GroupStateError, PolicyError, ReplicaDivergenceError
+from meshplan.flatten import is_worker_thread
 from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
@@ -92,13 +95,14 @@ def verify_replicas(
     """
     refuse_in_graph("meshplan.verify_replicas")
     started = time.perf_counter()
-    if details < 0:
-        raise PolicyError(f"details={details} is negative; pass 0 or more")
-    tensors = named_tensors(source, grads=grads)
-    options = CheckOptions(step, details, holds_fsdp(source))
-    parts = _compare(tensors, mesh, distinct, f"digest {DIGEST_VERSION}, step {step}", options)
-    if parts is None:
+    if _is_outside(mesh):
         return None
+    with _take_ticket(mesh) as ticket:
+        if details < 0:
+            raise PolicyError(f"details={details} is negative; pass 0 or more")
+        tensors = named_tensors(source, grads=grads)
+        options = CheckOptions(step, details, holds_fsdp(source), ticket.number)
+        parts = _compare(tensors, mesh, distinct, f"step {step}", options)
     sets = [(part.layout, one) for part in parts for one in part.sets]
     by_axes: dict[tuple[str, ...], int] = {}
     for layout, one in sets:
@@ -121,14 +125,12 @@ def _compare(
     tensors: Sequence[NamedTensor],
     mesh: DeviceMesh | None,
     distinct: Iterable[DistinctAxis],
-    header: str,
+    about: str,
     options: CheckOptions,
-) -> list[MeshTensors] | None:
-    """Compare each tensor on its mesh; ``None`` on ranks outside of ``mesh``."""
+) -> list[MeshTensors]:
+    """Compare each tensor on its mesh."""
     scope_mesh = _default_mesh(tensors) if mesh is None else mesh
     parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
-    if scope_mesh.get_coordinate() is None:
-        return None
     source = options.repair.source if options.repair else None
     if source not in (None, *parts[scope_mesh].layout.ranks):
         ranks = parts[scope_mesh].layout
@@ -137,10 +139,12 @@ def _compare(
         own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
         # On ranks outside of its mesh a DTensor has no data.
         if own.get_coordinate() is not None:
-            parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own))).tensors.append(tensor)
+            part = parts.setdefault(own, MeshTensors(own, Layout.from_mesh(own)))
+            part.tensors.append(tensor)
     own_meshes = [tensor.mesh for tensor in tensors if tensor.mesh is not None]
     declared = read_distinct(distinct, [scope_mesh, *own_meshes])
     scope, *others = parts.values()
+    header = f"call {options.call}, digest {DIGEST_VERSION}, {about}"
     if mesh is not None and not declared:
         scope.group(header)
         scope.compare(options)
@@ -203,24 +207,25 @@ def repair_replicas(
         SignatureMismatchError and others: as ``verify_replicas``.
     """
     refuse_in_graph("meshplan.repair_replicas")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = [optimizer]
-    state = {"model": model, "optimizer": list(optimizer)}
-    distinct = [distinct] if isinstance(distinct, str) else list(distinct)
-    tensors = named_tensors(state)
-    # Each reading of a number makes a tensor of its own.
-    again = {tensor.name: tensor.local for tensor in named_tensors(state)}
-    plan = RepairPlan(
-        source,
-        fixed={one.name for one in tensors if again[one.name] is not one.local},
-        parameters={f"model.{name}" for name, _ in model.named_parameters()},
-    )
-    header = f"digest {DIGEST_VERSION}, step {step}, repair from {source}"
-    header += f", {len(plan.fixed)} numbers"
-    options = CheckOptions(step, 4, holds_fsdp(state), plan)
-    if _compare(tensors, mesh, distinct, header, options) is None:
+    if _is_outside(mesh):
         return None
-    failures = [one.run() for one in plan.copies]
+    distinct = [distinct] if isinstance(distinct, str) else list(distinct)
+    with _take_ticket(mesh) as ticket:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = [optimizer]
+        state = {"model": model, "optimizer": list(optimizer)}
+        tensors = named_tensors(state)
+        # Each reading of a number makes a tensor of its own.
+        again = {tensor.name: tensor.local for tensor in named_tensors(state)}
+        plan = RepairPlan(
+            source,
+            fixed={one.name for one in tensors if again[one.name] is not one.local},
+            parameters={f"model.{name}" for name, _ in model.named_parameters()},
+        )
+        about = f"step {step}, repair from {source}, {len(plan.fixed)} numbers"
+        options = CheckOptions(step, 4, holds_fsdp(state), ticket.number, plan)
+        _compare(tensors, mesh, distinct, about, options)
+        failures = [one.run() for one in plan.copies]
     try:
         report = verify_replicas(state, mesh, distinct=distinct, step=step)
     except ReplicaDivergenceError as error:
@@ -229,13 +234,35 @@ def repair_replicas(
     return ReplicaRepair(tuple(one.copied for one in plan.copies), report)
 
 
-def _default_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh:
+def _is_outside(mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is not in the mesh, which is refused if it is none."""
+    return mesh is not None and bool(Layout.from_mesh(mesh)) and mesh.get_coordinate() is None
+
+
+def _take_ticket(mesh: DeviceMesh | None) -> Ticket:
+    """The ticket of a comparison. A rank that raises before it comes to its peers has used it, so
+    that its next comparison is not taken for this one.
+    """
+    beside = is_worker_thread()
+    kind = "cpu" if mesh is None else mesh.device_type
+    groups = [_world()] if mesh is None else mesh.get_all_groups()
+    order = None if mesh is None else tuple(Layout.from_mesh(mesh).ranks)
+    calls = calls_of(*groups, order=order, beside=beside)
+    return calls.take(f"{kind} of threads" if beside else kind)
+
+
+def _world() -> ProcessGroup:
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise GroupStateError(
             "replicas are compared over all ranks, and there is no default group; call "
             "torch.distributed.init_process_group first, or pass a mesh"
         )
+    return group
+
+
+def _default_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh:
+    group = _world()
     served = [device.type for device in device_types_of(group)]
     used = {tensor.local.device.type for tensor in tensors}
     device_type = next((one for one in served if one in used and one != "cpu"), None)
