@@ -414,7 +414,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         kind = "cpu" if first is None else first.device.type
         # In its turn, and before this call returns: after ``shutdown`` it would count for another.
         with suppress(GroupStateError):
-            self._thread.run(partial(self._calls.take, kind))
+            self._thread.run(partial(self._take, kind))
+
+    def _take(self, kind: str) -> Ticket:
+        """The ticket of a reduction. Functions and redistributions over this group count apart:
+        they run on the inner group that moves data, in the caller's order.
+        """
+        return self._calls.take(f"{kind} of the backend")
 
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):
@@ -442,7 +448,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         def guarded() -> None:
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
-            with self._calls.take(first.device.type) as ticket:
+            with self._take(first.device.type) as ticket:
                 run(on_device or self._lane or self._find_lane(ticket.number), ticket)
 
         if lane is not None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -169,6 +171,35 @@ def mix(rank: int) -> list[float]:
 
 def test_data_moves_between_reductions_that_run() -> None:
     assert run_ranks(mix, 2, backend="meshplan") == [[2.0, 1.0, 2.0, 7.0]] * 2
+
+
+def call_functions(rank: int) -> list[float]:
+    """A function and a redistribution over the group, while its reductions wait for a late rank."""
+    x, y, z = (torch.full((4,), float(10**i)) for i in range(3))
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    if rank == 0:
+        wait_for("issued", 1)
+        # Not needed for the result: rank 1 comes to the function.
+        time.sleep(0.3)
+    works = [dist.all_reduce(one, async_op=True) for one in (x, y)]
+    if rank == 1:
+        arrive("issued")
+    else:
+        finish(works)
+    meshplan.deterministic_all_reduce(z)
+    with meshplan.installed():
+        total = DTensor.from_local(z, mesh, [Partial()]).full_tensor()
+    finish(works)
+    return [one[0].item() for one in (x, y, z, total)]
+
+
+def finish(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def test_functions_have_an_order_of_their_own() -> None:
+    assert run_ranks(call_functions, 2, backend="meshplan") == [[2.0, 20.0, 200.0, 400.0]] * 2
 
 
 def disagree(rank: int) -> list[Any]:
