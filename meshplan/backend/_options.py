@@ -63,7 +63,8 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
         super().__init__(NAME, default_pg_timeout if timeout is None else timeout)
         if contract is not None:
             check_contract(contract)
-        self.contract = contract or _contract_of(os.environ.get("MESHPLAN_CONTRACT"))
+        name = os.environ.get("MESHPLAN_CONTRACT")
+        self.contract = contract or (Contract.of_id(name) if name else Contract())
         self.path = path or os.environ.get("MESHPLAN_PATH") or "auto"
         check_requested_path(self.path)
         if self.path == "native":
@@ -126,10 +127,6 @@ def check_inner_options(options: Any, inner: str) -> None:
             f"pg_options={shorten(repr(options))} has no effect on this group; pass "
             f"meshplan.BackendOptions(...), options of the inner backend {inner!r}, or None"
         )
-
-
-def _contract_of(name: str | None) -> Contract:
-    return Contract.of_id(name) if name else Contract()
 
 
 def _number(value: str | None) -> int | None:

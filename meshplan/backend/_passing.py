@@ -72,13 +72,15 @@ class PassingProcessGroup(WrappingProcessGroup):
         """Begin a block of calls; those on CUDA devices are launched together. Raises BackendError:
         the inner backend does not support it for this device.
         """
+        lists = getattr(c10d, WORLD).pg_coalesce_state
         try:
             if device.type == "cpu":
                 backend_of(self.inner, device)
+                lists[self] = _CallsAtOnce(self, lists)
             self._coalescing = Coalescing(self.inner, device)
         except RuntimeError as error:
             # Torch has opened its list of the block's calls. It would add every later one to it.
-            getattr(c10d, WORLD).pg_coalesce_state.pop(self, None)
+            lists.pop(self, None)
             raise BackendError(
                 f"the inner backend cannot coalesce calls on {device.type}: {error}; call the "
                 "collectives without the block, or pass it no device"
@@ -88,6 +90,25 @@ class PassingProcessGroup(WrappingProcessGroup):
         """End the block; the work of its calls, if there were any."""
         block, self._coalescing = self._coalescing, None
         return None if block is None else block.end()
+
+
+class _CallsAtOnce(list[Any]):
+    """Torch's list of the calls of a block on CPUs, which runs each one when torch adds it. After
+    an error in the block torch leaves the list open, and adds the group's later calls to it.
+    """
+
+    def __init__(self, group: PassingProcessGroup, lists: dict[Any, list[Any]]) -> None:
+        super().__init__()
+        self._group, self._lists = group, lists
+
+    def append(self, call: Any) -> None:
+        given = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
+        op = {} if call.redop is None else {"op": call.redop}
+        del self._lists[self._group]
+        try:
+            call.op(*given, group=self._group, **op)
+        finally:
+            self._lists[self._group] = self
 
 
 class _Stage:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from meshplan._calls import GroupCalls
 from meshplan._torch.process_group import end_coalescing, start_coalescing
-from meshplan.backend._work import PassedWork
+from meshplan.backend._work import FinishedWork, PassedWork
 from meshplan.collectives._lanes import SideStream, StreamCall, StreamWork
 from meshplan.errors import BackendError, SignatureMismatchError
 from meshplan.flatten._create import hidden_device
@@ -118,7 +118,8 @@ class Coalescing:
 
     def add(self, work: dist.Work) -> None:
         """End the block after a call of the inner group."""
-        if not self._has_failed:
+        # After an error torch does not end the block: nothing that has ended is kept for its end.
+        if not (self._has_failed or isinstance(work, FinishedWork)):
             # Launched together, the calls have one work of the inner group.
             late = PassedWork([], work.finish) if isinstance(work, PassedWork) else None
             self._works += [work] if not self._launches else [] if late is None else [late]
