@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshplan
 from meshplan.errors import (
+    CollectiveError,
     GroupAgreementError,
     LayoutError,
     ReplicaDivergenceError,
@@ -324,10 +325,12 @@ replicas that drift apart are reduced in different orders: use meshplan.install(
                 assert caught.value.missing == (1,)
                 first = str(caught.value)
             synchronise("first")
+            if rank == 1:
+                with pytest.raises(GroupAgreementError):
+                    verify_replicas(torch.ones(1), mesh)
             assert verify_replicas(torch.ones(1), mesh) is not None
             if rank != 1:
-                # The group exists: its own timeout and error apply.
-                with pytest.raises(RuntimeError):
+                with pytest.raises(CollectiveError, match="rank 1 did not report it too"):
                     verify_replicas(torch.ones(1), mesh)
             synchronise("second")
             return first

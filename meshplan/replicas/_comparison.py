@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, field
@@ -51,6 +52,9 @@ from meshplan.errors import (
     ReplicaDivergenceError,
     SignatureMismatchError,
 )
+from meshplan.execute._failures import raise_failure
+from meshplan.execute._groups import StepGroups
+from meshplan.execute._provenance import Purpose
 from meshplan.flatten import registry, this_rank
 from meshplan.kernel import DIGEST_VERSION, byte_pieces, digest_table
 from meshplan.layout import Layout
@@ -201,7 +205,13 @@ class ReplicaChannel:
         found = mine.new_empty(self.size * mine.numel())
         # With an output, because of gloo: see GlooWire.all_gather.
         name = self._group.group_name
-        _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
+        started = time.perf_counter()
+        try:
+            _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
+        except RuntimeError as error:
+            # It names the ranks that are missing.
+            purpose = Purpose("verify_replicas", "all_gather", f"group {name}")
+            raise_failure(error, StepGroups(self._group), mine.device.type, purpose, started)
         return found.cpu().view(self.size, *words.shape)
 
     def broadcast(self, record: Any, source: int) -> Any:
