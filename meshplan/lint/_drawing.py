@@ -108,7 +108,7 @@ def write_report(report: LintReport, facts: Sequence[JobFacts]) -> str:
     if picture := draw_meshes(facts, report.findings):
         body += f"<h2>Meshes with findings</h2>\n<figure>\n{picture}</figure>\n"
     if report.findings:
-        body += "<h2>Findings and fixes</h2>\n" + "".join(_write_findings(report.findings))
+        body += "<h2>Findings and fixes</h2>\n" + "".join(write_findings(report.findings))
     return write_page("meshplan lint", body)
 
 
@@ -126,7 +126,7 @@ def _write_inputs(report: LintReport) -> Iterator[str]:
         yield ("<ul>\n" + "".join(f"<li>{quote(one)}</li>\n" for one in report.judged) + "</ul>\n")
 
 
-def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:
+def write_findings(findings: Sequence[Finding]) -> Iterator[str]:
     """Messages with details, and each list of fixes once: two findings often have the same one."""
     seen: dict[tuple[Fix, ...], str] = {}
     for one in findings:

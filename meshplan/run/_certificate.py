@@ -8,7 +8,6 @@ words of each tensor too. Tensors without a known replica count as copies, which
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
 import weakref
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshplan._bits import bytes_of
 from meshplan._dtypes import name_of
 from meshplan._torch import disable_current_modes, local_tensor_of
 from meshplan.errors import ReplicaInputError
@@ -65,28 +63,19 @@ class _Share:
         """The same on all of its ranks; the first word on all ranks with such tensors."""
         return f"{_hash('|'.join(self.keys))} {_hash(str(self.ranks))}"
 
-    def start(self, local: list[list[Tensor]], whole: bool) -> Callable[[], str]:
+    def start(self, local: list[list[Tensor]], whole: bool) -> Callable[[], list[list[int]]]:
         """Begin the words of its tensors; returns what waits for those of all together, and with
-        ``whole`` for those of each, as text.
+        ``whole`` for those of each.
         """
-        parts: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
-        for one in self.parts:
-            tensor = local[one.at[0]][one.at[1]]
-            words = find_words(tensor, one.spans)
-            parts.setdefault(tensor.device, []).append((one, words))
-        reads = [
-            ([one for one, _ in some], land(torch.stack([words for _, words in some])))
-            for some in parts.values()
-        ]
+        wait = land([find_words(local[one.at[0]][one.at[1]], one.spans) for one in self.parts])
 
-        def read() -> str:
-            words = torch.zeros((1 + len(self.keys), LANES), dtype=torch.int64)
-            for some, wait in reads:
-                weights = torch.tensor([one.weights for one in some])
-                words[[1 + one.row for one in some]] = wait()
-                words[0] += (wait() * weights).sum(0)
-            shown = words if whole else words[:1]
-            return base64.b64encode(bytes_of(shown)).decode()
+        def read() -> list[list[int]]:
+            weights = torch.tensor([one.weights for one in self.parts], device="cpu")
+            total = (wait() * weights).sum(0).tolist()
+            rows = [[0] * LANES for _ in self.keys]
+            for one, words in zip(self.parts, wait().tolist(), strict=True):
+                rows[one.row] = words
+            return [total, *(rows if whole else ())]
 
         return read
 
@@ -102,9 +91,12 @@ class Certifier:
         self._left: dict[str, str] = {}  # not certified, and why
         self._values: list[Item] = []
 
-    def add_value(self, name: str, value: Tensor) -> None:
-        """Keep a value until the next step."""
+    def add_value(self, name: str, value: Tensor | float) -> None:
+        """Keep a copy of a value until the next step."""
+        if not isinstance(value, Tensor):
+            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
         if len(self._values) < _MOST_VALUES:
+            value = value.detach().clone()
             self._values.append(Item("value", name, value, value))
         else:
             self._left[f"value {name}"] = f"more than {_MOST_VALUES} values without a step"

@@ -8,7 +8,6 @@ of JSON: a head with the conditions, lists of tensors, links, and at the end the
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshplan._bits import tensor_of
 from meshplan._message_text import format_runs
-from meshplan.run._words import LANES, find_weights
+from meshplan.run._words import LANES, find_weights, format_words
 
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
@@ -86,8 +84,8 @@ class Chain:
         # A rank posts its steps in order; one without shares posts no other.
         unit.reached[rank] = math.inf if last and post["idle"] else number - (not last)
         mine = unit.pending.setdefault(number, {}).setdefault(rank, {})
-        for name, text in post["words"].items():
-            mine[name] = _decode(text), self._counts[name, rank]
+        for name, words in post["words"].items():
+            mine[name] = torch.tensor(words), self._counts[name, rank]
         if number <= unit.made:
             unit.ended = f"rank {rank} posted step {number} after its link was made"
         elif len(unit.pending) > _PENDING:
@@ -130,7 +128,7 @@ class Chain:
             self._records.append(head | dict(zip(names, listed, strict=True)))
         if not keys:
             return
-        words = _hex(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
+        words = format_words(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
         text = "\n".join([f"{HEAD} {VERSION}", unit.link, str(step), words, *sorted(keys)])
         unit.link, unit.links = (
             hashlib.sha256(text.encode()).hexdigest()[:32],
@@ -138,7 +136,9 @@ class Chain:
         )
         record = head | {"words": words, "link": unit.link}
         if len(tables) == len(keys):
-            record["tensors"] = [_hex(row) for _, row in sorted(zip(keys, tables, strict=True))]
+            record["tensors"] = [
+                format_words(row) for _, row in sorted(zip(keys, tables, strict=True))
+            ]
         self._records.append(record)
 
     def _add_up(self, posts: _Posts) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -200,14 +200,6 @@ def _count_elements(key: str) -> int:
     """The count of a tensor, whose shape ends its key."""
     sizes = key.rpartition("[")[2].removesuffix("]").split(",")
     return find_weights(key)[LANES] * math.prod(int(size) for size in sizes if size)
-
-
-def _decode(text: str) -> Tensor:
-    return tensor_of(base64.b64decode(text)).view(torch.int64).view(-1, LANES)
-
-
-def _hex(words: list[int]) -> str:
-    return "".join(f"{one % (1 << 64):016x}" for one in words)
 
 
 class CertificateFile:

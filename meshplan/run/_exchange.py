@@ -127,7 +127,7 @@ class Exchange(threading.Thread):
         """The queued messages; a failure of one, such as that of a device, loses this one."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        found = []
+        found: list[Message] = []
         while not self._queue.empty():
             done, make = self._queue.get()
             try:

@@ -69,7 +69,7 @@ class Observation:
         self._parameters = ParameterTable()
         self._snapshots = Snapshots()
         self._reductions = ReductionTable(self._parameters)
-        self._certifier: Certifier | None = None
+        self.certifier: Certifier | None = None
         certify = settings.certify
         self._certificate = CertificateFile(certify) if certify is not None else None
         self._offsets: dict[int, int] = {}  # by unit: steps before this process
@@ -115,7 +115,7 @@ class Observation:
             self._note,
         )
         if self.settings.certify is not None:
-            self._certifier = Certifier(self._parameters, self.rank)
+            self.certifier = Certifier(self._parameters, self.rank)
         exchange.post(lambda: {"hello": hello})
         self._exchange = exchange
         exchange.start()
@@ -167,7 +167,7 @@ class Observation:
         assert self._exchange is not None
         unit = self._unit_of(optimizer)
         step = self._steps[unit] + ahead
-        whole = self._is_observed(step)
+        whole = step <= self.settings.first or step % self.settings.every == 0
         # A later default group may have other ranks.
         place = self.rank, self._exchange.world_size
         if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
@@ -175,19 +175,16 @@ class Observation:
             return
         if whole:
             self._exchange.post(self._read_replicas(optimizer, unit, step, kinds))
-        if self._certifier is not None:
+        if self.certifier is not None:
             items = [one for kind in kinds for one in self._list_tensors(optimizer, kind)]
             number = step + self._find_offset(optimizer, unit)
             # Values that the script has added come before the step's tensors.
-            values = self._certifier.pop_values() if not ahead else []
+            values = self.certifier.pop_values() if not ahead else []
             for some, last in ((values, False), (items, not ahead)):
                 if some or last:
-                    make = self._certifier.take(unit, number, some, whole=whole, last=last)
+                    make = self.certifier.take(unit, number, some, whole=whole, last=last)
                     if make is not None:
                         self._exchange.post(make)
-
-    def _is_observed(self, step: int) -> bool:
-        return step <= self.settings.first or step % self.settings.every == 0
 
     def _unit_of(self, optimizer: Optimizer) -> int:
         unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
@@ -223,13 +220,6 @@ class Observation:
             "posts": [one | {"words": read()} for one, read in posts],
             "taken": taken,
         }
-
-    def add_value(self, name: str, value: Tensor | float) -> None:
-        """Copy a value, which counts with the next step."""
-        if self._certifier is not None:
-            if not isinstance(value, Tensor):
-                value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-            self._certifier.add_value(name, value.detach().clone())
 
     def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
         """Steps by set; also those of an optimizer without replicas."""
@@ -417,8 +407,13 @@ def observe(settings: RunSettings) -> Observation:
 
 def log_value(name: str, value: Tensor | float) -> None:
     """Add a value to the certificate of this process, if it has one."""
+
+    def add(one: Observation) -> None:
+        if one.certifier is not None:
+            one.certifier.add_value(str(name), value)
+
     if (one := _observation) is not None and one.settings.certify is not None:
-        one.call(lambda _: one.add_value(str(name), value))
+        one.call(add)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

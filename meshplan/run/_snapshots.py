@@ -17,6 +17,7 @@ from meshplan._dtypes import name_of
 from meshplan._torch import disable_current_modes
 from meshplan.kernel import digest_table, digest_words
 from meshplan.replicas._tensors import NamedTensor
+from meshplan.run._words import LANES, format_words
 
 # Steps of a set that rank 0 may ask about, such as those before a late rank had connected, and
 # bytes of all copies of their tensors.
@@ -53,7 +54,7 @@ class Snapshots:
         with torch.no_grad(), disable_current_modes():
             # Whoever waits for the digests has waited for the copies.
             copies = [one.clone() for one in local] if nbytes <= COPIED_BYTES else []
-            read = _start_digests(local)
+            read = land([digest_words(one) for one in local])
         names, whats = [one.name for one in tensors], [str(one) for one in tensors]
         with self._lock:
             self._kept[name, step] = _Snapshot(names, whats, read, copies)
@@ -95,16 +96,25 @@ class Snapshots:
         return head | {"values": [base64.b64encode(one).decode() for one in values]}
 
 
-def _start_digests(tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """Begin digests; returns what waits for them: int64 CPU tensor [tensors, 2]."""
-    if any(one.device.type != "cuda" for one in tensors) or len({t.device for t in tensors}) > 1:
-        table = digest_table(tensors)
-        return lambda: table
-    return land(torch.stack([digest_words(one) for one in tensors]))
+def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Begin to copy words of tensors to the CPU, for which nothing waits here; returns what waits
+    for it: int64 CPU tensor [tensors, 2].
+    """
+    rows: dict[torch.device, list[int]] = {}
+    for row, one in enumerate(words):
+        rows.setdefault(one.device, []).append(row)
+    parts = [(some, _land(torch.stack([words[row] for row in some]))) for some in rows.values()]
+
+    def read() -> Tensor:
+        table = torch.empty((len(words), LANES), dtype=torch.int64, device="cpu")
+        for some, wait in parts:
+            table[some] = wait()
+        return table
+
+    return read
 
 
-def land(words: Tensor) -> Callable[[], Tensor]:
-    """Begin a copy to the CPU, for which nothing waits here; returns what waits for it."""
+def _land(words: Tensor) -> Callable[[], Tensor]:
     if words.device.type != "cuda":
         words = words.cpu()
         return lambda: words
@@ -120,6 +130,4 @@ def land(words: Tensor) -> Callable[[], Tensor]:
 
 
 def _texts_of(table: Tensor) -> list[str]:
-    """Each row of digests as 32 hexadecimal digits."""
-    rows = table.tolist()
-    return ["".join((w % (1 << 64)).to_bytes(8, "little").hex() for w in row) for row in rows]
+    return [format_words(row) for row in table.tolist()]

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from meshplan._message_text import shorten
-from meshplan.lint._drawing import draw_meshes, quote, write_page, write_table
+from meshplan.lint._drawing import draw_meshes, quote, write_findings, write_page, write_table
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding
 from meshplan.lint._programs import FIXES, ProgramFix, find_fix
@@ -221,8 +221,8 @@ def write_verdict(
         parts.append(f"<h2>Meshes</h2>\n<figure>\n{picture}</figure>\n")
     unseen = "".join(f"<li>{quote(one)}</li>\n" for one in report["not_observed"])
     for title, body in (
-        ("First difference of replicas", _tabulate_difference(report["replicas"])),
-        ("Hazards", "".join(map(_write_hazard, report["hazards"]))),
+        ("First difference of replicas", _describe_ranks(report["replicas"])),
+        ("Hazards", "".join(write_findings(findings))),
         ("Reductions by call site", _tabulate_reductions(report["reductions"])),
         ("Settings", _tabulate_settings(report)),
         ("Not observed", unseen and f"<ul>\n{unseen}</ul>"),
@@ -236,29 +236,11 @@ def _preformat(text: str) -> str:
     return f"<pre>{quote(text, lines=True)}</pre>\n" if text else ""
 
 
-def _tabulate_difference(replicas: Report) -> str:
+def _describe_ranks(replicas: Report) -> str:
     found = replicas["first_difference"]
     if found is None:
         return f"<p>none in {replicas['compared']:,} comparisons of tensors</p>"
-    rows = {
-        "step": found["step"],
-        found["kind"]: found["tensor"],
-        "ranks that agree": "; ".join(map(format_ranks, found["ranks"]["agree"])),
-        "elements that differ": _count_elements(found),
-        "largest difference": found["largest"],
-        "cause": found["cause"],
-    }
-    cells = [(name, "unknown" if one is None else str(one)) for name, one in rows.items()]
-    return write_table((), cells) + _preformat(found["text"] or "")
-
-
-def _write_hazard(one: Report) -> str:
-    kind, code = one["severity"], quote(one["code"])
-    details = [*one["details"], *([f"fix: {one['fix']}"] if one["fix"] else [])]
-    return (
-        f'<h3><span class="{kind}">{kind} {code}</span>: {quote(one["text"])}</h3>\n'
-        f"<p>{quote(one['mesh'])}</p>\n{_preformat(chr(10).join(details))}"
-    )
+    return _preformat(found["text"] or "not located: ranks ended before they answered")
 
 
 def _tabulate_reductions(rows: Sequence[Report]) -> str:

@@ -92,7 +92,7 @@ def _add_up(bits: Tensor, spans: Spans, buffer: Tensor) -> Tensor:
         half = (start + stop) // 2
         # The words of the parts of a tensor add up to its own.
         for part, span in zip(
-            bits.split([half - start, stop - half], dim),
+            torch.split(bits, [half - start, stop - half], dim),
             ((start, half), (half, stop)),
             strict=True,
         ):
@@ -169,3 +169,7 @@ def find_weights(text: str) -> tuple[int, int, int]:
         int.from_bytes(found[at : at + 8], "little", signed=True) for at in (0, 8, 16)
     )
     return first | 1, second | 1, third
+
+
+def format_words(words: Sequence[int]) -> str:
+    return "".join(f"{one % (1 << 64):016x}" for one in words)

@@ -34,7 +34,7 @@ from meshplan.run._signals import is_of_handler
 from tests.test_run_verdict import report
 
 REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
-WORDS = "AAAAAAAAAAAAAAAAAAAAAA=="
+WORDS = [[0, 0]]
 
 
 def link(step: int, unit: int = 0, **changes: Any) -> dict[str, Any]:
@@ -171,11 +171,10 @@ def test_values_without_a_step_are_bounded() -> None:
 
 
 def test_value_of_a_number_is_on_the_cpu() -> None:
-    found = Observation(RunSettings(certify="a"))
-    found._certifier = Certifier(ParameterTable(), 0)
+    certifier = Certifier(ParameterTable(), 0)
     with torch.device("meta"):
-        found.add_value("loss", 1.0)
-    (value,) = found._certifier.pop_values()
+        certifier.add_value("loss", 1.0)
+    (value,) = certifier.pop_values()
     assert value.tensor.device.type == "cpu"
 
 

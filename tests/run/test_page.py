@@ -64,7 +64,7 @@ def test_page_has_every_part(tmp_path: Path) -> None:
     for part in (
         "affected: replicas differ",
         "(ddp=2, fsdp=3) on 3 nodes of 2",
-        "<td>ranks that agree</td><td>rank 1; ranks 0, 2-3</td>",
+        "ranks 0, 2-3 against rank 1",
         'class="error">error MP101</span>',
         "<td>train.py:3 main (DTensor)</td><td>all_reduce sum</td>",
         "<td>threads</td><td>1</td><td>1 on ranks 0-2, 2 on rank 3</td>",
