@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 
 from meshplan._torch import PrefixStore, Store, TCPStore
 from meshplan.run._ledger import Ledger, Message
+from meshplan.run._signals import suppress
 
 _KEY = "meshplan/run/address"
 _LOOKUP_SECONDS = 120.0
@@ -72,7 +73,9 @@ class Exchange(threading.Thread):
         # A thread that has ended reads nothing any more.
         if not self._cleared.is_set():
             cuda: Any = torch.cuda
-            done = cuda.current_stream().record_event() if cuda.is_initialized() else None
+            done = None
+            with suppress(RuntimeError):  # a device that has failed
+                done = cuda.current_stream().record_event() if cuda.is_initialized() else None
             self._queue.put((done, make))
             os.eventfd_write(self._bell, 1)
 

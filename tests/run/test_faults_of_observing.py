@@ -203,6 +203,22 @@ def test_nothing_is_kept_for_a_thread_that_has_ended() -> None:
     assert exchange._queue.empty()
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("device-side assert"), None])
+def test_device_that_fails_or_hangs_keeps_no_message_and_no_thread(fault: Any) -> None:
+    exchange = make_exchange(0, 1)
+    with mock.patch.object(_exchange.torch, "cuda") as cuda:
+        stream = cuda.current_stream.return_value
+        stream.record_event.side_effect = fault
+        stream.record_event.return_value.query.return_value = False
+        exchange.post(lambda: {"taken": {"": 1}})
+    exchange.start()
+    if fault is not None:
+        wait_until(lambda: exchange.ledger.taken == {0: {"": 1}})
+    exchange.stop()
+    assert not exchange.is_alive()
+    assert bool(exchange.ledger.taken) == (fault is not None)
+
+
 def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not done():
