@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -288,46 +288,29 @@ class Cluster:
 
 def pack_cluster(cluster: Cluster) -> str:
     """Compressed ASCII: some kilobytes for ten thousand ranks. The cost of links is left out."""
-    names = list(dict.fromkeys(cluster.hosts))
-    number = {name: i for i, name in enumerate(names)}
     topology = cluster.topology
-    fields: dict[str, Any] = {
-        "world_size": topology.world_size,
-        "nodes": topology.node_map,
-        "domains": topology.domain_map,
-        "notes": [[n.source, n.note.message, n.note.code, n.note.line] for n in cluster.notes],
-        "domain_gpus": cluster.domain_gpus,
-        "names": names,
-        "hosts": [number[name] for name in cluster.hosts],
-        "gpus": cluster.gpus,
-        "links": cluster.links,
-        "origin": cluster.origin,
-    }
-    return base64.b85encode(zlib.compress(json.dumps(fields).encode(), 6)).decode()
+    known = {field.name: getattr(cluster, field.name) for field in fields(cluster)}
+    known["topology"] = topology.world_size, topology.node_map, topology.domain_map
+    known["notes"] = [astuple(note) for note in cluster.notes]
+    return base64.b85encode(zlib.compress(json.dumps(known).encode(), 6)).decode()
 
 
 def unpack_cluster(text: str) -> Cluster:
     """The cluster from a text of ``pack_cluster``."""
     try:
-        fields = json.loads(zlib.decompress(base64.b85decode(text)))
-        nodes, domains = (
-            tuple(ids) if isinstance(ids, list) else ids
-            for ids in (fields["nodes"], fields["domains"])
-        )
-        return Cluster(
-            topology=Topology(fields["world_size"], nodes, domains),
-            notes=tuple(
-                SourcedNote(source, Note(message, code, line))
-                for source, message, code, line in fields["notes"]
-            ),
-            domain_gpus=fields["domain_gpus"],
-            hosts=tuple(fields["names"][host] for host in fields["hosts"]),
-            gpus=tuple(fields["gpus"]),
-            links=tuple(fields["links"]),
-            origin=fields["origin"],
-        )
-    except (ValueError, TypeError, KeyError, IndexError, zlib.error) as error:
+        known = _freeze(json.loads(zlib.decompress(base64.b85decode(text))))
+        placed = Topology(*known.pop("topology"))
+        notes = tuple(SourcedNote(source, Note(*note)) for source, note in known.pop("notes"))
+        return Cluster(placed, notes, **known)
+    except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise TopologyInputError(
             f"the published location of the ranks cannot be read ({error}); do all ranks run one "
             "version of meshplan?"
         ) from error
+
+
+def _freeze(value: Any) -> Any:
+    """The value of JSON with tuples in place of its lists."""
+    if isinstance(value, dict):
+        return {name: _freeze(one) for name, one in value.items()}
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value

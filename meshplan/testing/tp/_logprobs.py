@@ -135,11 +135,10 @@ def selected_logprobs_distributed_tp_reference(
 
     Args:
         local_logits: floats [*tokens, part of the vocabulary] of this rank.
-        token_ids: integers [*tokens] over the whole vocabulary; anything where the mask is off.
-        mask: [*tokens]; without it all tokens are active.
         vocab_start_index: the first token of this rank's shard.
         group: of any backend that supports the logits' device; by default all ranks.
-        temperature, output_dtype, reduction_dtype: as for ``selected_logprobs_tp_reference``.
+        token_ids, mask, temperature, output_dtype, reduction_dtype: as for
+            ``selected_logprobs_tp_reference``.
 
     Raises:
         GroupStateError: torch.distributed is not initialised, or this rank is not in the group.

@@ -42,12 +42,10 @@ def compute_reference_kl(
     where the mask is off.
 
     Args:
-        current_logps, ref_logps: log-probabilities of one shape.
-        mask: of the same shape; without it all tokens are active.
+        current_logps, ref_logps, mask: as for ``compute_policy_ratio``.
 
     Raises:
-        ShardError: shapes differ, devices differ, or complex values.
-        ContractStateError: the CPU flushes subnormal numbers to zero.
+        ShardError, ContractStateError: as there.
     """
     active, difference = _difference(ref_logps, current_logps, mask, ("ref_logps", "current_logps"))
     return _k3(difference).masked_fill(~active, 0.0)
