@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
+import meshplan.execute.paths  # noqa: F401 - a message lists its paths
 from meshplan.contract import OPS, Contract
 from meshplan.errors import (
     ContractTypeError,
