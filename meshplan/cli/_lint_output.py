@@ -11,8 +11,7 @@ from typing import TextIO
 
 from meshplan.cli._lint_files import FileReader
 from meshplan.cli._lint_input import LintRequest, read_ranks, read_request
-from meshplan.cli._lint_placement import place_jobs
-from meshplan.cli._lint_states import list_states
+from meshplan.cli._lint_placement import list_states, place_jobs
 from meshplan.cli._nccl import (
     find_driver_version,
     find_nccl_version,
