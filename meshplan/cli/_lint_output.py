@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from meshplan.cli._lint_files import FileReader
-from meshplan.cli._lint_input import LintRequest, read_ranks, read_request
+from meshplan.cli._lint_input import (
+    FileReader,
+    LintRequest,
+    read_ranks,
+    read_request,
+)
 from meshplan.cli._lint_placement import list_states, place_jobs
 from meshplan.cli._nccl import (
     find_driver_version,
