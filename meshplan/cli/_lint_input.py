@@ -37,6 +37,8 @@ from meshplan.topology._files import read_content, read_file
 from meshplan.topology._read_cluster import is_rank_order
 
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
+# Without it, a pyproject.toml needs no parser.
+_TOOL = re.compile(r"^[ \t\[]*[\"']?tool[\"' \t]*(?:\]|[.=][^\n]*meshplan)", re.M)
 _MOST_PARENTS = 32
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
@@ -452,7 +454,9 @@ def _find_config(
         return configs[0] if configs else None
     for folder in (*_list_parents(), *folders):
         for name in (os.path.normpath(os.path.join(folder, one)) for one in _CONFIGS):
-            if os.path.isfile(name):
+            if os.path.isfile(name) and (
+                name.endswith(_CONFIGS[0]) or _TOOL.search(read_content(name))
+            ):
                 file = reader.read(name)
                 if file.settings is not None:
                     return NamedInput(name, "settings", file)

@@ -23,7 +23,6 @@ from meshplan.cli._options import (
 )
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.layout import Layout
-from meshplan.lint._every_size import judge_every_size
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import InputState, LintInput, Source, join_names
 from meshplan.lint._job import Job, JobFile, Skipped
@@ -126,6 +125,8 @@ def _judge_every_size(
     def place(job: Job) -> Cluster:
         return _find_cluster(job, own, placement, request)
 
+    from meshplan.lint._every_size import judge_every_size
+
     found = judge_every_size(read_jobs, place, per_node)
     if found is not None:
         file = read(found.nodes * per_node)
@@ -157,17 +158,12 @@ def _prefer_file(
         others.append(f"{size} ranks")
     if not others:
         return placement if placement != Inputs() else None, ""
-    own = {
-        "hosts": file.hosts,
-        "ranks_per_host": file.ranks_per_host,
-        "world_size": file.world_size,
-    }
     words = {
         "hosts": "hosts",
         "ranks_per_host": "ranks on each host",
         "world_size": "ranks",
     }
-    stated = [f"{own[key]} {word}" for key, word in words.items() if key in file.stated]
+    stated = [f"{getattr(file, key)} {word}" for key, word in words.items() if key in file.stated]
     known = () if "hosts" not in file.stated or file.hosts is None else (file.hosts,)
     per_host = file.ranks_per_host if "ranks_per_host" in file.stated else placement.node_size
     return replace(placement, hosts=known, node_size=per_host), (
