@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from expecttest import TestCase
 
-from meshplan.lint._check import check_facts, sort_findings
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts, sort_findings
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._rules import RULES
 from meshplan.topology import Cluster, Inputs, Note, Topology, read_cluster

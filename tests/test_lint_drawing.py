@@ -15,9 +15,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from meshplan.layout import Layout
-from meshplan.lint._check import check_facts, sort_findings
 from meshplan.lint._drawing import draw_meshes, write_report
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts, sort_findings
 from meshplan.lint._finding import Finding, LintInput, LintReport, Source
 from meshplan.lint._job import Job
 from meshplan.topology import Cluster, Topology

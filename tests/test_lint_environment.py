@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.layout import Layout
-from meshplan.lint._check import NO_AGREEMENT, check_environment
+from meshplan.lint._facts import NO_AGREEMENT, check_environment
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._job import Job
-from meshplan.lint._nccl_environment import NcclVersion
+from meshplan.lint._rules.environment import NcclVersion
 
 FSDP = Job(Layout.of(ddp=8, fsdp=5, tp=1), Source("train.py", 4), framework="fsdp2")
 DTENSOR = Job(Layout.of(ddp=8, fsdp=5), Source("train.py", 5))

@@ -12,8 +12,7 @@ import pytest
 from expecttest import TestCase
 
 from meshplan.layout import Layout
-from meshplan.lint._check import check_facts
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts
 from meshplan.lint._finding import Fix, Source
 from meshplan.lint._fixes import make_mesh_fix
 from meshplan.lint._job import Job

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Finding, Source
-from meshplan.lint._ignores import Ignore, read_ignores, remove_ignored
+from meshplan.lint._select import Ignore, read_ignores, remove_ignored
 
 TRAIN = """\
 import torch

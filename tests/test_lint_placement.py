@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import TestCase
 
-from meshplan.lint._check import check_facts
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts
 from meshplan.lint._finding import Finding
 from meshplan.lint._orders import count_domains
 from meshplan.topology import Cluster, Inputs, Topology, read_cluster

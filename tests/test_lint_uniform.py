@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.lint import _uniform as module
+from meshplan.lint import _reductions as module
 from meshplan.lint._facts import JobFacts
-from meshplan.lint._uniform import find_islands, is_uniform
+from meshplan.lint._reductions import find_islands, is_uniform
 from meshplan.topology import Cluster, Topology
 from tests.jobs import job
 

@@ -18,7 +18,7 @@ from meshplan.collectives import (
 )
 from meshplan.errors import PolicyError
 from meshplan.layout import Layout
-from meshplan.lint._check import check_environment
+from meshplan.lint._facts import check_environment
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job
 from tests.processes import run_ranks

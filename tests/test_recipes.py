@@ -14,8 +14,7 @@ import pytest
 
 from meshplan.cli import main
 from meshplan.lint import _rules
-from meshplan.lint._check import check_facts
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts
 from meshplan.lint._read_jobs import read_jobs
 from meshplan.lint._rules import RULES, Rule, register
 from meshplan.lint._rules._rule import _registered

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from meshplan.layout import Layout
-from meshplan.lint._check import check_facts
 from meshplan.lint._drawing import draw_meshes
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_facts
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job
 from meshplan.topology import Cluster, Topology

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,7 +21,6 @@ from meshplan.cli._options import (
 from meshplan.cli._output import complain, track
 from meshplan.errors import MeshplanError, PolicyError, TopologyError
 from meshplan.lint._finding import InputKind, Source
-from meshplan.lint._ignores import Ignore, read_ignores
 from meshplan.lint._job import Job, JobFile, Skipped
 from meshplan.lint._read_jobs import (
     MAX_CHARACTERS,
@@ -30,6 +28,7 @@ from meshplan.lint._read_jobs import (
     read_arguments,
     read_jobs,
 )
+from meshplan.lint._select import Ignore, read_ignores
 from meshplan.lint._settings import Settings
 from meshplan.lint._spec import parse_mesh
 from meshplan.topology import Cluster, Inputs, Reading
@@ -252,6 +251,8 @@ def find_files(
 
 def _find_ignored(folder: str, paths: Sequence[str]) -> set[str]:
     """Those that git ignores; none without git or outside of a repository."""
+    import subprocess  # here, because single files and meshes need no git
+
     # Relative names, for git refuses paths through links; a repository may name a program to run.
     names = {os.fsencode(os.path.relpath(path, folder)): path for path in paths}
     command = [

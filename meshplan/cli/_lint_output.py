@@ -23,9 +23,8 @@ from meshplan.cli._nccl import (
 )
 from meshplan.cli._output import complain, refuse, save, say
 from meshplan.errors import MeshplanError, PolicyError
-from meshplan.lint._check import check_environment, check_facts, sort_findings
 from meshplan.lint._diffs import make_diff, write_edit
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_environment, check_facts, sort_findings
 from meshplan.lint._finding import (
     SEVERITIES,
     Edit,
@@ -34,12 +33,11 @@ from meshplan.lint._finding import (
     LintReport,
     Source,
 )
-from meshplan.lint._ignores import remove_ignored
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters._words import format_fix, format_source
 from meshplan.lint._rules import RULES
 from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
-from meshplan.lint._select import Selection
+from meshplan.lint._select import Selection, remove_ignored
 from meshplan.lint._settings import Settings
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Edit
+from meshplan.lint._reporters._words import make_relative
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -18,7 +18,7 @@ def make_diff(name: str, before: str, after: str) -> str:
     # After a tab is a date, and without one git ends a name at a blank.
     import difflib  # most runs need no diff, and this takes 3 ms
 
-    path = _make_relative(name)
+    path = make_relative(name).lstrip("/")
     path += "\t" * (" " in path)
     old, new = (_LINE.findall(text) for text in (before, after))
     lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
@@ -45,9 +45,3 @@ def write_edit(edit: Edit) -> None:
         path.write_bytes(mark + edit.after.encode())
     except OSError as error:
         raise PolicyError(f"{edit.file}: cannot be written: {error.strerror}") from error
-
-
-def _make_relative(name: str) -> str:
-    path = PurePath(os.path.normpath(name))
-    here = PurePath(os.getcwd())
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix().lstrip("/")

@@ -116,7 +116,12 @@ def _write_inputs(report: LintReport) -> Iterator[str]:
     """A row for each input that has a mesh or was not judged, then the meshes and placements."""
     counts = Counter(one.source.file or one.source.option for one in report.findings)
     rows = [
-        (format_name(one), one.state, str(counts[one.name]), "; ".join(one.why))
+        (
+            format_name(one),
+            one.state,
+            str(counts[one.name]),
+            "; ".join(one.why),
+        )
         for one in report.inputs
         if one.state != "no mesh" or one.kind != "file"
     ]
@@ -153,7 +158,10 @@ def quote(text: str, *, lines: bool = False) -> str:
 
 
 def draw_meshes(
-    facts: Sequence[JobFacts], findings: Sequence[Finding], *, every: bool = False
+    facts: Sequence[JobFacts],
+    findings: Sequence[Finding],
+    *,
+    every: bool = False,
 ) -> str:
     """The ranks of all meshes with findings on their nodes and domains, as one SVG document; empty
     if no such mesh has a known placement. ``every``: meshes without findings too. A rank has the
@@ -178,7 +186,10 @@ def draw_meshes(
         canvas.write(f"{one.layout} on {one.topology}", "", 15)
         canvas.write(format_source(one.job.source), "soft")
         sizes = one.layout.sizes
-        innermost = max((k for k, size in enumerate(sizes) if size > 1), default=len(sizes) - 1)
+        innermost = max(
+            (k for k, size in enumerate(sizes) if size > 1),
+            default=len(sizes) - 1,
+        )
         panels = list(axes_of[i]) or [(innermost,)]
         for axes in panels[:_MAX_PANELS]:
             _draw_panel(canvas, one, axes)
@@ -186,7 +197,10 @@ def draw_meshes(
             names = "; ".join(join_names(one.name_axes(axes)) for axes in more)
             canvas.write(f"not drawn: groups of {names}", "soft")
     if (rest := len(axes_of) - _MAX_MESHES) > 0:
-        canvas.write(f"not drawn: {rest} more mesh{'es' * (rest > 1)} with findings", "soft")
+        canvas.write(
+            f"not drawn: {rest} more mesh{'es' * (rest > 1)} with findings",
+            "soft",
+        )
     return canvas.finish() if axes_of else ""
 
 

@@ -25,7 +25,7 @@ from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._job import Job
-from meshplan.lint._uniform import is_uniform
+from meshplan.lint._reductions import is_uniform
 from meshplan.topology import Cluster
 
 # A number of nodes that the products of usual sizes divide.

@@ -1,4 +1,4 @@
-"""The facts that rules about a mesh check: one job on one cluster, each fact computed once.
+"""The facts that rules about a mesh check, each computed once, and all rules on all of them.
 
 The model of NCCL's order can show that siblings may disagree, never that they agree. It has no
 order inside a node of several domains: there, siblings with different domain placements may
@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from meshplan.lint._finding import Fix, join_names
+from meshplan.lint._finding import SEVERITIES, Finding, Fix, join_names
 from meshplan.lint._job import Job
 from meshplan.lint._programs import is_reached
 from meshplan.lint._reductions import (
     Reductions,
     find_gradient_axes,
+    find_islands,
     list_reductions,
 )
 from meshplan.lint._rules import RULES, Rule
-from meshplan.lint._uniform import find_islands
+from meshplan.lint._rules.environment import NcclEnvironment, NcclVersion
 from meshplan.planner import (
     Algorithm,
     Hazard,
     Siblings,
     cache_siblings,
     hazards,
-    predict_divergence,
 )
 from meshplan.topology import Cluster, Topology
 
@@ -176,6 +176,10 @@ class JobFacts:
         """The share of elements in which siblings differ; empty for groups that are too large."""
         if self.is_trial:
             return {}
+        from meshplan.planner import (
+            predict_divergence,
+        )  # with all of the planner
+
         return predict_divergence(self.layout, hazard.axes, hazard.along, self.topology)
 
     def find_safe_order(self, jagged: JaggedReduction) -> tuple[str, ...]:
@@ -199,3 +203,61 @@ class JobFacts:
     def name_axes(self, axes: Sequence[int]) -> tuple[str, ...]:
         """Names of axes, from their positions."""
         return tuple(self.layout.axes[i] for i in axes)
+
+
+# Reported once, with the first finding.
+NO_AGREEMENT = (
+    "no NCCL variable makes groups with different node placements agree: each fixes the "
+    "order of one group only"
+)
+
+
+def check_facts(jobs: Sequence[JobFacts]) -> Iterator[Finding]:
+    """The findings on each job, and on the descriptions of their clusters, each once. Raises
+    TopologyError for a cluster that lacks a rank of its job.
+    """
+    for facts in jobs:
+        for rule in RULES.values():
+            if rule.subject == "mesh" and facts.allows(rule):
+                yield from rule.run(facts)
+    seen = set()
+    for facts in jobs:
+        for rule in RULES.values():
+            for finding in rule.run(facts.cluster) if rule.subject == "cluster" else ():
+                key = (finding.code, finding.message, finding.source)
+                if key not in seen:
+                    seen.add(key)
+                    yield finding
+
+
+def check_environment(
+    environ: Mapping[str, str],
+    *,
+    nccl_version: NcclVersion | None,
+    driver: str | None,
+    jobs: Sequence[Job],
+) -> tuple[Finding, ...]:
+    """The findings on the environment of jobs, in the order of codes. Without ``nccl_version``,
+    such as (2, 30, 7), they name the versions that they apply to. ``driver`` is NVIDIA's, such as
+    550.90.07.
+    """
+    values = {
+        name: value for name, value in sorted(environ.items()) if name.startswith("NCCL_") and value
+    }
+    nccl = NcclEnvironment(values, nccl_version, driver, jobs)
+    rules = [rule for rule in RULES.values() if rule.subject == "environment"]
+    found = [finding for rule in rules for finding in rule.run(nccl)]
+    if found:
+        found[0] = replace(found[0], details=(*found[0].details, NO_AGREEMENT))
+    return tuple(found)
+
+
+def sort_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Most severe first, then by file, line and code; equal ones keep their order."""
+
+    def key(finding: Finding) -> tuple[int, str, int, str]:
+        source = finding.source
+        severity = -SEVERITIES.index(finding.severity)
+        return severity, source.file, source.line or 0, finding.code
+
+    return tuple(sorted(findings, key=key))

@@ -121,11 +121,7 @@ class LintReport:
     unlisted: str = ""
 
     def list_inputs(self, state: InputState) -> tuple[LintInput, ...]:
-        """The inputs that ended in a state.
-
-        Args:
-            state: of them.
-        """
+        """The inputs that ended in a state."""
         return tuple(one for one in self.inputs if one.state == state)
 
     def find_worst(self) -> Severity | None:

@@ -26,9 +26,8 @@ from meshplan.lint._orders import (
     weigh_domains,
 )
 from meshplan.lint._programs import find_fix, is_reached
-from meshplan.lint._reductions import find_gradient_axes
+from meshplan.lint._reductions import find_gradient_axes, is_uniform
 from meshplan.lint._spec import format_axes
-from meshplan.lint._uniform import is_uniform
 from meshplan.topology import Cluster, Topology
 
 _MOST_ORDERS = 24  # of reductions
@@ -70,7 +69,8 @@ class _Search:
         turned = next(filter(self._is_better, orders), None)
         farther = "" if turned is None else self._list_farther(turned)
         if turned is not None and not farther:
-            yield self._describe_mesh(
+            yield make_mesh_fix(
+                self.job,
                 turned,
                 "order the axes as",
                 "the groups with most traffic span no more domains",
@@ -82,17 +82,17 @@ class _Search:
             _MOST_SIZES,
         ):
             unchanged = "memory and traffic of each rank change, the number of GPUs does not"
-            yield self._describe_mesh(
-                sized, "choose other sizes:", self._list_farther(sized) or unchanged
+            yield make_mesh_fix(
+                self.job,
+                sized,
+                "choose other sizes:",
+                self._list_farther(sized) or unchanged,
             )
         if turned is not None and farther:
-            yield self._describe_mesh(turned, "order the axes as", farther)
+            yield make_mesh_fix(self.job, turned, "order the axes as", farther)
         if turned is not None and not self.job.flattened and not self.job.reduce_order:
             yield from self._suggest_permutation(turned, farther)
         yield from self._suggest_fewer_ranks()
-
-    def _describe_mesh(self, layout: Layout, what: str, cost: str) -> Fix:
-        return make_mesh_fix(self.job, layout, what, cost)
 
     def _adds_no_finding(self, job: Job, topology: Topology | None = None) -> bool:
         cluster = self.facts.cluster if topology is None else Cluster(topology)

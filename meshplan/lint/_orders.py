@@ -22,7 +22,13 @@ _RANKS = 4_000_000
 _FEWEST, _MOST = 6, 150
 # By traffic, the most first: each layer reduces along model axes and exchanges tokens with experts,
 # gradients are reduced once a step, and pipeline stages only pass activations on.
-_BY_TRAFFIC: tuple[Role, ...] = ("model", "experts", "shard", "replicate", "apart")
+_BY_TRAFFIC: tuple[Role, ...] = (
+    "model",
+    "experts",
+    "shard",
+    "replicate",
+    "apart",
+)
 
 
 def list_axis_orders(layout: Layout) -> Iterator[Layout]:

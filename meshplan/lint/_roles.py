@@ -135,12 +135,7 @@ def resolve_roles(
 
 
 def assume_roles(roles: Sequence[Role], framework: Framework) -> tuple[Role, ...]:
-    """The roles if the user states that ``framework`` reduces along all axes without a role.
-
-    Args:
-        roles: one for each axis.
-        framework: as stated.
-    """
+    """The roles if the user states that ``framework`` reduces along all axes without a role."""
     found = list(roles)
     unknown = [i for i, role in enumerate(roles) if role == "unknown"]
     data = [i for i, role in enumerate(roles) if role in ("replicate", "shard", "unknown")]

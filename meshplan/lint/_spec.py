@@ -107,15 +107,6 @@ def flatten_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(flat)
 
 
-def find_nested_shape(ranks: object) -> list[int]:
-    """Lengths of nested lists, of the first list at each level."""
-    shape: list[int] = []
-    while isinstance(ranks, list | tuple) and len(shape) <= MAX_AXES:
-        shape.append(len(ranks))
-        ranks = ranks[0] if ranks else None
-    return shape
-
-
 def format_mesh(layout: Layout) -> str:
     """The text that `parse_mesh` reads: ``ddp=8,fsdp=5``, or ``8x5`` without names."""
     if layout.names is None:

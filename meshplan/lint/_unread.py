@@ -1,4 +1,4 @@
-"""Degrees of parallelism in a text of an unknown format.
+"""Degrees of parallelism in a text of an unknown format, and how programs name them.
 
 A text without degrees has no mesh. A text with degrees describes a mesh that was not judged, and
 must not pass as one without a mesh.
@@ -8,13 +8,53 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 
-from meshplan._message_text import shorten
+from meshplan._message_text import shorten, suggest
+from meshplan.errors import LayoutError
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Skipped
-from meshplan.lint._readers._names import SHORT, SIZE, is_size, suggest_degree
+from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import INSTEAD, find_line
-from meshplan.lint._readers._values import find_callee, read_string
+from meshplan.lint._readers._values import find_callee, parse, read_string
+
+_UNIT = r"[-_]?(?:size|degree|world[-_]size)"
+_AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
+_PART = r"[-_]?(?:shards?|replicas?|replicate|shard[-_]cp)"
+_PARALLEL = (
+    r"(?:tensor|pipeline|data|context|sequence|expert|model)(?:[-_]model|[-_]tensor)?"
+    r"[-_]?parallel(?:ism)?"
+)
+# The names that programs give to the sizes of axes, such as tensor_model_parallel_size,
+# rollout.tp_size, dp_replicate, ici_mesh_shape or zero_hpz_partition_size.
+SIZE = re.compile(
+    rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
+    rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
+    r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size)"
+)
+# Short names that other texts use too. They count alone or as the last part of a dotted path.
+SHORT = re.compile(rf"(?:[\w-]+\.)*{_AXIS}")
+# Keys of one program often differ by a word, and a spelling mistake by a letter or two.
+_NEAR = 0.92
+_STEM = re.compile(r"para|pral|ral+el|llel|degr|gree|repl|shard|dp_")
+_DEGREES = {key for one in FRAMEWORKS for mesh in one.meshes for key in mesh.keys if len(key) > 8}
+
+
+def is_size(key: str) -> bool:
+    """Whether a key is a name that programs use for the size of an axis."""
+    return bool(SIZE.fullmatch(key.lower()) or SHORT.fullmatch(key.lower()))
+
+
+def suggest_key(key: str, keys: Iterable[str]) -> str:
+    """`` (did you mean ...)`` for a misspelt key of ``keys``; empty for a key of its own."""
+    return suggest(key, keys, _NEAR) if _STEM.search(key) and key not in _DEGREES else ""
+
+
+def suggest_degree(key: str) -> str:
+    """`suggest_key` for the keys of all programs, as they are written in the table."""
+    key = key.rpartition(".")[2].replace("-", "_").lower()
+    return suggest_key(key, _DEGREES)
+
 
 _NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d"
 # Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
@@ -40,12 +80,7 @@ _MAKERS = frozenset({"initialize_model_parallel"})
 
 
 def find_unread_in_text(name: str, text: str) -> Skipped | None:
-    """The first degree of parallelism in a text of any format; ``None`` if it has none.
-
-    Args:
-        name: of the file.
-        text: its content.
-    """
+    """The first degree of parallelism in a text of any format; ``None`` if it has none."""
     if "\0" in text:
         return Skipped(Source(name), f"the file is not text; {INSTEAD}")
     bare = _COMMENT.sub(lambda comment: " " * len(comment[0]), text)
@@ -54,7 +89,10 @@ def find_unread_in_text(name: str, text: str) -> Skipped | None:
     pairs = [*_PAIR.finditer(bare)]
     keys = {(pair["key"] or "").rpartition(".")[2] for pair in pairs}
     for pair in pairs:
-        key, value = pair["key"] or pair["option"], pair["value"] or pair["given"]
+        key, value = (
+            pair["key"] or pair["option"],
+            pair["value"] or pair["given"],
+        )
         reference = _REFERENCE.match(bare, pair.end() - len(value))
         if reference and is_size(reference[1]) and reference[1] in keys:
             continue  # the key that it names is among the pairs
@@ -92,8 +130,8 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
         if not sizes or not re.search(rf"\b(?:{sizes})\b{_VALUE}", text):
             return None
     try:
-        tree = ast.parse(text.removeprefix("\ufeff"))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = parse(name, text)
+    except LayoutError:
         return find_unread_in_text(name, text)
     # A test has sizes of its own.
     pending: list[ast.AST] = [tree]

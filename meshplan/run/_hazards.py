@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshplan.layout import Layout
-from meshplan.lint._check import check_environment, check_facts, sort_findings
-from meshplan.lint._facts import JobFacts
+from meshplan.lint._facts import JobFacts, check_environment, check_facts, sort_findings
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._job import Job
 from meshplan.lint._reductions import Reductions, list_reductions

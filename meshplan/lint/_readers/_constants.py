@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshplan.lint._readers._numbers import combine
-from meshplan.lint._readers._python_text import (
+from meshplan.lint._readers._values import (
     BINDERS,
     FUNCTIONS,
     LEAVES,
@@ -27,13 +27,9 @@ from meshplan.lint._readers._python_text import (
     RAISES,
     SETTERS,
     STANDARD,
-    WRAPPERS,
-    PythonText,
-    list_changes,
-)
-from meshplan.lint._readers._values import (
     UNKNOWN,
     UNKNOWN_RANKS,
+    WRAPPERS,
     Arguments,
     Class,
     Function,
@@ -42,6 +38,7 @@ from meshplan.lint._readers._values import (
     Moment,
     Parent,
     Path,
+    PythonText,
     Record,
     Scope,
     Span,
@@ -50,12 +47,12 @@ from meshplan.lint._readers._values import (
     Value,
     Whole,
     find_callee,
-    find_mark,
     forget_values,
     is_constant,
     is_dict,
     join,
     join_names,
+    list_changes,
     list_keys,
     list_marks,
     list_parts,
@@ -223,7 +220,7 @@ class Reader(PythonText):
 
     def _is_altered(self, node: ast.ClassDef, bases: Sequence[Value]) -> bool:
         """Whether a metaclass, a decorator or a base may replace the attributes of a class."""
-        marks = list_marks(node) | {find_mark(one.value) for one in node.keywords}
+        marks = list_marks(node) | {find_callee(one.value) for one in node.keywords}
         above = [one for base in bases if isinstance(base, Class) for one in base.line]
         hooked = any(one.is_altered or one.find("__init_subclass__") for one in above)
         return not marks <= MARKS or hooked or len(above) > _MAX_NESTING
@@ -318,7 +315,7 @@ class Reader(PythonText):
         pairs = [*zip(reversed(positional), reversed(args.defaults), strict=False)]
         pairs += [(a, b) for a, b in zip(args.kwonlyargs, args.kw_defaults, strict=True) if b]
         defaults = {one.arg: self.read(default, scope) for one, default in pairs}
-        names = [find_mark(one) for one in node.decorator_list]
+        names = [find_callee(one) for one in node.decorator_list]
         is_plain = all(
             name in WRAPPERS or isinstance(mark, Function)
             for name, mark in zip(names, marks, strict=True)
@@ -679,7 +676,11 @@ class Reader(PythonText):
         return UNKNOWN
 
     def _call_one(
-        self, function: Function | Class | Path, given: Arguments, node: ast.Call, scope: Scope
+        self,
+        function: Function | Class | Path,
+        given: Arguments,
+        node: ast.Call,
+        scope: Scope,
     ) -> Value:
         if isinstance(function, Function):
             found = self._enter(function, given, node)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from itertools import islice
+from typing import NamedTuple
 
 from meshplan._message_text import shorten
 from meshplan.errors import LayoutError, MeshplanError
@@ -15,28 +17,259 @@ from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, Skipped, add_source
 from meshplan.lint._programs import Program, find_program_of_text
-from meshplan.lint._readers._documents import (
-    Degrees,
-    Document,
-    Setting,
-    Unknown,
-    count_ranks,
-    find_framework,
-    find_line,
-    find_meshes,
-    match,
-)
-from meshplan.lint._readers._names import check_unread
+from meshplan.lint._readers._frameworks import FRAMEWORKS, Framework, Kind, Mesh
 from meshplan.lint._readers._numbers import (
+    INSTEAD,
     UNKNOWN_RANKS,
     Edit,
+    Number,
     UnknownMesh,
     apply_edits,
     order_sizes,
 )
-from meshplan.lint._readers._tables import Framework, Mesh
 from meshplan.lint._roles import Role, find_role
 from meshplan.lint._spec import make_layout
+from meshplan.lint._unread import is_size, suggest_degree, suggest_key
+
+_BASE = re.compile(
+    r"(?:defaults|_base_|base_config|base_configs|extends|inherits?_from|toml_files)(?:\.|$)"
+)
+# A value of an override that may be the name of a configuration.
+_WORD = re.compile(r"(?!(?:true|false|null|none)$)[A-Za-z_][\w/-]*", re.I)
+_ROOTS = ("", "_global_")
+
+
+class Computed(NamedTuple):
+    """A value that only the running program has, and why."""
+
+    why: str
+
+
+class Setting(NamedTuple):
+    """A key with its value."""
+
+    path: str  # keys from the root, in lower case, with underscores and dots
+    value: object  # a number, a text, a truth value, ``None``, or `Computed`
+    line: int  # of the key or of its command, from 1 on
+    key: str = ""  # as written, for messages
+    number: Number | None = None  # the value and its place, if another number can be written there
+
+    def __str__(self) -> str:
+        return f"{self.path}={self.value}".lower()
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The settings of a file."""
+
+    name: str
+    text: str
+    kind: Kind
+    settings: Sequence[Setting]
+    # Returns an edit that adds a key with a number after a setting, or ``None``
+    insert: Callable[[Setting, str, int], Edit | None]
+    # Of the command that starts the job, by the fields of `Launch`; ``ranks of one host`` if it
+    # specifies no hosts
+    launch: Mapping[str, int] = field(default_factory=dict)
+    # Lines of settings in a command itself, not in a variable that it uses
+    commands: Set[int] = frozenset()
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Each setting as ``path=value`` in lower case."""
+        return [str(one) for one in self.settings]
+
+
+def find_framework(document: Document) -> Framework | None:
+    """The first framework of the table that reads the document."""
+    paths = [one.path for one in document.settings]
+    for framework in FRAMEWORKS:
+        if (
+            document.kind in framework.kinds
+            and any(match(framework.mark, path) for path in paths)
+            and not any(match(framework.without, path) for path in paths)
+            and (not framework.word or re.search(framework.word, document.text, re.M))
+        ):
+            return framework
+    return None
+
+
+class Launch(NamedTuple):
+    """Numbers of a launch; ``stated`` has the fields that the document itself specifies. Their
+    names are the keys of `Framework.launch` and `Document.launch`.
+    """
+
+    hosts: int | None
+    ranks_per_host: int | None
+    world_size: int | None
+    stated: frozenset[str]
+
+
+def count_ranks(document: Document, framework: Framework) -> Launch:
+    """Hosts, ranks of each host and ranks of the job, by the document or by default."""
+    found = dict(framework.defaults) | dict(document.launch)
+    stated = {*document.launch}
+    given: dict[str, object] = {}
+    several = Computed("several numbers")
+    for one in document.settings:
+        if one.path in framework.launch and given.setdefault(one.path, one.value) != one.value:
+            # Several commands of one script start different numbers.
+            given[one.path] = several
+    for path, value in given.items():
+        key = framework.launch[path]
+        if type(value) is int and 1 <= value <= 1 << 24:
+            found[key] = value
+            stated.add(key)
+        elif isinstance(value, Computed) and key not in document.launch:
+            found.pop(key, None)
+    if several in given.values():
+        stated.clear()
+    hosts, per_host, total = map(found.get, Launch._fields[:3])
+    if total is None and hosts and per_host:
+        total = hosts * per_host
+        stated |= {"world_size"} if {"hosts", "ranks_per_host"} <= stated else set()
+    if total and hosts and total % hosts == 0:
+        per_host = total // hosts
+        stated |= {"ranks_per_host"} if {"hosts", "world_size"} <= stated else set()
+    # The launchers of torch and DeepSpeed start one host by default.
+    total = total or found.get("ranks of one host")
+    return Launch(hosts, per_host, total, frozenset(stated.intersection(Launch._fields)))
+
+
+class Degrees(NamedTuple):
+    """The settings of one mesh."""
+
+    framework: Framework
+    mesh: Mesh
+    settings: Mapping[str, Setting]
+    document: Document
+
+
+def find_meshes(document: Document, framework: Framework) -> Iterator[Degrees]:
+    """The meshes of a framework that a document has keys for."""
+    for mesh in framework.meshes:
+        if not any(match(mesh.unless, text) for text in document.texts):
+            yield from _find_groups(document, framework, mesh)
+
+
+def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterator[Degrees]:
+    groups: dict[str, dict[str, Setting]] = {}
+    lines: dict[str, dict[str, set[int]]] = {}
+    for part, axis, one in _find_settings(document, mesh):
+        group = groups.setdefault(part, {})
+        before = group.setdefault(axis, one)
+        if axis and document.kind == "command":
+            group[axis] = _merge(before, one)
+            if one.line in document.commands:
+                lines.setdefault(part, {}).setdefault(axis, set()).add(one.line)
+    for part, places in lines.items():
+        if _are_apart(document, places.values()):
+            unknown = Computed("its commands have different degrees; give the mesh with --mesh")
+            for axis, one in groups[part].items():
+                groups[part][axis] = one._replace(value=unknown)
+    if not groups and not mesh.needs:
+        groups[""] = {}
+    for group in groups.values():
+        if _is_reference(group, document, groups.values()):
+            continue
+        if not mesh.needs or mesh.needs & set(group):
+            yield Degrees(framework, mesh, group, document)
+
+
+def _merge(before: Setting, one: Setting) -> Setting:
+    """A degree that a script has twice."""
+    if isinstance(before.value, Computed) or before.value == one.value:
+        return before
+    if isinstance(one.value, Computed):
+        return one
+    why = (
+        f"{one.key} is {shorten(str(one.value))} here and {before.key} was "
+        f"{shorten(str(before.value))} before; give the mesh with --mesh"
+    )
+    return one._replace(value=Computed(why))
+
+
+def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, Setting]]:
+    """The part, the axis and the setting of each key of a mesh."""
+    disabled = [
+        one.path.rpartition(".")[0]
+        for one in document.settings
+        if one.path.endswith(".enabled") and str(one.value).lower() == "false"
+    ]
+    for one in document.settings:
+        prefix, _, key = one.path.rpartition(".")
+        section = _compile(mesh.section).fullmatch(prefix)
+        if section is not None and key in mesh.keys and prefix not in disabled:
+            yield section.groupdict().get("part") or "", mesh.keys[key], one
+
+
+def _are_apart(document: Document, places: Iterable[Set[int]]) -> bool:
+    """Whether axes are in different commands: each command has a mesh of its own."""
+    if document.name.endswith((".yaml", ".yml", ".json")):
+        # A list of arguments has a line for each.
+        return len({len(lines) for lines in places}) > 1
+    return len({frozenset(lines) for lines in places}) > 1
+
+
+def _is_reference(
+    group: Mapping[str, Setting],
+    document: Document,
+    groups: Iterable[Mapping[str, Setting]],
+) -> bool:
+    """Whether all sizes are ``${...}`` that name those of another mesh: the same mesh again."""
+    if document.kind != "document" or not group or any(one.number for one in group.values()):
+        return False
+    return any(
+        any(one.number for one in other.values())
+        and all(axis in other and other[axis].value == one.value for axis, one in group.items())
+        for other in groups
+    )
+
+
+def find_replaced(found: Degrees) -> Setting | None:
+    """The first setting that names another configuration, which may replace the mesh's defaults.
+
+    Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``) and
+    ``--config-name``; the base files of other programs. Names among ``Framework.bases`` have the
+    defaults of the table.
+    """
+    section = _compile(found.mesh.section)
+    for one in found.document.settings if found.document.kind != "python" else ():
+        group, at, package = one.path.partition("@")
+        if found.document.kind == "document":
+            is_base = bool(_BASE.match(one.path)) and one.value is not None
+        elif one.key.startswith("-"):
+            is_base = group in ("config_name", "config_path", "config_dir")
+        else:
+            is_word = isinstance(one.value, Computed) or bool(_WORD.fullmatch(str(one.value)))
+            is_base = bool(at) or "/" in group or ("." not in group and is_word)
+        is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
+        name = str(one.value).removesuffix(".yaml")
+        if is_base and not is_elsewhere and name not in ("_self_", *found.framework.bases):
+            return one
+    return None
+
+
+def find_line(found: Degrees) -> int:
+    """The line of the table, of the first key, or of the mark of a mesh without keys."""
+    settings = found.document.settings
+    if not found.settings:
+        mark = _compile(found.framework.mark)
+        return next(one.line for one in settings if mark.fullmatch(one.path))
+    first = min(found.settings.values(), key=lambda one: one.line)
+    table = first.path.rpartition(".")[0]
+    lines = [one.line for one in settings if one.path == table and one.value is None]
+    return min([first.line, *lines])
+
+
+def match(pattern: str, text: str) -> bool:
+    return bool(pattern and _compile(pattern).fullmatch(text))
+
+
+@lru_cache(maxsize=256)
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.S)
+
 
 # A job has a few.
 _MAX_MESHES = 64
@@ -97,7 +330,10 @@ def read_document(document: Document, world_size: int | None) -> JobFile:
 
 
 def make_document_jobs(
-    document: Document, framework: Framework, source: Source, world_size: int | None
+    document: Document,
+    framework: Framework,
+    source: Source,
+    world_size: int | None,
 ) -> tuple[Job, ...]:
     """The jobs of a call in Python, which has the settings of one mesh.
 
@@ -160,11 +396,16 @@ def _make_jobs(
             program=program,
             flattened=(flat,) if len(flat) > 1 else (),
             sequence_parallel=sequence_parallel and sizes.get("tp", 1) > 1,
-            rewrite=partial(_rewrite, found, [names.get(axis, axis) for axis in axes], sizes_of),
+            rewrite=partial(
+                _rewrite,
+                found,
+                [names.get(axis, axis) for axis in axes],
+                sizes_of,
+            ),
         )
 
     sizes_of: Mapping[str, int] = dict(sizes)
-    yield make_job(order, sizes, known | mesh.shown)
+    yield make_job(order, sizes, known)
     if given.get("ep", 1) <= 1 or not experts:
         return
     ranks = math.prod(sizes.values())
@@ -173,7 +414,7 @@ def _make_jobs(
     inner = {axis: inner[axis] for axis in experts}
     left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard"))
     inner[left] = _divide(ranks, inner, left)
-    yield make_job(experts, inner, known | mesh.shown)
+    yield make_job(experts, inner, {*known, left})
 
 
 def _fill_sizes(
@@ -222,14 +463,17 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
     """The size of an axis; ``None`` if it has the ranks that the others leave, or no value."""
     value, axis = one.value, mesh.keys[one.path.rpartition(".")[2]]
     is_rest = axis in (mesh.rest, mesh.fill) or not mesh.rest
-    if isinstance(value, Unknown):
+    if isinstance(value, Computed):
         raise UnknownMesh(value.why, one.line)
     if value is None or str(value).lower() in _EMPTY or (is_rest and value in (-1, "auto")):
         return None
     if type(value) is not int:
         if isinstance(value, str) and not re.fullmatch(r"\d+", value):
             shown = f"{one.key}{' ' if one.key.startswith('-') else ' = '}{shorten(value)}"
-            raise UnknownMesh(f"{shown} is not an integer; give the mesh with --mesh", one.line)
+            raise UnknownMesh(
+                f"{shown} is not an integer; give the mesh with --mesh",
+                one.line,
+            )
         raise LayoutError(f"{one.key} must be an integer, got {repr(value)[:40]}")
     if value == 0 and mesh.zero_is_one:
         return 1
@@ -253,7 +497,7 @@ def _read_orders(
                 False,
                 None,
             ):
-                if isinstance(one.value, Unknown):
+                if isinstance(one.value, Computed):
                     raise UnknownMesh(one.value.why, one.line)
                 given = names or str(one.value).lower()
     if not given:
@@ -354,3 +598,58 @@ def _join(edits: Sequence[Edit]) -> Iterator[Edit]:
             at = (edit.start, edit.end)
             added[at] = added.get(at, "") + edit.new
     yield from (Edit(*at, new) for at, new in added.items())
+
+
+# Degrees of other meshes than those of the trainer, and of parts of an axis.
+_INNER = re.compile(
+    r"vllm|sglang|rollout|generat|infer|teacher|serv|virtual|ulysses|target|checkpoint|(?:^|[._])(?:ref|gen)[._]"
+)
+
+
+def is_open_degree(value: object) -> bool:
+    """Whether the value of a key may be the size of an axis of several ranks."""
+    return isinstance(value, Computed) or (type(value) is int and value not in (0, 1))
+
+
+def check_unread(
+    found: Degrees,
+    order: Iterable[str],
+    given: Mapping[str, int],
+    total: int | None,
+) -> None:
+    """Check that nothing in the file may have another size for an axis than the mesh has.
+
+    Raises:
+        UnknownMesh: a misspelt key, a degree that no mesh of the framework reads, or another
+            configuration whose sizes may be in place of the defaults.
+    """
+    keys = {key for mesh in found.framework.meshes for key in mesh.keys}
+    section = re.compile(found.mesh.section)
+    for one in found.document.settings:
+        prefix, _, key = one.path.rpartition(".")
+        is_inside = section.fullmatch(prefix) is not None
+        if key in keys or not is_open_degree(one.value):
+            continue
+        if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
+            raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
+        if is_size(key) and not _INNER.search(one.path) and (is_inside or not given):
+            # A variable of the file: the degree that refers to it has its value.
+            if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
+                continue
+            shown = "" if isinstance(one.value, Computed) else f" = {one.value}"
+            raise UnknownMesh(
+                f"{one.key}{shown} is a degree that is not read; {INSTEAD}",
+                one.line,
+            )
+    free = [axis for axis in order if axis not in given]
+    fixed = math.prod(given.get(axis, 1) for axis in order)
+    # One axis follows from the ranks of the job.
+    if len(free) > any(axis in free for axis in (found.mesh.rest, found.mesh.fill)) and (
+        fixed != total
+    ):
+        replaced = find_replaced(found)
+        if replaced is not None:
+            raise UnknownMesh(
+                f"{replaced.key} names another configuration, which may set {free[0]}; {INSTEAD}",
+                replaced.line,
+            )

@@ -7,9 +7,80 @@ mean the same, and dots stand between the levels. A key that is not in the table
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from meshplan.lint._readers._tables import Framework, Mesh
+from meshplan.lint._programs import Program
+from meshplan.lint._roles import Framework as Reduction
+from meshplan.lint._roles import Role
+
+Kind = Literal["document", "command", "python"]
+"""The place of keys: TOML, YAML, JSON; a script or arguments; calls and assignments in Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """A mesh that a framework makes of its keys.
+
+    Regular expressions match a whole text in lower case, with underscores for hyphens: a dotted
+    path, ``model.tp``, or a setting, ``model.tp=2``.
+    """
+
+    # The axis of each key; of several keys for an axis, the first is today's. A key for ``""`` only
+    # marks the framework.
+    keys: Mapping[str, str]
+    order: tuple[str, ...]  # the axes, outermost first
+    # Regular expression of the dotted path before the keys. Each value of its group ``part`` is a
+    # mesh of its own.
+    section: str = ""
+    rest: str = ""  # the axis of the ranks that the others leave, if it is absent or -1
+    fill: str = ""  # the same for the ranks that remain if ``rest`` has a size
+    # Axes of which one has a key in the file; empty if the mark is enough
+    needs: frozenset[str] = frozenset()
+    unless: str = ""  # regular expression of a setting with which the mesh does not exist
+    # Why the mesh is not judged, by regular expressions of settings
+    refused: Mapping[str, str] = field(default_factory=dict)
+    # Other orders of axes, innermost first, joined by hyphens, by key; empty for the value of the
+    # key
+    orders: Mapping[str, str] = field(default_factory=dict)
+    per_host: str = ""  # regular expression of a setting with which ``rest`` is the ranks of a host
+    # Axes of the experts' mesh over the same ranks. The one that is in no key has the ranks that
+    # the others leave.
+    experts: tuple[str, ...] = ()
+    expert_tp: bool = False  # whether ``etp`` is ``tp`` by default; else it is 1
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    # Regular expression of a setting with which ``dp`` and ``cp`` are sharded; empty if the names
+    # of the axes say it
+    sharded: str = ""
+    unsharded: str = ""  # the same for replicated
+    is_sharded: bool = True  # the default of both
+    reduction: Reduction = "fsdp2"  # of gradients, if they are sharded
+    # Axes that gradients are reduced over as one
+    flattened: tuple[str, ...] = ("dp", "dp_shard", "cp")
+    sequence_parallel: bool = False  # the default of the key ``sequence_parallel``
+    zero_is_one: bool = False  # whether a size of 0 means that there is no such axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A program, and the meshes of its jobs."""
+
+    program: Program
+    mark: str  # regular expression of a dotted key that this program has
+    meshes: tuple[Mesh, ...]  # in the order of the report
+    without: str = ""  # regular expression of a dotted key that this program does not have
+    # Regular expression of a text that the file has too; empty if the mark is enough
+    word: str = ""
+    # ``hosts``, ``ranks_per_host`` or ``world_size`` of dotted keys
+    launch: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    kinds: frozenset[Kind] = frozenset({"document", "command"})  # where its keys stand
+    # Python's classes and functions that take the keys as arguments
+    classes: frozenset[str] = frozenset()
+    # Names of configurations that have the defaults of ``meshes``. Any other one that a file builds
+    # on may have replaced them.
+    bases: frozenset[str] = frozenset()
+
 
 # Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
 # first: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. The dense layers have no ep
@@ -29,7 +100,6 @@ _MEGATRON_MESH = Mesh(
     order=("pp", "dp_replicate", "dp", "cp", "tp"),
     section=r"(?P<part>.*)",
     rest="dp",
-    shown=frozenset({"dp", "edp", "ep"}),
     orders={"use_tp_pp_dp_mapping": "tp-cp-ep-pp-dp", "order": ""},
     experts=("pp", "edp", "ep", "etp"),
     expert_tp=True,
@@ -37,7 +107,6 @@ _MEGATRON_MESH = Mesh(
     r"|(?:.*\.)?zero1=true|.*optim\.name=(?:distributed_fused_adam|mcore_distributed_optim)",
     unsharded=r"(?:.*\.)?data_parallel_sharding_strategy=no_shard",
     is_sharded=False,
-    flattened=("dp", "dp_shard", "cp"),
     needs=frozenset({"tp", "pp", "ep", "dp_replicate"}),
     refused={
         r"(?:.*\.)?encoder_(?:tensor|pipeline)_model_parallel_size=(?!0$|none|null).*": (
@@ -68,19 +137,11 @@ _MEGATRON = Framework(
 # stage. NeMo RL's DTensor workers call it: nemo_rl/models/automodel/setup.py, setup_distributed.
 # dp_size is dp_replicate times dp_shard, and follows from the ranks.
 _AUTOMODEL_MESH = Mesh(
-    keys={
-        "pp_size": "pp",
-        "dp_replicate_size": "dp_replicate",
-        "cp_size": "cp",
-        "tp_size": "tp",
-        "ep_size": "ep",
-    },
+    keys={f"{axis}_size": axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep")},
     order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     section=r"(?P<part>)distributed",
     rest="dp_shard",
-    shown=frozenset({"dp_shard", "ep_shard", "ep"}),
     experts=("pp", "ep_shard", "ep"),
-    flattened=("dp_shard", "cp"),
     needs=frozenset({"pp", "dp_replicate", "cp", "tp", "ep"}),
     unless=r"distributed\.(?:strategy=ddp|_target_=.*ddpmanager)",
     refused={
@@ -109,6 +170,11 @@ _NEMO_REFUSED = {
     r".*\.device_mapping=.*": "each device_mapping has ranks of its own",
     r"cluster\.component_placement\..*=(?!all$).*": "component_placement separates the ranks",
 }
+_LIGHTNING_LAUNCH: Mapping[str, str] = {
+    f"{section}{key}": what
+    for section in ("", "trainer.")
+    for key, what in (("num_nodes", "hosts"), ("devices", "ranks_per_host"))
+}
 _NEMO = Framework(
     program="nemo",
     mark=_MEGATRON.mark + r"|(?:.*\.)?dtensor_cfg\..*_parallel_size",
@@ -131,13 +197,10 @@ _NEMO = Framework(
         ),
     ),
     launch={
-        "trainer.num_nodes": "hosts",
-        "trainer.devices": "ranks per host",
+        **_LIGHTNING_LAUNCH,
         "cluster.num_nodes": "hosts",
-        "cluster.gpus_per_node": "ranks per host",
-        "num_nodes": "hosts",
-        "num_gpus_per_node": "ranks per host",
-        "devices": "ranks per host",
+        "cluster.gpus_per_node": "ranks_per_host",
+        "num_gpus_per_node": "ranks_per_host",
     },
     kinds=frozenset({"document"}),
 )
@@ -171,9 +234,7 @@ _TITAN = Mesh(
     order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     section=r"(?:(?P<part>.*)\.)?(?:parallelism|training|experimental)|",
     rest="dp_shard",
-    shown=frozenset({"dp_shard", "efsdp", "ep"}),
     experts=("pp", "dp_replicate", "efsdp", "ep", "etp"),
-    flattened=("dp_shard", "cp"),
     sequence_parallel=True,
 )
 _TORCHTITAN = Framework(
@@ -198,7 +259,6 @@ _VERL_FSDP = Mesh(
     section=r"(?P<part>actor_rollout_ref)\.actor(?:\.fsdp_config)?",
     rest="fsdp",
     fill="ddp",
-    shown=frozenset({"fsdp"}),
     unless=r"actor_rollout_ref\.actor\.(?:megatron\..*|strategy=(?!fsdp).*)"
     r"|(?:critic|reward_model)\.megatron\..*|(?:config_name|defaults\..*)=.*megatron.*",
 )
@@ -221,13 +281,12 @@ _VERL = Framework(
             order=("dp", "tp", "infer_pp"),
             section=r"(?P<part>actor_rollout_ref)\.rollout",
             rest="dp",
-            shown=frozenset({"dp"}),
             roles={"dp": "apart"},
             needs=frozenset({"tp"}),
         ),
     ),
-    launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks per host"},
-    defaults={"hosts": 1, "ranks per host": 8},
+    launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
+    defaults={"hosts": 1, "ranks_per_host": 8},
     bases=frozenset({"config", "ppo_trainer", "ppo_megatron_trainer"}),
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
@@ -249,19 +308,11 @@ _VERL_SFT = Framework(
 # whose ep is dp_shard_in_ep * cp. A tp axis inside was of 2025. Ranks:
 # packages/prime-rl-configs/src/prime_rl/configs/rl.py and sft.py, deployment.
 _PRIME_MESH = Mesh(
-    keys={
-        "pp": "pp",
-        "dp_replicate": "dp_replicate",
-        "cp": "cp",
-        "tp": "tp",
-        "ep": "ep",
-    },
+    keys={axis: axis for axis in ("pp", "dp_replicate", "cp", "tp", "ep")},
     order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     section=r"(?P<part>)(?:trainer\.)?(?:model|parallel)",
     rest="dp_shard",
-    shown=frozenset({"dp_shard", "efsdp", "ep"}),
     experts=("pp", "dp_replicate", "efsdp", "ep"),
-    flattened=("dp_shard", "cp"),
 )
 _PRIME = Framework(
     program="prime-rl",
@@ -271,10 +322,10 @@ _PRIME = Framework(
     meshes=(_PRIME_MESH,),
     launch={
         "deployment.num_train_nodes": "hosts",
-        "deployment.gpus_per_node": "ranks per host",
-        "deployment.num_train_gpus": "world size",
+        "deployment.gpus_per_node": "ranks_per_host",
+        "deployment.num_train_gpus": "world_size",
     },
-    defaults={"ranks per host": 8},
+    defaults={"ranks_per_host": 8},
     kinds=frozenset({"document"}),
 )
 
@@ -291,7 +342,6 @@ _ACCELERATE_MESH = Mesh(
     section=r"(?:(?P<part>.*)\.)?parallelism_config|",
     # DeepSpeed's Ulysses: sp exchanges activations, and gradients are reduced along all ranks.
     roles={"sp": "shard"},
-    flattened=("dp_shard", "cp"),
     needs=frozenset(_ACCELERATE_SIZES),
 )
 _ACCELERATE = Framework(
@@ -299,7 +349,7 @@ _ACCELERATE = Framework(
     mark=r"(?:.*\.)?(?:parallelism_config_\w+_size|parallelism_config\.\w+_size"
     r"|dp_(?:replicate|shard)_size)",
     meshes=(_ACCELERATE_MESH,),
-    launch={"num_machines": "hosts", "num_processes": "world size"},
+    launch={"num_machines": "hosts", "num_processes": "world_size"},
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"ParallelismConfig"}),
 )
@@ -352,7 +402,6 @@ _ACCELERATE_FSDP = Framework(
             order=("dp_replicate", "dp_shard"),
             rest="dp_shard",
             fill="dp_replicate",
-            shown=frozenset({"dp_shard"}),
             unless=r"distributed_type=(?!fsdp).*|num_processes=1",
             per_host=r"fsdp_config\.fsdp_sharding_strategy=(?:hybrid.*|4|5)",
         ),
@@ -379,12 +428,7 @@ _AXOLOTL = Framework(
             order=("dp_replicate", "dp_shard", "cp", "tp"),
             rest="dp_shard",
             fill="dp_replicate",
-            shown=frozenset({"dp_shard"}),
-            flattened=("dp_shard", "cp"),
             needs=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
-            refused={
-                r"expert_parallel_size=(?!1|none|null).*": "axolotl's mesh of experts is not read"
-            },
         ),
     ),
     kinds=frozenset({"document"}),
@@ -412,7 +456,6 @@ _DEEPSPEED = Framework(
             section=r"(?:(?P<part>.*)\.)?(?:zero_optimization|tensor_parallel)|",
             rest="dp_shard",
             fill="dp_replicate",
-            shown=frozenset({"dp_shard"}),
         ),
     ),
 )
@@ -427,17 +470,15 @@ _NEOX = Framework(
             keys={"pipe_parallel_size": "pp", "model_parallel_size": "tp"},
             order=("pp", "dp", "tp"),
             rest="dp",
-            shown=frozenset({"dp"}),
             sharded=r"zero_optimization\.stage=[123]",
             is_sharded=False,
             zero_is_one=True,
             refused={
                 r"moe_num_experts=(?![01]$|none|null).*": "GPT-NeoX's mesh of experts is not read",
-                r"context_parallel_size=(?![01]$|none|null).*": "its context axis is not read",
             },
         ),
     ),
-    launch={"global_num_gpus": "world size"},
+    launch={"global_num_gpus": "world_size"},
     kinds=frozenset({"document"}),
 )
 
@@ -458,13 +499,7 @@ _NANOTRON = Framework(
             section="parallelism",
             sharded=r"optimizer\.zero_stage=1",
             is_sharded=False,
-            flattened=("dp", "cp"),
             needs=frozenset({"dp", "pp", "tp"}),
-            refused={
-                r"parallelism\.expert_parallel_size=(?![01]$|none|null).*": (
-                    "nanotron's mesh of experts is not read"
-                )
-            },
         ),
     ),
     kinds=frozenset({"document"}),
@@ -486,8 +521,6 @@ _TORCHTUNE = Framework(
             },
             order=("dp_replicate", "dp_shard", "cp", "tp"),
             rest="dp_shard",
-            shown=frozenset({"dp_shard"}),
-            flattened=("dp_shard", "cp"),
         ),
     ),
 )
@@ -507,17 +540,11 @@ _LIGHTNING = Framework(
             order=("data_parallel", "tensor_parallel"),
             section=r"(?P<part>.*)strategy\.init_args|",
             rest="data_parallel",
-            shown=frozenset({"data_parallel"}),
             roles={"data_parallel": "shard", "tensor_parallel": "model"},
             needs=frozenset({"data_parallel", "tensor_parallel"}),
         ),
     ),
-    launch={
-        "trainer.num_nodes": "hosts",
-        "trainer.devices": "ranks per host",
-        "num_nodes": "hosts",
-        "devices": "ranks per host",
-    },
+    launch=_LIGHTNING_LAUNCH,
     kinds=frozenset({"document", "python"}),
     classes=frozenset({"ModelParallelStrategy"}),
 )
@@ -545,6 +572,7 @@ _SERVING_MESH = Mesh(
     section=_SECTION,
     roles={"dp": "apart"},
     reduction="dtensor",
+    flattened=(),
     needs=frozenset({"dp", "pp", "tp"}),
     refused={
         r"enable_dp_attention=true": "--enable-dp-attention has two meshes on the same ranks",
@@ -600,6 +628,7 @@ PLAIN = Framework(
             },
             order=_PLAIN_AXES,
             reduction="dtensor",
+            flattened=(),
         ),
     ),
     kinds=frozenset({"command"}),

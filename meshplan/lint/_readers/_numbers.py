@@ -94,30 +94,22 @@ def order_sizes(layout: Layout, order: Sequence[str]) -> dict[str, int] | None:
     return {axis: sizes.get(axis, 1) for axis in order}
 
 
-def evaluate(
-    node: ast.expr,
-    lookup: Callable[[str], int | None],
-    other: Callable[[ast.expr], int | None] = lambda node: None,
-    depth: int = 0,
-) -> int | None:
+def evaluate(node: ast.expr, lookup: Callable[[str], int | None], depth: int = 0) -> int | None:
     """The value of an expression of whole numbers and names; ``None`` if it has none. Nothing is
-    run. ``/`` is whole-number division without a remainder. ``lookup`` has the numbers of names,
-    ``other`` those of anything but a number, a name or arithmetic.
+    run. ``/`` is whole-number division without a remainder. ``lookup`` has the numbers of names.
     """
-    if depth > _MAX_DEPTH:
-        return None
-    if isinstance(node, ast.Constant):
-        return node.value if type(node.value) is int and abs(node.value) <= _LIMIT else None
-    if isinstance(node, ast.Name):
-        return lookup(node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = evaluate(node.operand, lookup, other, depth + 1)
-        return None if value is None else -value
-    if not isinstance(node, ast.BinOp):
-        return other(node)
-    left = evaluate(node.left, lookup, other, depth + 1)
-    right = evaluate(node.right, lookup, other, depth + 1)
-    return None if left is None or right is None else combine(node.op, left, right)
+    match node:
+        case ast.Constant(value) if type(value) is int:
+            return value if abs(value) <= _LIMIT else None
+        case ast.Name(name):
+            return lookup(name)
+        case ast.UnaryOp(ast.USub(), inside) if depth < _MAX_DEPTH:
+            found = evaluate(inside, lookup, depth + 1)
+            return None if found is None else -found
+        case ast.BinOp(left, op, right) if depth < _MAX_DEPTH:
+            first, second = (evaluate(one, lookup, depth + 1) for one in (left, right))
+            return None if first is None or second is None else combine(op, first, second)
+    return None
 
 
 def combine(op: ast.operator, left: int, right: int) -> int | None:

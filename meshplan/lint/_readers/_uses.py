@@ -78,7 +78,13 @@ CALLS: Mapping[str, _Argument] = {
 _MAX_LISTED = 4096
 # Arguments of any other function whose names say what they are for.
 NAMED = ("_mesh", "_group", "_process_group", "_device_mesh")
-_BY_PRIORITY: tuple[Role, ...] = ("apart", "experts", "model", "shard", "replicate")
+_BY_PRIORITY: tuple[Role, ...] = (
+    "apart",
+    "experts",
+    "model",
+    "shard",
+    "replicate",
+)
 
 
 class MeshCall(NamedTuple):
@@ -249,13 +255,23 @@ class Uses:
                         self._note(mesh, position, one, "context", weak=True)
 
     def _add(self, kind: _Kind, mesh: Mesh, given: Arguments) -> None:
-        roles, weak = _find_roles(kind, mesh, given), kind in ("context", "dtensor")
+        roles, weak = (
+            _find_roles(kind, mesh, given),
+            kind in ("context", "dtensor"),
+        )
         if kind == "dtensor" and len(mesh.axes) == 1:
             kind = "model"  # one reduction, of an axis
         for position, role in enumerate(roles):
             self._note(mesh, position, role, kind, weak)
 
-    def _note(self, mesh: Mesh, position: int, role: Role | None, kind: _Kind, weak: bool) -> None:
+    def _note(
+        self,
+        mesh: Mesh,
+        position: int,
+        role: Role | None,
+        kind: _Kind,
+        weak: bool,
+    ) -> None:
         for index in mesh.axes[position].of:
             use = self._axes.setdefault((mesh.root, index), _AxisUse())
             use.kinds.add(kind)

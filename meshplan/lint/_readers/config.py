@@ -26,7 +26,7 @@ from meshplan.lint._settings import (
     read_strings,
 )
 from meshplan.lint._spec import (
-    find_nested_shape,
+    flatten_ranks,
     format_mesh,
     make_layout,
     parse_mesh,
@@ -214,7 +214,7 @@ def _read_layout(axes: object, ranks: object) -> Layout:
             raise PolicyError("axes are names with whole numbers, e.g. { ddp = 8, fsdp = 5 }")
         return make_layout(list(axes.values()), list(axes), ranks)
     if isinstance(axes, list) and axes and all(isinstance(axis, str) for axis in axes) and ranks:
-        shape = find_nested_shape(ranks)
+        shape, _ = flatten_ranks(ranks)
         if len(shape) != len(axes):
             raise LayoutError(
                 f"ranks are lists {len(axes)} deep for the axes {', '.join(axes)[:60]}, "

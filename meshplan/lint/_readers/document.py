@@ -10,8 +10,12 @@ from typing import Any
 
 from meshplan.lint._job import JobFile
 from meshplan.lint._readers import command
-from meshplan.lint._readers._degrees import read_document
-from meshplan.lint._readers._documents import Document, Setting, Unknown
+from meshplan.lint._readers._degrees import (
+    Computed,
+    Document,
+    Setting,
+    read_document,
+)
 from meshplan.lint._readers._numbers import Edit, Number, find_line
 from meshplan.lint._readers._toml import find_entries, load
 
@@ -79,7 +83,7 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
             if default:
                 value = int(default[1])
             elif type(value) is not int:
-                value = Unknown(f"{one.key} = {one.value} has no value in this file; use a number")
+                value = Computed(f"{one.key} = {one.value} has no value in this file; use a number")
             one = one._replace(value=value)
         found.append(one)
     return found
@@ -188,7 +192,10 @@ def _read_yaml(text: str) -> Iterator[Setting]:
             value = text_of
             kind = node.tag.rpartition(":")[2]
             if kind == "int" and re.fullmatch(r"-?\d{1,12}", text_of):
-                place = (node.start_mark.index + shift, node.end_mark.index + shift)
+                place = (
+                    node.start_mark.index + shift,
+                    node.end_mark.index + shift,
+                )
                 value, number = int(text_of), Number(int(text_of), *place)
             elif kind in ("bool", "null"):
                 value = None if kind == "null" else text_of.lower() in ("true", "yes", "on")

@@ -109,7 +109,9 @@ def _write_finding(finding: Finding) -> str:
     if source.file and source.file != "-":
         place = {"file": source.file} | ({} if source.line is None else {"line": source.line})
     head = _write_attributes(
-        name=f"{finding.code}{subject}", classname=format_source(source), **place
+        name=f"{finding.code}{subject}",
+        classname=format_source(source),
+        **place,
     )
     text = escape("\n".join([escape_text(finding.message), *format_details(finding)]))
     inner = f"<system-out>{text}</system-out>"
