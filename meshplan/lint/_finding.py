@@ -49,12 +49,7 @@ class Fix:
 
     def to_json(self) -> dict[str, str]:
         """JSON-ready: title, cost, mesh and diff."""
-        return {
-            "title": self.title,
-            "cost": self.cost,
-            "mesh": self.mesh,
-            "diff": self.diff,
-        }
+        return {key: getattr(self, key) for key in ("title", "cost", "mesh", "diff")}
 
 
 @dataclass(frozen=True, slots=True)

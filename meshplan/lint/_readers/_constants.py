@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from meshplan.lint._readers._numbers import combine
+from meshplan.lint._readers._numbers import Whole, combine
 from meshplan.lint._readers._values import (
     BINDERS,
     FUNCTIONS,
@@ -45,7 +45,6 @@ from meshplan.lint._readers._values import (
     Text,
     Unknown,
     Value,
-    Whole,
     find_callee,
     forget_values,
     is_constant,

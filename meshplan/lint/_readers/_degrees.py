@@ -22,9 +22,10 @@ from meshplan.lint._readers._numbers import (
     INSTEAD,
     UNKNOWN_RANKS,
     Edit,
-    Number,
     UnknownMesh,
+    Whole,
     apply_edits,
+    is_whole,
     order_sizes,
 )
 from meshplan.lint._roles import Role, find_role
@@ -49,10 +50,11 @@ class Setting(NamedTuple):
     """A key with its value."""
 
     path: str  # keys from the root, in lower case, with underscores and dots
-    value: object  # a number, a text, a truth value, ``None``, or `Computed`
+    # A number, which is `Whole` if another one can be written in its place, a text, a truth value,
+    # ``None``, or `Computed`
+    value: object
     line: int  # of the key or of its command, from 1 on
     key: str = ""  # as written, for messages
-    number: Number | None = None  # the value and its place, if another number can be written there
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}".lower()
@@ -117,8 +119,8 @@ def count_ranks(document: Document, framework: Framework) -> Launch:
             given[one.path] = several
     for path, value in given.items():
         key = framework.launch[path]
-        if type(value) is int and 1 <= value <= 1 << 24:
-            found[key] = value
+        if is_whole(value) and 1 <= value <= 1 << 24:
+            found[key] = int(value)
             stated.add(key)
         elif isinstance(value, Computed) and key not in document.launch:
             found.pop(key, None)
@@ -217,13 +219,17 @@ def _is_reference(
     groups: Iterable[Mapping[str, Setting]],
 ) -> bool:
     """Whether all sizes are ``${...}`` that name those of another mesh: the same mesh again."""
-    if document.kind != "document" or not group or any(one.number for one in group.values()):
+    if document.kind != "document" or not group or _has_place(group):
         return False
     return any(
-        any(one.number for one in other.values())
+        _has_place(other)
         and all(axis in other and other[axis].value == one.value for axis, one in group.items())
         for other in groups
     )
+
+
+def _has_place(group: Mapping[str, Setting]) -> bool:
+    return any(isinstance(one.value, Whole) for one in group.values())
 
 
 def find_replaced(found: Degrees) -> Setting | None:
@@ -467,7 +473,7 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
         raise UnknownMesh(value.why, one.line)
     if value is None or str(value).lower() in _EMPTY or (is_rest and value in (-1, "auto")):
         return None
-    if type(value) is not int:
+    if not is_whole(value):
         if isinstance(value, str) and not re.fullmatch(r"\d+", value):
             shown = f"{one.key}{' ' if one.key.startswith('-') else ' = '}{shorten(value)}"
             raise UnknownMesh(
@@ -483,7 +489,7 @@ def _read_size(one: Setting, mesh: Mesh) -> int | None:
         raise LayoutError(
             f"{one.key} must be 1 or more{', or -1 for the rest' if is_rest else ''}, got {value}"
         )
-    return value
+    return int(value)
 
 
 def _read_orders(
@@ -553,7 +559,7 @@ def _rewrite(
     mesh, given = found.mesh, found.settings
     wanted = {axis: sizes[axis] for axis in sizes if axis in mesh.keys.values()}
     rest = given.get(mesh.rest)
-    if mesh.rest and rest is not None and rest.number is not None:
+    if mesh.rest and rest is not None and isinstance(rest.value, Whole):
         # The axis of the rest has a number: it follows from the ranks and the other axes.
         others = math.prod(
             wanted.get(axis, size) for axis, size in old.items() if axis != mesh.rest
@@ -563,13 +569,13 @@ def _rewrite(
             return None
         wanted[mesh.rest] = size
     edits: list[Edit] = []
-    places = [one for one in given.values() if one.number is not None][::-1]
+    places = [one for one in given.values() if isinstance(one.value, Whole)][::-1]
     places.sort(key=lambda one: one.line, reverse=True)
     for axis, size in wanted.items():
         one = given.get(axis)
-        if one is not None and one.number is not None:
-            if one.number.value not in (size, -1):
-                edits.append(Edit(one.number.start, one.number.end, str(size)))
+        if one is not None and isinstance(one.value, Whole):
+            if one.value not in (size, -1):
+                edits.append(Edit(*one.value.span, str(size)))
         elif axis == mesh.rest or (axis == mesh.fill and one is None):
             continue
         elif size != 1:
@@ -608,7 +614,7 @@ _INNER = re.compile(
 
 def is_open_degree(value: object) -> bool:
     """Whether the value of a key may be the size of an axis of several ranks."""
-    return isinstance(value, Computed) or (type(value) is int and value not in (0, 1))
+    return isinstance(value, Computed) or (is_whole(value) and value not in (0, 1))
 
 
 def check_unread(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from meshplan.layout import Layout
 
@@ -48,12 +48,22 @@ class UnknownMesh(Exception):
         self.has_one_axis = has_one_axis
 
 
-class Number(NamedTuple):
+class Whole(int):
     """A whole number, and the offsets in characters of the text that defines it."""
 
-    value: int
-    start: int
-    end: int
+    span: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def at(cls, value: int, start: int, end: int) -> Whole:
+        """A number with its place."""
+        found = cls(value)
+        found.span = start, end
+        return found
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, with a place or without, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Edit(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._readers._constants import Reader
-from meshplan.lint._readers._numbers import Edit, UnknownMesh, apply_edits
+from meshplan.lint._readers._numbers import Edit, UnknownMesh, Whole, apply_edits
 from meshplan.lint._readers._values import (
     Arguments,
     Items,
@@ -24,7 +24,6 @@ from meshplan.lint._readers._values import (
     Record,
     Span,
     Value,
-    Whole,
     list_values,
 )
 from meshplan.lint._roles import Role, find_role

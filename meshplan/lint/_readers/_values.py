@@ -44,12 +44,6 @@ class Unknown:
 UNKNOWN, UNKNOWN_RANKS = Unknown(), Unknown(ranks=True)
 
 
-class Whole(int):
-    """A whole number, and the place of the text that defines it."""
-
-    span: Span = (0, 0)
-
-
 class Text(str):
     """A text, and its place."""
 

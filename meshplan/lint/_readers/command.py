@@ -33,9 +33,10 @@ from meshplan.lint._readers._degrees import (
 from meshplan.lint._readers._frameworks import PLAIN
 from meshplan.lint._readers._numbers import (
     Edit,
-    Number,
+    Whole,
     apply_edits,
     evaluate,
+    is_whole,
 )
 from meshplan.lint._readers._values import PythonText, find_callee, parse
 
@@ -388,18 +389,18 @@ class Script:
         """The first line of the command at ``offset``, whose lines end in a backslash."""
         return self._commands[self._find_command(offset)][1]
 
-    def read_number(self, word: Word) -> Number | None:
+    def read_number(self, word: Word) -> Whole | None:
         """The number that a word stands for; ``None`` if only the running script knows."""
         found = self.read(word)
         if found is None or not re.fullmatch(r"-?[0-9]{1,12}", found.text):
             return None
-        return Number(int(found.text), found.start, found.end)
+        return Whole.at(int(found.text), found.start, found.end)
 
-    def read_launch(self, word: Word) -> Number | None:
+    def read_launch(self, word: Word) -> Whole | None:
         """The number of a launcher's option; Slurm's ``gpu:8`` is 8."""
         found = self.read(word)
         gres = found and _GRES.fullmatch(found.text)
-        return Number(int(gres[1]), word.start, word.end) if gres else None
+        return Whole.at(int(gres[1]), word.start, word.end) if gres else None
 
     def read(self, word: Word, depth: int = 0) -> Word | None:
         """The text that a word stands for, without quotes, at the place that defines it; ``None``
@@ -535,9 +536,9 @@ def read_command(name: str, text: str) -> Document:
             if is_converter:
                 continue
             path = option.text[dashes:].replace("-", "_").lower()
-            value, number = _read_value(script, option, path)
+            value = _read_value(script, option, path)
             line = script.find_line(option.start)
-            settings.append(Setting(path, value, line, option.text, number))
+            settings.append(Setting(path, value, line, option.text))
             if not script.is_value(option.start):
                 commands.add(line)
             if script.is_conditional(option.start):
@@ -581,9 +582,9 @@ def _doubt_conditional(settings: list[Setting], conditional: Mapping[str, list[i
     """Make the degrees unknown that only one branch of a condition has."""
     for places in conditional.values():
         one = settings[places[0]]
-        if len(places) == 1 and type(one.value) is int:
+        if len(places) == 1 and is_whole(one.value):
             why = f"{one.key} depends on a condition; give the mesh with --mesh"
-            settings[places[0]] = one._replace(value=Computed(why), number=None)
+            settings[places[0]] = one._replace(value=Computed(why))
 
 
 def _find_end(option: Option, text: str) -> int | None:
@@ -599,23 +600,23 @@ def _is_flat(one: Setting, text: str) -> bool:
     return one.path == "fsdp" and known and "hybrid" not in text.lower()
 
 
-def _read_value(script: Script, option: Option, path: str) -> tuple[object, Number | None]:
-    """The value of an option, and its place if it is a number."""
+def _read_value(script: Script, option: Option, path: str) -> object:
+    """The value of an option."""
     word = option.value
-    number = None if word is None else script.read_number(word)
     if _FLAG.fullmatch(path) and (word is None or word.text.lower() not in ("true", "false")):
-        return True, None
+        return True
+    number = script.read_number(word) if word else None
     if number is not None:
-        return number.value, number
+        return number
     if word is None or (word.text.startswith("-") and option.text.startswith("-")):
-        return Computed(f"{option.text} has no value; pass an integer after it"), None
+        return Computed(f"{option.text} has no value; pass an integer after it")
     found = script.read(word)
     if found is not None:
-        return found.text, None
+        return found.text
     return Computed(
         f"{option.text} {shorten(word.text)} has no single value in this file; "
         "give the mesh with --mesh"
-    ), None
+    )
 
 
 def _add_launch(
@@ -635,7 +636,7 @@ def _add_launch(
     ):
         return
     found = None if option.value is None else script.read_launch(option.value)
-    launch.setdefault(key, set()).update([] if found is None else [found.value])
+    launch.setdefault(key, set()).update([] if found is None else [int(found)])
     if "#SBATCH" in words:
         launch[f"job's {key}"] = set()
 
@@ -646,7 +647,7 @@ def _read_environment(script: Script) -> dict[str, set[int]]:
     for variable, key in _ENVIRONMENT.items():
         if script.is_assigned(variable):
             number = script.read_number(Word(f"${variable}"))
-            found[key] = set() if number is None else {number.value}
+            found[key] = set() if number is None else {int(number)}
     return found
 
 

@@ -16,7 +16,7 @@ from meshplan.lint._readers._degrees import (
     Setting,
     read_document,
 )
-from meshplan.lint._readers._numbers import Edit, Number, find_line
+from meshplan.lint._readers._numbers import Edit, Whole, find_line, is_whole
 from meshplan.lint._readers._toml import find_entries, load
 
 # Part of each key in the table; a text without them has no degrees.
@@ -80,21 +80,20 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
             reference = _REFERENCE.fullmatch(one.value)
             default = _DEFAULT.fullmatch(one.value)
             value = values.get(_normalize(reference[1])) if reference else None
-            if default:
-                value = int(default[1])
-            elif type(value) is not int:
-                value = Computed(f"{one.key} = {one.value} has no value in this file; use a number")
-            one = one._replace(value=value)
+            why = f"{one.key} = {one.value} has no value in this file; use a number"
+            # Without the place of the other key.
+            named = int(value) if is_whole(value) else Computed(why)
+            one = one._replace(value=int(default[1]) if default else named)
         found.append(one)
     return found
 
 
 def _insert(text: str, ending: str, after: Setting, key: str, size: int) -> Edit | None:
     """An edit that adds a key after another one in the same table."""
-    assert after.number is not None
+    assert isinstance(after.value, Whole)
     if _CAMEL.search(after.key):
         return None
-    at = after.number.end
+    _, at = after.value.span
     if ending == "json":
         return Edit(at, at, f', "{key}": {size}')
     line = text.rfind("\n", 0, at) + 1
@@ -121,10 +120,9 @@ def _read_toml(name: str, text: str) -> Iterator[Setting]:
             for key, inner in value.items():
                 yield from walk(inner, (*path, key), line)
             return
-        number = None
-        if place is not None and not place.is_table and type(value) is int:
-            number = Number(value, place.start, place.end)
-        yield Setting(_normalize(*path), value, line, str(path[-1]), number)
+        if place is not None and not place.is_table and is_whole(value):
+            value = Whole.at(value, place.start, place.end)
+        yield Setting(_normalize(*path), value, line, str(path[-1]))
 
     return walk(document, (), 1)
 
@@ -147,11 +145,10 @@ def _read_json(text: str) -> Iterator[Setting]:
             continue
         key = path.rpartition(".")[2]
         places = found.get(key, [])
-        number = None
-        if len(places) == 1 and places[0][2] and type(value) is int:
-            number = Number(value, *places[0].span(2))
+        if len(places) == 1 and places[0][2] and is_whole(value):
+            value = Whole.at(value, *places[0].span(2))
         line = find_line(text, places[0].start()) if places else 1
-        yield Setting(_normalize(path), value, line, key, number)
+        yield Setting(_normalize(path), value, line, key)
 
 
 def _read_yaml(text: str) -> Iterator[Setting]:
@@ -186,7 +183,6 @@ def _read_yaml(text: str) -> Iterator[Setting]:
         if not path:
             continue
         value: object = None
-        number = None
         if isinstance(node, yaml.ScalarNode):
             text_of: str = node.value
             value = text_of
@@ -196,7 +192,7 @@ def _read_yaml(text: str) -> Iterator[Setting]:
                     node.start_mark.index + shift,
                     node.end_mark.index + shift,
                 )
-                value, number = int(text_of), Number(int(text_of), *place)
+                value = Whole.at(int(text_of), *place)
             elif kind in ("bool", "null"):
                 value = None if kind == "null" else text_of.lower() in ("true", "yes", "on")
-        yield Setting(_normalize(*path), value, line, path[-1], number)
+        yield Setting(_normalize(*path), value, line, path[-1])

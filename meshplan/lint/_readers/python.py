@@ -28,7 +28,7 @@ from meshplan.lint._readers._degrees import (
     match,
 )
 from meshplan.lint._readers._frameworks import FRAMEWORKS
-from meshplan.lint._readers._numbers import RUN, Edit, Number, UnknownMesh
+from meshplan.lint._readers._numbers import RUN, Edit, UnknownMesh, Whole
 from meshplan.lint._readers._uses import Axis, Mesh, MeshCall, Root, Uses
 from meshplan.lint._readers._values import (
     UNKNOWN,
@@ -43,7 +43,6 @@ from meshplan.lint._readers._values import (
     Text,
     Unknown,
     Value,
-    Whole,
     is_constant,
     list_values,
     parse,
@@ -139,16 +138,9 @@ def _read_arguments(source: Reader, call: ast.Call, given: Arguments) -> list[Se
             continue
         why = f"{one.arg}={source.shorten(one.value)} is not a constant; {RUN}"
         value = given.named.get(one.arg, why)
-        settings.append(_make_setting(one.arg, value, one.value.lineno, Computed(why)))
+        known = value if is_constant(value) else Computed(why)
+        settings.append(Setting(one.arg, known, one.value.lineno, one.arg))
     return settings
-
-
-def _make_setting(key: str, value: Value, line: int, unknown: object) -> Setting:
-    number = Number(int(value), *value.span) if isinstance(value, Whole) else None
-    if not is_constant(value):
-        value = unknown
-    plain = int(value) if number is not None else str(value) if isinstance(value, str) else value
-    return Setting(key, plain, line, key, number)
 
 
 def read_changed(
@@ -185,7 +177,8 @@ def read_changed(
     for key, value in record.fields.items():
         why = "depends on a condition" if isinstance(value, Either) else "is not a constant"
         shown: object = Computed(f"{key} {why}; {RUN}") if key in keys else ""
-        settings.append(_make_setting(key, value, lines.get(key, first), shown))
+        known = value if is_constant(value) else shown
+        settings.append(Setting(key, known, lines.get(key, first), key))
 
     def insert(after: Setting, key: str, size: int) -> None:
         return None

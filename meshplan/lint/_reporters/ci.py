@@ -19,8 +19,6 @@ from meshplan.lint._reporters._words import (
     make_relative,
 )
 
-_COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
-
 
 def render_github(report: LintReport) -> str:
     """Workflow commands, which GitHub Actions shows as annotations of files.
@@ -53,7 +51,8 @@ def _write_command(finding: Finding, texts: Mapping[str, str]) -> str:
         message = f"{format_source(source)}: {message}"
     properties.append(f"title={_escape_property(finding.code)}")
     text = _escape_data("\n".join([message, *format_details(finding)]))
-    return f"::{_COMMANDS[finding.severity]} {','.join(properties)}::{text}"
+    command = finding.severity.replace("info", "notice")
+    return f"::{command} {','.join(properties)}::{text}"
 
 
 def _escape_data(text: str) -> str:

@@ -21,7 +21,6 @@ from meshplan.lint._finding import (
     Fix,
     LintInput,
     LintReport,
-    Severity,
     Source,
 )
 from meshplan.lint._reporters._words import (
@@ -38,17 +37,6 @@ from meshplan.lint._rules import RULES, format_rule_page
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-_LEVELS: dict[Severity, str] = {
-    "info": "note",
-    "warning": "warning",
-    "error": "error",
-}
-# The words of GitHub's filter.
-_SEVERITIES: dict[Severity, str] = {
-    "info": "recommendation",
-    "warning": "warning",
-    "error": "error",
-}
 _FAMILIES = {"MP1": "mesh", "MP2": "cluster", "MP3": "environment"}
 _MARKUP = re.compile(r"^#+ |^```.*\n|`", re.MULTILINE)
 _LINK = re.compile(r"<(https://[^>]+)>")
@@ -74,9 +62,7 @@ def _make_entry(finding: Finding) -> dict[str, Any]:
         "code": finding.code,
         "severity": finding.severity,
         "message": finding.message,
-        "file": finding.source.file,
-        "line": finding.source.line,
-        "option": finding.source.option,
+        **asdict(finding.source),
         "subject": finding.subject,
         "details": finding.details,
         "fixes": [fix.to_json() for fix in finding.fixes],
@@ -168,10 +154,10 @@ def _make_rule(code: str) -> dict[str, Any]:
         found |= {
             "name": "".join(word.capitalize() for word in rule.name.split("-")),
             "shortDescription": {"text": rule.summary},
-            "defaultConfiguration": {"level": _LEVELS[rule.severity]},
+            "defaultConfiguration": {"level": rule.severity.replace("info", "note")},
             "properties": {
                 "tags": [_FAMILIES[code[:3]]],
-                "problem.severity": _SEVERITIES[rule.severity],
+                "problem.severity": rule.severity.replace("info", "recommendation"),
             },
         }
     found["help"] = {"text": _MARKUP.sub("", page), "markdown": page}
@@ -193,7 +179,7 @@ def _make_result(
     result = {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
-        "level": _LEVELS[finding.severity],
+        "level": finding.severity.replace("info", "note"),
         "message": {"text": _escape_message(message)},
         "locations": [_make_location(finding.source, texts)],
         "partialFingerprints": {"meshplan/v1": f"{digest}:{seen[digest]}"},
