@@ -164,7 +164,7 @@ class Chain:
                 reasons.setdefault(one, f"ranks {shown} posted a part of the elements, or copies")
             else:
                 totals.setdefault(one, total)
-                bits = _hex(total[0].tolist())
+                bits = format_words(total[0].tolist())
                 classes.setdefault(one, {}).setdefault(bits, []).extend(ranks)
         for one, parts in classes.items():
             if len(parts) > 1:

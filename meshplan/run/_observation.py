@@ -349,7 +349,7 @@ class Observation:
     def _finish(self, error: BaseException | None) -> None:
         assert self._exchange is not None
         if not self._steps:
-            self._note("no optimizer step: steps that torch compiles are not observed")
+            self._note("no optimizer step was seen (compiled steps are not)")
         # What one rank cannot describe does not cost the verdict.
         final = {"notes": self.notes, "rows": self._list_reductions()}
         taken = self._count_steps(self._owners)

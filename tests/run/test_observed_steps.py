@@ -95,7 +95,7 @@ def test_a_compiled_step_runs_and_is_not_observed() -> None:
     warm_compiler()
     (stepped,), report = observe_ranks(job, 1, "gradients first=9")
     assert stepped
-    note = "no optimizer step: steps that torch compiles are not observed"
+    note = "no optimizer step was seen (compiled steps are not)"
     assert report["not_observed"] == [note]
 
 
