@@ -67,7 +67,7 @@ def flipped(path: str, on_rank: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way))[:30])
 def test_correct_results_pass_the_audit(way: dict[str, Any]) -> None:
-    """All dtypes and operations, shapes that do not come out even, in one piece and in many."""
+    """All dtypes and operations, shapes that do not divide evenly, in one piece and in many."""
 
     def ranks(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

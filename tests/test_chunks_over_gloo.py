@@ -170,7 +170,7 @@ def test_many_gathers_beside_exchanges_leave_the_heap_whole() -> None:
 
 
 @pytest.mark.full
-def test_messages_between_nodes_of_eight_are_those_of_the_clock() -> None:
+def test_messages_between_nodes_of_eight_match_the_clock() -> None:
     """Sixteen ranks: at most 2.15 times the summand in bfloat16."""
     numel, how = 120_000, {"sizes": (2, 8), "inner": 8, "between": "halving", "chunk": 1 << 14}
     wanted = step("exchange", **how)  # type: ignore[arg-type]

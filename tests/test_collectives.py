@@ -140,7 +140,7 @@ def draw_all(numels: Sequence[int], world_size: int) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(3, (3,)), full(6, (2, 3)), full(5, (5,))])
 def test_any_number_of_elements_is_reduced(world_size: int, sizes: tuple[int, ...]) -> None:
-    """Fewer elements than ranks, slices that do not come out even, none at all."""
+    """Fewer elements than ranks, slices that do not divide evenly, none at all."""
     cases = [
         (leaves, contract, reduce_leaves(leaves, "sum", sizes, contract))
         for leaves in draw_all((0, 1, 2, 3, 5, 7, 16, 17, 31, 1000), world_size)
@@ -351,7 +351,7 @@ def test_hierarchical_shards_equal_flat(
     inners: tuple[int, ...],
     scatter: tuple[tuple[int, int], ...],
 ) -> None:
-    """Shards that do not come out even, some of them empty."""
+    """Shards that do not divide evenly, some of them empty."""
     world_size = math.prod(sizes)
     shapes = ((1, 1), (2, 1), (5, 3), (7, 4), (3, 13), (16, 24))
 

@@ -317,7 +317,7 @@ def test_rack_tray_is_read(behind: str, tray: bool) -> None:
         ("GPU0\nGPU1\n", "no row of a GPU with cells found", None),
         ("\tGPU0\tGPU1\tCPU Affinity\n", "no row of a GPU with cells found", None),
         (PAIRS + PAIRS.replace("NV4", "NV3"), "GPU0 differs from its row in line 2", 7),
-        (PAIRS + table("X NV4", "NV4 X"), "another header with other GPUs", 6),
+        (PAIRS + table("X NV4", "NV4 X"), "this header lists other GPUs", 6),
         ("GPU0\t X \tSYS\nGPU4096\tSYS\n", "GPU4096, but a host has at most", 2),
     ],
 )

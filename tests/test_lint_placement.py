@@ -39,7 +39,7 @@ warning MP103 groups over tp span domains; in the order dp, tp each would be on 
         self.assertExpectedInline(
             format_findings(found),
             """\
-warning MP104 fsdp=64 does not come out even on domains of 72 GPUs: blocks of 64 ranks cross from one domain into the next; take 64 of 72 GPUs of each
+warning MP104 fsdp=64 does not divide evenly into domains of 72 GPUs: blocks of 64 ranks cross from one domain into the next; take 64 of 72 GPUs of each
   64 of 72: 9 domains instead of 8; Slurm with topology/block: --segment=16, 16 hosts of 4 GPUs""",
         )
         mesh = "dp=9,fsdp=16"
@@ -47,7 +47,7 @@ warning MP104 fsdp=64 does not come out even on domains of 72 GPUs: blocks of 64
         self.assertExpectedInline(
             format_findings(found),
             """\
-warning MP104 fsdp=16 does not come out even on domains of 36 GPUs: blocks of 16 ranks cross from one domain into the next; take 32 of 36 GPUs of each
+warning MP104 fsdp=16 does not divide evenly into domains of 36 GPUs: blocks of 16 ranks cross from one domain into the next; take 32 of 36 GPUs of each
   32 of 36: 5 domains instead of 4""",
         )
         mesh = "dp=72,fsdp=32"
@@ -55,7 +55,7 @@ warning MP104 fsdp=16 does not come out even on domains of 36 GPUs: blocks of 16
         self.assertExpectedInline(
             format_findings(found),
             """\
-warning MP104 fsdp=32 does not come out even on domains of 144 GPUs: blocks of 32 ranks cross from one domain into the next; take 128 of 144 GPUs of each
+warning MP104 fsdp=32 does not divide evenly into domains of 144 GPUs: blocks of 32 ranks cross from one domain into the next; take 128 of 144 GPUs of each
   128 of 144: 18 domains instead of 16""",
         )
 

@@ -68,7 +68,7 @@ environment of its own, on CPUs over gloo, and writes this page:
 
 FILES
 
-Builds for CUDA were run on a machine without a GPU. A row counts the tests of its date.
+Builds for CUDA were run on a machine without a GPU. Each row has the number of tests on its date.
 
 """
 HEADER = (

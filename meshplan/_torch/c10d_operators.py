@@ -1,7 +1,7 @@
 """The operators ``torch.ops.c10d`` that add: groups written in Python answer them.
 
-C++ reaches a group's backends through these operators and asks no method of Python, and so does who
-calls ``torch.ops.c10d`` or a method of C++'s own class. Torch has no backend that Python could
+C++ reaches a group's backends through these operators and calls no method of Python. So do callers
+of ``torch.ops.c10d`` and of the methods of the C++ class. Torch has no backend that Python could
 write. So each operator that takes a ``ReduceOp`` gets a kernel in front of those of the devices. It
 passes calls of such groups on to their methods, and all others to the device.
 

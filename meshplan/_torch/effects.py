@@ -240,7 +240,7 @@ def _spec(mesh: _Mesh, placement: Placement) -> Any:
 def _copied(
     module: ModuleType, executor: FunctionType, replaced: Mapping[str, Any]
 ) -> Callable[..., torch.Tensor]:
-    """The executor over a copy of its module, in which some globals are others."""
+    """The executor in a copy of its module, with some globals replaced."""
     found = dict(vars(module))
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and value.__globals__ is vars(module):

@@ -333,8 +333,8 @@ def next_call(groups: StepGroups, purpose: Purpose) -> int:
         return counts[key]
 
 
-# The thread that is in a reduction, by process group. Each call makes a list of its own, whose
-# identity tells it from other calls, also of the same thread. ``setdefault`` is atomic.
+# The thread that is in a reduction, by process group. Each call creates a list, whose identity
+# distinguishes it from other calls, also of the same thread. ``setdefault`` is atomic.
 _busy: dict[ProcessGroup, list[threading.Thread]] = {}
 
 

@@ -238,7 +238,7 @@ class GroupTable:
         with self._lock:
             known = self._groups.get(key)
             if known is None and key.peers == "never":
-                # With shared memory it serves as well.
+                # A group with shared memory also serves calls that never use it.
                 others = (self._groups.get(key._replace(peers=s)) for s in ("always", "timed"))
                 known = next(filter(None, others), None)
         group = None if known is None else known.group()

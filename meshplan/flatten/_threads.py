@@ -155,8 +155,8 @@ def refuse_forked() -> None:
     """Raise GroupStateError if the default group is that of the process that forked this one."""
     if is_forked():
         raise GroupStateError(
-            f"process {os.getpid()} is a fork of process {_parent}, whose process groups these "
-            "are: what it sent would reach the peers in the middle of what its parent sends; "
+            f"process {os.getpid()} is a fork of process {_parent}, which owns these process "
+            "groups: peers would receive the messages of both, mixed; "
             "reduce in the parent, or start processes with 'spawn' and initialise "
             "torch.distributed in them"
         )

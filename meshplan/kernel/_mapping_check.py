@@ -78,7 +78,7 @@ class HostProbe:
                     ctypes.memmove(address + place, word, _WORD_BYTES)
 
     def take(self) -> list[list[bytes]]:
-        """The words in this rank's region, by writer; they are zeros afterwards."""
+        """The words in this rank's region, by writer; then zeros them."""
         found = []
         for writer in range(len(self._addresses)):
             own = [self._addresses[self._rank] + p for p in _places(self._nbytes, writer)]

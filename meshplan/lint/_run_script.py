@@ -147,7 +147,7 @@ def _read_jobs(script: str, events: Sequence[Mapping[str, Any]]) -> Iterator[Job
 
 
 def find_axes(layout: Layout, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes whose group of the first of these ranks they are; ``None`` if there are none."""
+    """The axes over which these ranks are one group; ``None`` if no axes have that group."""
     if len(ranks) == 1:
         return ()
     wide = [i for i, size in enumerate(layout.sizes) if size > 1]

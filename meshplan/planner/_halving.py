@@ -158,7 +158,7 @@ def find_representatives(
 
 def share_owners(shape: tuple[int, ...]) -> list[list[int]]:
     """For each part its owner, and the ranks that own no part and whose shards it holds."""
-    # These are spread evenly, so that the halves of a message are about as long.
+    # Ranks without a part are spread evenly, so that both halves of a message have about one size.
     owners, stride = [0], 1
     for size in reversed(split_axes(shape)):
         owners = [owner + stride * index for owner in owners for index in _list_owners(size)]

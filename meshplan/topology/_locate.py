@@ -395,7 +395,7 @@ def _find_index(
     models = {str(nvml.nvmlDeviceGetName(handle)) for handle in all_of_host if handle}
     by_number = text is None or not text.strip().upper().startswith("GPU-")
     if by_number and len(models) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        # CUDA's own order then is by speed.
+        # CUDA then orders the GPUs by speed.
         raise _UnknownGpuError(
             "GPUs of this host differ, so that their order is not known without CUDA: set "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID"

@@ -94,7 +94,7 @@ class TestMessages(TestCase):
         assert [(o.failure, o.exit_code) for o in outcomes] == [("", 0)] * 2
         self.assertExpectedInline(
             outcomes[0].value[0],
-            """MP503: process CHILD is a fork of process PARENT, whose process groups these are: what it sent would reach the peers in the middle of what its parent sends; reduce in the parent, or start processes with 'spawn' and initialise torch.distributed in them""",
+            """MP503: process CHILD is a fork of process PARENT, which owns these process groups: peers would receive the messages of both, mixed; reduce in the parent, or start processes with 'spawn' and initialise torch.distributed in them""",
         )
 
 

@@ -560,7 +560,7 @@ def _rewrite(
     wanted = {axis: sizes[axis] for axis in sizes if axis in mesh.keys.values()}
     rest = given.get(mesh.rest)
     if mesh.rest and rest is not None and isinstance(rest.value, Whole):
-        # The axis of the rest has a number: it follows from the ranks and the other axes.
+        # The file sets the axis that the framework derives from ranks and other axes: check it.
         others = math.prod(
             wanted.get(axis, size) for axis, size in old.items() if axis != mesh.rest
         )

@@ -309,7 +309,7 @@ def _check_power_of_two(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
     slurm = "; Slurm with topology/block: --segment=16, 16 hosts of 4 GPUs" if gpus == 72 else ""
     yield rule.make_mesh_finding(
         facts,
-        f"{axis}={size} does not come out even on domains of {gpus} GPUs: blocks of "
+        f"{axis}={size} does not divide evenly into domains of {gpus} GPUs: blocks of "
         f"{inner} ranks cross from one domain into the next; take {part} of {gpus} GPUs of each",
         f"{part} of {gpus}: {racks} domains instead of {now}{slurm}",
         axis=axis,

@@ -197,7 +197,7 @@ class _Parser:
         if gpus[0] == 0:
             if self.first_header and gpus != self.first_header:
                 raise TopologyInputError(
-                    "another header with other GPUs; pass the output of one host",
+                    "this header lists other GPUs; pass the output of one host",
                     line=number,
                 )
             repeated, self.first_header = bool(self.first_header), gpus
