@@ -60,10 +60,6 @@ NOT_RUN = {
         "docs/howto/backend.md",
         "python -m tests.backend.torch_suite --world-size 4",
     ): "tests/backend/test_torch_suite.py",
-    **{
-        ("docs/environment.md", f"BackendOptions({one}=...)"): "tests/backend/test_options.py"
-        for one in ("contract", "inner", "policy", "audit", "strict")
-    },
     ("docs/environment.md", 'init_process_group("meshplan")'): "tests/backend/test_autoload.py",
     (
         "docs/howto/backend.md",
@@ -182,7 +178,6 @@ READ_BY = {
     ("docs/run.md", "bash"): "tests/test_run_jobs.py",
     ("docs/howto/reproduce.md", "bash"): "tests/test_run_jobs.py",
     ("docs/release.md", "bash"): "tests/test_documents.py",
-    ("docs/rl.md", "bash"): "tests/backend/test_vllm.py",
     ("docs/rl.md", "sh"): "tests/backend/test_vllm.py",
     ("docs/howto/rl-parity.md", "ini"): "tests/backend/test_sglang.py",
     ("docs/howto/rl-parity.md", "bash"): "tests/backend/test_vllm.py",
