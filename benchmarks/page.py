@@ -26,7 +26,7 @@ OTHER_MACHINE = """\
 ## A second machine
 
 AMD EPYC, 2 cores, torch 2.13, 2026-11-25, an earlier commit: the figures that differ most.
-The cause of the four missed bars is open: compiled code has been profiled on Intel only.
+The cause of the four missed bars is not known.
 
 | benchmark | ratio | bar | measured | |
 |---|---|---|---|---|
