@@ -246,7 +246,7 @@ MP703: rank 1 passed other tensors to the comparison of replicas than the other 
 nothing was repaired: optimizer.0.group0.param0.step is a count of steps; load one checkpoint on all ranks
 nothing was repaired: optimizer.0.group0.param0.scale is a Python number; load one checkpoint on all ranks
 MP402: source=3 is not a rank of mesh (rank=3); pass one
-MP703: ranks 1, 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=3); on rank 1: only there 'digest v1, step None, repair from 1, 2 numbers, mesh (rank=3)'; only on the others 'digest v1, step None, repair from 0, 2 numbers, mesh (rank=3)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them""",
+MP703: ranks 1, 2 passed other tensors to the comparison of replicas than the other ranks of mesh (rank=3); on rank 1: only there 'call 5, digest v1, step None, repair from 1, 2 numbers, mesh (rank=3)'; only on the others 'call 5, digest v1, step None, repair from 0, 2 numbers, mesh (rank=3)'; pass the same tensors at the same step on every rank of the mesh, or use a mesh of only the ranks that share them""",
         )
 
     def test_a_rank_that_cannot_write_fails_the_call_on_all_ranks(self) -> None:

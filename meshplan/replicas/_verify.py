@@ -235,7 +235,7 @@ def repair_replicas(
 
 
 def _is_outside(mesh: DeviceMesh | None) -> bool:
-    """Whether this rank is not in the mesh, which is refused if it is none."""
+    """Whether this rank is not in the mesh. Raises LayoutError for what is not a DeviceMesh."""
     return mesh is not None and bool(Layout.from_mesh(mesh)) and mesh.get_coordinate() is None
 
 
