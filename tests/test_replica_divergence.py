@@ -128,6 +128,9 @@ step 100: 3 tensors, 40 bytes, agree on all ranks (2 along ddp; 1 along ddp, fsd
             advice(divergence(*pair, elements=(elements(4, 100, 3),))),
             advice(divergence(*pair, elements=(elements(4, 2, 0),)), order=""),
             advice(divergence(*one, elements=(elements(5, 1, 1),)), other),
+            # One element by far, and by little.
+            advice(divergence(*pair, elements=(Elements(4, 1, (0,), "", "", 1 << 20, 100),))),
+            advice(divergence(*pair, elements=(elements(4, 1, 0),)), order=""),
             # Of two replicas, either may be wrong.
             advice(divergence((0,), (4,), elements=(elements(4, 1, 1),))),
             advice(divergence(*pair)),
@@ -143,6 +146,8 @@ only rank 5 differs: test its hardware and memory, and go back to an earlier che
 replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
 replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or call meshplan.repair_replicas
 replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
+one element differs by far, as by a flipped bit: test the hardware; go back to an earlier checkpoint, or call meshplan.repair_replicas
+replicas that drift apart are reduced in different orders: meshplan.coverage() lists the reductions that are not in one order; go back to an earlier checkpoint, or call meshplan.repair_replicas
 replicas that drift apart are reduced in different orders: use the backend; go back to an earlier checkpoint, or call meshplan.repair_replicas
 pass details=4 to compare elements, which shows the reason; go back to an earlier checkpoint, or call meshplan.repair_replicas
 go back to an earlier checkpoint, or call meshplan.repair_replicas""",

@@ -189,7 +189,7 @@ class Chain:
 
 
 def _describe_copies(classes: list[list[int]]) -> str:
-    """Why copies are not certified; of three or more, one that differs alone is named."""
+    """Why copies are not certified: of three, one that is odd is named."""
     *many, odd = sorted(classes, key=len, reverse=True)
     if len(many) == len(odd) == 1 < len(many[0]):
         return f"rank {odd[0]} holds {OTHER_BITS}"

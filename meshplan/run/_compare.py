@@ -98,7 +98,7 @@ def _read_certificate(path: str, text: str) -> _Certificate:
             refused = record["not_certified"]
             found.refused |= refused
             certified.update(lists[number])
-            # Copies that had the same bits before, and have them no more.
+            # Copies that once had the same bits.
             apart = {key for key, why in refused.items() if OTHER_BITS in why}
             split[number] = apart & certified
         elif "ended" in record:
@@ -143,7 +143,7 @@ def _compare_certificates(one: _Certificate, other: _Certificate) -> tuple[list[
 
 
 def _list_differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Tensors of both whose words are known and differ, or whose copies differ in one of them."""
+    """Tensors of both whose words differ, or whose copies differ in one."""
     pairs = [(k, one, theirs["tensors"].get(k)) for k, one in mine["tensors"].items()]
     found = {key for key, *two in pairs if None not in two and two[0] != two[1]}
     found |= mine["tensors"].keys() & theirs["split"]
