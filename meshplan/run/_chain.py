@@ -85,7 +85,7 @@ class Chain:
         unit.reached[rank] = math.inf if last and post["idle"] else number - (not last)
         mine = unit.pending.setdefault(number, {}).setdefault(rank, {})
         for name, words in post["words"].items():
-            mine[name] = torch.tensor(words), self._counts[name, rank]
+            mine[name] = torch.tensor(words, device="cpu"), self._counts[name, rank]
         if number <= unit.made:
             unit.ended = f"rank {rank} posted step {number} after its link was made"
         elif len(unit.pending) > _PENDING:

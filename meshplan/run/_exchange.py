@@ -20,15 +20,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from meshplan._torch import PrefixStore, Store, TCPStore
+from meshplan.run import _signals
 from meshplan.run._ledger import Ledger, Message
-from meshplan.run._signals import suppress
 
 _KEY = "meshplan/run/address"
 _LOOKUP_SECONDS = 120.0
@@ -74,7 +74,7 @@ class Exchange(threading.Thread):
         if not self._cleared.is_set():
             cuda: Any = torch.cuda
             done = None
-            with suppress(RuntimeError):  # a device that has failed
+            with _signals.suppress(RuntimeError):  # a device that has failed
                 done = cuda.current_stream().record_event() if cuda.is_initialized() else None
             self._queue.put((done, make))
             os.eventfd_write(self._bell, 1)

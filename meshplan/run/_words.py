@@ -77,7 +77,8 @@ def find_words(local: Tensor, spans: Spans) -> Tensor:
     try:
         buffer = _BUFFERS.pop()
     except IndexError:
-        buffer = torch.empty(_PIECE, dtype=torch.float64, device="cpu")
+        with torch.inference_mode(False):  # later steps may be outside of it
+            buffer = torch.empty(_PIECE, dtype=torch.float64, device="cpu")
     words = _add_up(bits, spans, buffer)
     _BUFFERS.append(buffer)
     return words

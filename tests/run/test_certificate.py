@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -145,6 +146,13 @@ class TestWords:
                     part = whole.narrow(dim, start, stop - start)
                     total += find_words(part, (*spans[:dim], (start, stop), *spans[dim + 1 :]))
                 assert total.tolist() == wanted.tolist(), (shape, dim, at)
+
+    def test_words_in_inference_mode_change_no_later_ones(self) -> None:
+        whole, spans = torch.randn(4, 50), ((0, 4), (0, 50))
+        with mock.patch("meshplan.run._words._BUFFERS", []):
+            with torch.inference_mode():
+                first = find_words(whole, spans).tolist()
+            assert find_words(whole, spans).tolist() == first
 
     def test_each_bit_and_each_place_counts(self) -> None:
         whole = torch.zeros(6, 5)
