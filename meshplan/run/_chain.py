@@ -25,7 +25,6 @@ from meshplan.run._words import LANES, find_weights, format_words
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
 OTHER_BITS = "other bits, and no replicas are known"
-# Of words, of links and of the file.
 VERSION = 2
 # Steps that wait for a rank, before those that follow are given up.
 _PENDING = 2000

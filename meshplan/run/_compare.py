@@ -78,7 +78,7 @@ def _read(path: str) -> _Certificate | dict[str, Any]:
         pass
     raise PolicyError(
         f"{path[:200]}: is neither a report nor a certificate of version {VERSION}; pass a file "
-        "that meshplan run of this version wrote with --certify or --report"
+        "that meshplan run wrote with --certify or --report"
     )
 
 

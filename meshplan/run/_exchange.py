@@ -4,7 +4,7 @@ Rank 0 publishes its address and a token in the store of the default group. The 
 post their messages and answer questions. The job's threads only put messages into a queue.
 
 A thread that the interpreter's end finds in C++ aborts the process: its exit status would be
-another one, and the launcher would end all ranks. So the thread works under a lock, which it
+another one, and launchers would end all ranks. So the thread works under a lock, which it
 releases where it waits in Python alone, and the end of the process takes the lock for good.
 """
 
@@ -33,7 +33,7 @@ from meshplan.run._ledger import Ledger, Message
 _KEY = "meshplan/run/address"
 _LOOKUP_SECONDS = 120.0
 _CONNECT_SECONDS = 5.0
-# A busy machine takes long for little. Of a device or store that hangs the thread does not return.
+# A busy machine is slow. From a device or store that hangs the thread does not return.
 _LEAVE_SECONDS = 30.0
 # In which a message that has begun is to end: half of one does not block rank 0.
 _RECEIVE_TIME = struct.pack("ll", 5, 0)
@@ -62,7 +62,7 @@ class Exchange(threading.Thread):
         self._store: Any = store
         self._answer, self._changed, self._note = answer, changed, note
         self._queue: queue.SimpleQueue[tuple[Any, Callable[[], Message]]] = queue.SimpleQueue()
-        self._working, self._is_left = threading.Lock(), False
+        self._working = threading.RLock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ending, self._cleared = threading.Event(), threading.Event()
         self._peers: dict[Connection, int] = {}  # and the rank of each; -1 before it is known
@@ -91,8 +91,8 @@ class Exchange(threading.Thread):
         os.eventfd_write(self._bell, 1)
         if self.is_alive():
             self.join(1.0)
-        if self.is_alive() and not self._is_left:
-            self._is_left = self._working.acquire(timeout=_LEAVE_SECONDS)
+        if self.is_alive():
+            self._working.acquire(timeout=_LEAVE_SECONDS)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

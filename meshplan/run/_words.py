@@ -73,7 +73,7 @@ def find_words(local: Tensor, spans: Spans) -> Tensor:
         return torch.zeros(LANES, dtype=torch.int64, device=bits.device)
     if not bits.dim():
         bits, spans = bits.reshape(1), ((0, 1), *spans)
-    # New memory takes longer than what is done in it, and several threads may step.
+    # New memory takes longer than what is done in it, and threads may step.
     try:
         buffer = _BUFFERS.pop()
     except IndexError:
@@ -156,7 +156,7 @@ def _make_keys(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
 def _draw(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     lanes = torch.arange(LANES, dtype=torch.int64, device=device)[:, None]
     numbers = torch.arange(start, stop, dtype=torch.int64, device=device)
-    # They end below 2^40: no two of these numbers are the same.
+    # Below 2^40: no two of these numbers are the same.
     return mixed((((2 * dim + lanes + 2) << 40) + numbers) * _PRIME) | 1
 
 

@@ -499,8 +499,8 @@ cannot compare: no step is in both
             shown,
             """\
 meshplan: MP402: a and report are a report and a certificate; compare two files of --report, or two of --certify
-meshplan: MP402: text: is neither a report nor a certificate of version 2; pass a file that meshplan run of this version wrote with --certify or --report
-meshplan: MP402: old: is neither a report nor a certificate of version 2; pass a file that meshplan run of this version wrote with --certify or --report
+meshplan: MP402: text: is neither a report nor a certificate of version 2; pass a file that meshplan run wrote with --certify or --report
+meshplan: MP402: old: is neither a report nor a certificate of version 2; pass a file that meshplan run wrote with --certify or --report
 meshplan: MP402: missing: cannot be read: [Errno 2] No such file or directory: 'missing'
 """,
         )
