@@ -64,6 +64,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Tensors = list[Tensor]
 _Run = Callable[[dist.ProcessGroup, Ticket], object]
+# Functions and redistributions over a group count apart, in the order of their callers.
+_LANE = " of the backend"
 
 
 def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -414,13 +416,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         kind = "cpu" if first is None else first.device.type
         # In its turn, and before this call returns: after ``shutdown`` it would count for another.
         with suppress(GroupStateError):
-            self._thread.run(partial(self._take, kind))
-
-    def _take(self, kind: str) -> Ticket:
-        """The ticket of a reduction. Functions and redistributions over this group count apart:
-        they run on the inner group that moves data, in the caller's order.
-        """
-        return self._calls.take(f"{kind} of the backend")
+            self._thread.run(partial(self._calls.take, kind + _LANE))
 
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):
@@ -448,7 +444,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         def guarded() -> None:
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
-            with self._take(first.device.type) as ticket:
+            with self._calls.take(first.device.type + _LANE) as ticket:
                 run(on_device or self._lane or self._find_lane(ticket.number), ticket)
 
         if lane is not None:

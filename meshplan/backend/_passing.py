@@ -93,9 +93,7 @@ class PassingProcessGroup(WrappingProcessGroup):
 
 
 class _CallsAtOnce(list[Any]):
-    """Torch's list of the calls of a block on CPUs, which runs each one when torch adds it. After
-    an error in the block torch leaves the list open, and adds the group's later calls to it.
-    """
+    """Torch's list of a block's calls on CPUs, which stays open after an error: it runs them."""
 
     def __init__(self, group: PassingProcessGroup, lists: dict[Any, list[Any]]) -> None:
         super().__init__()

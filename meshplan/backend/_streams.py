@@ -118,7 +118,6 @@ class Coalescing:
 
     def add(self, work: dist.Work) -> None:
         """End the block after a call of the inner group."""
-        # After an error torch does not end the block: nothing that has ended is kept for its end.
         if not (self._has_failed or isinstance(work, FinishedWork)):
             # Launched together, the calls have one work of the inner group.
             late = PassedWork([], work.finish) if isinstance(work, PassedWork) else None

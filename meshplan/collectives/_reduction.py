@@ -93,8 +93,7 @@ def use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
     with suppress(MeshplanError):
         group = read_group(given.get("group"))
         if group is not None:
-            listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            first = next(iter(listed), None)
+            first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
             kind = first.device.type if isinstance(first, Tensor) else "cpu"
             calls_of(group).take(_lane_name(kind, bool(given.get("async_op"))))
 

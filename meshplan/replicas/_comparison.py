@@ -209,7 +209,6 @@ class ReplicaChannel:
         try:
             _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
         except RuntimeError as error:
-            # It names the ranks that are missing.
             purpose = Purpose("verify_replicas", "all_gather", f"group {name}")
             raise_failure(error, StepGroups(self._group), mine.device.type, purpose, started)
         return found.cpu().view(self.size, *words.shape)

@@ -70,7 +70,13 @@ def compare_scope(
     options: CheckOptions,
 ) -> None:
     # Ranks that wait for each other on several meshes take them in the same order.
-    others.sort(key=lambda part: (tuple(part.layout.ranks), part.layout.sizes, part.layout.axes))
+    others.sort(
+        key=lambda part: (
+            tuple(part.layout.ranks),
+            part.layout.sizes,
+            part.layout.axes,
+        )
+    )
     first = scope
     if distinct:
         # Lists may differ between ranks that hold other parameters, so that the scope as a whole

@@ -240,9 +240,7 @@ def _is_outside(mesh: DeviceMesh | None) -> bool:
 
 
 def _take_ticket(mesh: DeviceMesh | None) -> Ticket:
-    """The ticket of a comparison. A rank that raises before it comes to its peers has used it, so
-    that its next comparison is not taken for this one.
-    """
+    """Used up by a rank that raises alone: its next comparison is not taken for this one."""
     beside = is_worker_thread()
     kind = "cpu" if mesh is None else mesh.device_type
     groups = [_world()] if mesh is None else mesh.get_all_groups()
