@@ -122,6 +122,8 @@ if TYPE_CHECKING:
     new_steps: Callable[[Any, Any, bool | None], list[Any]]
     cached_steps: Any
     forget_planners: Callable[[], None]
+    cached_operators: Any
+    forget_operators: Callable[[], None]
     shard_order_of: Callable[[Any], Any]
 
     # Names, for getattr and setattr.

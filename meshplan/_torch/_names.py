@@ -195,6 +195,13 @@ _REDISTRIBUTION = {
         _REDISTRIBUTE, "_gen_transform_infos", _OTHER_RANK, parts=("cache_clear",)
     ),
     "forget_planners": Entry(_REDISTRIBUTE, "clear_redistribute_planner_cache", _OTHER_RANK),
+    "cached_operators": Entry(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding",
+        _OTHER_RANK,
+        parts=("cache_clear",),
+    ),
+    "forget_operators": Entry("torch._C", "_clear_DTensor_sharding_propagator_cache", _OTHER_RANK),
     "shard_order_of": Entry(
         "torch.distributed.tensor._dtensor_spec",
         "DTensorSpec.shard_order",

@@ -32,8 +32,10 @@ from meshplan._calls import calls_of
 from meshplan._chunks import chunk_size, chunk_sizes, nested_chunk_sizes
 from meshplan._torch import (
     TransformInfo,
+    cached_operators,
     cached_steps,
     collective_of,
+    forget_operators,
     forget_planners,
     local_tensor_mode,
     new_steps,
@@ -251,7 +253,8 @@ def own_steps(
     executor: FrameType, infos: list[TransformInfo], state: ThreadState
 ) -> list[TransformInfo]:
     """``infos``, made again in the first call of a thread in which this process may have another
-    rank: torch caches steps by equal meshes, with the shapes of the rank that it had.
+    rank: torch caches steps by equal meshes, with the shapes of the rank that it had. So it does
+    what operators are called with, such as the size of a view, for each thread.
     """
     global _cached_world
     world, values = dist.group.WORLD, executor.f_locals
@@ -263,6 +266,8 @@ def own_steps(
             cached_steps.cache_clear()
             forget_planners()
             _cached_world = weakref.ref(world)
+    cached_operators.cache_clear()
+    forget_operators()
     state.world = _cached_world
     return new_steps(source, target, values.get("use_graph_based_transform"))
 
