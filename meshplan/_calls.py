@@ -198,8 +198,10 @@ class GroupCalls:
 
     def _note_failures(self) -> None:
         with self._lock:
-            ended = [work for work in self._works if work.is_completed()]
-            self._works = [work for work in self._works if work not in ended]
+            ended, pending = list[dist.Work](), list[dist.Work]()
+            for work in self._works:
+                (ended if work.is_completed() else pending).append(work)
+            self._works = pending
         for work in ended:
             try:
                 # At once: it has ended.
@@ -209,9 +211,10 @@ class GroupCalls:
 
     def restart(self) -> None:
         """Count from 1 again and end a stop, once all ranks have left what went before."""
-        self._failure = ""
-        self._works.clear()
-        self._counts.clear()
+        with self._lock:
+            self._failure = ""
+            self._works = []
+            self._counts.clear()
 
 
 _restarted = 0.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 from meshplan._calls import GroupCalls, restart_calls, restarted_before
@@ -150,3 +152,32 @@ def test_notes_from_before_a_restart_are_of_other_calls() -> None:
     restart_calls()
     assert not restarted_before(before)
     assert restarted_before(time.time() + 1.0)
+
+
+def test_works_under_way_are_asked_once_and_never_compared() -> None:
+    class Work(dist.Work):
+        asked = 0
+
+        def __init__(self, ended: bool) -> None:
+            super().__init__()
+            self.ended = ended
+
+        def is_completed(self) -> bool:
+            Work.asked += 1
+            return self.ended
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            return True
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    calls = GroupCalls("0")
+    for number in range(6):
+        calls.watch(Work(ended=number % 2 == 0))
+    calls.refuse_stopped()
+    assert Work.asked == 6
+    calls.refuse_stopped()
+    assert Work.asked == 9
