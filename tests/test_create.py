@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -152,6 +154,44 @@ def test_created_groups_are_found_by_name_only() -> None:
         ]
 
     assert run_ranks(ranks, 2) == [[True, True, False, True]] * 2
+
+
+def test_threads_that_create_first_groups_at_once_keep_all_names() -> None:
+    """Torch's names are replaced once; a second replacement would lose what was named since."""
+    both, named = threading.Barrier(2), threading.Event()
+
+    class Names(dict[Any, str]):
+        def keys(self) -> Any:
+            with suppress(threading.BrokenBarrierError):
+                # The other thread copies them too, or waits for this one.
+                both.wait(timeout=1.0)
+                if threading.current_thread().name == "last":
+                    named.wait(timeout=20.0)
+            return super().keys()
+
+        def __iter__(self) -> Iterator[Any]:
+            return super().__iter__()
+
+    def name_group(*given: Any, group_name: str, **_: Any) -> tuple[Any, None]:
+        c10d._pg_names[group := mock.Mock()] = group_name
+        named.set()
+        return group, None
+
+    def create() -> None:
+        name = threading.current_thread().name
+        store, seconds = dist.HashStore(), timedelta(seconds=20)
+        _create.create_uncounted(1, 0, [0], "gloo", store, name=name, timeout=seconds)
+
+    with (
+        mock.patch.object(c10d, "_pg_names", Names(kept="kept")),
+        mock.patch.object(_create, "new_process_group", name_group),
+    ):
+        threads = [threading.Thread(target=create, name=name) for name in ("first", "last")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30.0)
+        assert sorted(c10d._pg_names.values()) == ["first", "kept", "last"]
 
 
 def test_group_whose_ranks_have_not_shared_memory_is_kept() -> None:

@@ -54,7 +54,7 @@ from meshplan.collectives._options import ReductionOptions, check_destination
 from meshplan.collectives._reduction import reduce_tensor
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.flatten import registry
+from meshplan.flatten import first_use, registry
 from meshplan.flatten._create import peer_timeout
 from meshplan.flatten._join import create_beside
 from meshplan.flatten._threads import is_forked, refuse_forked
@@ -445,7 +445,11 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
             with self._calls.take(first.device.type + _LANE) as ticket:
-                run(on_device or self._lane or self._find_lane(ticket.number), ticket)
+                if (known := on_device or self._lane) is not None:
+                    run(known, ticket)
+                    return
+                with first_use(self._lane_timeout.total_seconds()):
+                    run(self._find_lane(ticket.number), ticket)
 
         if lane is not None:
             start: Callable[[], Work] = partial(

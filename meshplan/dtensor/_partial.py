@@ -43,6 +43,8 @@ from meshplan.flatten import (
     Group,
     Sharing,
     _threads,
+    default_timeout,
+    first_use,
     is_worker_thread,
     registry,
     this_rank,
@@ -259,6 +261,26 @@ class PlannedPartial(PartialHooks):
         self, mesh: DeviceMesh, found: _MeshGroups, call: int
     ) -> tuple[BoundReduction, StepGroups]:
         """Find or create the groups of the step. The first use of a group is an agreement round."""
+        wait = self._config.timeout
+        with first_use(default_timeout(mesh.device_type) if wait is None else wait):
+            groups = self._find_all(mesh, call)
+        purpose = Purpose(self._asked, self.step.line(self._layout), self._text(groups))
+        config = self._config
+        found.bound = bound = BoundReduction(
+            self.step,
+            purpose,
+            [registry().handle(group) for group in groups],
+            path=config.path,
+            strict=config.strict,
+            one_shot=config.one_shot,
+            audit=config.audit,
+            ranks=self._members,
+        )
+        pgs = bound.groups()
+        assert pgs is not None
+        return bound, pgs
+
+    def _find_all(self, mesh: DeviceMesh, call: int) -> list[Group]:
         step, config = self.step, self._config
         if step.inner > 1:
             # Several inner groups take part in one reduction, so all their members agree first.
@@ -278,20 +300,7 @@ class PlannedPartial(PartialHooks):
         if step.gather_axes:
             # Other ranks, who count no calls of this group.
             groups.append(self._find(mesh, step.gather_axes, 0))
-        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
-        found.bound = bound = BoundReduction(
-            step,
-            purpose,
-            [registry().handle(group) for group in groups],
-            path=config.path,
-            strict=config.strict,
-            one_shot=config.one_shot,
-            audit=config.audit,
-            ranks=self._members,
-        )
-        pgs = bound.groups()
-        assert pgs is not None
-        return bound, pgs
+        return groups
 
     def _compare(
         self, tensor: torch.Tensor, mesh: DeviceMesh, bound: BoundReduction, more: str = ""

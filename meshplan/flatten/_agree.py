@@ -19,11 +19,12 @@ tensors to a backend that would hang on them, at the cost of a vote for each red
 
 from __future__ import annotations
 
-import contextlib
 import json
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -37,6 +38,31 @@ _LAST_POLL_SECONDS = 0.1
 _EXCHANGE_POLL_SECONDS = 0.001
 # Ranks that ask at most so often: a store serves some ten thousand questions a second.
 _POLLS_PER_SECOND = 10_000
+
+# Members that came last may not have used any of their time yet, so those that waited for them have
+# a share of theirs left.
+_SHARE_AFTER_ARRIVAL = 0.125
+_FIRST_USE = threading.local()  # ``ends``: by when, of ``time.monotonic()``
+
+
+@contextmanager
+def first_use(timeout: float) -> Iterator[None]:
+    """One deadline for all the waits in which this thread comes to a group: for names, for votes,
+    for the creation, for memory. The outermost context sets it.
+    """
+    before = getattr(_FIRST_USE, "ends", None)
+    if before is None:
+        _FIRST_USE.ends = time.monotonic() + (1 + _SHARE_AFTER_ARRIVAL) * timeout
+    try:
+        yield
+    finally:
+        _FIRST_USE.ends = before
+
+
+def seconds_left(timeout: float) -> float:
+    """Of ``timeout``, what the first use of a group leaves to a wait of this thread."""
+    ends = getattr(_FIRST_USE, "ends", None)
+    return timeout if ends is None else max(min(timeout, ends - time.monotonic()), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +159,7 @@ def vote(
     rank's arrival. Raises GroupAgreementError on every member, as soon as all have arrived, if they
     run releases whose records have different versions.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + seconds_left(timeout)
     packed = token.pack()
     judge = partial(_judge, store, prefix, ranks, packed, answer, call, timeout)
     # A refusal needs no other rank, so none waits for its time to run out. No rank reads a yes of
@@ -183,7 +209,7 @@ def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float)
     """Wait at most ``wait`` seconds for the other members of a vote, ``ranks`` without this one.
     Returns the missing ranks.
     """
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + seconds_left(wait)
     while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -208,7 +234,7 @@ def gather_texts(
     ``what`` is unique within a round.
     """
     store.set(f"{prefix}/{what}/{rank}", text)
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + seconds_left(wait)
     found = []
     # In sequence, under one deadline: a single missing text makes the others useless.
     for member in ranks:
@@ -348,6 +374,6 @@ class Signatures:
                 f"{last}/count/{self.last.pack()}",
             ]
         # A store that cannot delete keeps them.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError, NotImplementedError):
             for key in keys if self.number else ():
                 self.store.delete_key(key)

@@ -20,7 +20,7 @@ import torch
 
 from meshplan import kernel
 from meshplan._torch import Store
-from meshplan.flatten._agree import VoteResult, gather_texts, open_round, vote
+from meshplan.flatten._agree import VoteResult, gather_texts, open_round, seconds_left, vote
 from meshplan.kernel import (
     MAX_BLOCKS,
     MAX_PEERS,
@@ -200,7 +200,7 @@ def _map_memory(members: _Members, prefix: str) -> tuple[SharedMemory | None, st
             memory.note(0, os.getpid())
             store.set(key, json.dumps(asdict(memory.handle)))
             return memory, None
-        deadline = time.monotonic() + members.wait
+        deadline = time.monotonic() + seconds_left(members.wait)
         while not store.check([key]):
             if store.check([f"{prefix}/mapped/verdict"]) or time.monotonic() > deadline:
                 return None, f"rank {ranks[0]} has shared no memory"
@@ -313,7 +313,7 @@ def _map_device(
             partial(members.exchange, prefix),
             partial(members.wait_closed, prefix),
         )
-        probe = DeviceProbe(device, regions.addresses, place, blocks, members.wait)
+        probe = DeviceProbe(device, regions.addresses, place, blocks, seconds_left(members.wait))
         with device.driver.current():
             lost = members.lost_word(prefix, probe)
         if lost is not None:

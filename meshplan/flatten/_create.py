@@ -43,6 +43,7 @@ from meshplan._torch import (
 )
 from meshplan.errors import GroupStateError
 from meshplan.flatten._across_jobs import is_across_jobs
+from meshplan.flatten._agree import seconds_left
 from meshplan.flatten._threads import is_worker_thread
 
 Sharing = Literal["never", "always", "timed"]
@@ -50,6 +51,8 @@ Sharing = Literal["never", "always", "timed"]
 # Threads that ask for the interpreter have it at once while the main thread sleeps; a busy machine
 # may let them ask late.
 _REST_SECONDS = 0.2
+# Torch waits for ever where it is to wait 0 s.
+_LEAST_SECONDS = 0.1
 
 
 @cache
@@ -176,6 +179,9 @@ def create_members_only(
         )
 
 
+_NAMES_LOCK = threading.Lock()
+
+
 class _UncountedName(str):
     """The name of a group that is not one of those by whose number torch names another."""
 
@@ -208,9 +214,17 @@ def create_uncounted(
     """Create a group of meshplan's in torch, which neither counts it nor returns it to who looks
     for a group of its ranks. Raises torch's RuntimeError or ValueError as ``create_members_only``.
     """
-    names = getattr(c10d, NAMES_OF_GROUPS)
-    if not isinstance(names, _NamesOfGroups):
-        setattr(c10d, NAMES_OF_GROUPS, _NamesOfGroups(names))
+    # Torch waits as long for members that do not connect.
+    limit = timeout
+    if "gloo" in backend:
+        limit = timedelta(seconds=max(seconds_left(timeout.total_seconds()), _LEAST_SECONDS))
+    with _NAMES_LOCK:
+        # One thread copies them: what another one has named in its copy would be lost.
+        names = getattr(c10d, NAMES_OF_GROUPS)
+        if not isinstance(names, _NamesOfGroups):
+            setattr(c10d, NAMES_OF_GROUPS, copied := _NamesOfGroups(names))
+            # Groups that torch has named meanwhile.
+            copied.update(names)
     group, _ = new_process_group(
         size,
         rank,
@@ -219,11 +233,13 @@ def create_uncounted(
         store,
         group_name=_UncountedName(name),
         backend_options=options,
-        timeout=timeout,
+        timeout=limit,
         # Of its own. Without one, torch's look-up by ranks finds the group.
         pg_tag=f"meshplan/{name}",
         group_desc=f"meshplan:{use}" if use else "meshplan",
     )
+    if limit < timeout:
+        group.set_timeout(timeout)
     members = ranks or range(size)
     getattr(c10d, WORLD).pg_group_ranks[group] = {one: i for i, one in enumerate(members)}
     return group
@@ -240,7 +256,7 @@ def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
         ones = torch.ones(1, device=device)
         work = within("counted", partial(dist.all_reduce, ones, group=group, async_op=True))
         if work is not None:
-            work.wait(timedelta(seconds=timeout))
+            work.wait(timedelta(seconds=seconds_left(timeout)))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         if ones.item() != group.size():

@@ -24,7 +24,7 @@ from meshplan._calls import calls_of, restart_calls
 from meshplan._torch import WORLD, default_group
 from meshplan.errors import GroupStateError
 from meshplan.flatten import _across_jobs as across_jobs
-from meshplan.flatten._agree import Signatures
+from meshplan.flatten._agree import Signatures, first_use
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._create import (
     Sharing,
@@ -120,29 +120,30 @@ class GroupRegistry:
         refuse_forked()
         ranks = ranks if block is None else block.of(ranks, rank)
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
-        name = agree_on_name(
-            mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
-        )
-        token = token.adding(calls=name)
-        # Over one axis a mesh has a group of its own. Over several, equal meshes may share one that
-        # torch or meshplan has: the calls of each are told apart by their tickets.
-        own = f"axis {name}" if len(axes) == 1 and block is None else ""
-        key = GroupKey(ranks, backend, mesh.device_type, peers, own)
-        main = key
-        if beside:
-            key = key._replace(use=f"threads of {name}")
-        with self._alone(key):
-            group = self._table.alive(key)
-            if group is None:
-                if beside:
-                    group = self._for_thread(mesh, axes, key, main, rank, wait, token, call)
-                else:
-                    check_turn(f"the group of ranks {ranks}", lent=False)
-                    found = existing_group(mesh, axes, ranks, backend)
-                    group = self._join(found, key, rank, wait, token, call)
-            check_turn(group, lent=group.lent)
-            self._table.add_shortcut(shortcut, group)
-            return group
+        with first_use(wait):
+            name = agree_on_name(
+                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
+            )
+            token = token.adding(calls=name)
+            # Over one axis a mesh has a group of its own. Over several, equal meshes may share one
+            # that torch or meshplan has: the calls of each are told apart by their tickets.
+            own = f"axis {name}" if len(axes) == 1 and block is None else ""
+            key = GroupKey(ranks, backend, mesh.device_type, peers, own)
+            main = key
+            if beside:
+                key = key._replace(use=f"threads of {name}")
+            with self._alone(key):
+                group = self._table.alive(key)
+                if group is None:
+                    if beside:
+                        group = self._for_thread(mesh, axes, key, main, rank, wait, token, call)
+                    else:
+                        check_turn(f"the group of ranks {ranks}", lent=False)
+                        found = existing_group(mesh, axes, ranks, backend)
+                        group = self._join(found, key, rank, wait, token, call)
+                check_turn(group, lent=group.lent)
+                self._table.add_shortcut(shortcut, group)
+                return group
 
     def of(
         self,
@@ -176,7 +177,8 @@ class GroupRegistry:
             if group is None:
                 found = None if apart else Group(pg, ranks, "given", pg.group_name)
                 wait = default_timeout(device_type, pg)
-                group = self._join(found, key, across_jobs.rank_in(pg), wait, token, call)
+                with first_use(wait):
+                    group = self._join(found, key, across_jobs.rank_in(pg), wait, token, call)
             self._table.add_shortcut(shortcut, group)
             return group
 
@@ -209,22 +211,23 @@ class GroupRegistry:
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             backend = _backend_name(mesh, axes)
-            name = agree_on_name(
-                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
-            )
-            if backend != "fake":
-                # The name of the whole group: a rank that would reduce over that is found as well.
-                use = f"threads of {name}" if beside else ""
-                agree_on(
-                    None,
-                    group_name(ranks, backend, mesh.device_type, use),
-                    ranks,
-                    rank=rank,
-                    token=token.adding(calls=name, group="in blocks"),
-                    timeout=wait,
-                    objection=self._table.why_no_meeting(),
-                    call=call,
+            with first_use(wait):
+                name = agree_on_name(
+                    mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
                 )
+                if backend != "fake":
+                    # The whole group's name: a rank that would reduce over that is found as well.
+                    use = f"threads of {name}" if beside else ""
+                    agree_on(
+                        None,
+                        group_name(ranks, backend, mesh.device_type, use),
+                        ranks,
+                        rank=rank,
+                        token=token.adding(calls=name, group="in blocks"),
+                        timeout=wait,
+                        objection=self._table.why_no_meeting(),
+                        call=call,
+                    )
             self._table.add_meeting(key)
 
     def compare(self, group: Group, device_type: str, signature: Record) -> None:

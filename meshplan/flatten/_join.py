@@ -29,7 +29,15 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.flatten._across_jobs import rank_in, store_of
-from meshplan.flatten._agree import VoteResult, gave_up_on, open_round, vote, wait_for_ranks
+from meshplan.flatten._agree import (
+    VoteResult,
+    first_use,
+    gave_up_on,
+    open_round,
+    seconds_left,
+    vote,
+    wait_for_ranks,
+)
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._connect import connect, connect_devices
 from meshplan.flatten._create import (
@@ -82,7 +90,8 @@ def agree_on_name(
     # the first, the rank at coordinate 0 passes them on.
     groups = {axis: mesh.get_group(axis) for axis in axes}
     names = ", ".join(group.group_name for group in groups.values())
-    store, deadline = AnsweringStore(store_of(None), timeout), time.monotonic() + timeout
+    store = AnsweringStore(store_of(None), timeout)
+    deadline = time.monotonic() + seconds_left(timeout)
     members = layout.group_of(rank, axes) or ()
     # With the layout: an earlier default group on the same store may have used a group's name.
     place = f"meshplan/names/{layout} {list(axes)}"
@@ -267,8 +276,9 @@ def create_beside(
     name = group_name(ranks, backend, "cpu", f"given {pg.group_name}", pg)
     objection = descriptor_objection(backend, len(ranks))
     how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
-    prefix = agree_on(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
-    return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
+    with first_use(timeout):
+        prefix = agree_on(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
+        return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
 
 
 def _find_absent(missing: tuple[int, ...], timeout: float) -> tuple[int, ...]:
@@ -478,7 +488,7 @@ def _connect(
         failure = error
     # The creation of a group that is warmed up has the default group's time.
     limit = max(timeout, default_timeout(device_type)) if device_type else timeout
-    wait, kept = roll_call_seconds(limit, started), False
+    wait, kept = seconds_left(roll_call_seconds(limit, started)), False
     try:
         verdict = vote(
             AnsweringStore(store, timeout),
