@@ -261,13 +261,30 @@ class PlannedPartial(PartialHooks):
         self, mesh: DeviceMesh, found: _MeshGroups, call: int
     ) -> tuple[BoundReduction, StepGroups]:
         """Find or create the groups of the step. The first use of a group is an agreement round."""
-        wait = self._config.timeout
+        step, config = self.step, self._config
+        wait = config.timeout
         with first_use(default_timeout(mesh.device_type) if wait is None else wait):
-            groups = self._find_all(mesh, call)
-        purpose = Purpose(self._asked, self.step.line(self._layout), self._text(groups))
-        config = self._config
+            if step.inner > 1:
+                # Several inner groups take part in one reduction, so all their members agree first.
+                registry().meet(
+                    mesh,
+                    self._layout,
+                    step.axes,
+                    token=config.token,
+                    timeout=config.timeout,
+                    call=call,
+                )
+            # Every rank creates groups in one order; otherwise two ranks could wait for each other.
+            peers: Sharing = "never"
+            if step.path == "exchange" and step.inner == 1:
+                peers = config.sharing(mesh.device_type)
+            groups = [self._find(mesh, step.axes, call, block, peers) for block in self._blocks()]
+            if step.gather_axes:
+                # Other ranks, who count no calls of this group.
+                groups.append(self._find(mesh, step.gather_axes, 0))
+        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
         found.bound = bound = BoundReduction(
-            self.step,
+            step,
             purpose,
             [registry().handle(group) for group in groups],
             path=config.path,
@@ -279,28 +296,6 @@ class PlannedPartial(PartialHooks):
         pgs = bound.groups()
         assert pgs is not None
         return bound, pgs
-
-    def _find_all(self, mesh: DeviceMesh, call: int) -> list[Group]:
-        step, config = self.step, self._config
-        if step.inner > 1:
-            # Several inner groups take part in one reduction, so all their members agree first.
-            registry().meet(
-                mesh,
-                self._layout,
-                step.axes,
-                token=config.token,
-                timeout=config.timeout,
-                call=call,
-            )
-        # Every rank creates groups in one order; otherwise two ranks could wait for each other.
-        peers: Sharing = "never"
-        if step.path == "exchange" and step.inner == 1:
-            peers = config.sharing(mesh.device_type)
-        groups = [self._find(mesh, step.axes, call, block, peers) for block in self._blocks()]
-        if step.gather_axes:
-            # Other ranks, who count no calls of this group.
-            groups.append(self._find(mesh, step.gather_axes, 0))
-        return groups
 
     def _compare(
         self, tensor: torch.Tensor, mesh: DeviceMesh, bound: BoundReduction, more: str = ""

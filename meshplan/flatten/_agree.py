@@ -209,7 +209,7 @@ def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float)
     """Wait at most ``wait`` seconds for the other members of a vote, ``ranks`` without this one.
     Returns the missing ranks.
     """
-    deadline = time.monotonic() + seconds_left(wait)
+    deadline = time.monotonic() + wait
     while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
         left = deadline - time.monotonic()
         if left <= 0:

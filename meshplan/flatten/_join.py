@@ -488,7 +488,9 @@ def _connect(
         failure = error
     # The creation of a group that is warmed up has the default group's time.
     limit = max(timeout, default_timeout(device_type)) if device_type else timeout
-    wait, kept = seconds_left(roll_call_seconds(limit, started)), False
+    # Others whose creation fails a moment later are not missing.
+    wait = min(roll_call_seconds(limit, started), seconds_left(limit) + limit / 16)
+    kept = False
     try:
         verdict = vote(
             AnsweringStore(store, timeout),
