@@ -54,7 +54,7 @@ def test_every_python_block_is_run() -> None:
 
 # Code that compares replicas or runs, and what a plain run beside it is called.
 _COMPARES = re.compile(r"verify_replicas\(|int32\)|\bbits\(|\bdigest\(")
-_PLAIN = re.compile(r"nccl_model|gloo|plain")
+_PLAIN = re.compile(r"nccl_model|gloo|\bplain = ")
 # Where a plain run is not beside it: why, or which test has it.
 WITHOUT_PLAIN = {
     "docs/howto/experts.md": "nothing is reduced before the comparison",
