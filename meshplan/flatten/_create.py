@@ -256,7 +256,7 @@ def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
         ones = torch.ones(1, device=device)
         work = within("counted", partial(dist.all_reduce, ones, group=group, async_op=True))
         if work is not None:
-            work.wait(timedelta(seconds=seconds_left(timeout)))
+            work.wait(timedelta(seconds=max(seconds_left(timeout), _LEAST_SECONDS)))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         if ones.item() != group.size():

@@ -489,7 +489,7 @@ def _connect(
     # The creation of a group that is warmed up has the default group's time.
     limit = max(timeout, default_timeout(device_type)) if device_type else timeout
     # Others whose creation fails a moment later are not missing.
-    wait = min(roll_call_seconds(limit, started), seconds_left(limit) + limit / 16)
+    wait = min(roll_call_seconds(limit, started), seconds_left(timeout) + timeout / 16)
     kept = False
     try:
         verdict = vote(
