@@ -114,13 +114,13 @@ class GradientAccumulator:
         self._round = 0
         # Those of the last round, whose memory gets the means.
         self._gradients: dict[str, Tensor] = {}
-        # Parameters that are not frozen in the step, those that this rank's micro-batches use, and
-        # how many gradients it gave them in the round. Of those not watched, all with one are used.
+        # Parameters not frozen in the step, those that this rank's micro-batches use, and each
+        # gradient of the round. Of those not watched, all with one are used.
         self._trained: set[str] = set()
         self._used: set[str] = set()
         self._counts: list[str] = []
-        self._watched: set[str] = set()
-        # The different lists of what rounds of the step do, which are one if collectives match.
+        self._watched: dict[str, Tensor] = {}
+        # What rounds of the step do: one list, if collectives match.
         self._sequences: set[str] = set()
         self._received: list[str] = []
         self._checked: set[str] = set()
@@ -152,7 +152,7 @@ class GradientAccumulator:
         self._sums.begin(first, repeated=repeated, last=last)
         self._counts.clear()
         self._received.clear()
-        # What is computed again leaves random numbers and buffers of the rank as they were.
+        # A repeated one leaves random numbers and buffers as they were.
         seeded = repeated or self._seed is not None
         try:
             with (
@@ -175,11 +175,11 @@ class GradientAccumulator:
                 f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
                 "its log states; call reset on every rank, and begin the step again"
             )
-        self._used |= {*self._counts, *(found.keys() - self._watched)}
+        self._used |= {*self._counts, *(found.keys() - self._watched.keys())}
         for name, parameter in self._parameters.items():
             if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
-        # Flat gradients are added: those of the same parameters, as many times in all rounds.
+        # Flat gradients of the same parameters are added.
         self._sequences.add(" ".join([*self._sums.calls, *sorted(found)]))
         if self._over_ddp:
             with torch.no_grad():
@@ -215,7 +215,7 @@ class GradientAccumulator:
     def _check_failed(self) -> None:
         self._check_unreduced()
         if self._sums.failed:
-            # Gradients that FSDP2 has not yet reduced would be added to those of this round.
+            # Gradients that FSDP2 did not reduce would be added to this round's.
             raise ElasticError(
                 f"an exception ended round {self._round}, or backward was called outside of it; "
                 "call reset on every rank, and begin the step again"
@@ -236,9 +236,9 @@ class GradientAccumulator:
                     f"{self._round}; freeze parameters before DDP is constructed, and have DDP "
                     "ignore none that is trained"
                 )
-        # Without zeros in their place, FSDP2 adds gradients of different parameters that ranks use.
+        # Without zeros, FSDP2 adds gradients of different parameters that ranks use.
         counts = Counter(self._counts)
-        idle = (self._watched & self._trained) - counts.keys()
+        idle = (self._watched.keys() & self._trained) - counts.keys()
         if idle and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
@@ -287,11 +287,11 @@ class GradientAccumulator:
         flags = self._gather([int(name in self._used) for name in names], torch.int64)
         used = {names[at % len(names)] for at, flag in enumerate(flags) if flag}
         with torch.no_grad():
-            # Those of an FSDP module are views of one memory, which is divided at once.
-            flats: dict[int, Tensor] = {}
+            # Those of an FSDP module are views of one memory.
+            flats = {}
             for name in used & self._gradients.keys():
                 whole = self._parameters[name].grad = self._gradients[name]
-                # Autograd would record each access to the local tensor of a DTensor.
+                # Autograd would record each access to it.
                 local = whole.to_local() if isinstance(whole, DTensor) else whole
                 memory = local.untyped_storage()
                 numel = memory.nbytes() // local.element_size()
@@ -349,7 +349,7 @@ class GradientAccumulator:
                 f"got {len(values)} values for {self.micro_batches.rounds} rounds; pass one for "
                 "each round of this rank"
             )
-        # A rank without a micro-batch in the last round adds nothing.
+        # A repeated micro-batch adds nothing.
         repeated = self.micro_batches.is_repeated(len(values) - 1)
         numbers = [*map(float, values[: len(values) - repeated]), *[0.0] * repeated]
         return exact_sum(self._gather(numbers, torch.float64))
@@ -401,7 +401,7 @@ class GradientAccumulator:
                 "all ranks"
             )
         if found or len(self._sequences) > 1:
-            # One rank alone would reduce them, and several ranks those of each other.
+            # Several ranks would reduce those of each other.
             raise ElasticError(
                 "micro-batches of the step call different FSDP modules, or their backward reaches "
                 "different calls; call and reach the same ones in the same order in each, or shard "

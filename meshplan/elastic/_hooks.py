@@ -43,10 +43,10 @@ class LeafSums:
         self._contract = contract
         self.replicas, self._shards = (groups, []) if ddp else (groups[:-1], groups[-1:])
         self._width = self._shards[0].size() if self._shards else 1
-        # Of each FSDP module, and of each time that the backward of a round reduces it.
+        # Of each FSDP module, and of each time that a round reduces it.
         self._trees: dict[tuple[object, int], TreeSum] = {}
         self._turns: Counter[object] = Counter()
-        # What the round does with FSDP modules, in order: each of it may be a collective.
+        # What may be a collective of the round, in order.
         self.calls: list[str] = []
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
         # The ``id`` of each parameter in DDP's buckets of the round.
@@ -100,7 +100,10 @@ class LeafSums:
             )
         self.calls.append(f"{name} reduced")
         self._turns[name] += 1
-        tree = self._trees.setdefault((name, self._turns[name]), TreeSum(self._contract))
+        tree = self._trees.setdefault(
+            (name, self._turns[name]),
+            TreeSum(self._contract),
+        )
         for group in self.replicas:
             blocks = self._exchange(group, [block for _, (block,) in blocks])
         for size, block in blocks:
@@ -176,7 +179,7 @@ def sum_shards(model: nn.Module, ranks: int, sums: LeafSums) -> None:
             set_reduce_scatter(name, module, _SumScatter(sums))
             FSDPModule.set_all_reduce_hook(module, partial(sums.add, name))
             module.set_all_reduce_hook = _refuse  # type: ignore[method-assign]
-            # Zeros instead: ranks that use other parameters would reduce other gradients.
+            # Else ranks that use other parameters reduce other gradients.
             if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True, recurse=False)
 
@@ -185,7 +188,7 @@ def watch_gradients(
     model: nn.Module,
     names: Mapping[int, str],
     counts: list[str],
-    watched: set[str],
+    watched: dict[str, Tensor],
     calls: list[str],
 ) -> None:
     """List the gradients that this rank computes for parameters of FSDP modules.
@@ -194,30 +197,27 @@ def watch_gradients(
     the backward. A parameter is ``watched`` from the first forward of its module on. ``names`` are
     by ``id``. Called modules, and those that the backward reaches, are appended to ``calls``.
     """
-    hooked: dict[str, Tensor] = {}
 
     def watch(module: nn.Module, _: object) -> None:
         called, parameters = places[module]
         calls.append(f"{called} called")
         for owner, attribute, name in parameters:
-            # FSDP2's own hook, which ran before, has put the whole parameter here.
+            # FSDP2's own hook has put the whole parameter here.
             parameter = getattr(owner, attribute)
-            if parameter.requires_grad and hooked.get(name) is not parameter:
-                hooked[name] = parameter
+            if parameter.requires_grad and watched.get(name) is not parameter:
+                watched[name] = parameter
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, name=name: counts.append(name)
                 )
-                watched.add(name)
 
     def watch_outputs(module: nn.Module, _: object, outputs: object) -> None:
-        # The first gradient of a call has FSDP2 gather the parameters.
+        # FSDP2 gathers at the first gradient.
         once = [f"{places[module][0]} reached"]
         for one in tree_leaves(outputs):
-            if isinstance(one, Tensor) and one.requires_grad:
+            if getattr(one, "requires_grad", False):
                 one.register_hook(lambda _: calls.append(once.pop()) if once else None)
 
-    hook = torch.compiler.disable(watch)  # type: ignore[no-untyped-call]
-    output_hook = torch.compiler.disable(watch_outputs)  # type: ignore[no-untyped-call]
+    hook, output_hook = map(torch.compiler.disable, (watch, watch_outputs))
     places: dict[nn.Module, tuple[str, list[tuple[nn.Module, str, str]]]] = {}
     module: nn.Module
     for called, module in model.named_modules():
@@ -283,7 +283,7 @@ def reset_shards(module: nn.Module) -> None:
             f"torch {torch.__version__} does not reset FSDP2 after an exception; use torch 2.13 "
             "or newer, or make the model again from the last checkpoint"
         )
-    # Parameters of modules that the exception left unsharded, which keep their gradients.
+    # Of modules that the exception left unsharded.
     for parameter in module.parameters():
         parameter.grad = None
     module.reset_iter_state()

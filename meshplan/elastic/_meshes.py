@@ -48,7 +48,7 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh | None) -> None:
-    """Refuse a parameter to whose dtype rounds are rounded, or that ``mesh`` does not shard."""
+    """Refuse a parameter of 16 bits, or that ``mesh`` does not shard."""
     if parameter.dtype not in (torch.float32, torch.float64):
         raise ElasticError(
             f"parameter {name!r} is {parameter.dtype}, to which each round would be "

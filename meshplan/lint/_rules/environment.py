@@ -159,9 +159,6 @@ def find_near_variable(name: str) -> str | None:
     return f"NCCL_{found}" if found else None
 
 
-if TYPE_CHECKING:
-    from meshplan.lint._job import Job
-
 _NO_SUCH = {
     "NCCL_P2P_NET_DISABLE": "NCCL has no such variable, only RCCL has RCCL_P2P_NET_DISABLE",
     "NCCL_DETERMINISTIC": "NCCL has no such variable; NCCL_ALGO, NCCL_PROTO and the number of "
