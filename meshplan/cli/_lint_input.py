@@ -38,7 +38,6 @@ from meshplan.topology._read_cluster import is_rank_order
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
 # Without it, a pyproject.toml needs no parser.
 _TOOL = re.compile(r"^[ \t\[]*[\"']?tool[\"' \t]*(?:\]|[.=][^\n]*meshplan)", re.M)
-_MOST_PARENTS = 32
 _NOTHING = (
     "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
     "meshplan.toml"
@@ -467,7 +466,7 @@ def _find_config(
 def _list_parents() -> list[str]:
     """The working directory and those above it, up to the root of its repository."""
     found, here = ["."], Path.cwd()
-    while not (here / ".git").exists() and here != here.parent and len(found) < _MOST_PARENTS:
+    while not (here / ".git").exists() and here != here.parent:
         found.append(os.path.join(found[-1], "..").removeprefix("./"))
         here = here.parent
     return found if (here / ".git").exists() else found[:1]
@@ -475,9 +474,7 @@ def _list_parents() -> list[str]:
 
 def _differ(one: NamedInput, other: NamedInput, *, elsewhere: bool) -> bool:
     """Whether settings differ; placement settings matter only to jobs in other inputs."""
-    first, second = one.file.settings, other.file.settings
-    assert first is not None
-    assert second is not None
+    first, second = (each.file.settings or Settings() for each in (one, other))
     if not elsewhere:
         second = replace(second, **{name: getattr(first, name) for name in PLACEMENT_OPTIONS})
     elif first.topology or first.rank_order:

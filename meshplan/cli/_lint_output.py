@@ -24,7 +24,12 @@ from meshplan.cli._nccl import (
 from meshplan.cli._output import complain, refuse, save, say
 from meshplan.errors import MeshplanError, PolicyError
 from meshplan.lint._diffs import make_diff, write_edit
-from meshplan.lint._facts import JobFacts, check_environment, check_facts, sort_findings
+from meshplan.lint._facts import (
+    JobFacts,
+    check_environment,
+    check_facts,
+    sort_findings,
+)
 from meshplan.lint._finding import (
     SEVERITIES,
     Edit,
@@ -34,7 +39,7 @@ from meshplan.lint._finding import (
     Source,
 )
 from meshplan.lint._reporters import render, wants_color
-from meshplan.lint._reporters._words import format_fix, format_source
+from meshplan.lint._reporters.text import format_fix, format_source
 from meshplan.lint._rules import RULES
 from meshplan.lint._rules.cluster import CONTRADICTION, NOT_JUDGED
 from meshplan.lint._select import Selection, remove_ignored
@@ -50,7 +55,6 @@ class _Run:
     settings: Settings
     level: int  # index of the lowest severity that fails
     errors: tuple[MeshplanError, ...]  # why inputs that the user named cannot be read or placed
-    is_quiet: bool  # whether all inputs are files that the user did not name
 
     def find_status(self, *, exit_zero: bool) -> int:
         """The exit status."""
@@ -74,7 +78,7 @@ def run_lint(given: argparse.Namespace) -> int:
         raise PolicyError("--stdin-filename needs the file -, which is standard input; add -")
     reader = FileReader(read_ranks(given))
     run = _lint(given, reader)
-    short = "concise" if run.is_quiet else "text"
+    short = "concise" if run.report.is_quiet else "text"
     output_format = given.output_format or run.settings.output_format or short
     if given.fix and not given.write and output_format not in ("text", "concise"):
         raise PolicyError(
@@ -122,7 +126,7 @@ def _lint(given: argparse.Namespace, reader: FileReader) -> _Run:
     facts = [JobFacts(job, cluster) for job, cluster in request.jobs]
     report = _report(given, request, facts, selection, inputs)
     errors = tuple(reader.errors.values())
-    return _Run(report, facts, settings, level, errors, request.is_quiet)
+    return _Run(report, facts, settings, level, errors)
 
 
 def _fix(
@@ -246,4 +250,7 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
                 where = format_source(finding.source)
                 fix = next((fix for fix in finding.fixes if fix.mesh), finding.fixes[0])
                 complain(f"meshplan: {where}: no change of a file; {format_fix(fix)}\n")
-    _write(given, "".join(make_diff(one.file, one.before, one.after) for one in edits))
+    _write(
+        given,
+        "".join(make_diff(one.file, one.before, one.after) for one in edits),
+    )

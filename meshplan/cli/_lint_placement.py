@@ -63,18 +63,14 @@ def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
         except MeshplanError as error:
             if not one.is_found:
                 request.reader.errors[one.name] = error
-            skipped = Skipped(_find_source(one), str(error.args[0]))
+            first = next((job.source for job in one.file.jobs), Source(one.name))
+            skipped = Skipped(first, str(error.args[0]))
             one.jobs.clear()
             one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
     errors = list(request.reader.errors.values())
     unread = sum(one.name in request.reader.errors or bool(one.jobs) for one in request.inputs)
     if errors and not request.jobs and (unread == 1 or len({*map(str, errors)}) == 1):
         raise errors[0]
-
-
-def _find_source(one: NamedInput) -> Source:
-    """The place of the first mesh of an input."""
-    return next((job.source for job in one.file.jobs), Source(one.name))
 
 
 def _place_jobs(
@@ -256,10 +252,7 @@ def _reread(
 
 
 def _read_axes(layout: Layout, text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        layout.axis_index(name)
-    return names
+    return tuple(layout.axes[layout.axis_index(name.strip())] for name in text.split(","))
 
 
 def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from meshplan.errors import PolicyError
-from meshplan.lint._reporters._words import escape_line
+from meshplan.lint._reporters.text import escape_line
 
 
 def say(text: str, *, fits: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshplan._message_text import format_runs
 from meshplan.cli._options import add_output, add_verb
-from meshplan.lint._reporters._words import escape_line
+from meshplan.lint._reporters.text import escape_line
 from meshplan.topology import Reading
 from meshplan.topology._files import read_file
 

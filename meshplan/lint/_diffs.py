@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import Edit
-from meshplan.lint._reporters._words import make_relative
+from meshplan.lint._reporters.text import make_relative
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

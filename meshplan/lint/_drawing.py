@@ -16,7 +16,7 @@ import numpy as np
 from meshplan.layout import Integers
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding, Fix, LintReport, join_names
-from meshplan.lint._reporters._words import (
+from meshplan.lint._reporters.text import (
     escape_line,
     escape_text,
     format_checked,

@@ -21,7 +21,7 @@ from meshplan.lint._facts import JobFacts, check_environment, check_facts, sort_
 from meshplan.lint._finding import Finding, Source
 from meshplan.lint._job import Job
 from meshplan.lint._reductions import Reductions, list_reductions
-from meshplan.lint._reporters._words import format_fix
+from meshplan.lint._reporters.text import format_fix
 from meshplan.lint._roles import Role
 from meshplan.lint._run_script import find_axes
 from meshplan.run._ledger import format_ranks

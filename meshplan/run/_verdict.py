@@ -16,7 +16,7 @@ from meshplan.lint._drawing import draw_meshes, quote, write_findings, write_pag
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding
 from meshplan.lint._programs import FIXES, ProgramFix, find_fix
-from meshplan.lint._reporters._words import escape_line
+from meshplan.lint._reporters.text import escape_line
 from meshplan.run._ledger import format_ranks, group_by_value
 from meshplan.run._report import write_file
 

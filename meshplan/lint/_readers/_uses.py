@@ -132,7 +132,7 @@ class MeshCall(NamedTuple):
     def _can_move(self, layout: Layout) -> bool:
         """Whether the axes have names, and torch accepts their order in ``mesh["a", "b"]``."""
         # torch refuses slices of a mesh whose axes are not in the order of the mesh.
-        for node in ast.walk(self.source.tree):
+        for node in self.source.nodes:
             parts = (
                 node.slice.elts
                 if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)

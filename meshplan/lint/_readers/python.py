@@ -189,6 +189,7 @@ def read_changed(
 
 # A file of a training job makes a few.
 _MAX_MESHES = 256
+_TOO_MANY = f"more than {_MAX_MESHES} meshes in one file; give them one by one"
 _INSTALLS = frozenset({"install", "installed", "uninstall"})
 _GROUPS = frozenset(
     {
@@ -251,6 +252,8 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     source = MeshReader(parse(name, text), text, world_size)
     try:
         source.read_file()
+    except _TooMany:
+        raise LayoutError(f"{name}: {_TOO_MANY}") from None
     except (TooLong, RecursionError):
         return JobFile(skipped=(Skipped(Source(name), f"more calls than are followed; {RUN}"),))
     jobs, skipped = _list_meshes(source, name)
@@ -269,9 +272,7 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
             # Configurations of one file are for jobs of different numbers of ranks.
             skipped.append(Skipped(Source(name, min(lines.values())), str(error.args[0])))
     if len(jobs) + len(skipped) > _MAX_MESHES:
-        raise LayoutError(
-            f"{name}: more than {_MAX_MESHES} meshes in one file; give them one by one"
-        )
+        raise LayoutError(f"{name}: {_TOO_MANY}")
     # A function that is called twice with one shape makes one mesh.
     jobs.sort(key=lambda job: job.source.line or 0)
     return JobFile(tuple(dict.fromkeys(jobs)), tuple(dict.fromkeys(skipped)))
@@ -304,6 +305,10 @@ def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped
     return jobs, skipped
 
 
+class _TooMany(Exception):
+    """The file makes more meshes than are judged."""
+
+
 class _Contract(NamedTuple):
     """A call that sets a contract, after ``place`` meshes."""
 
@@ -329,7 +334,7 @@ class MeshReader(Reader):
         self.notes: list[tuple[int, str]] = []
         self.flattened: list[tuple[str, ...]] = []
         self._contracts: list[_Contract] = []
-        imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
+        imports = [one for one in self.nodes if isinstance(one, ast.Import | ast.ImportFrom)]
         self.modules = {
             name.partition(".")[0]
             for one in imports
@@ -424,7 +429,7 @@ class MeshReader(Reader):
 
     def _find_contract(self, root: Root, name: str, others: Set[str]) -> Arguments | None:
         """The arguments of the one call that always runs before a mesh is made, if it does."""
-        nodes = [one for one in ast.walk(self.tree) if isinstance(one, ast.Name | ast.Attribute)]
+        nodes = [one for one in self.nodes if isinstance(one, ast.Name | ast.Attribute)]
         is_one = sum(self.resolve_callee(one) in others for one in nodes) == 1
         found = [one for one in self._contracts if one.path.last == name and one.path.is_imported]
         if not is_one or len(found) != 1 or "meshplan" not in self.modules:
@@ -443,6 +448,8 @@ class MeshReader(Reader):
             root.error = error
         # A loop is read twice.
         root = self.roots.setdefault((node, self.stack, root.mesh and root.mesh.layout), root)
+        if len(self.roots) > 4 * _MAX_MESHES:  # whatever is one mesh in the end
+            raise _TooMany
         return UNKNOWN if root.mesh is None else root.view()
 
     def _read_mesh(self, called: str, given: Arguments, node: ast.Call) -> MeshCall:

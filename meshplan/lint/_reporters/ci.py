@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from xml.sax.saxutils import escape, quoteattr
 
 from meshplan.lint._finding import Finding, LintInput, LintReport
-from meshplan.lint._reporters._words import (
+from meshplan.lint._reporters.text import (
     escape_line,
     escape_text,
     find_columns,

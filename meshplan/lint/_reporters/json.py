@@ -23,7 +23,7 @@ from meshplan.lint._finding import (
     LintReport,
     Source,
 )
-from meshplan.lint._reporters._words import (
+from meshplan.lint._reporters.text import (
     escape_line,
     find_columns,
     format_details,

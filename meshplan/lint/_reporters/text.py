@@ -1,25 +1,134 @@
-"""Reports for people: every finding with details and fixes, or one line for each."""
+"""Reports for people, and texts that several formats share, without characters that break them."""
 
 from __future__ import annotations
 
 import io
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import PurePath
 from typing import TextIO
 
-from meshplan.lint._finding import Finding, Fix, LintReport
-from meshplan.lint._reporters._words import (
-    escape_line,
-    escape_lines,
-    format_checked,
-    format_counts,
-    format_fix,
-    format_name,
-    format_reason,
-    format_source,
-    has_files_without_mesh,
+from meshplan._message_text import format_first
+from meshplan.lint._finding import (
+    SEVERITIES,
+    Finding,
+    Fix,
+    LintInput,
+    LintReport,
+    Source,
 )
+
+# Control characters, but for tab and newline; line separators that only some programs know;
+# marks that turn the direction of writing; halves of surrogate pairs, which stand for the bytes
+# of a file name that is not UTF-8 and cannot be written as UTF-8; two that XML forbids.
+_ODD = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069"
+    "\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def escape_text(text: str) -> str:
+    """``text`` with odd characters written as escapes, e.g. ``\\x1b``; newlines stay."""
+    return _ODD.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def escape_line(text: str) -> str:
+    """`escape_text`, with newlines and tabs written as escapes too."""
+    return escape_text(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def escape_lines(text: str) -> list[str]:
+    """The lines of `escape_text`; a carriage return before a newline is dropped."""
+    return escape_text(text.replace("\r\n", "\n")).split("\n")
+
+
+def format_source(source: Source) -> str:
+    """The source of a finding, in one line that is not empty."""
+    return escape_line(str(source)) or "meshplan"
+
+
+def format_fix(fix: Fix) -> str:
+    """Title and cost."""
+    return escape_line(f"{fix.title} ({fix.cost})" if fix.cost else fix.title)
+
+
+def format_details(finding: Finding) -> Iterator[str]:
+    """The lines after the message: subject, details, fixes."""
+    if finding.subject:
+        yield escape_line(finding.subject)
+    for detail in finding.details:
+        yield from escape_lines(detail)
+    for fix in finding.fixes:
+        yield f"Fix: {format_fix(fix)}"
+
+
+def format_counts(report: LintReport) -> str:
+    """``1 error, 2 warnings; 1 ignored by comments``."""
+    found = Counter(finding.severity for finding in report.findings)
+    parts = [
+        f"{found[severity]} {severity}{'s' if found[severity] > 1 and severity != 'info' else ''}"
+        for severity in reversed(SEVERITIES)
+        if found[severity]
+    ]
+    text = ", ".join(parts) or "no findings"
+    text += f"; {report.ignored} ignored by comments" if report.ignored else ""
+    if unjudged := len(report.list_inputs("not judged")):
+        allowed = "allowed" if report.allow_unjudged else "fails without --allow-unjudged"
+        text += f"; {unjudged} input{'s' * (unjudged > 1)} not judged ({allowed})"
+    return text
+
+
+def format_name(one: LintInput) -> str:
+    """The name of an input, in one line."""
+    return format_source(Source(file=one.name))
+
+
+def format_reason(one: LintInput) -> str:
+    """Why an input was not judged, in one line."""
+    more = f" (and {len(one.why) - 1} more)" if len(one.why) > 1 else ""
+    return escape_line("".join(one.why[:1])) + more
+
+
+def format_checked(report: LintReport) -> str:
+    """``checked 3 files, 1 mesh; no mesh in a.py, b.py``, with a few names; empty without files."""
+    if not report.files:
+        return ""
+    names = [format_name(one) for one in report.list_inputs("no mesh") if one.kind == "file"]
+    text = f"checked {report.files} file{'s' * (report.files != 1)}, "
+    text += f"{report.meshes} mesh{'es' * (report.meshes != 1)}"
+    text += f"; {report.unlisted}" if report.unlisted else ""
+    return f"{text}; no mesh in {format_first(names, 3)}" if names else text
+
+
+def find_columns(source: Source, texts: Mapping[str, str]) -> tuple[int, int] | None:
+    """The columns of the text on the line of a source, from 1 on, the end exclusive."""
+    # As readers count lines: by newlines, and not by the other separators of `str.splitlines`.
+    lines = texts.get(source.file, "").split("\n")
+    if source.line is None or not 0 < source.line <= len(lines):
+        return None
+    line = lines[source.line - 1].rstrip()
+    return (len(line) - len(line.lstrip()) + 1, len(line) + 1) if line else None
+
+
+def has_files_without_mesh(report: LintReport) -> bool:
+    """Whether a file that was read has no mesh, or no file was named."""
+    states = [one.state for one in report.inputs if one.kind == "file"]
+    return report.is_quiet or report.files > len(states) or "no mesh" in states
+
+
+def make_relative(file: str) -> str:
+    """``file`` without ``./`` and the like; relative to the working directory if it is in it."""
+    path = PurePath(os.path.normpath(file))
+    try:
+        here = PurePath(os.getcwd())
+    except OSError:  # it has been removed
+        return path.as_posix()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+
 
 # A line is made of pieces: a text, and a style of rich's, which may be empty.
 _Line = list[tuple[str, str]]

@@ -237,7 +237,11 @@ def _check_spans(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
 def _find_better_order(rule: Rule, facts: JobFacts, now: dict[str, int]) -> Layout | None:
     """The order of axes whose busiest groups span the fewest domains."""
     from meshplan.lint._fixes import move_job
-    from meshplan.lint._orders import count_domains, list_axis_orders, weigh_domains
+    from meshplan.lint._orders import (
+        count_domains,
+        list_axis_orders,
+        weigh_domains,
+    )
 
     job = facts.job
     kept = [
@@ -341,7 +345,10 @@ def _check_sequential(rule: Rule, facts: JobFacts) -> Iterator[Finding]:
     """Reductions to `Replicate` of DTensor: torch merges steps towards even shards itself."""
     job = facts.job
     # Only the calls of a program, or the user, show that DTensor reduces.
-    if (job.framework, job.program) != ("dtensor", "torch") or not facts.reductions:
+    if (job.framework, job.program) != (
+        "dtensor",
+        "torch",
+    ) or not facts.reductions:
         return
     reductions = facts.reductions[0]
     if len(reductions.steps) < 2 or not reductions.what.startswith("gradients"):
