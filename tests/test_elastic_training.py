@@ -33,6 +33,10 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "elastic.py"
 HOURS = 6 * 3600.0
+# A node whose start or whose heartbeats a busy machine delays must not be a lost one.
+RENDEZVOUS = (
+    "last_call_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=40,read_timeout=900"
+)
 
 
 def example() -> ModuleType:
@@ -179,15 +183,16 @@ def test_sixty_steps_do_not_depend_on_the_number_of_ranks(
 
 
 def launch(
-    folder: Path, node: int, port: int, steps: int, *options: str
+    folder: Path, node: int, port: int, steps: int, nodes: str, *options: str
 ) -> subprocess.Popen[bytes]:
-    """The agent of a node with one rank, in a job of four or five nodes."""
+    """The agent of a node with one rank."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "4:5"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
         *("--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
-        *("--rdzv-conf", "last_call_timeout=30,keep_alive_interval=1"),
+        *("--rdzv-conf", RENDEZVOUS),
         *(str(SCRIPT), "--steps", str(steps), "--micro-batches", "8", "--folder", str(folder)),
+        *("--timeout", "180"),
         *options,
     ]
     environment = {
@@ -204,14 +209,14 @@ def launch(
         )
 
 
-def run_nodes(folder: Path, steps: int, *options: str) -> list[int]:
+def run_nodes(folder: Path, steps: int, nodes: str, *options: str) -> list[int]:
     """Five nodes, of which the last one has the options; their exit codes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    agents = [launch(folder, node, port, steps, *options * (node == 4)) for node in range(5)]
+    agents = [launch(folder, node, port, steps, nodes, *options * (node == 4)) for node in range(5)]
     try:
-        return [agent.wait(900) for agent in agents]
+        return [agent.wait() for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
@@ -220,15 +225,19 @@ def run_nodes(folder: Path, steps: int, *options: str) -> list[int]:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(HOURS)
 def test_job_goes_on_with_four_ranks_of_five_after_one_is_killed(tmp_path: Path) -> None:
     """A node is killed in the middle of step 6; a later job has five again."""
     wanted = train(tmp_path / "whole", "5:10", "--micro-batches", "8")
     folder = tmp_path / "job"
     folder.mkdir()
-    for steps, options, codes in ((8, ("--lose", "6"), [0, 0, 0, 0, -9]), (10, (), [0] * 5)):
+    for steps, options, codes in (
+        (8, ("4:5", "--lose", "6"), [0, 0, 0, 0, -9]),
+        (10, ("5",), [0] * 5),
+    ):
         found = run_nodes(folder, steps, *options)
-        assert found == codes, (folder / f"log{steps}-0").read_text()
+        logs = [one.read_text() for one in sorted(folder.glob(f"log{steps}-*"))]
+        assert found == codes, "\n".join(logs)
     log = json.loads((folder / "log.json").read_text())
     assert [line["ranks"] for line in log] == [5, 5, 5, 5, 4, 4, 4, 4, 5, 5]
     assert [values_of(line) for line in log] == [values for _, values in wanted]
