@@ -23,29 +23,19 @@ class Origin(Protocol):
     def count(self, what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
         """Count a reduction under the contract, on any thread.
 
-        Args:
-            what: the request, in words.
-            dtype: of the summands.
-            ranks: that reduce together.
-            nbytes: of this rank's summand.
-            seconds: of the host, until it had finished.
+        ``nbytes`` of this rank's summand, ``seconds`` of the host.
         """
 
 
 class _Observing:
-    """Who counts.
-
-    Attributes:
-        observer: returns the caller of the reduction that this thread begins; ``None`` if
-            reductions are not counted.
-        falls_through: whether the frame of a redistribution runs a reduction that the installed
-            policy leaves to torch.
-    """
+    """Who counts."""
 
     __slots__ = ("falls_through", "observer")
 
     def __init__(self) -> None:
+        # Returns the caller of the reduction that this thread begins.
         self.observer: Callable[[], Origin] | None = None
+        # Whether the frame of a redistribution runs a reduction that the policy leaves to torch.
         self.falls_through: Callable[[FrameType], bool] | None = None
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
 from meshplan.lint._job import Job, JobFile
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 
 
 def format_jobs(found: JobFile) -> str:
@@ -39,7 +39,7 @@ def refusal(name: str, text: str, world_size: int | None = 40) -> str:
     started = time.process_time()
     said = ""
     try:
-        notes = [str(one) for one in read_jobs(name, text, world_size=world_size).skipped]
+        notes = [str(one) for one in read_jobs(name, text, RankOptions(world_size)).skipped]
     except MeshplanError as error:
         said = str(error)
         notes = [said]

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed
 
 from meshplan.cli import main
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 
 PATH = Path(__file__).parent / "lint_corpus.txt"
 FRAMEWORKS = (
@@ -80,7 +80,7 @@ def test_file_has_the_meshes_and_the_verdict(
     assert (verdict, status) == (file.verdict, int(verdict in ("MP101", "not judged")))
     at = file.options.index("--world-size") + 1 if "--world-size" in file.options else None
     size = None if at is None else int(file.options[at])
-    jobs = read_jobs(file.name, file.text, world_size=size).jobs
+    jobs = read_jobs(file.name, file.text, RankOptions(size)).jobs
     assert [str(job.layout) for job in jobs] == file.meshes
 
 

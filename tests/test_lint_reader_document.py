@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshplan.layout import Layout
 from meshplan.lint._job import JobFile
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 NEMO = """\
@@ -175,7 +175,7 @@ def test_document_without_degrees_of_a_framework_has_no_jobs(name: str, text: st
 def test_anchors_are_bounded() -> None:
     lines = ["a0: &a0 {tensor_model_parallel_size: 2}"]
     lines += [f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 30)]
-    assert isinstance(read_jobs("a.yaml", "\n".join(lines), world_size=8), JobFile)
+    assert isinstance(read_jobs("a.yaml", "\n".join(lines), RankOptions(8)), JobFile)
 
 
 @given(damaged_texts(NEMO + AXOLOTL + REFERENCE + JSON) | st.text(max_size=200))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.layout import Layout
-from meshplan.lint._read_jobs import read_arguments, read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_arguments, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 SCRIPT = """\
@@ -46,7 +46,7 @@ args:
 
 
 def arguments(text: str, world_size: int | None = None) -> str:
-    return format_jobs(read_arguments(text.split(), world_size=world_size))
+    return format_jobs(read_arguments(text.split(), RankOptions(world_size)))
 
 
 class TestMegatron(TestCase):
@@ -230,7 +230,7 @@ def test_variable_with_equal_values_is_replaced_at_its_use() -> None:
 
 def test_shared_variable_is_rewritten_only_to_one_value() -> None:
     text = "N=2\nrun --tensor-model-parallel-size $N --pipeline-model-parallel-size $N\n"
-    (job,) = read_jobs("run.sh", text, world_size=16).jobs
+    (job,) = read_jobs("run.sh", text, RankOptions(16)).jobs
     assert changed_lines(text, job, pp=2, dp=2, tp=4) == "cannot be written\n"
     assert changed_lines(text, job, pp=4, dp=1, tp=4) == "-N=2\n+N=4\n"
 

@@ -76,7 +76,7 @@ sglang --tp-size 8 --dp-size 2 --enable-dp-attention: not judged: --enable-dp-at
         lines = ("", "--lr 3", "--tp 0", "--tp 3 --fsdp -1", "--tp 99999999", "--tp -1 --dp 0")
         for line in lines:
             with pytest.raises(LayoutError) as error:
-                read_arguments(line.split(), world_size=40)
+                read_arguments(line.split(), RankOptions(40))
             found.append(f"{error.value}\n")
         self.assertExpectedInline(
             "".join(found),
@@ -142,15 +142,15 @@ def test_hosts_and_ranks_are_read_from_the_launcher() -> None:
 def test_command_beats_the_world_size_of_the_user() -> None:
     line = ["--nnodes", "2", "--nproc-per-node", "8", "--fsdp", "-1"]
     for size in (None, 16, 40):
-        assert read_arguments(line, world_size=size).jobs[0].layout == Layout.of(fsdp=16)
+        assert read_arguments(line, RankOptions(size)).jobs[0].layout == Layout.of(fsdp=16)
     # One host is torchrun's default, which its other options may replace.
     alone = line[2:]
     assert read_arguments(alone).jobs[0].layout == Layout.of(fsdp=8)
-    assert read_arguments(alone, world_size=40).jobs[0].layout == Layout.of(fsdp=40)
+    assert read_arguments(alone, RankOptions(40)).jobs[0].layout == Layout.of(fsdp=40)
     # A number of hosts alone is multiplied by the user's ranks on each host, not by all of them.
     hosts = [*line[:2], *line[4:]]
     options = RankOptions(world_size=40, hosts=5, node_size=8)
-    assert read_arguments(hosts, options=options).jobs[0].layout == Layout.of(fsdp=16)
+    assert read_arguments(hosts, options).jobs[0].layout == Layout.of(fsdp=16)
 
 
 def test_source_is_the_arguments() -> None:
@@ -189,7 +189,7 @@ def test_too_long_script_is_refused() -> None:
 def test_any_arguments_raise_one_line(words: list[str]) -> None:
     said = ""
     try:
-        read_arguments(words, world_size=40)
+        read_arguments(words, RankOptions(40))
     except LayoutError as error:
         said = str(error)
     assert "\n" not in said

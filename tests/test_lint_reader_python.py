@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.layout import Layout
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 TRAIN = '''\
@@ -68,7 +68,8 @@ fully_shard(model, mesh=data)
 class TestPython(TestCase):
     def test_meshes_of_a_file_are_read(self) -> None:
         found = "".join(
-            format_jobs(read_jobs("train.py", text, world_size=40)) for text in (TRAIN, TITAN, HSDP)
+            format_jobs(read_jobs("train.py", text, RankOptions(40)))
+            for text in (TRAIN, TITAN, HSDP)
         )
         self.assertExpectedInline(
             found,
@@ -89,8 +90,8 @@ train.py:1 (replicate=4, shard=2, tp=2) replicate shard model: fsdp2, flattened 
         )
 
     def test_rewrite_changes_only_the_mesh(self) -> None:
-        jobs = read_jobs("train.py", TRAIN, world_size=40).jobs
-        titan = read_jobs("conf.py", TITAN, world_size=40).jobs
+        jobs = read_jobs("train.py", TRAIN, RankOptions(40)).jobs
+        titan = read_jobs("conf.py", TITAN, RankOptions(40)).jobs
         (hsdp,) = read_jobs("hsdp.py", HSDP).jobs
         found = (
             changed_lines(TRAIN, jobs[0], ddp=5, fsdp=8, tp=1),
@@ -380,7 +381,7 @@ def test_order_of_axes_that_is_not_known_is_not_judged() -> None:
         "def test(order):\n  parallel_state.initialize_model_parallel("
         "tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order=order)\n"
     )
-    found = read_jobs("test.py", text, world_size=8)
+    found = read_jobs("test.py", text, RankOptions(8))
     assert (len(found.jobs), len(found.skipped)) == (0, 1)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshplan.layout import Layout
 from meshplan.lint._job import JobFile
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
 
 JAGGED = """\
@@ -48,7 +48,7 @@ class TestTorchtitan(TestCase):
         etp = EXPERTS + "expert_tensor_parallel_degree = 2\nenable_sequence_parallel = false\n"
         dotted = "parallelism.pipeline_parallel_degree = 2\n"
         found = "".join(
-            format_jobs(read_jobs("job.toml", text, world_size=40))
+            format_jobs(read_jobs("job.toml", text, RankOptions(40)))
             for text in (JAGGED, OLD, EXPERTS, etp, flat, dotted)
         )
         self.assertExpectedInline(
@@ -79,7 +79,7 @@ job.toml:1: not judged: the size of dp_shard depends on the number of ranks, whi
 
     def test_rewrite_changes_only_the_degrees(self) -> None:
         job = read_jobs("job.toml", JAGGED).jobs[0]
-        (rest,) = read_jobs("job.toml", OLD, world_size=64).jobs
+        (rest,) = read_jobs("job.toml", OLD, RankOptions(64)).jobs
         dense, sparse = read_jobs("job.toml", EXPERTS).jobs
         found = (
             changed_lines(JAGGED, job, dp_replicate=5, dp_shard=8, tp=1),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.lint._job import JobFile
-from meshplan.lint._read_jobs import read_jobs
+from meshplan.lint._read_jobs import RankOptions, read_jobs
 
 KEYS = {
     "torchtitan": ("data_parallel_replicate_degree", "tensor_parallel_degree"),
@@ -47,7 +47,7 @@ def test_degree_of_any_name_is_read_or_not_judged(
     name: str, key: str, size: int, hyphens: bool
 ) -> None:
     key = key.replace("_", "-") if hyphens and name not in ("job.toml", "job.json") else key
-    found = read_jobs(name, write(name, {key: size}), world_size=7 * size)
+    found = read_jobs(name, write(name, {key: size}), RankOptions(7 * size))
     assert found.skipped or has_size(found, size)
 
 
@@ -66,7 +66,7 @@ def test_misspelt_degree_has_a_suggestion(
     at = data.draw(st.integers(key.index("_") + 2, len(key) - 3))
     wrong = key[:at] + key[at + 1 :]
     sizes = {wrong: size, keys[1 - which]: 2}
-    found = read_jobs(name, write(name, sizes), world_size=2 * size)
+    found = read_jobs(name, write(name, sizes), RankOptions(2 * size))
     assert not found.jobs
     if wrong not in key.replace("__", "_"):  # as without the second of two equal letters
         assert any(key in one.why.replace("-", "_") for one in found.skipped)

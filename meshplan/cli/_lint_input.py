@@ -113,7 +113,7 @@ class FileReader:
             if name not in self.texts:
                 self.texts[name] = read_content(name)
             text = self.texts[name]
-            found = read_jobs(name, text, options=self.ranks)
+            found = read_jobs(name, text, self.ranks)
             if name == "-":
                 hint = ", or name the format with --stdin-filename job.toml"
                 unread = (replace(one, why=one.why + hint) for one in found.skipped)
@@ -142,7 +142,7 @@ class FileReader:
         """The jobs of a file that `read` has read, with this number of ranks. Raises MeshplanError:
         no mesh has that many.
         """
-        return read_jobs(name, self.texts.get(name, ""), options=RankOptions(ranks))
+        return read_jobs(name, self.texts.get(name, ""), RankOptions(ranks))
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
@@ -397,7 +397,7 @@ def _read_command(given: argparse.Namespace, reader: FileReader) -> list[NamedIn
         return [NamedInput(given.script, "file", reader.run(given.script, given.arguments))]
     if not given.arguments:
         return []
-    file = read_arguments(given.arguments, options=reader.ranks)
+    file = read_arguments(given.arguments, reader.ranks)
     return [NamedInput(shlex.join(given.arguments), "arguments", file)]
 
 

@@ -112,7 +112,7 @@ def _judge_every_size(
 
     def read(ranks: int) -> JobFile:
         if one.kind == "arguments":
-            return read_arguments(given.arguments, options=RankOptions(ranks))
+            return read_arguments(given.arguments, RankOptions(ranks))
         return request.reader.read_for(one.name, ranks)
 
     def read_jobs(ranks: int) -> list[Job]:

@@ -43,17 +43,17 @@ class RankOptions(NamedTuple):
         return hosts * per_host if mixed and hosts and per_host else self.world_size
 
 
+_NO_OPTIONS = RankOptions()
+
+
 def read_jobs(
     name: str,
     text: str,
-    *,
-    world_size: int | None = None,
-    options: RankOptions | None = None,
+    options: RankOptions = _NO_OPTIONS,
 ) -> JobFile:
     """Read the jobs that a file describes. The suffix of ``name`` identifies Python and TOML.
-    ``options`` are numbers of the launch that the file does not specify; with them, ``world_size``
-    is not used. Raises LayoutError, AxisNameError or PolicyError, in one line with the file and the
-    line.
+    ``options`` are numbers of the launch that the file does not specify. Raises LayoutError,
+    AxisNameError or PolicyError, in one line with the file and the line.
     """
     is_python = name.endswith((".py", ".pyi"))
     is_long = len(text) > MAX_CHARACTERS
@@ -62,7 +62,6 @@ def read_jobs(
 
         if not python.makes_meshes(text):
             return JobFile()
-    options = options or RankOptions(world_size)
     found = _read(name, text, options)
     if found is not None and (found.is_read or found.jobs or found.skipped or found.settings):
         return found
@@ -84,9 +83,7 @@ def read_jobs(
 
 def read_arguments(
     words: Sequence[str],
-    *,
-    world_size: int | None = None,
-    options: RankOptions | None = None,
+    options: RankOptions = _NO_OPTIONS,
 ) -> JobFile:
     """Read the jobs in the arguments of a training or serving program, as `read_jobs`. ``rewrite``
     of its jobs returns the arguments as one line for a shell. Raises LayoutError if no option sets
@@ -94,7 +91,7 @@ def read_arguments(
     """
     text = shlex.join(words)
     shown = shorten(text, 80)
-    found = _read("arguments", text, options or RankOptions(world_size))
+    found = _read("arguments", text, options)
     if found is None or not (found.jobs or found.skipped):
         raise LayoutError(
             f"no axis size in the arguments '{' '.join(shown.split())}'; use, for example, "

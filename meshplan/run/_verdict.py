@@ -12,7 +12,13 @@ from itertools import islice
 from typing import Any
 
 from meshplan._message_text import shorten
-from meshplan.lint._drawing import draw_meshes, quote, write_findings, write_page, write_table
+from meshplan.lint._drawing import (
+    draw_meshes,
+    quote,
+    write_findings,
+    write_page,
+    write_table,
+)
 from meshplan.lint._facts import JobFacts
 from meshplan.lint._finding import Finding
 from meshplan.lint._programs import FIXES, ProgramFix, find_fix
