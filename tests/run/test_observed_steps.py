@@ -207,7 +207,7 @@ def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
         _, optimizer = make_model()
         handler = Handler()
         places: list[tuple[Any, str]] = [
-            (found, "_is_observed"),
+            (found, "_look"),
             (found._parameters, "note_reduction"),
         ]
         for owner, name in places:
@@ -219,7 +219,7 @@ def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
                         optimizer.step()
                     except TimeoutError as error:
                         seen.append(str(error))
-        with mock.patch.object(found, "_is_observed", side_effect=TimeoutError("of the hook")):
+        with mock.patch.object(found, "_look", side_effect=TimeoutError("of the hook")):
             optimizer.step()
         return seen
 
