@@ -438,7 +438,6 @@ def check_movement(rank: int) -> None:
     assert dist.get_backend() == "nccl_model"
     assert about in repr(group)
     assert about in group.describe()
-    assert about in " ".join((model.__doc__ or "").split())
     assert threading.active_count() == 1
 
 
