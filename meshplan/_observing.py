@@ -21,10 +21,7 @@ requested in the backend's own order, one of which the contract does not define 
 
 class Origin(Protocol):
     def count(self, what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
-        """Count a reduction under the contract, on any thread.
-
-        ``nbytes`` of this rank's summand, ``seconds`` of the host.
-        """
+        """Count a reduction, on any thread: bytes of this rank's summand, seconds of the host."""
 
 
 class _Observing:

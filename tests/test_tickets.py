@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import meshplan
 from meshplan import deterministic_all_reduce_coalesced
+from meshplan._calls import calls_of
 from meshplan.contract import Contract
 from meshplan.topology import Topology
 from tests.doors import DOORS, LONG, Door, Member, Result, attempt, call_values, expected_words
@@ -283,18 +284,20 @@ def test_call_over_a_group_of_one_rank_is_none_of_its_peers() -> None:
 
 
 def test_empty_list_of_one_rank_is_a_call() -> None:
-    """The other rank's list meets no later one."""
+    """The other rank's list meets no later one, on whichever device it is."""
 
-    def ranks(rank: int) -> list[str]:
+    def ranks(rank: int) -> list[object]:
         found = []
         for call in (1, 2):
             values = [] if (rank, call) == (1, 1) else [call_values(call, 0, rank)]
             found.append(
                 attempt(lambda v=values: torch.cat(deterministic_all_reduce_coalesced(v)))  # type: ignore[misc]
             )
-        return [one.code for one in found[rank:]]
+        group = dist.group.WORLD
+        assert group is not None
+        return [*(one.code for one in found[rank:]), calls_of(group).take("cuda").number]
 
-    assert run_ranks(ranks, 2, timeout=300.0) == [["MP703", "MP503"], ["MP703"]]
+    assert run_ranks(ranks, 2, timeout=300.0) == [["MP703", "MP503", 1], ["MP703", 2]]
 
 
 # How the call of one rank differs.

@@ -51,7 +51,7 @@ from meshplan.backend._work import (
 )
 from meshplan.collectives._lanes import OrderedThread
 from meshplan.collectives._options import ReductionOptions, check_destination
-from meshplan.collectives._reduction import reduce_tensor
+from meshplan.collectives._reduction import list_kinds, reduce_tensor
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import first_use, registry
@@ -412,11 +412,10 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return self._start(in_caller_mode(run, outputs), outputs, opts)
 
     def count_refused(self, written: Tensor | _Tensors) -> None:
-        first = written if isinstance(written, Tensor) else next(iter(written), None)
-        kind = "cpu" if first is None else first.device.type
         # In its turn, and before this call returns: after ``shutdown`` it would count for another.
         with suppress(GroupStateError):
-            self._thread.run(partial(self._calls.take, kind + _LANE))
+            for kind in list_kinds(written, self):
+                self._thread.run(partial(self._calls.take, kind + _LANE))
 
     def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
         for tensor in map(writable, tensors):

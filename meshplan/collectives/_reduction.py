@@ -26,7 +26,7 @@ from meshplan._calls import Ticket, calls_of
 from meshplan._dtypes import name_of
 from meshplan._observing import within
 from meshplan._spans import span
-from meshplan._torch import dispatch_modes
+from meshplan._torch import device_types_of, dispatch_modes
 from meshplan._torch import functional_operators as _ops
 from meshplan.collectives._lanes import Lane, Work, in_lane
 from meshplan.collectives._options import ReductionOptions
@@ -69,9 +69,8 @@ _LOCK = threading.Lock()
 
 
 def counts_refused(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Let calls that their arguments end use up a ticket, like all others. The peers of a rank that
-    raises alone go on with the call. If the next call of this rank had the same number, the two
-    would be reduced together.
+    """Let calls that their arguments end use up a ticket, like all others. Peers go on with such a
+    call, and would reduce it together with this rank's next one if that had its number.
     """
 
     @wraps(function)
@@ -93,9 +92,16 @@ def use_up_ticket(tensors: object, given: Mapping[str, Any]) -> None:
     with suppress(MeshplanError):
         group = read_group(given.get("group"))
         if group is not None:
-            first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
-            kind = first.device.type if isinstance(first, Tensor) else "cpu"
-            calls_of(group).take(_lane_name(kind, bool(given.get("async_op"))))
+            for kind in list_kinds(tensors, group):
+                calls_of(group).take(_lane_name(kind, bool(given.get("async_op"))))
+
+
+def list_kinds(tensors: object, group: ProcessGroup) -> list[str]:
+    """The device types of a call. Without a tensor all: peers may have theirs on any of them."""
+    first = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+    if isinstance(first, Tensor):
+        return [first.device.type]
+    return [device.type for device in device_types_of(group)]
 
 
 def _lane_name(device_type: str, apart: bool) -> str:

@@ -25,7 +25,12 @@ from meshplan._calls import NO_TICKET
 from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
 from meshplan.errors import GroupStateError, PolicyError
-from meshplan.kernel._communicator import LINE_BYTES, CallKey, Communicator, prepare_call
+from meshplan.kernel._communicator import (
+    LINE_BYTES,
+    CallKey,
+    Communicator,
+    prepare_call,
+)
 from meshplan.kernel._device_code import CompileError, Device, device_of, kernel_name
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.kernel._library import (

@@ -33,18 +33,14 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class UnknownMesh(Exception):
-    """A mesh that depends on values of the running program.
-
-    Attributes:
-        line: of the missing value, if it is not the line of the mesh.
-        has_one_axis: whether the mesh has one axis, of unknown size: its group has no siblings.
-    """
+    """A mesh that depends on values of the running program."""
 
     def __init__(
         self, message: str, line: int | None = None, *, has_one_axis: bool = False
     ) -> None:
         super().__init__(message)
-        self.line = line
+        self.line = line  # of the missing value, if it is not the line of the mesh
+        # Of unknown size: its group has no siblings.
         self.has_one_axis = has_one_axis
 
 

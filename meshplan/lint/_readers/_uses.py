@@ -210,14 +210,11 @@ class _AxisUse:
 
 
 class Uses:
-    """The uses of all axes of a file.
-
-    Attributes:
-        unread: kinds of calls that are given a mesh that is not followed.
-    """
+    """The uses of all axes of a file."""
 
     def __init__(self) -> None:
         self._axes: dict[tuple[Root, int], _AxisUse] = {}
+        # Kinds of calls that are given a mesh that is not followed.
         self.unread: set[_Kind] = set()
 
     def add_call(self, name: str, given: Arguments) -> None:
