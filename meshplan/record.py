@@ -73,34 +73,21 @@ class UnreadableRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank brings.
+    """What one rank brings."""
 
-    Attributes:
-        fields: names and values, in order; empty for a record of another version.
-        version: of the release that wrote it.
-    """
-
-    fields: tuple[tuple[str, str], ...]
-    version: int = VERSION
+    fields: tuple[tuple[str, str], ...]  # in order; empty for a record of another version
+    version: int = VERSION  # of the release that wrote it
 
     @classmethod
     def of(cls, **fields: object) -> Record:
-        """A record of this version.
-
-        Args:
-            **fields: values by name; those that are ``None`` are left out.
-        """
+        """A record of this version, without the fields that are ``None``."""
         return cls(tuple((name, str(value)) for name, value in fields.items() if value is not None))
 
     def adding(self, **fields: object) -> Record:
         return Record(self.fields + Record.of(**fields).fields, self.version)
 
     def get(self, name: str) -> str | None:
-        """The value of a field; ``None`` if there is none.
-
-        Args:
-            name: of the field.
-        """
+        """The value of a field; ``None`` if there is none."""
         return dict(self.fields).get(name)
 
     def pack(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
 from meshplan._bits import bytes_of
-from meshplan.errors import MeshplanError
+from meshplan.errors import CollectiveError, MeshplanError
 from meshplan.replicas import ReplicaRepair
+from meshplan.replicas._comparison import ReplicaChannel
 from meshplan.replicas._tensors import named_tensors
 from tests.processes import run_ranks
 
@@ -259,3 +262,24 @@ MP705: replicas differ in 1 of 4 tensors, on mesh (rank=3)
 3 of 4 elements differ in sign or by more than a factor of 2, so these replicas never held the same weights: initialise them with one seed, broadcast them from one rank, or load one checkpoint, and use the backend, init_process_group('meshplan'), for reductions of DDP; if ranks along rank hold other parameters, such as experts, name these axes in distinct=
 copied 0 tensors""",
         )
+
+
+def leave_before_copying(rank: int) -> str:
+    model = Model()
+    flip(model.weight) if rank == 2 else None
+    optimizer = torch.optim.SGD(model.parameters())
+    leaves = mock.patch.object(ReplicaChannel, "send", side_effect=KeyError) if rank == 0 else None
+    with leaves or nullcontext():
+        try:
+            meshplan.repair_replicas(model, optimizer)
+        except KeyError:
+            return "left"
+        except CollectiveError as error:
+            return f"{error.code} {error.missing}"
+    return "repaired"
+
+
+@pytest.mark.full
+def test_ranks_that_left_before_their_copies_are_reported() -> None:
+    found = run_ranks(leave_before_copying, 3, collective_timeout=3.0)
+    assert found == ["left", "MP504 (0,)", "MP504 (0,)"]

@@ -482,6 +482,5 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
 
 def _default_options() -> BackendOptions:
-    """Those of the default group, if it is of the backend."""
     world = dist.group.WORLD
     return world.options if isinstance(world, MeshplanProcessGroup) else BackendOptions()

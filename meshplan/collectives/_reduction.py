@@ -576,7 +576,6 @@ def _collect(
     outs: Sequence[Tensor] | None,
     in_place: bool = False,
 ) -> list[Tensor]:
-    """Run the buckets, and write their results to ``outs``."""
     results: dict[int, Tensor] = {}
     for bucket in buckets:
         for i, value in zip(bucket, run(bucket), strict=True):

@@ -30,7 +30,6 @@ _STREAM = 0
 
 
 def _word(seed: str, writer: int, reader: int) -> bytes:
-    """The word from the rank at ``writer`` to the one at ``reader``, given the writer's seed."""
     return hashlib.sha256(f"{seed} {writer} {reader}".encode()).digest()[:_WORD_BYTES]
 
 

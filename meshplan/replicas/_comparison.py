@@ -19,7 +19,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -202,16 +203,21 @@ class ReplicaChannel:
     def gather(self, words: Tensor) -> Tensor:
         """All ranks' int64 ``words``, of one shape: CPU tensor [ranks, ...]."""
         mine = flatten(words.to(self._device))
-        found = mine.new_empty(self.size * mine.numel())
-        # With an output, because of gloo: see GlooWire.all_gather.
-        name = self._group.group_name
+        found, name = mine.new_empty(self.size * mine.numel()), self._group.group_name
+        with self._moving("all_gather"):
+            # With an output, because of gloo: see GlooWire.all_gather.
+            _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
+        return found.cpu().view(self.size, *words.shape)
+
+    @contextmanager
+    def _moving(self, what: str) -> Iterator[None]:
+        """Raise the errors of a reduction, which name missing ranks."""
         started = time.perf_counter()
         try:
-            _ops.wait_tensor(_ops.all_gather_into_tensor_out(mine, self.size, name, out=found))
+            yield
         except RuntimeError as error:
-            purpose = Purpose("verify_replicas", "all_gather", f"group {name}")
-            raise_failure(error, StepGroups(self._group), mine.device.type, purpose, started)
-        return found.cpu().view(self.size, *words.shape)
+            purpose = Purpose("verify_replicas", what, f"group {self._group.group_name}")
+            raise_failure(error, StepGroups(self._group), self._device.type, purpose, started)
 
     def broadcast(self, record: Any, source: int) -> Any:
         """On all ranks, the JSON record of the rank at position ``source``."""
@@ -219,17 +225,20 @@ class ReplicaChannel:
         # The length first: the receivers must allocate. Bytes that ranks other than the source
         # brought are overwritten.
         size = torch.tensor([len(data)], device=self._device)
-        dist.broadcast(size, group=self._group, group_src=source)
-        text = tensor_of(data[: int(size)].ljust(int(size))).to(self._device)
-        dist.broadcast(text, group=self._group, group_src=source)
+        with self._moving("broadcast"):
+            dist.broadcast(size, group=self._group, group_src=source)
+            text = tensor_of(data[: int(size)].ljust(int(size))).to(self._device)
+            dist.broadcast(text, group=self._group, group_src=source)
         return json.loads(bytes_of(text))
 
     def send(self, data: Tensor, to: int) -> None:
-        dist.send(data.to(self._device).contiguous(), group=self._group, group_dst=to)
+        with self._moving("send"):
+            dist.send(data.to(self._device).contiguous(), group=self._group, group_dst=to)
 
     def receive(self, like: Tensor, source: int) -> Tensor:
         found = torch.empty_like(like, device=self._device, memory_format=torch.contiguous_format)
-        dist.recv(found, group=self._group, group_src=source)
+        with self._moving("recv"):
+            dist.recv(found, group=self._group, group_src=source)
         return found.to(like.device)
 
 

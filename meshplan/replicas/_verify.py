@@ -204,7 +204,7 @@ def repair_replicas(
         ReplicaDivergenceError: there is no majority and no ``source``; steps or Python numbers
             of optimizers differ; or weights never were equal, as those of experts.
         PolicyError: ``source`` is not a rank of the mesh.
-        SignatureMismatchError and others: as ``verify_replicas``.
+        CollectiveError: ranks left while it copied. Others: as for a check.
     """
     refuse_in_graph("meshplan.repair_replicas")
     if _is_outside(mesh):

@@ -289,7 +289,6 @@ class Levels:
 
 
 def _write(place: Tensor, stages: Stages[Tensor]) -> Stages[None]:
-    """Run ``stages``, and write what they return to ``place``."""
     finished = yield from stages
     if finished.data_ptr() != place.data_ptr():
         place.copy_(finished[: place.numel()])

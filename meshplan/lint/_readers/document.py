@@ -89,7 +89,6 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
 
 
 def _insert(text: str, ending: str, after: Setting, key: str, size: int) -> Edit | None:
-    """An edit that adds a key after another one in the same table."""
     assert isinstance(after.value, Whole)
     if _CAMEL.search(after.key):
         return None

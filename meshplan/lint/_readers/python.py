@@ -453,7 +453,6 @@ class MeshReader(Reader):
         return UNKNOWN if root.mesh is None else root.view()
 
     def _read_mesh(self, called: str, given: Arguments, node: ast.Call) -> MeshCall:
-        """The mesh of a call of ``init_device_mesh`` or ``DeviceMesh``."""
         key = "mesh_shape" if called == "init_device_mesh" else "mesh"
         written = _list_written(node, key, 1)
         if key not in given.named and len(given.positional) < 2:

@@ -83,7 +83,10 @@ class Reduction:
         return combine_leaves([left, right], "sum", (2,), contract)
 
     def finish(
-        self, blocks: Iterable[tuple[LeafRange, Tensor]], count: int, dtype: torch.dtype
+        self,
+        blocks: Iterable[tuple[LeafRange, Tensor]],
+        count: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         total = join_blocks(blocks, count, self.combine, skip_gaps=True)
         divisor = (self.divisor or count) if self.op == "avg" else None
@@ -91,7 +94,9 @@ class Reduction:
 
 
 def reduce_range(
-    leaf: Callable[[int], dict[str, Tensor | None]], indices: range, reduction: Reduction
+    leaf: Callable[[int], dict[str, Tensor | None]],
+    indices: range,
+    reduction: Reduction,
 ) -> list[tuple[LeafRange, PartialGradients]]:
     """The subtrees of the leaves ``indices``; at most log2 of their number + 2 exist at a time."""
 
