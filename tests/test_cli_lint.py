@@ -187,6 +187,15 @@ class TestInputs:
             "meshplan: MP402: no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into meshplan.toml\n",
         )
 
+    @pytest.mark.parametrize(
+        "start", ["[tool.meshplan]\n", "[ 'tool' . meshplan ]\n", "tool.meshplan."]
+    )
+    def test_each_spelling_of_the_table_in_a_pyproject_is_found(
+        self, lint: Any, start: str
+    ) -> None:
+        Path("pyproject.toml").write_text(f'{start}mesh = "ddp=8,fsdp=5"\n')
+        assert lint("--domain-size", "8")[0] == 1
+
     def test_paths_are_relative_to_the_configuration(self, lint: Any) -> None:
         Path("sub").mkdir()
         Path("sub/host").write_text(matrix(8, 8))
