@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshplan._message_text import format_runs
-from meshplan.run._words import LANES, find_weights, format_words
+from meshplan.run._words import format_words
 
 Message = dict[str, Any]
 HEAD = "meshplan certificate"
@@ -40,10 +40,7 @@ class _Unit:
 
     pending: dict[int, _Posts] = field(default_factory=dict)
     reached: dict[int, float] = field(default_factory=dict)  # by rank, the last complete step
-    listed: tuple[list[str], dict[str, str]] = (
-        [],
-        {},
-    )  # certified, and why others are not
+    listed: Message = field(default_factory=lambda: {"certified": [], "not_certified": {}})
     link: str = ""
     links: int = 0
     made: int = -1  # the last step that has been added up
@@ -58,33 +55,33 @@ class Chain:
         self._records: list[Message] = []
         self._units: dict[int, _Unit] = {}
         self._keys: dict[str, list[str]] = {}  # by the first word of a share's name
-        self._numels: dict[str, int] = {}  # the count of all their elements
-        self._counts: dict[tuple[str, int], int] = {}  # by share and rank
+        self._numels: dict[str, int] = {}  # of all their elements
         self._left: dict[str, str] = {}
         # Shares that only later replicas have declared, by optimizer and step.
         self._unnamed: dict[str, tuple[int, int]] = {}
 
     def add(self, rank: int, post: Message, ended: Set[int]) -> None:
         """Read what a rank posts for a step; ``ended`` post nothing more."""
-        number, last = post["step"], post["last"]
+        number, last = post["link"], post["last"]
         unit = self._units.setdefault(post["unit"], _Unit())
-        for name, (count, keys) in post["declared"].items():
-            self._counts[name, rank] = count
-            about = name.split()[0]
-            if about not in self._keys:
-                self._unnamed.setdefault(about, (post["unit"], number))
-            if keys:
+        shares = [one for one in post["shares"] if one["name"]]
+        for one in shares:
+            about = one["name"].split()[0]
+            if keys := one.get("keys"):
                 self._unnamed.pop(about, None)
                 self._keys[about] = keys
                 self._numels[about] = sum(map(_count_elements, keys))
+            elif "keys" in one and about not in self._keys:
+                self._unnamed.setdefault(about, (post["unit"], number))
         self._left |= post["left"]
         if unit.ended:
             return
         # A rank posts its steps in order; one without shares posts no other.
         unit.reached[rank] = math.inf if last and post["idle"] else number - (not last)
         mine = unit.pending.setdefault(number, {}).setdefault(rank, {})
-        for name, words in post["words"].items():
-            mine[name] = torch.tensor(words, device="cpu"), self._counts[name, rank]
+        for one in shares:
+            if (count := one["count"]) is not None:
+                mine[one["name"]] = torch.tensor(one["words"], device="cpu"), count
         if number <= unit.made:
             unit.ended = f"rank {rank} posted step {number} after its link was made"
         elif len(unit.pending) > _PENDING:
@@ -121,18 +118,16 @@ class Chain:
         keys = [key for one in totals for key in self._keys[one]]
         tables = [row for words in totals.values() for row in words[1:].tolist()]
         head: Message = {"optimizer": number, "step": step}
-        if (listed := (sorted(keys), refused)) != unit.listed:
+        listed = {"certified": sorted(keys), "not_certified": refused}
+        if listed != unit.listed:
             unit.listed = listed
-            names = ("certified", "not_certified")
-            self._records.append(head | dict(zip(names, listed, strict=True)))
+            self._records.append(head | listed)
         if not keys:
             return
         words = format_words(torch.stack([one[0] for one in totals.values()]).sum(0).tolist())
         text = "\n".join([f"{HEAD} {VERSION}", unit.link, str(step), words, *sorted(keys)])
-        unit.link, unit.links = (
-            hashlib.sha256(text.encode()).hexdigest()[:32],
-            unit.links + 1,
-        )
+        unit.link = hashlib.sha256(text.encode()).hexdigest()[:32]
+        unit.links += 1
         record = head | {"words": words, "link": unit.link}
         if len(tables) == len(keys):
             record["tensors"] = [
@@ -178,11 +173,12 @@ class Chain:
     def describe(self) -> Message:
         """``certificate`` of the report."""
         units = self._units.values()
+        refused = [one.listed["not_certified"] for one in units]
         return {
             "links": sum(one.links for one in units),
             "last": " ".join(one.link for one in units if one.links),
-            "tensors": sum(len(one.listed[0]) for one in units),
-            "not_certified": {k: why for one in units for k, why in one.listed[1].items()},
+            "tensors": sum(len(one.listed["certified"]) for one in units),
+            "not_certified": {key: why for some in refused for key, why in some.items()},
             "ended": [one.ended for one in units if one.ended],
         }
 
@@ -196,9 +192,9 @@ def _describe_copies(classes: list[list[int]]) -> str:
 
 
 def _count_elements(key: str) -> int:
-    """The count of a tensor, whose shape ends its key."""
+    """Of a tensor, whose shape ends its key."""
     sizes = key.rpartition("[")[2].removesuffix("]").split(",")
-    return find_weights(key)[LANES] * math.prod(int(size) for size in sizes if size)
+    return math.prod(int(size) for size in sizes if size)
 
 
 class CertificateFile:

@@ -1,9 +1,8 @@
 """What ranks post about their steps, compared by rank 0. Pure: messages in, questions out.
 
-A rank posts one digest for each set of tensors that the same ranks hold. Sets are named by their
-holders and by names, dtypes and shapes of their tensors, so that only equal lists are compared.
-After a difference rank 0 asks one rank of each class for the digests of the tensors, then for those
-of blocks of the first tensor that differs, then for some blocks.
+A rank posts two words for each set of tensors that the same ranks hold, which is named by these and
+by names, dtypes and shapes of the tensors. After a difference rank 0 asks one rank of each class
+for the words of the tensors, for those of blocks of the first that differs, and for some blocks.
 
 Rank 0 holds the posts of a step until the last holder has posted: 300 kB for 1,000 ranks with 1,000
 tensors in two sets. Beyond ``HELD_POSTS`` it drops the oldest steps of a set. At most ``ASKED``
@@ -24,6 +23,7 @@ from meshplan._message_text import format_first, format_runs
 from meshplan.errors import Divergence, Elements
 from meshplan.replicas._comparison import Difference, advise, format_elements
 from meshplan.run._chain import Chain
+from meshplan.run._words import format_words
 
 HELD_POSTS = 400_000  # some 60 MB
 ASKED = 8
@@ -37,11 +37,11 @@ _Search = Generator[tuple[list[int], Message], list[Message], None]
 
 @dataclass(slots=True)
 class _TensorSet:
-    """Tensors of the same holders; these are empty until the first of them has posted."""
+    """Tensors of the same holders."""
 
-    kind: str = ""
-    ranks: tuple[int, ...] = ()
-    tensors: int = 0
+    kind: str
+    tensors: int
+    ranks: tuple[int, ...] = ()  # empty until the first of them has posted
     compared: int = 0
     pending: dict[int, dict[int, str]] = field(default_factory=dict)  # by step and rank
     posted: set[int] = field(default_factory=set)  # ranks
@@ -71,35 +71,45 @@ class Ledger:
         if "final" in message:
             self.finals[rank] = message["final"]
             self.chain.advance(self.finals.keys())
-        if "link" in message:
-            self.chain.add(rank, message["link"], self.finals.keys())
-        self.taken.setdefault(rank, {}).update(message.get("taken", {}))
+        taken = self.taken.setdefault(rank, {})
+        taken.update(message.get("taken", {}))
         questions = []
-        for post in message.get("posts", ()):
-            questions += self._add_post(rank, post)
+        if "shares" in message:
+            names = [name for post in message["shares"] for name in post.get("sets", ())]
+            steps = message["step"] - (not message["last"])
+            taken |= dict.fromkeys((str(message["unit"]), *names), steps)
+            for post in message["shares"]:
+                questions += self._add_post(rank, message["step"], post)
+            if message["link"] is not None:
+                self.chain.add(rank, message, self.finals.keys())
         if "answer" in message and message["answer"] == self._question.get("ask"):
             self._answers[rank] = message
             if None not in self._answers.values():
                 questions += self._continue([one for one in self._answers.values() if one])
         return questions
 
-    def _add_post(self, rank: int, post: Message) -> list[tuple[int, Message]]:
-        name, step = post["set"], post["step"]
-        one = self.sets.setdefault(name, _TensorSet())
-        if "ranks" in post:
-            one.kind, one.ranks, one.tensors = (
-                post["kind"],
-                tuple(post["ranks"]),
-                post["tensors"],
-            )
-        one.posted.add(rank)
-        words = one.pending.setdefault(step, {})
-        self._held += rank not in words
-        words[rank] = post["words"]
-        while self._held > HELD_POSTS and len(one.pending) > 1:
-            self._held -= len(one.pending.pop(min(one.pending)))
-        if not one.ranks or len(words) < len(one.ranks):
-            return []
+    def _add_post(self, rank: int, step: int, post: Message) -> list[tuple[int, Message]]:
+        questions = []
+        for name, ranks in post.get("sets", {}).items():
+            one = self.sets.setdefault(name, _TensorSet(post["kind"], post["tensors"]))
+            one.ranks = one.ranks or tuple(ranks)
+            one.posted.add(rank)
+            words = one.pending.setdefault(step, {})
+            self._held += rank not in words
+            words[rank] = format_words(post["words"][0])
+            while self._held > HELD_POSTS and len(one.pending) > 1:
+                self._held -= len(one.pending.pop(min(one.pending)))
+            if one.ranks and len(words) == len(one.ranks):
+                questions += self._compare(name, one, step, words)
+        return questions
+
+    def _compare(
+        self,
+        name: str,
+        one: _TensorSet,
+        step: int,
+        words: Mapping[int, str],
+    ) -> list[tuple[int, Message]]:
         # The posts of a rank come in order: no earlier step is completed any more.
         for other in [other for other in one.pending if other <= step]:
             self._held -= len(one.pending.pop(other))
@@ -139,13 +149,15 @@ class Ledger:
         rows = _find_differing([found["words"] for found in answers])
         if not rows:
             return
-        about["row"] = row = rows[0]
+        # In the optimizer's order.
+        about["row"] = row = min(rows, key=answers[0]["order"].__getitem__)
         # Ranks that differ elsewhere may agree on this tensor.
         asked_classes = zip(classes, answers, strict=False)
         words = {rank: one["words"][row] for members, one in asked_classes for rank in members}
         classes = _classes_of(words)
-        first |= {"tensor": answers[0]["names"][row], "tensors": len(rows)}
-        what, first["ranks"] = answers[0]["whats"][row], {"agree": classes}
+        what = answers[0]["keys"][row].removeprefix(f"{one.kind} ")
+        first |= {"tensor": what.rpartition(" ")[0], "tensors": len(rows)}
+        first["ranks"] = {"agree": classes}
         self._conclude(first, what, classes, ())
         asked = [next(rank for rank in members if rank in asked) for members in classes]
         answers = yield asked, about | {"what": "blocks"}
@@ -154,7 +166,7 @@ class Ledger:
         first |= {"of": answers[0]["numel"], "at_least": blocks != differing}
         answers = yield asked, about | {"what": "values", "blocks": blocks}
         pairs = zip(asked[1:], answers[1:], strict=True)
-        elements = [_compare(rank, blocks, answers[0], other) for rank, other in pairs]
+        elements = [_compare_elements(rank, blocks, answers[0], other) for rank, other in pairs]
         self._conclude(first, what, classes, tuple(elements))
         if agreed and first["cause"] == "never equal":
             first["cause"] = None
@@ -169,7 +181,10 @@ class Ledger:
         """Complete the record of the first difference by what is known now."""
         parts = tuple(map(tuple, classes))
         divergence = Divergence(first["tensor"], what, (), (), parts, (), elements)
-        ulps = max((one.max_ulps for one in elements if one.max_ulps is not None), default=None)
+        ulps = max(
+            (one.max_ulps for one in elements if one.max_ulps is not None),
+            default=None,
+        )
         lines = [f"step {first['step']}: {first['kind']} {what} differs"]
         for members in parts:
             found = next((one for one in elements if one.rank in members), None)
@@ -226,7 +241,7 @@ class Ledger:
     def find_unposted(self) -> list[str]:
         """Sets that were never compared, because their holders have other lists of tensors."""
         return [
-            f"{one.tensors or 'some'} tensors: {format_ranks(sorted(one.posted))} posted "
+            f"{one.tensors} tensors: {format_ranks(sorted(one.posted))} posted "
             f"their list, and not all of {format_ranks(one.ranks or (0,))}"
             for one in self.sets.values()
             if not one.compared and one.posted != set(one.ranks)
@@ -250,7 +265,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 def _classes_of(words: Mapping[int, str]) -> list[list[int]]:
     """Ranks by their words: the largest class first, of equally large ones that of the lowest."""
-    return sorted(group_by_value(words).values(), key=lambda members: (-len(members), members[0]))
+    return sorted(
+        group_by_value(words).values(),
+        key=lambda members: (-len(members), members[0]),
+    )
 
 
 def _find_differing(columns: list[list[str]]) -> list[int]:
@@ -259,7 +277,7 @@ def _find_differing(columns: list[list[str]]) -> list[int]:
     return [row for row, words in rows if len(set(words)) > 1]
 
 
-def _compare(rank: int, blocks: list[int], reference: Message, other: Message) -> Elements:
+def _compare_elements(rank: int, blocks: list[int], reference: Message, other: Message) -> Elements:
     """The elements of the blocks that differ on two ranks, as far as they were sent."""
     dtype, found = getattr(torch, reference["dtype"]), Difference()
     like = torch.empty(reference["shape"], dtype=dtype, device="meta")

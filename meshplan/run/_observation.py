@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import json
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,23 +30,21 @@ from torch.optim.optimizer import (
 
 from meshplan._torch import default_store
 from meshplan._uncompiled import never_compiled
-from meshplan.errors import ReplicaInputError
 from meshplan.replicas._coverage import coverage
-from meshplan.replicas._tensors import NamedTensor, collect_values, named_tensors
-from meshplan.run._certificate import Certifier, Item
+from meshplan.replicas._tensors import collect_values
+from meshplan.run import RunSettings
 from meshplan.run._chain import CertificateFile
 from meshplan.run._exchange import Exchange
 from meshplan.run._hazards import Judged
 from meshplan.run._holders import (
     ParameterTable,
-    Ranks,
     ReductionTable,
     remember_modules_and_meshes,
 )
+from meshplan.run._ledger import KINDS
 from meshplan.run._report import build, read_settings, write_file
-from meshplan.run._settings import RunSettings
+from meshplan.run._shares import Item, Shares
 from meshplan.run._signals import is_of_handler
-from meshplan.run._snapshots import Snapshots
 from meshplan.topology._locate import locate_rank
 
 _FINISH_SECONDS = 10.0
@@ -67,9 +64,8 @@ class Observation:
         self._pid = os.getpid()
         self.notes: list[str] = []
         self._parameters = ParameterTable()
-        self._snapshots = Snapshots()
         self._reductions = ReductionTable(self._parameters)
-        self.certifier: Certifier | None = None
+        self._shares = Shares(self._parameters, self._note)
         certify = settings.certify
         self._certificate = CertificateFile(certify) if certify is not None else None
         self._offsets: dict[int, int] = {}  # by unit: steps before this process
@@ -78,7 +74,6 @@ class Observation:
         # A unit is the number of an optimizer, whose parameters step together.
         self._by_optimizer: Any = weakref.WeakKeyDictionary()
         self._steps: list[int] = []  # by unit
-        self._owners: dict[str, int] = {}  # the units of sets
         self._nested: Any = weakref.WeakSet()
         self._step_times: list[float] = []  # of the first and the last step
         self._coverage = coverage()
@@ -106,16 +101,15 @@ class Observation:
         self._backend, self.rank = dist.get_backend(), dist.get_rank()
         place = locate_rank(os.environ).to_json()
         hello = {"location": place, "settings": read_settings()}
+        self._shares.rank = self.rank
         exchange = Exchange(
             self.rank,
             dist.get_world_size(),
             default_store(),
-            self._snapshots.answer,
+            self._shares.answer,
             self._write,
             self._note,
         )
-        if self.settings.certify is not None:
-            self.certifier = Certifier(self._parameters, self.rank)
         exchange.post(lambda: {"hello": hello})
         self._exchange = exchange
         exchange.start()
@@ -125,7 +119,7 @@ class Observation:
         a signal handler of the job raises meanwhile is the job's own.
         """
         if os.getpid() == self._pid and not self._ended:
-            # What a captured graph replays calls no observer, and would write into old digests.
+            # What a captured graph replays calls no observer, and would write into old words.
             cuda: Any = torch.cuda
             if cuda.is_initialized() and cuda.is_current_stream_capturing():
                 self._note("steps in a CUDA graph")
@@ -145,12 +139,12 @@ class Observation:
             self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Digest gradients."""
+        """Look at gradients."""
         if _is_nested(sys._getframe()) is False:
             self._look(optimizer, 1, ("gradient",))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step, and digest what it has written."""
+        """Count a step, and look at what it wrote."""
         nested = _is_nested(sys._getframe())
         if nested:
             self._nested.add(optimizer)
@@ -163,7 +157,7 @@ class Observation:
         self._look(optimizer, 0, ("parameter", "optimizer state", "buffer"))
 
     def _look(self, optimizer: Optimizer, ahead: int, kinds: Sequence[str]) -> None:
-        """Post what others compare, and the words for the certificate."""
+        """Post words of tensors for comparisons and links."""
         assert self._exchange is not None
         unit = self._unit_of(optimizer)
         step = self._steps[unit] + ahead
@@ -173,18 +167,20 @@ class Observation:
         if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
             self._note("steps over a later default group of other ranks")
             return
-        if whole:
-            self._exchange.post(self._read_replicas(optimizer, unit, step, kinds))
-        if self.certifier is not None:
-            items = [one for kind in kinds for one in self._list_tensors(optimizer, kind)]
+        items, number = [], None
+        if self.settings.certify is not None:
             number = step + self._find_offset(optimizer, unit)
             # Values that the script has added come before the step's tensors.
-            values = self.certifier.pop_values() if not ahead else []
-            for some, last in ((values, False), (items, not ahead)):
-                if some or last:
-                    make = self.certifier.take(unit, number, some, whole=whole, last=last)
-                    if make is not None:
-                        self._exchange.post(make)
+            items += self._shares.pop_values() if not ahead else []
+        elif not whole:
+            return
+        for kind in kinds:
+            if number is not None or kind in KINDS:
+                items += self._list_tensors(optimizer, kind)
+        last = not ahead
+        make = self._shares.take(unit, step, items, whole=whole, last=last, number=number)
+        if make is not None:
+            self._exchange.post(make)
 
     def _unit_of(self, optimizer: Optimizer) -> int:
         unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
@@ -202,59 +198,6 @@ class Observation:
             start = self._steps[unit]
             self._offsets[unit] = int(taken) - start if isinstance(taken, int | float) else 0
         return self._offsets[unit]
-
-    def _read_replicas(
-        self, optimizer: Optimizer, unit: int, step: int, kinds: Sequence[str]
-    ) -> Callable[[], dict[str, Any]]:
-        """Begin the digests of replicas; returns what waits for them."""
-        posts: list[tuple[dict[str, Any], Callable[[], str]]] = []
-        for kind in kinds:
-            for ranks, tensors in self._find_replicas(optimizer, kind).items():
-                name = self._name_set(unit, kind, ranks, tensors)
-                post: dict[str, Any] = {"set": name, "step": step}
-                if self.rank == ranks[0]:
-                    post |= {"kind": kind, "ranks": ranks, "tensors": len(tensors)}
-                posts.append((post, self._snapshots.take(name, step, tensors)))
-        taken = self._count_steps(post["set"] for post, _ in posts)
-        return lambda: {
-            "posts": [one | {"words": read()} for one, read in posts],
-            "taken": taken,
-        }
-
-    def _count_steps(self, sets: Iterable[str]) -> dict[str, int]:
-        """Steps by set; also those of an optimizer without replicas."""
-        most = max(self._steps, default=0)
-        return {"": most} | {name: self._steps[self._owners[name]] for name in sets}
-
-    def _name_set(self, unit: int, kind: str, ranks: Ranks, tensors: list[NamedTensor]) -> str:
-        """The same on all holders, and another one for each optimizer."""
-        lines = [
-            f"{kind} {ranks}",
-            *(f"{one} {list(one.local.shape)}" for one in tensors),
-        ]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
-        names = (f"{digest} {number}" for number in range(1 + len(self._steps)))
-        return next(one for one in names if self._owners.setdefault(one, unit) == unit)
-
-    def _find_replicas(self, optimizer: Optimizer, kind: str) -> dict[Ranks, list[NamedTensor]]:
-        """Tensors of one kind by the ranks that hold them."""
-        found: dict[Ranks, list[NamedTensor]] = {}
-        for item in self._list_tensors(optimizer, kind) if kind != "buffer" else ():
-            try:
-                tensors = named_tensors({item.name: item.tensor})
-            except ReplicaInputError as error:
-                self._note(f"{kind} {item.name}: {error}")
-                continue
-            for one in tensors:
-                holders = self._parameters.holders_of(item.parameter, one, self.rank)
-                for ranks in holders:
-                    found.setdefault(ranks, []).append(one)
-                if not holders and one.mesh is None and kind == "parameter":
-                    self._note(
-                        "plain parameters that neither DistributedDataParallel nor an all-reduce "
-                        "of their gradient shows to be replicas"
-                    )
-        return found
 
     def _list_tensors(self, optimizer: Optimizer, kind: str) -> Iterator[Item]:
         """Those of one kind, in the order of the optimizer's parameters."""
@@ -339,9 +282,8 @@ class Observation:
         return []
 
     def finish(self, error: BaseException | None) -> dict[str, Any] | None:
-        """End the observation of a job that has ended, by ``error`` or well, and return on rank 0
-        the final report, which is written as well; ``None`` on other ranks, in processes without a
-        process group, and in children of an observed process.
+        """End the observation of a job that has ended, by ``error`` or well. Returns the report on
+        rank 0; ``None`` on other ranks, without a process group, and in forked children.
         """
         self.call(lambda _: self._finish(error))
         return self._report if os.getpid() == self._pid else None
@@ -352,7 +294,8 @@ class Observation:
             self._note("no optimizer step was seen (compiled steps are not)")
         # What one rank cannot describe does not cost the verdict.
         final = {"notes": self.notes, "rows": self._list_reductions()}
-        taken = self._count_steps(self._owners)
+        taken = {str(unit): count for unit, count in enumerate(self._steps)}
+        taken |= {name: self._steps[unit] for name, unit in self._shares.owners.items()}
         self._exchange.post(lambda: {"final": final, "taken": taken})
         self._exchange.finish(_FINISH_SECONDS if error is None else _FAILED_SECONDS)
         self._ended = True
@@ -383,7 +326,9 @@ def observe(settings: RunSettings) -> Observation:
     atexit.register(one.abandon)
     remember_modules_and_meshes()
 
-    def hook(observer: Callable[[Observation, Optimizer], None]) -> Callable[..., None]:
+    def hook(
+        observer: Callable[[Observation, Optimizer], None],
+    ) -> Callable[..., None]:
         @never_compiled
         def observe_step(optimizer: Optimizer, *_: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -407,13 +352,8 @@ def observe(settings: RunSettings) -> Observation:
 
 def log_value(name: str, value: Tensor | float) -> None:
     """Add a value to the certificate of this process, if it has one."""
-
-    def add(one: Observation) -> None:
-        if one.certifier is not None:
-            one.certifier.add_value(str(name), value)
-
     if (one := _observation) is not None and one.settings.certify is not None:
-        one.call(add)
+        one.call(lambda one: one._shares.add_value(str(name), value))
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -85,8 +85,7 @@ def find_status(report: Report) -> int:
 def format_head(report: Report) -> str:
     found, replicas = _difference(report), report["replicas"]
     if found:
-        # Parameters of no module have no name but "parameter 3".
-        tensor = f"{found['kind']} {found['tensor'].removeprefix(found['kind'] + ' ')}"
+        tensor = f"{found['kind']} {found['tensor']}"
         return f"affected: replicas differ, first seen at step {found['step']}: {tensor}"
     if not replicas["compared"]:
         return "not shown to be affected: no replicas were compared"
@@ -133,8 +132,8 @@ def _list_findings(report: Report) -> Iterator[str]:
 def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
     classes = sorted(found["ranks"]["agree"], key=len, reverse=True)
     parts = [" against ".join(map(format_ranks, classes))]
-    if elements := _count_elements(found):
-        parts.append(f"{elements} elements")
+    if found["elements"] is not None:
+        parts.append(f"{found['elements']:,} of {found['of']:,} elements")
     if found["largest"]:
         parts.append(f"largest difference {found['largest']}")
     yield "; ".join(parts)
@@ -203,11 +202,6 @@ def _difference(report: Report) -> Any:
 
 def _list_outside(report: Report) -> list[Report]:
     return [row for row in report["reductions"] if not row["contract"]]
-
-
-def _count_elements(found: Report) -> str | None:
-    number = found["elements"]
-    return None if number is None else f"{number:,} of {found['of']:,}"
 
 
 def _count(number: int, what: str) -> str:

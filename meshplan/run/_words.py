@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -103,7 +103,8 @@ def _add_up(bits: Tensor, spans: Spans, buffer: Tensor) -> Tensor:
     digits = bits.device.type == "cpu" and rest >= 4 * _DIGITS
     columns = _multiply_keys(spans[1:], digits, bits.device)
     keys, found = _keys_of(0, *spans[0], bits.device), []
-    step = max(1, _PIECE // rest)
+    # On a GPU each piece is some launches.
+    step = max(1, (_PIECE << 5 * bits.is_cuda) // rest)
     for at in range(0, len(bits), step):
         piece = bits[at : at + step]
         rows = len(piece)
@@ -163,14 +164,45 @@ def _draw(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
 _keep_keys = lru_cache(maxsize=512)(_make_keys)
 
 
-def find_weights(text: str) -> tuple[int, int, int]:
-    """Of a tensor, from its name: those of its words, as odd int64, and that of its elements."""
+def find_weights(text: str) -> tuple[int, int]:
+    """Of the words of a tensor, from its name: odd int64."""
     found = hashlib.sha256(text.encode()).digest()
-    first, second, third = (
-        int.from_bytes(found[at : at + 8], "little", signed=True) for at in (0, 8, 16)
-    )
-    return first | 1, second | 1, third
+    first, second = (int.from_bytes(found[at : at + 8], "little", signed=True) for at in (0, 8))
+    return first | 1, second | 1
 
 
 def format_words(words: Sequence[int]) -> str:
     return "".join(f"{one % (1 << 64):016x}" for one in words)
+
+
+def land(words: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Begin to copy words of tensors to the CPU, for which nothing waits here; returns what waits
+    for it: int64 CPU tensor [tensors, 2].
+    """
+    rows: dict[torch.device, list[int]] = {}
+    for row, one in enumerate(words):
+        rows.setdefault(one.device, []).append(row)
+    parts = [(some, _land(torch.stack([words[row] for row in some]))) for some in rows.values()]
+
+    def read() -> Tensor:
+        table = torch.empty((len(words), LANES), dtype=torch.int64, device="cpu")
+        for some, wait in parts:
+            table[some] = wait()
+        return table
+
+    return read
+
+
+def _land(words: Tensor) -> Callable[[], Tensor]:
+    if words.device.type != "cuda":
+        words = words.cpu()
+        return lambda: words
+    landed = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
+    landed.copy_(words, non_blocking=True)
+    done = torch.cuda.current_stream(words.device).record_event()
+
+    def read() -> Tensor:
+        done.synchronize()
+        return landed
+
+    return read

@@ -23,24 +23,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshplan.run import RunSettings, _exchange, _holders
-from meshplan.run._certificate import Certifier
 from meshplan.run._chain import CertificateFile, Chain
 from meshplan.run._compare import compare_files
 from meshplan.run._exchange import Exchange
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
 from meshplan.run._report import write_file
+from meshplan.run._shares import Shares
 from meshplan.run._signals import is_of_handler
 from tests.test_run_verdict import report
 
 REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
-WORDS = [[0, 0]]
 
 
-def link(step: int, unit: int = 0, **changes: Any) -> dict[str, Any]:
+def share(name: str, count: int | None = 0, **about: Any) -> dict[str, Any]:
+    return {"name": name, "count": count, "words": [[0, 0]]} | about
+
+
+def link(step: int, unit: int = 0, idle: bool = False, shares: Any = None) -> dict[str, Any]:
     """What a rank posts for a step of one empty tensor, which only rank 0 holds."""
-    own = {"declared": {"a b": [0, ["parameter w float32[0]"]]}, "words": {"a b": WORDS}}
-    return {"unit": unit, "step": step, "last": True, "idle": False, "left": {}} | own | changes
+    shares = [share("a b", keys=["parameter w float32[0]"])] if shares is None else shares
+    head = {"unit": unit, "link": step, "last": True, "idle": idle, "left": {}}
+    return head | {"shares": shares}
 
 
 def test_signal_handler_may_reduce_while_a_reduction_is_noted() -> None:
@@ -136,7 +140,7 @@ def test_tensors_that_the_first_replica_lacks_are_listed() -> None:
     """As states of ZeroRedundancyOptimizer: each rank has some, and the first posts for all."""
     chain = Chain(2)
     chain.add(0, link(1), set())
-    chain.add(1, link(1, declared={"c d": [0, []]}, words={}), set())
+    chain.add(1, link(1, shares=[share("c d", None, keys=[])]), set())
     found = chain.describe()
     assert found["links"] == 1
     assert list(found["not_certified"].values()) == [
@@ -147,8 +151,8 @@ def test_tensors_that_the_first_replica_lacks_are_listed() -> None:
 def test_later_steps_of_a_rank_change_no_earlier_link() -> None:
     chain = Chain(2)
     chain.add(0, link(1), set())
-    chain.add(0, link(2, declared={"a b": [1, []], "c d": [0, []]}), set())
-    chain.add(1, link(1, declared={}, words={}), set())
+    chain.add(0, link(2, shares=[share("a b", 1), share("c d", None, keys=[])]), set())
+    chain.add(1, link(1, shares=[]), set())
     found = chain.describe()
     assert (found["links"], found["not_certified"]) == (1, {})
 
@@ -156,25 +160,25 @@ def test_later_steps_of_a_rank_change_no_earlier_link() -> None:
 def test_idle_rank_that_posts_again_ends_no_chain() -> None:
     chain = Chain(2)
     for step in (1, 3):
-        chain.add(1, link(step, declared={}, words={}, idle=step == 1), set())
+        chain.add(1, link(step, idle=step == 1, shares=[]), set())
     for step in (1, 2, 3):
         chain.add(0, link(step), set())
     assert chain.describe()["links"] == 3
 
 
 def test_values_without_a_step_are_bounded() -> None:
-    certifier = Certifier(ParameterTable(), 0)
+    shares = Shares(ParameterTable(), print)
     for number in range(5000):
-        certifier.add_value("loss", torch.tensor(number))
-    assert len(certifier.pop_values()) <= 1000
-    assert certifier._left
+        shares.add_value("loss", torch.tensor(number))
+    assert len(shares.pop_values()) <= 1000
+    assert shares._left
 
 
 def test_value_of_a_number_is_on_the_cpu() -> None:
-    certifier = Certifier(ParameterTable(), 0)
+    shares = Shares(ParameterTable(), print)
     with torch.device("meta"):
-        certifier.add_value("loss", 1.0)
-    (value,) = certifier.pop_values()
+        shares.add_value("loss", 1.0)
+    (value,) = shares.pop_values()
     assert value.tensor.device.type == "cpu"
 
 

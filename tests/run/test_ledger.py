@@ -6,16 +6,16 @@ import json
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshplan.replicas._tensors import NamedTensor
-from meshplan.run import _ledger, _snapshots
+from meshplan.run import _ledger, _shares
 from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
-from meshplan.run._snapshots import Snapshots
+from meshplan.run._shares import Item, Shares
 from meshplan.testing import order_sensitive
 from tests.run.observing import flip
 
@@ -29,23 +29,24 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.ledger = Ledger(world_size)
         self.ranks = tuple(range(world_size))
-        self.snapshots = [Snapshots() for _ in self.ranks]
+        table = mock.Mock(holders_of=lambda *_: {self.ranks})
+        self.shares = [Shares(table, print) for _ in self.ranks]
+        for rank, one in enumerate(self.shares):
+            one.rank = rank
         self.sent = 0
 
     def post(
         self, rank: int, step: int, tensors: dict[str, Tensor], kind: str = "parameter"
     ) -> Any:
-        named = [NamedTensor(name, one, tuple(one.shape)) for name, one in tensors.items()]
-        words = self.snapshots[rank].take(f"the {kind}s", step, named)()
-        post = {"set": f"the {kind}s", "step": step, "words": words, "kind": kind}
-        if rank == 0:
-            post |= {"ranks": list(self.ranks), "tensors": len(named)}
-        return {"posts": [post], "taken": {f"the {kind}s": step}}
+        items = [Item(kind, name, one, one) for name, one in tensors.items()]
+        about: Any = {"whole": True, "last": kind != "gradient", "number": None}
+        make: Any = self.shares[rank].take(0, step, items, **about)
+        return make()
 
     def deliver(self, rank: int, message: Any) -> None:
         self.sent += len(json.dumps(message))
         for asked, question in self.ledger.add(rank, json.loads(json.dumps(message))):
-            self.deliver(asked, self.snapshots[asked].answer(json.loads(json.dumps(question))))
+            self.deliver(asked, self.shares[asked].answer(json.loads(json.dumps(question))))
 
     def step(self, step: int, change: Change | None = None, kind: str = "parameter") -> None:
         """A step of all ranks, whose tensors ``change`` may change on a rank."""
@@ -80,6 +81,7 @@ def test_a_flipped_bit_is_located_in_every_order_of_arrival(seed: int) -> None:
             if rank == 3 and step >= 2:
                 flip(tensors["weight"], 12_345)
                 flip(tensors["bias"], 1, 3)
+                tensors = dict(reversed(tensors.items()))  # in the order of its optimizer
             messages.append((rank, found.post(rank, step, tensors)))
     chosen = random.Random(seed)
     # Messages of one rank keep their order.
@@ -141,10 +143,10 @@ def test_a_rank_that_steps_less_often_is_not_waited_for(monkeypatch: pytest.Monk
         for rank in found.ranks:
             if rank != 1 or step < 4:
                 found.deliver(rank, found.post(rank, step, values(step)))
-    held = found.ledger.sets["the parameters"].pending
-    assert list(held) == [8, 9, 10, 11]
+    ((name, one),) = found.ledger.sets.items()
+    assert list(one.pending) == [8, 9, 10, 11]
     for rank in found.ranks:
-        taken = {"the parameters": 3 if rank == 1 else 11}
+        taken = {name: 3 if rank == 1 else 11}
         found.deliver(rank, FINAL | {"taken": taken})
     steps = found.ledger.describe_steps()
     assert (steps["compared"], steps["not_compared"]) == (3, 8)
@@ -166,11 +168,8 @@ def test_rank_that_vanished_keeps_no_rank_waiting() -> None:
 def test_rank_with_another_list_of_tensors_took_no_other_number_of_steps() -> None:
     found = Ranks(2)
     for rank in found.ranks:
-        post = found.post(rank, 1, values())
-        if rank == 1:
-            post["posts"][0]["set"] = "in another order"
-            post["taken"] = {"in another order": 1}
-        found.deliver(rank, post | FINAL | {"taken": post["taken"] | {"": 1}})
+        tensors = values() if rank == 0 else values() | {"more": torch.ones(2)}
+        found.deliver(rank, found.post(rank, 1, tensors) | FINAL)
     assert found.ledger.describe_steps()["unequal"] == []
     assert found.ledger.find_unposted()
 
@@ -194,7 +193,7 @@ def test_ranks_that_were_not_heard_to_the_end_are_named() -> None:
 
 
 def test_tensors_that_are_gone_are_named_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_snapshots, "COPIED_BYTES", 0)
+    monkeypatch.setattr(_shares, "COPIED_BYTES", 0)
     found = Ranks(2)
     found.step(1, lambda tensors, rank: flip(tensors["bias"], 2, rank))
     assert (found.first["tensor"], found.first["elements"]) == ("bias", None)
@@ -204,23 +203,18 @@ def test_tensors_that_are_gone_are_named_without_elements(monkeypatch: pytest.Mo
 
 
 def test_messages_of_1000_ranks_with_1000_tensors_are_bounded() -> None:
-    """The digests of a step do not grow with the tensors, and a difference asks 8 ranks."""
+    """The words of a step do not grow with the tensors, and a difference asks 8 ranks."""
     found = Ranks(1000)
     tensors = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(1000)}
-    words = Snapshots()
-    named = [NamedTensor(name, one, (2,)) for name, one in tensors.items()]
-    same = words.take("the parameters", 1, named)()
-    posts = {"set": "the parameters", "kind": "parameter", "ranks": list(found.ranks)}
+    same = found.post(0, 1, tensors)
+    (share,) = same["shares"]
+    others = same | {"shares": [share | {"sets": dict.fromkeys(share["sets"], ())}]}
     for step in (1, 2):
         for rank in found.ranks[:-1]:
-            post = posts | {"step": step, "words": same, "tensors": 1000}
-            post = post if rank == 0 else {key: post[key] for key in ("set", "step", "words")}
-            found.deliver(rank, {"posts": [post], "taken": {}})
-    # Nothing but the digests of the last steps is held, until the last rank posts.
+            found.deliver(rank, (others if rank else same) | {"step": step})
+    # Nothing but the words of the last steps is held, until the last rank posts.
     assert found.sent < 2 * 1000 * 300
     found.sent = 0
-    for rank in (0, 999):
-        found.snapshots[rank] = words if rank == 0 else found.snapshots[rank]
     flip(tensors["layers.500.weight"], 1)
     found.deliver(999, found.post(999, 1, tensors))
     assert found.first["ranks"]["agree"] == [list(range(999)), [999]]

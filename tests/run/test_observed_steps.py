@@ -183,7 +183,7 @@ def test_settings_that_torch_refuses_to_read_are_named_so() -> None:
 def test_a_failing_observer_is_noted_and_never_raises() -> None:
     def job(rank: int, found: Observation) -> None:
         model, optimizer = make_model()
-        found._snapshots.take = None  # type: ignore[method-assign,assignment]
+        found._shares.take = None  # type: ignore[method-assign,assignment]
         take_step(model, optimizer)
 
     (note,) = observe_ranks(job)[1]["not_observed"]
