@@ -9,6 +9,7 @@ the words of each tensor too. Without a known replica tensors are copies, which 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import itertools
 import math
@@ -26,6 +27,7 @@ from meshplan._bits import bytes_of, flatten
 from meshplan._dtypes import name_of
 from meshplan._torch import disable_current_modes, local_tensor_of
 from meshplan.errors import ReplicaInputError
+from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run._holders import ParameterTable, Ranks, layout_of
 from meshplan.run._ledger import KINDS, Message
@@ -327,11 +329,21 @@ class Shares:
         if one.mesh is None:
             return max(holders, key=len, default=(self.rank,)), holders, whole
         layout = layout_of(one.mesh)
-        coordinate = layout.coordinate(self.rank) or ()
-        spans = find_spans(one.shape, layout.sizes, coordinate, one.placements)
+        places = _find_places(layout, self.rank)
+        spans = find_spans(one.shape, layout.sizes, places, one.placements)
         if spans is None or one.local.shape != tuple(b - a for a, b in spans):
             return (), holders, whole
         return tuple(sorted(layout.ranks)), holders, spans
+
+
+@functools.lru_cache(maxsize=64)
+def _find_places(layout: Layout, rank: int) -> tuple[int, ...]:
+    """In the group along each axis, whose ranks torch sorts: where FSDP2 and gathers of torch put
+    shards, whatever the coordinates of the ranks.
+    """
+    axes = range(len(layout.sizes))
+    groups = (layout.group_of(rank, axis) for axis in axes)
+    return tuple(sorted(one or ()).index(rank) for one in groups)
 
 
 def _hash(text: str) -> str:

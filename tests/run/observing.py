@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -13,6 +18,8 @@ from torch.optim import SGD, Optimizer
 from meshplan.run import RunSettings
 from meshplan.run._observation import Observation, observe
 from tests.processes import run_ranks
+
+JOBS = Path(__file__).parents[1] / "jobs"
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -66,3 +73,16 @@ def take_step(model: nn.Module, optimizer: Any) -> None:
     backward(model)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def run_script(name: str) -> None:
+    """A job of ``tests/jobs``, in the group of a test's ranks."""
+    path = JOBS / f"{name}.py"
+    with (
+        mock.patch.object(sys, "argv", [str(path)]),
+        mock.patch.object(sys, "path", [str(JOBS), *sys.path]),
+        # The ranks of a test have a group, and leave it together.
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(str(path))["main"]()

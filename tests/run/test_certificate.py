@@ -28,7 +28,7 @@ from meshplan.elastic import GradientAccumulator
 from meshplan.errors import ReplicaInputError
 from meshplan.run._compare import compare_files
 from meshplan.run._words import find_spans, find_words
-from meshplan.testing import nccl_model, order_sensitive
+from meshplan.testing import order_sensitive
 from tests.cli import meshplan as command
 from tests.processes import arrive, run_ranks, wait_for
 from tests.run.observing import flip, observe_ranks, observed
@@ -261,26 +261,6 @@ def test_a_flipped_bit_without_a_replica_is_found_by_compare(
     links = [read(path) for path in paths]
     assert [one["words"] for one in links[0][:2]] == [one["words"] for one in links[1][:2]]
     assert ["tensors" in one for one in links[0]] == [settings == "every=1"] * 3 + [True]
-
-
-def train_over_nccl(kind: str, domain: int) -> None:
-    nccl_model.configure(domain_size=domain, algorithm="tree")
-    train(kind)
-
-
-def test_other_hosts_of_a_modelled_nccl_have_another_chain(tmp_path: Path) -> None:
-    nccl_model.register()
-    for backend in ("nccl_model", "meshplan"):
-        paths = [str(tmp_path / f"{backend}{domain}") for domain in (1, 3)]
-        for domain, path in zip((1, 3), paths, strict=True):
-            certify(Path(path), "ddp", 4, job=train_over_nccl, domain=domain, backend=backend)
-        text, status = compare_files(*paths)
-        if backend == "meshplan":
-            assert status == 0, text
-        else:
-            assert status == 1
-            assert "differ: first at step 1: " in text
-            assert "parameter weights.0 float32[7,11]" in text
 
 
 def train_experts(kind: str) -> None:

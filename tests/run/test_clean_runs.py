@@ -5,8 +5,6 @@ Each job runs five times, with three seeds. Jobs of `tests/jobs` run here in for
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,11 +20,10 @@ from torch.optim import SGD, AdamW
 
 import meshplan
 from meshplan.run._compare import compare_files
-from tests.run.observing import observe_ranks
+from tests.run.observing import observe_ranks, run_script
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-JOBS = Path(__file__).parents[1] / "jobs"
 SETTINGS = (
     "every=1",
     "first=1 every=2",
@@ -81,18 +78,6 @@ def step_alone() -> None:
         steps.step()
         steps.zero_grad()
         more.zero_grad()
-
-
-def run_script(name: str) -> None:
-    path = JOBS / f"{name}.py"
-    with (
-        mock.patch.object(sys, "argv", [str(path)]),
-        mock.patch.object(sys, "path", [str(JOBS), *sys.path]),
-        # The ranks of a test have a group, and leave it together.
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
-        runpy.run_path(str(path))["main"]()
 
 
 # Parameters of both stages have the same names, and no mesh shows the shards of FSDP1.
