@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan._bits import bytes_of
 from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
-from tests.run.observing import flip, local_of, observe_ranks, observed
+from tests.run.observing import flip, local_of, make_model, observe_ranks, observed, take_step
 
 pytestmark = pytest.mark.processes
 STEPS = 6
@@ -167,3 +170,75 @@ def test_a_killed_job_leaves_a_report(tmp_path: Path) -> None:
     assert report["state"] == "running"
     assert report["replicas"]["first_difference"]["tensor"] == "2.weight"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def read_taken(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+    return json.loads(text).get("steps", {}).get("taken")
+
+
+def wait_until_taken(path: Path, steps: dict[str, int]) -> None:
+    deadline = time.monotonic() + 200
+    while read_taken(path) != steps and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_half(file: Path, text: str, encoding: str) -> None:
+    """In the place of ``Path.write_text``: killed in the report of the second step."""
+    is_second = sum(json.loads(text)["steps"]["taken"].values()) > 2
+    file.write_bytes(text.encode(encoding)[: len(text) // 2 if is_second else None])
+    if is_second:
+        die()
+
+
+@pytest.mark.parametrize(
+    ("point", "taken"),
+    [
+        ("start", {"0": 0, "1": 0}),
+        ("write", {"0": 1, "1": 1}),
+        ("collective", {"0": 1, "1": 2}),
+    ],
+)
+def test_a_job_killed_at_any_point_leaves_a_readable_report(
+    point: str, taken: dict[str, int], tmp_path: Path
+) -> None:
+    """Before the first step, in the middle of a write, and while the main thread is blocked."""
+    path = tmp_path / "run.json"
+
+    def run_first() -> None:
+        observed(f"report={path} first=9")
+        if point == "start":
+            wait_until_taken(path, taken)
+            die()
+        model, optimizer = make_model()
+        take_step(model, optimizer)
+        wait_until_taken(path, {"0": 1, "1": 1})
+        if point == "write":
+            with mock.patch.object(Path, "write_text", write_half):
+                take_step(model, optimizer)
+                time.sleep(200)
+        threading.Thread(target=lambda: (wait_until_taken(path, taken), die())).start()
+        arrive("blocked")
+        dist.all_reduce(torch.ones(1))
+
+    def run(rank: int) -> None:
+        if rank == 0:
+            run_first()
+        observed(f"report={path} first=9")
+        model, optimizer = make_model()
+        take_step(model, optimizer)
+        if point == "write":
+            take_step(model, optimizer)
+        else:
+            wait_for("blocked", 1)
+            optimizer.step()
+        dist.recv(torch.ones(1), 0)  # until it has died
+
+    with pytest.raises((AssertionError, EOFError)):
+        run_ranks(run, 2)
+    assert json.loads(path.read_text(encoding="utf-8"))["state"] == "running"
+    assert read_taken(path) == taken
