@@ -13,7 +13,6 @@ network namespaces with a network between them, or two agents on loopback where 
 allowed.
 
     python -m benchmarks.backend
-    python -m benchmarks.backend --mesh 1,2,1 [--hosts 2]
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import argparse
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -33,9 +31,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.record import Bar, Case, at_most
-from benchmarks.script import Suite, row_of, run
-from benchmarks.timing import on_ranks, slowest
-from benchmarks.training import example, on_hosts, options_of, say, stepper
+from benchmarks.script import Suite, run
+from benchmarks.timing import on_ranks, say_cases, slowest
+from benchmarks.training import example, on_hosts_of_mesh, options_of, stepper
 
 BACKENDS = ("gloo", "meshplan")
 # A message's bytes; the ranks on one host.
@@ -176,23 +174,18 @@ def measure_step(options: argparse.Namespace, hosts: int) -> Iterator[Case]:
     )
 
 
-def one(hosts: int, mesh: str, smoke: bool = False) -> Iterator[Case]:
-    """One training job, started here."""
-    if hosts > 1:
-        yield from on_hosts("backend", hosts, mesh)
-        return
-    options = options_of(mesh, smoke)
-    yield from on_ranks(math.prod(options.sizes), measure_step, options, hosts)
-
-
 def cases(smoke: bool) -> Iterator[Case]:
     """One job after the other."""
     for world_size in WORLD_SIZES[:1] if smoke else WORLD_SIZES:
         yield from on_ranks(world_size, measure_small, smoke)
     for world_size, *model in DDP_JOBS[:1] if smoke else DDP_JOBS:
         yield from on_ranks(world_size, measure_ddp, *model, smoke)
-    for job in STEP_JOBS[:1] if smoke else STEP_JOBS:
-        yield from one(*job, smoke)
+    for hosts, mesh in STEP_JOBS[:1] if smoke else STEP_JOBS:
+        if hosts > 1:
+            yield from on_hosts_of_mesh(__file__, hosts, mesh)
+        else:
+            options = options_of(mesh, smoke)
+            yield from on_ranks(math.prod(options.sizes), measure_step, options, hosts)
 
 
 def total(smoke: bool) -> int:
@@ -213,24 +206,15 @@ SUITE = Suite(
 
 
 def main() -> None:
-    """The whole suite, or one training job."""
-    if not any(word in sys.argv for word in ("--mesh", "--hosts")):
+    """The whole suite; or, under torchrun, the ranks of one training job."""
+    if "RANK" not in os.environ:
         run(SUITE)
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="1,2,1", help="axis sizes: ddp,fsdp,tp")
     parser.add_argument("--hosts", type=int, default=1)
     asked = parser.parse_args()
-    if "RANK" not in os.environ:
-        for case in one(asked.hosts, asked.mesh):
-            print(row_of(case))
-        return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in measure_step(options_of(asked.mesh), asked.hosts):
-        if dist.get_rank() == 0:
-            say(case)
-    dist.destroy_process_group()
+    say_cases(measure_step(options_of(asked.mesh), asked.hosts))
 
 
 if __name__ == "__main__":

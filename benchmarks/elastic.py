@@ -10,11 +10,9 @@ rounds, at most, and the gradients of the round that comes next, in copies of it
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,10 +25,8 @@ from benchmarks.memory import status
 from benchmarks.record import Case, Figures, at_most
 from benchmarks.script import Suite, run
 from benchmarks.timing import in_turn, on_ranks, slowest
+from benchmarks.training import example
 from meshplan.elastic import GradientAccumulator
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from train_hsdp_tp import ByteTransformer
 
 ROUNDS = 4
 # Axis sizes, the width of the model, and steps.
@@ -42,7 +38,7 @@ MEMORY_ROUNDS = (2, 4, 16)
 def build(mesh: DeviceMesh, width: int) -> nn.Module:
     """The sharded model."""
     torch.manual_seed(0)
-    model = ByteTransformer(width, 4)
+    model = example.ByteTransformer(width, 4)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     return model

@@ -18,9 +18,7 @@ the exchange, that is a bar; ``auto`` has a bar of 1.1 of each other path everyw
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.record import Bar, Case, Figures, at_most
-from benchmarks.scaling import SAYS, on_hosts, problem_of
+from benchmarks.scaling import problem_of
 from benchmarks.script import Suite, run
-from benchmarks.timing import in_blocks, slowest
+from benchmarks.timing import in_blocks, on_hosts, say_cases, slowest
 from meshplan import Layout
 from meshplan.cli._links_run import time_exchanges
 from meshplan.execute import BoundReduction, Purpose, StepGroups
@@ -142,7 +140,7 @@ def measure(sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
 def cases(smoke: bool) -> Iterator[Case]:
     """Jobs of some ranks on each host."""
     for each, rate in SMOKE_JOBS if smoke else JOBS:
-        yield from on_hosts(__file__, HOSTS, each, rate, ["--smoke"] * smoke)
+        yield from on_hosts(__file__, [each] * HOSTS, ["--smoke"] * smoke, rate)
 
 
 def total(smoke: bool) -> int:
@@ -166,13 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in measure(SMOKE_SIZES if options.smoke else SIZES):
-        if dist.get_rank() == 0:
-            sys.stdout.write(SAYS + json.dumps(case.to_json()) + "\n")
-            sys.stdout.flush()
-    dist.destroy_process_group()
+    say_cases(measure(SMOKE_SIZES if options.smoke else SIZES))
 
 
 if __name__ == "__main__":

@@ -4,32 +4,19 @@ The read is ``torch.sum`` over the tensor as int64, which does one addition for 
 read take turns. A tensor is larger than the caches.
 
     python -m benchmarks.replicas
-
-Or: flip one bit in one element of one rank, and see it found. All ranks have a model of so many
-float32 elements (8 ranks of 100 million need 3.2 GB), in tensors of different sizes.
-
-    python -m benchmarks.replicas --flip 100000000 [--world-size 8]
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.record import Case, Figures, at_most
 from benchmarks.script import Suite, run
-from benchmarks.timing import in_turn, on_ranks
+from benchmarks.timing import in_turn
 from meshplan import kernel
-from meshplan.errors import ReplicaDivergenceError
 from meshplan.kernel import digest_table
-from meshplan.replicas import verify_replicas
 
 BYTES = 256 << 20
 
@@ -66,29 +53,6 @@ def cases(smoke: bool) -> Iterator[Case]:
     yield measure(f"{len(parameters)} parameters, float32", parameters, rounds)
 
 
-def flipped(numel: int) -> Iterator[str]:
-    """The search for one bit, on every rank of a job."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ddp", "fsdp"))
-    torch.manual_seed(0)
-    sizes = [numel // 2, numel // 4, numel // 8]
-    sizes.append(numel - sum(sizes))
-    model = nn.ParameterList(nn.Parameter(torch.rand(size)) for size in sizes)
-    dist.barrier()
-    for _ in range(3):
-        yield str(verify_replicas(model, mesh))
-    if rank == world_size - 3:
-        with torch.no_grad():
-            model[1].view(torch.int32)[numel // 5] ^= 1
-    dist.barrier()
-    started = time.perf_counter()
-    try:
-        verify_replicas(model, mesh, step=100)
-    except ReplicaDivergenceError as error:
-        yield str(error)
-    yield f"found and named in {time.perf_counter() - started:.2f} s"
-
-
 def why_not() -> str | None:
     """Without a compiled library the digest is torch's, and the bar is not for it."""
     return None if kernel.available() else str(kernel.why_not())
@@ -97,12 +61,4 @@ def why_not() -> str | None:
 SUITE = Suite(__doc__ or "", cases, lambda smoke: 3, why_not)
 
 if __name__ == "__main__":
-    if "--flip" in sys.argv:
-        parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-        parser.add_argument("--flip", type=int, metavar="ELEMENTS", required=True)
-        parser.add_argument("--world-size", type=int, default=8)
-        options = parser.parse_args()
-        for text in on_ranks(options.world_size, flipped, options.flip):
-            print(text)
-    else:
-        run(SUITE)
+    run(SUITE)

@@ -11,13 +11,10 @@ allowed. Predictions for GPUs are compared with published times in tests/test_ca
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -29,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial
 import meshplan
 from benchmarks.record import Case, Figures, at_most
 from benchmarks.script import Suite, run
-from benchmarks.timing import in_blocks, on_ranks, slowest
+from benchmarks.timing import in_blocks, on_hosts, on_ranks, say_cases, slowest
 from meshplan import Layout
 from meshplan.cli._links_run import time_exchanges
 from meshplan.flatten import discover
@@ -44,7 +41,6 @@ SMOKE_JOBS = ((1, 2, 0),)
 # Elements, and calls that count.
 SIZES = ((1 << 14, 21), (1 << 18, 21), (1 << 22, 6))
 SMOKE_SIZES = ((1 << 10, 2),)
-SAYS = "benchmark: "
 
 
 def problem_of(layout: Layout, numel: int, topology: Topology) -> Problem:
@@ -124,31 +120,11 @@ def measure(hosts: int, sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     )
 
 
-def on_hosts(file: str, hosts: int, each: int, rate: int, words: Sequence[str]) -> Iterator[Case]:
-    """Cases of the script ``file``, on hosts between which there are so many megabits a second."""
-    from tests.multinode.cluster import cluster
-    from tests.multinode.launch import job
-
-    script = str(Path(file).resolve().with_suffix(""))
-    with cluster(hosts) as found:
-        for host in found.hosts:
-            if host.namespaces is not None:
-                limit = ("rate", f"{rate}mbit", "burst", "64kb", "latency", "400ms")
-                host.namespaces.run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
-        with job(found, script, [each] * hosts, arguments=list(words)) as started:
-            codes = started.wait(900)
-            if any(codes):
-                raise RuntimeError(f"exit codes {codes}\n{started.tails()}")
-            for line in started.output(0).splitlines():
-                if line.startswith(SAYS):
-                    yield Case.from_json(json.loads(line.removeprefix(SAYS)))
-
-
 def cases(smoke: bool) -> Iterator[Case]:
     """What was predicted and measured, in each job."""
     for hosts, each, rate in SMOKE_JOBS if smoke else JOBS:
         if hosts > 1:
-            yield from on_hosts(__file__, hosts, each, rate, ["--hosts", str(hosts)])
+            yield from on_hosts(__file__, [each] * hosts, ["--hosts", str(hosts)], rate)
         elif smoke:
             yield from on_ranks(each, measure, hosts, SMOKE_SIZES)
         else:
@@ -174,13 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hosts", type=int, required=True)
     asked = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in measure(asked.hosts, SIZES):
-        if dist.get_rank() == 0:
-            sys.stdout.write(SAYS + json.dumps(case.to_json()) + "\n")
-            sys.stdout.flush()
-    dist.destroy_process_group()
+    say_cases(measure(asked.hosts, SIZES))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""What is compared takes turns in one process, and a call is as slow as its slowest rank."""
+"""Compared calls take turns, a call is as slow as its slowest rank, and jobs have hosts."""
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.record import Figures
+from benchmarks.record import Case, Figures
 
 _TIMEOUT = 600.0
 # Seconds. On two cores, two ranks share one for up to 15 ms.
 _SETTLED = 0.03
+_SAYS = "benchmark: "
 
 
 def seconds(
@@ -169,4 +173,39 @@ def _rank(
         if rank == 0:
             sender.send(found)
     dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_hosts(
+    file: str, ranks: Sequence[int], words: Sequence[str], rate: int = 0
+) -> Iterator[Case]:
+    """The cases that a script passes to ``say_cases``, on hosts with so many ranks each and, where
+    they are namespaces, ``rate`` megabits a second between them; 0: no limit.
+    """
+    from tests.multinode.cluster import cluster
+    from tests.multinode.launch import job
+
+    script = str(Path(file).resolve().with_suffix(""))
+    with cluster(len(ranks)) as found:
+        for host in found.hosts if rate else ():
+            if host.namespaces is not None:
+                limit = ("rate", f"{rate}mbit", "burst", "64kb", "latency", "400ms")
+                host.namespaces.run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        with job(found, script, ranks, arguments=words) as started:
+            codes = started.wait(900)
+            if any(codes):
+                raise RuntimeError(f"exit codes {codes}\n{started.tails()}")
+            for line in started.output(0).splitlines():
+                if line.startswith(_SAYS):
+                    yield Case.from_json(json.loads(line.removeprefix(_SAYS)))
+
+
+def say_cases(cases: Iterator[Case]) -> None:
+    """Measure cases on a rank that torchrun has started, and print them for ``on_hosts``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        if dist.get_rank() == 0:
+            sys.stdout.write(_SAYS + json.dumps(case.to_json()) + "\n")
+            sys.stdout.flush()
     dist.destroy_process_group()

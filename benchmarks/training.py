@@ -11,7 +11,6 @@ Several hosts are network namespaces with a network between them, or two agents 
 namespaces are not allowed.
 
     python -m benchmarks.training
-    python -m benchmarks.training --mesh 2,2,1 --path auto [--hosts 2]
 
 Under torchrun, on one or several hosts, the processes that it has started are used.
 """
@@ -19,12 +18,11 @@ Under torchrun, on one or several hosts, the processes that it has started are u
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshplan
 from benchmarks.record import Case, at_most
-from benchmarks.script import Suite, row_of, run
-from benchmarks.timing import in_turn, on_ranks, slowest
+from benchmarks.script import Suite, run
+from benchmarks.timing import in_turn, on_hosts, on_ranks, say_cases, slowest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_hsdp_tp as example
@@ -52,7 +50,6 @@ JOBS = (
     (2, "1,2,2", "exchange"),
 )
 SMOKE_JOBS = ((1, "1,2,1", "auto"),)
-_SAYS = "benchmark: "
 
 
 def options_of(mesh: str, smoke: bool = False) -> argparse.Namespace:
@@ -125,74 +122,37 @@ def measure(options: argparse.Namespace, path: Any, hosts: int) -> Iterator[Case
     )
 
 
-def on_hosts(script: str, hosts: int, mesh: str, arguments: Sequence[str] = ()) -> Iterator[Case]:
-    """The cases of a script on several hosts, with as equal numbers of ranks as can be.
-
-    Args:
-        script: a module of this folder; it calls ``say`` with each case on rank 0.
-        hosts: how many.
-        mesh: axis sizes, whose product is the number of ranks.
-        arguments: of the script, besides mesh and hosts.
-    """
-    from tests.multinode.cluster import cluster
-    from tests.multinode.launch import job
-
+def on_hosts_of_mesh(file: str, hosts: int, mesh: str, *words: str) -> Iterator[Case]:
+    """The cases of a script, with as equal numbers of ranks on each host as can be."""
     ranks = math.prod(int(size) for size in mesh.split(","))
-    each = tuple(ranks // hosts + (host < ranks % hosts) for host in range(hosts))
-    path = str(Path(__file__).resolve().with_name(script))
-    words = ["--mesh", mesh, "--hosts", str(hosts), *arguments]
-    with cluster(hosts) as found, job(found, path, each, arguments=words) as started:
-        codes = started.wait(600)
-        if any(codes):
-            raise RuntimeError(f"exit codes {codes}\n{started.tails()}")
-        for line in started.output(0).splitlines():
-            if line.startswith(_SAYS):
-                yield Case.from_json(json.loads(line.removeprefix(_SAYS)))
-
-
-def say(case: Case) -> None:
-    """Print a case for ``on_hosts``."""
-    print(_SAYS + json.dumps(case.to_json()), flush=True)
-
-
-def one(hosts: int, mesh: str, path: str, smoke: bool = False) -> Iterator[Case]:
-    """One job, started here."""
-    if hosts > 1:
-        yield from on_hosts("training", hosts, mesh, ["--path", path])
-        return
-    options = options_of(mesh, smoke)
-    yield from on_ranks(math.prod(options.sizes), measure, options, path, 1)
+    each = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
+    return on_hosts(file, each, ["--mesh", mesh, "--hosts", str(hosts), *words])
 
 
 def cases(smoke: bool) -> Iterator[Case]:
     """One job after the other."""
-    for job in SMOKE_JOBS if smoke else JOBS:
-        yield from one(*job, smoke)
+    for hosts, mesh, path in SMOKE_JOBS if smoke else JOBS:
+        if hosts > 1:
+            yield from on_hosts_of_mesh(__file__, hosts, mesh, "--path", path)
+        else:
+            options = options_of(mesh, smoke)
+            yield from on_ranks(math.prod(options.sizes), measure, options, path, 1)
 
 
 SUITE = Suite(__doc__ or "", cases, lambda smoke: len(SMOKE_JOBS if smoke else JOBS))
 
 
 def main() -> None:
-    """The whole suite, or the job that is asked for."""
-    if not any(word in sys.argv for word in ("--mesh", "--path", "--hosts")):
+    """The whole suite; or, under torchrun, the ranks of one job."""
+    if "RANK" not in os.environ:
         run(SUITE)
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="1,2,1", help="axis sizes: ddp,fsdp,tp")
     parser.add_argument("--path", choices=tuple(BARS), default="auto")
     parser.add_argument("--hosts", type=int, default=1)
     asked = parser.parse_args()
-    if "RANK" not in os.environ:
-        for case in one(asked.hosts, asked.mesh, asked.path):
-            print(row_of(case))
-        return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in measure(options_of(asked.mesh), asked.path, asked.hosts):
-        if dist.get_rank() == 0:
-            say(case)
-    dist.destroy_process_group()
+    say_cases(measure(options_of(asked.mesh), asked.path, asked.hosts))
 
 
 if __name__ == "__main__":
