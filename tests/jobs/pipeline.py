@@ -4,33 +4,30 @@ import torch
 import torch.distributed as dist
 from digests import print_digest
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 
 def main():
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    stage, replica = divmod(rank, 2)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(stage)
-    model = DDP(nn.Linear(8, 8), process_group=groups[stage])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number = mesh.get_local_rank("pp")
+    torch.manual_seed(number)
+    model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    torch.manual_seed(100 + rank)
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    torch.manual_seed(100 + dist.get_rank())
     for _ in range(6):
-        if stage == 0:
-            output = model(torch.randn(4, 8))
-            dist.send(output.detach(), replica + 2)
-            gradient = torch.empty_like(output)
-            dist.recv(gradient, replica + 2)
-            output.backward(gradient)
+        batch = torch.randn(4, 8)
+        if number == 0:
+            schedule.step(batch)
         else:
-            received = torch.empty(4, 8)
-            dist.recv(received, replica)
-            received.requires_grad_()
-            model(received).square().mean().backward()
-            dist.send(received.grad, replica)
+            schedule.step(target=batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
         optimizer.step()
-        if stage == 1:
+        if number == 1:
             optimizer.step()
         optimizer.zero_grad()
     print_digest(model.parameters())

@@ -151,27 +151,6 @@ def test_fault_of_a_description_does_not_cost_the_verdict() -> None:
     assert {"AttributeError: no description"} <= set(report["not_observed"])
 
 
-def test_a_killed_job_leaves_a_report(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-
-    def run(rank: int) -> None:
-        observed(f"report={path} first=9")
-        train("ddp", "parameter")
-        arrive("trained")
-        if rank == 0:
-            wait_for("trained", 3)
-            while "2.weight" not in path.read_text(encoding="utf-8"):
-                os.sched_yield()
-        os._exit(9)
-
-    with pytest.raises((AssertionError, EOFError)):
-        run_ranks(run, 3)
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["state"] == "running"
-    assert report["replicas"]["first_difference"]["tensor"] == "2.weight"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def read_taken(path: Path) -> Any:
     text = path.read_text(encoding="utf-8") if path.exists() else "{}"
     return json.loads(text).get("steps", {}).get("taken")
@@ -242,3 +221,4 @@ def test_a_job_killed_at_any_point_leaves_a_readable_report(
         run_ranks(run, 2)
     assert json.loads(path.read_text(encoding="utf-8"))["state"] == "running"
     assert read_taken(path) == taken
+    assert point == "write" or list(tmp_path.iterdir()) == [path]
