@@ -19,7 +19,6 @@ from meshplan.testing.tp import (
     selected_logprobs_reference,
     selected_logprobs_tp_reference,
     shard_logits_by_vocab,
-    summarize_kernel_drift,
     vocab_shard_ranges,
 )
 from meshplan.testing.tp._math import exp, log
@@ -420,4 +419,3 @@ def test_cuda_bits_match_the_cpu(dtype: torch.dtype) -> None:
     result.backward(weights(ids).cuda())
     assert_bitwise_equal(result, whole[0])
     assert_bitwise_equal(torch.cat([x.grad for x in shards], dim=-1), whole[1])
-    assert summarize_kernel_drift(result.cpu(), whole[0])["max_ulps"] == 0

@@ -31,17 +31,9 @@ class Config:
     """The arguments of ``install``, checked.
 
     Attributes:
-        policy: ``deterministic``, ``consistent`` or ``fast``; or (axis name, policy) pairs of a
-            mapping: axes that it does not name are ``deterministic``.
-        contract: the definition of the bits of every reduction under ``deterministic``.
-        path: how contract reductions move their data, one of ``PATHS``.
-        strict: raise an error instead of running a reduction outside the contract.
-        topology: the placement of the job's ranks; ``None`` until it is gathered. Plans are
-            compared by it.
-        timeout: seconds to wait for the other members before the first reduction of a group;
-            ``None``: as long as the default group allows its own collectives.
-        debug: hold an agreement round over the store before every reduction.
-        audit: compare the first and then every ``audit``-th call of each reduction; ``None``: none.
+        policy: as for ``install``; of a mapping, its (axis name, policy) pairs.
+        contract, path, strict, timeout, debug, audit: as for ``install``.
+        topology: as for ``install``; ``None`` until it is gathered. Plans are compared by it.
         one_shot: with path ``auto``: always one-shot, or never; ``None``: the faster path.
         worker_thread: for threads other than the main thread, whose groups are their own.
         token: the values that members of a group must share before they reduce together.

@@ -20,7 +20,6 @@ They are oracles, too slow for training.
 
 from __future__ import annotations
 
-from meshplan.testing.tp._drift import summarize_kernel_drift, summarize_tp_logprob_drift
 from meshplan.testing.tp._logprobs import (
     selected_logprobs_distributed_tp_reference,
     selected_logprobs_reference,
@@ -62,6 +61,4 @@ __all__ = [
     "distributed_active_token_count",
     "compute_policy_ratio",
     "compute_reference_kl",
-    "summarize_kernel_drift",
-    "summarize_tp_logprob_drift",
 ]
