@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshplan import Contract, reduce_leaves
-from meshplan.backend._work import FinishedWork
+from meshplan.collectives import Work
 from meshplan.elastic import MicroBatches
 from meshplan.elastic._combine import TreeSum, block_sizes
 from meshplan.elastic._hooks import LeafSums
@@ -66,10 +66,10 @@ class ThreadGroup:
         self.board.barrier.wait(3600)
         return found
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor) -> FinishedWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor) -> Work:
         leaves = list(self.exchange_rows(input.view(self.size(), -1)))
         output.copy_(reduce_leaves(leaves, "sum", (self.size(),), self.contract))
-        return FinishedWork([output])
+        return Work([output])
 
 
 def on_threads(

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshplan.collectives._lanes import Lane, Work, finished, in_lane
+from meshplan.collectives._lanes import Work, in_lane
 from meshplan.errors import GroupStateError
 from tests.processes import run_ranks
 
@@ -30,7 +30,7 @@ def lanes() -> list[threading.Thread]:
 
 
 def test_finished_work_returns_its_result() -> None:
-    work = finished(3)
+    work = Work(3)
     assert isinstance(work, dist.Work)
     assert work.wait(timedelta(seconds=0)) is True
     assert work.is_completed()
@@ -51,7 +51,7 @@ class EndingFuture(Future[str]):
 
 
 def test_work_that_ends_with_a_limited_wait_has_finished() -> None:
-    assert Work(EndingFuture()).wait(timedelta(seconds=1))
+    assert Work(future=EndingFuture()).wait(timedelta(seconds=1))
 
 
 def test_works_run_in_order_and_fail_separately() -> None:
@@ -60,7 +60,7 @@ def test_works_run_in_order_and_fail_separately() -> None:
     def ranks(rank: int) -> bool:
         group = dist.group.WORLD
         assert group is not None
-        lane, seen, go = Lane(group, CPU), [], threading.Event()
+        seen, go = [], threading.Event()
 
         def first() -> str:
             assert go.wait(20)
@@ -72,13 +72,13 @@ def test_works_run_in_order_and_fail_separately() -> None:
             seen.append("second")
             raise ZeroDivisionError("no sum")
 
-        works = [in_lane(lane, first), in_lane(lane, second), in_lane(lane, lambda: 5, "given")]
+        works = [in_lane(group, CPU, one) for one in (first, second, lambda: 5)]
         assert seen == []
         assert not any(work.is_completed() for work in works)
         with pytest.raises(GroupStateError, match=r"did not finish within 0\.01 s and goes on"):
             works[1].wait(timedelta(seconds=0.01))
         go.set()
-        assert works[2].result() == "given"
+        assert works[2].result() == 5
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="no sum"):
                 works[1].wait()
@@ -100,7 +100,7 @@ def test_timeout_raised_by_the_collective_is_passed_on() -> None:
         group = dist.group.WORLD
         assert group is not None
         with pytest.raises(TimeoutError, match="of the store"):
-            in_lane(Lane(group, CPU), fail).wait(timedelta(seconds=20))
+            in_lane(group, CPU, fail).wait(timedelta(seconds=20))
         return True
 
     assert run_ranks(ranks, 1) == [True]
@@ -111,7 +111,7 @@ def test_a_thread_ends_with_its_group() -> None:
         group = dist.new_group([0, 1])
         # A rank that is still connecting fails if another destroys the group.
         dist.barrier()
-        in_lane(Lane(group, CPU), lambda: None).wait()
+        in_lane(group, CPU, lambda: None).wait()
         assert len(lanes()) == 1
         dist.destroy_process_group(group)
         del group
@@ -128,10 +128,10 @@ def test_a_fork_gets_a_thread_of_its_own() -> None:
     def ranks(rank: int) -> int:
         group = dist.group.WORLD
         assert group is not None
-        in_lane(Lane(group, CPU), lambda: None).wait()
+        in_lane(group, CPU, lambda: None).wait()
         child = os.fork()
         if child == 0:
-            work = in_lane(Lane(group, CPU), lambda: 7)
+            work = in_lane(group, CPU, lambda: 7)
             os._exit(work.result() if work.wait(timedelta(seconds=20)) else 1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -142,9 +142,9 @@ def test_a_fork_gets_a_thread_of_its_own() -> None:
 def test_pending_work_does_not_keep_a_process_alive() -> None:
     program = """
 import threading, torch, torch.distributed as dist
-from meshplan.collectives._lanes import Lane, in_lane
+from meshplan.collectives._lanes import in_lane
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-in_lane(Lane(dist.group.WORLD, torch.device("cpu")), threading.Event().wait)
+in_lane(dist.group.WORLD, torch.device("cpu"), threading.Event().wait)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
     assert done.returncode == 0
@@ -154,9 +154,9 @@ def test_inference_mode_is_inherited() -> None:
     def ranks(rank: int) -> list[bool]:
         group = dist.group.WORLD
         assert group is not None
-        found = [in_lane(Lane(group, CPU), torch.is_inference_mode_enabled)]
+        found = [in_lane(group, CPU, torch.is_inference_mode_enabled)]
         with torch.inference_mode():
-            found.append(in_lane(Lane(group, CPU), torch.is_inference_mode_enabled))
+            found.append(in_lane(group, CPU, torch.is_inference_mode_enabled))
         return [work.result() for work in found]
 
     assert run_ranks(ranks, 1) == [[False, True]]

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan._calls import GroupCalls, Ticket, keep_calls
@@ -43,13 +42,11 @@ from meshplan.backend._reductions import (
 )
 from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import (
-    FinishedWork,
     in_caller_mode,
     mark_written,
-    start_reduction,
     writable,
 )
-from meshplan.collectives._lanes import OrderedThread
+from meshplan.collectives._lanes import OrderedThread, Work
 from meshplan.collectives._options import ReductionOptions, check_destination
 from meshplan.collectives._reduction import list_kinds, reduce_tensor
 from meshplan.errors import BackendError, ContractError, GroupStateError
@@ -146,7 +143,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return NAME
 
     @_counts_refused
-    def allreduce(self, tensors: _Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """All-reduce one tensor in place."""
         opts = dist.AllreduceOptions() if opts is None else opts
         if len(tensors) != 1:
@@ -155,7 +152,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 "allreduce_coalesced"
             )
         if sums.LEFT_OUT and sums.LEFT_OUT.pop(tensors[0], False):
-            return FinishedWork(tensors)
+            return Work(tensors)
         partial_sum = sums.take_partial_sum(tensors[0])
         if partial_sum is not None and self.size() > 1:
             operation = self._operation(opts, tensors)
@@ -168,7 +165,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     @_counts_refused
     def allreduce_coalesced(
         self, tensors: _Tensors, opts: Any = None, kind: str = "allreduce_coalesced"
-    ) -> Work:
+    ) -> dist.Work:
         """All-reduce each tensor in place, with the bits of one ``allreduce`` each."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if len(tensors) == 1:
@@ -185,7 +182,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return self._start(in_caller_mode(run, tensors), tensors, opts)
 
     @_counts_refused
-    def reduce(self, tensors: _Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduce in place at the root; other ranks' tensors stay as they are."""
         opts = dist.ReduceOptions() if opts is None else opts
         operation = self._operation(opts, tensors)
@@ -203,7 +200,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     @_counts_refused
     def reduce_scatter(  # type: ignore[override]
         self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None
-    ) -> Work:
+    ) -> dist.Work:
         """Reduce one tensor for each rank; their sizes may differ."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         operation = self._operation(opts, [*outputs, *(one for row in inputs for one in row)])
@@ -214,14 +211,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return self._scatter(outputs, flat, lengths, operation, opts)
 
     @_counts_refused
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Reduce equal blocks of one tensor."""
         return self._scatter_equally(REDUCE_SCATTER_SINGLE, [output], [input], opts)
 
     @_counts_refused
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
-    ) -> Work:
+    ) -> dist.Work:
         """``reduce_scatter_single`` of each pair."""
         # The name that every version of torch has.
         kind = "reduce_scatter_tensor_coalesced"
@@ -375,7 +372,9 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             _inner.check_device(kind, c10d.get_backend_config(self._origin or self))
             self._checked.add(kind)
 
-    def _scatter_equally(self, kind: str, outputs: _Tensors, inputs: _Tensors, opts: Any) -> Work:
+    def _scatter_equally(
+        self, kind: str, outputs: _Tensors, inputs: _Tensors, opts: Any
+    ) -> dist.Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if len(outputs) == len(inputs) == 1:
             output, tensor = outputs[0], inputs[0]
@@ -404,7 +403,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         lengths: list[list[int]],
         operation: Operation,
         opts: Any,
-    ) -> Work:
+    ) -> dist.Work:
         for output, sizes in zip(outputs, lengths, strict=True):
             check_blocks(output, sizes, self.rank(), self.size())
         args = [*map(writable, outputs)], inputs, lengths, operation, self.options
@@ -417,12 +416,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             for kind in list_kinds(written, self):
                 self._thread.run(partial(self._calls.take, kind + _LANE))
 
-    def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> Work:
+    def _start(self, run: _Run, tensors: _Tensors, opts: Any, writes: bool = True) -> dist.Work:
         for tensor in map(writable, tensors):
             check_destination(tensor)
         return self._begin(run, tensors, opts, writes)
 
-    def _begin(self, run: _Run, written: _Tensors, opts: Any, writes: bool = True) -> Work:
+    def _begin(self, run: _Run, written: _Tensors, opts: Any, writes: bool = True) -> dist.Work:
         if dispatch_modes() and is_counted():
             again = partial(self._begin, run, written, opts, writes)
             first, op = written[0], opts.reduceOp.op.name.lower()
@@ -440,22 +439,20 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self.issued += 1
         is_async, first = bool(getattr(opts, "asyncOp", True)), written[0]
 
-        def guarded() -> None:
+        def guarded() -> _Tensors:
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
             with self._calls.take(first.device.type + _LANE) as ticket:
                 if (known := on_device or self._lane) is not None:
                     run(known, ticket)
-                    return
-                with first_use(self._lane_timeout.total_seconds()):
-                    run(self._find_lane(ticket.number), ticket)
+                else:
+                    with first_use(self._lane_timeout.total_seconds()):
+                        run(self._find_lane(ticket.number), ticket)
+            return written
 
+        start: Callable[[], dist.Work] = partial(self._thread.start, guarded, is_async)
         if lane is not None:
-            start: Callable[[], Work] = partial(
-                lane.start, partial(self._thread.call, guarded), written, is_async
-            )
-        else:
-            start = partial(start_reduction, guarded, written, self._thread, is_async)
+            start = partial(lane.start, partial(self._thread.call, guarded), written, is_async)
         return start() if self._coalescing is None else self._coalescing.interrupt(start)
 
     def _reduce_inside(
@@ -464,7 +461,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         operation: Operation,
         tensors: Sequence[Tensor],
         *given: Any,
-    ) -> Work:
+    ) -> dist.Work:
         """Let the inner backend reduce what the contract does not define, or all by policy."""
         self._calls.refuse_stopped()
         if self.options.policy == "fast" and self._create_lane and not self._has_agreed:

@@ -23,9 +23,10 @@ from meshplan.backend._work import Reduce, in_caller_mode, writable
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
     all_reduce_list,
+    bind,
     check_distinct,
+    compare_lists,
     describe_group,
-    find_bound,
     reduce_tensor,
     scatter_list,
 )
@@ -58,6 +59,7 @@ def reduce_all(
     how = options_of(operation, options)
     if _in_one(tensors, operation, options, group):
         check_distinct(tensors)
+        compare_lists("all_reduce", tensors, (), how, group, False, ticket)
         all_reduce_list(tensors, None, how, group, False, ticket)
         return
     for tensor in tensors:
@@ -96,6 +98,7 @@ def reduce_blocks(
     how = options_of(operation, options)
     if _in_one(outputs, operation, options, group):
         shards = [(0, tuple(sizes)) for sizes in lengths]
+        compare_lists("reduce_scatter", inputs, shards, how, group, False, ticket)
         found = scatter_list(inputs, shards, None, how, group, False, ticket)
         for output, block in zip(outputs, found, strict=True):
             output.copy_(block.view(output.shape))
@@ -173,20 +176,19 @@ class BoundTable:
         if kind == SCATTER:
             summand = summand.reshape(-1)
             cut = {"dim": 0, "lengths": (out.numel(),) * lane.size()}
-            blocks = [list(cut["lengths"])]
-            reduce_blocks([written], [summand], blocks, operation, options, lane, ticket)
+        if operation.factor is None and lane.size() > 1 and _can_repeat(message, out):
+            how, request = options_of(operation, options), _request(kind, operation)
+            found, groups = bind(summand, how, lane, request, ticket, **cut)
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            op = getattr(dist.ReduceOp, operation.name.upper())
+            self._bound[kind, op, message.dtype, message.shape] = found
+            written.copy_(found.run(summand, groups, ticket.word).view(out.shape))
+        elif kind == SCATTER:
+            lengths = [[out.numel()] * lane.size()]
+            reduce_blocks([written], [summand], lengths, operation, options, lane, ticket)
         else:
             reduce_all([written], operation, options, lane, ticket)
-        if operation.factor is not None or lane.size() == 1 or not _can_repeat(message, out):
-            return
-        request = _request(kind, operation)
-        found = find_bound(summand, options_of(operation, options), lane, request, **cut)
-        if found is None:
-            return
-        if len(self._bound) >= MAX_BOUND:
-            self._bound.clear()
-        op = getattr(dist.ReduceOp, operation.name.upper())
-        self._bound[kind, op, message.dtype, message.shape] = found
 
     def _repeat(
         self,

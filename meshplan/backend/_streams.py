@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,37 +15,10 @@ from torch.distributed import ProcessGroup
 
 from meshplan._calls import GroupCalls
 from meshplan._torch.process_group import end_coalescing, start_coalescing
-from meshplan.backend._work import FinishedWork, PassedWork
-from meshplan.collectives._lanes import SideStream, StreamCall, StreamWork
-from meshplan.errors import BackendError, SignatureMismatchError
+from meshplan.backend._work import PassedWork
+from meshplan.collectives._lanes import SideStream, StreamWork, Work, stopping
+from meshplan.errors import BackendError
 from meshplan.flatten._create import hidden_device
-
-
-class StreamReductionWork(StreamWork):
-    """A reduction on a side stream that writes ``tensors``, for torch's C++ and Python code."""
-
-    def __init__(self, call: StreamCall, tensors: Sequence[Tensor], calls: GroupCalls) -> None:
-        super().__init__(call, list(tensors))
-        self._calls = calls
-        self._torch_future: torch.futures.Future[list[Tensor]] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As ``StreamWork.wait``. C++ passes a timeout of zero for none."""
-        with _stopping(self._calls):
-            return super().wait(timeout or None)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors; who waits for it, or is called back, waits on its own stream."""
-        if self._torch_future is None:
-            call = self._call
-            self._torch_future = torch.futures.Future(devices=[call.side.device])
-            # The future records events on the current streams.
-            with call.behind():
-                if call.failure is None:
-                    self._torch_future.set_result(self._future.result())
-                else:
-                    self._torch_future.set_exception(call.failure)
-        return self._torch_future
 
 
 class DeviceLane:
@@ -92,12 +64,12 @@ class DeviceLane:
 
     def start(
         self, run: Callable[[], object], tensors: Sequence[Tensor], is_async: bool
-    ) -> StreamReductionWork:
+    ) -> StreamWork:
         """Issue a reduction that writes ``tensors``, of one device, behind those that were issued
         before it. ``run`` refers to every tensor of it. Unless ``is_async``, errors are raised now.
         """
         call = self.side_stream(tensors[0].device).issue(partial(_run, run, self._calls))
-        work = StreamReductionWork(call, tensors, self._calls)
+        work = StreamWork(call, list(tensors), self._calls)
         if not is_async:
             work.wait()
         return work
@@ -118,7 +90,8 @@ class Coalescing:
 
     def add(self, work: dist.Work) -> None:
         """End the block after a call of the inner group."""
-        if not (self._has_failed or isinstance(work, FinishedWork)):
+        has_ended = isinstance(work, Work) and work.future is None
+        if not (self._has_failed or has_ended):
             # Launched together, the calls have one work of the inner group.
             late = PassedWork([], work.finish) if isinstance(work, PassedWork) else None
             self._works += [work] if not self._launches else [] if late is None else [late]
@@ -155,15 +128,5 @@ class Coalescing:
 
 
 def _run(run: Callable[[], object], calls: GroupCalls) -> None:
-    with _stopping(calls):
+    with stopping(calls):
         run()
-
-
-@contextmanager
-def _stopping(calls: GroupCalls) -> Any:
-    """Stop the group if headers of an earlier reduction differ: ranks find that in other calls."""
-    try:
-        yield
-    except SignatureMismatchError as error:
-        calls.stop(error)
-        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -16,81 +15,6 @@ from torch.autograd.graph import increment_version
 
 from meshplan._calls import Ticket
 from meshplan._torch.process_group import ReceivingWork
-from meshplan.collectives._lanes import OrderedThread, Work
-
-
-class ReductionWork(Work):
-    """A reduction under way that writes ``tensors``; ``wait`` raises what it has failed with."""
-
-    def __init__(self, future: Future[Any], tensors: Sequence[Tensor]) -> None:
-        super().__init__(future)
-        self._tensors = list(tensors)
-        self._torch_future: torch.futures.Future[list[Tensor]] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As ``Work.wait``. C++ passes a timeout of zero for none."""
-        return super().wait(timeout or None)
-
-    def result(self) -> list[Tensor]:
-        """The tensors that were written; waits for them."""
-        self.wait()
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors, for DDP's reducer and functional collectives."""
-        if self._torch_future is None:
-            self._torch_future = torch.futures.Future()
-            self._future.add_done_callback(partial(_pass_on, self._torch_future, self._tensors))
-        return self._torch_future
-
-
-def _pass_on(
-    found: torch.futures.Future[list[Tensor]],
-    tensors: list[Tensor],
-    future: Future[Any],
-) -> None:
-    error = future.exception()
-    if error is None:
-        found.set_result(tensors)
-    else:
-        found.set_exception(error)  # type: ignore[arg-type]
-
-
-class FinishedWork(dist.Work):
-    """A reduction that has succeeded, and written ``tensors``."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing: there is nothing to wait for."""
-
-    def is_completed(self) -> bool:
-        """True."""
-        return True
-
-    def is_success(self) -> bool:
-        """True."""
-        return True
-
-    def exception(self) -> None:
-        """No error."""
-        return
-
-    def result(self) -> list[Tensor]:
-        """The tensors that were written."""
-        return list(self._tensors)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A completed future of the tensors."""
-        found: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        found.set_result(list(self._tensors))
-        return found
 
 
 class PassedWork(ReceivingWork):
@@ -139,19 +63,6 @@ class PassedWork(ReceivingWork):
             return values if self._written is None else self._written
 
         return found.then(finish)
-
-
-def start_reduction(
-    run: Callable[[], object],
-    tensors: Sequence[Tensor],
-    thread: OrderedThread,
-    is_async: bool,
-) -> dist.Work:
-    """Run a reduction that writes ``tensors`` after those that were issued before it."""
-    if is_async:
-        return ReductionWork(thread.submit(run), tensors)
-    thread.run(run)
-    return FinishedWork(tensors)
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from meshplan._calls import Ticket
 from meshplan._uncompiled import never_compiled, refuse_in_graph
-from meshplan.collectives._lanes import Work, finished
+from meshplan.collectives._lanes import Work
 from meshplan.collectives._options import (
     AnyOp,
     ReductionOptions,
@@ -30,6 +30,7 @@ from meshplan.collectives._reduction import (
     all_reduce_list,
     check_distinct,
     compare_calls,
+    compare_lists,
     counts_refused,
     gather_list,
     gathered_shape,
@@ -370,33 +371,20 @@ def _begin(
         use_up_ticket(tensors, {"group": group, "async_op": async_op})
         results = _alone(tensors, outs, kind == "all_reduce")
         result = results[0] if alone else results
-        return finished(result) if async_op else result
+        return Work(result) if async_op else result
+    reduces = None if kind == "all_gather" else options
     if debug:
         splits: Sequence[Shards | None] = shards or [None] * len(tensors)
         for tensor, split in zip(tensors, splits, strict=True):
-            _compare_calls(kind, found, tensor, options, split)
-    reduces = None if kind == "all_gather" else options
-    run = partial(run, found, alone=alone)
-    once: Callable[..., Any] = (lambda *call: run(*call)[0]) if alone else run
+            compare_calls(f"deterministic_{kind}", found, tensor, reduces, split)
+
+    def once(apart: bool, ticket: Ticket) -> Any:
+        if not alone:
+            compare_lists(kind, tensors, shards, reduces, found, apart, ticket)
+        results = run(found, apart, ticket)
+        return results[0] if alone else results
+
     return start(kind, once, tensors, reduces, found, async_op)
-
-
-def _compare_calls(
-    kind: str,
-    group: ProcessGroup,
-    tensor: Tensor,
-    options: ReductionOptions,
-    split: Shards | None,
-) -> None:
-    """The agreement round of ``debug``, for one tensor."""
-    call = f"deterministic_{kind}"
-    if split is None:
-        compare_calls(group, tensor, f"{call} by {options}")
-    elif kind == "reduce_scatter":
-        compare_calls(group, tensor, f"{call} of dim {split[0]} to {split[1]} by {options}")
-    else:
-        shape = list(gathered_shape(tensor, split))
-        compare_calls(group, tensor.new_empty(0), f"{call} to {shape} of {split[1]}")
 
 
 def _alone(

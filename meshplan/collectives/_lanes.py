@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshplan._aborts import THIS_THREAD, Abort
+from meshplan._calls import GroupCalls
 from meshplan._observing import OBSERVING, carry_origin
-from meshplan.errors import GroupStateError
+from meshplan.errors import GroupStateError, SignatureMismatchError
 from meshplan.execute._deferred import raise_pending
 
 # The side streams of a device: calls that run concurrently with the caller's stream.
@@ -43,23 +44,16 @@ MAX_HELD = 512
 _POLL_SECONDS = 0.0005
 
 
+@dataclass(slots=True, eq=False)
 class StreamCall:
     """A call on the side stream ``side``."""
 
-    def __init__(
-        self,
-        side: SideStream,
-        origin: Any,
-        end: Any,
-        held: Any,
-        found: Any,
-        failure: Any,
-    ) -> None:
-        # The caller's stream at the call, an event behind the call, and the object that keeps
-        # tensors alive that the device may still use.
-        self.side, self._origin, self._end, self._held = side, origin, end, held
-        # The returned value, or the error that was raised instead.
-        self.found, self.failure = found, failure
+    side: SideStream
+    _origin: Any  # the caller's stream at the call
+    _end: Any  # an event behind the call
+    _held: Any  # keeps tensors alive that the device may still use
+    found: Any  # the returned value
+    failure: Any  # the error that was raised instead
 
     @property
     def holds_memory(self) -> bool:
@@ -144,10 +138,6 @@ class SideStream:
         with self.module.device(self.device):
             return bool(self.module.is_current_stream_capturing())
 
-    def held(self) -> int:
-        """How many calls hold memory."""
-        return sum(call.holds_memory for call in self._calls)
-
     def _sweep(self) -> None:
         """Forget calls that have ended; of too many, the oldest."""
         calls = self._calls
@@ -174,64 +164,89 @@ _Job = tuple["_CallFuture", Callable[[], Any]]
 
 
 class Work(dist.Work):
-    """A collective under way, as torch's own asynchronous collectives return it. ``wait`` raises
-    its failure, and is bounded by the process group's timeout.
+    """A collective, as torch's own asynchronous collectives return it. ``wait`` raises its failure,
+    and is bounded by the process group's timeout. Without a ``future`` it has ended, and has
+    ``result``.
     """
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, result: Any = None, future: Future[Any] | None = None) -> None:
         super().__init__()
-        self._future = future
+        self._result, self.future = result, future
+        self._torch_future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result, and return True. Raises what the collective failed with, or
-        GroupStateError if it is not finished within ``timeout``; it then goes on.
+        GroupStateError if it is not finished within ``timeout``; it then goes on. C++ passes a
+        timeout of zero for none.
         """
+        if self.future is None:
+            return True
         try:
-            self._future.result(None if timeout is None else timeout.total_seconds())
+            self.future.result(timeout.total_seconds() if timeout else None)
         except LaneTimeoutError as error:
-            if not self._future.done():
+            if not self.future.done():
                 assert timeout is not None
                 raise _unfinished(timeout) from error
             # The collective's own, or it has finished just now.
-            self._future.result()
+            self.future.result()
         return True
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
-        return self._future.done()
+        return self.future is None or self.future.done()
 
     def is_success(self) -> bool:
         """Whether it has finished and not failed."""
-        return self.is_completed() and self._future.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         """What it has failed with, or ``None``; waits for it."""
-        return self._future.exception()
+        return None if self.future is None else self.future.exception()
 
     def result(self) -> Any:
         """What the collective returns without ``async_op``; waits for it."""
         self.wait()
-        return self._future.result()
+        return self._result if self.future is None else self.future.result()
 
     def synchronize(self) -> None:
         """As ``wait``."""
         self.wait()
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result, for DDP's reducer and functional collectives."""
+        if self._torch_future is None:
+            self._torch_future = torch.futures.Future()
+            if self.future is None:
+                self._torch_future.set_result(self._result)
+            else:
+                # Not a method: the callback would keep this work alive.
+                self.future.add_done_callback(partial(_pass_on, self._torch_future))
+        return self._torch_future
+
+
+def _pass_on(found: torch.futures.Future[Any], future: Future[Any]) -> None:
+    error = future.exception()
+    if error is None:
+        found.set_result(future.result())
+    else:
+        found.set_exception(error)
+
 
 class StreamWork(Work):
     """A collective on a side stream of a device. ``wait`` does not make the host wait, and queries
-    no event of a graph that is captured. ``made``: tensors of the result in the side stream's
-    memory.
+    no event of a graph that is captured. It writes ``result``, or returns tensors in the side
+    stream's memory. ``calls`` stop if headers of an earlier reduction differ.
     """
 
-    def __init__(self, call: StreamCall, result: Any, made: Any = None) -> None:
-        future: Future[Any] = Future()
-        if call.failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(call.failure)
-        super().__init__(future)
-        self._call = call
+    def __init__(
+        self,
+        call: StreamCall,
+        result: Any = None,
+        calls: GroupCalls | None = None,
+    ) -> None:
+        super().__init__(call.found if result is None else result)
+        made = call.found if result is None else ()
+        self._call, self._calls = call, calls
         self._made = [made] if isinstance(made, Tensor) else made or ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -242,17 +257,46 @@ class StreamWork(Work):
         stream = self._call.wait()
         for tensor in self._made:
             tensor.record_stream(stream)
-        if self._call.failure is not None:
-            raise self._call.failure
-        if not self._call.side.is_captured():
-            if timeout is not None and not self._call.block(timeout):
-                raise _unfinished(timeout)
-            raise_pending()
+        with stopping(self._calls):
+            if self._call.failure is not None:
+                raise self._call.failure
+            if not self._call.side.is_captured():
+                if timeout and not self._call.block(timeout):
+                    raise _unfinished(timeout)
+                raise_pending()
         return True
 
     def is_completed(self) -> bool:
         """Whether the device has finished, or the collective has failed."""
         return self._call.failure is not None or self._call.is_done()
+
+    def exception(self) -> Any:
+        """What issuing it has failed with, or ``None``."""
+        return self._call.failure
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As ``Work``; who waits for it, or is called back, waits on its own stream."""
+        if self._torch_future is None:
+            call = self._call
+            self._torch_future = torch.futures.Future(devices=[call.side.device])
+            # The future records events on the current streams.
+            with call.behind():
+                if call.failure is None:
+                    self._torch_future.set_result(self._result)
+                else:
+                    self._torch_future.set_exception(call.failure)
+        return self._torch_future
+
+
+@contextmanager
+def stopping(calls: GroupCalls | None) -> Iterator[None]:
+    """Stop ``calls`` if headers of an earlier reduction differ: ranks find that in other calls."""
+    try:
+        yield
+    except SignatureMismatchError as error:
+        if calls is not None:
+            calls.stop(error)
+        raise
 
 
 def _unfinished(timeout: timedelta) -> GroupStateError:
@@ -262,38 +306,21 @@ def _unfinished(timeout: timedelta) -> GroupStateError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A process group that nothing else sends on, and the device of its tensors."""
-
-    group: ProcessGroup
-    device: torch.device
-
-
-def finished(result: Any) -> Work:
-    """A ``Work`` of which there was nothing to do."""
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return Work(future)
-
-
-def in_lane(lane: Lane, run: Callable[[], Any], result: Any = None) -> Work:
-    """Run a collective asynchronously, after those submitted to the lane before it. Every rank
-    submits to it in the same order, and ``run`` sends on the group of ``lane`` only. The result of
-    the ``Work`` is ``result``, or what ``run`` returns if that is ``None``.
+def in_lane(group: ProcessGroup, device: torch.device, run: Callable[[], Any]) -> Work:
+    """Run a collective of tensors on ``device`` asynchronously, after those that were submitted to
+    ``group`` before it. Every rank submits to it in the same order, and ``run`` sends on ``group``
+    only, on which nothing else sends. The result of the ``Work`` is what ``run`` returns.
     """
-    job = partial(_done, run, result, torch.is_inference_mode_enabled())
-    if lane.device.type == "cpu":
-        return Work(_threads.of(lane.group).submit(job))
-    call = side_stream_of(lane.device).issue(job)
-    return StreamWork(call, call.found, made=call.found if result is None else ())
+    job = partial(_run, run, torch.is_inference_mode_enabled())
+    if device.type == "cpu":
+        return Work(future=_thread_of(group).submit(job))
+    return StreamWork(side_stream_of(device).issue(job))
 
 
-def _done(run: Callable[[], Any], result: Any, inference: bool) -> Any:
+def _run(run: Callable[[], Any], inference: bool) -> Any:
     # Of each thread: tensors made in inference mode can be written to in inference mode only.
     with torch.inference_mode(inference), torch.no_grad():
-        found = run()
-    return found if result is None else result
+        return run()
 
 
 class OrderedThread:
@@ -330,7 +357,8 @@ class OrderedThread:
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Run ``function`` on the thread, after all that was submitted or run before."""
-        if self._turn.is_mine():
+        # The caller is a callback, on the thread that serves: the turn is its call's.
+        if self._turn.server == threading.get_ident():
             done: Future[Any] = Future()
             _settle(done, partial(self._turn.call, function))
             return done
@@ -352,9 +380,15 @@ class OrderedThread:
                 weakref.finalize(self, self._jobs.put, None)
         return future
 
+    def start(self, run: Callable[[], Any], is_async: bool) -> Work:
+        """Run a collective in the same order. Unless ``is_async`` it has ended then, and its errors
+        are raised now.
+        """
+        return Work(future=self.submit(run)) if is_async else Work(self.run(run))
+
     def run(self, function: Callable[[], _Result]) -> _Result:
         """``function()``, in the same order; on the caller's thread where nothing is before it."""
-        if self._turn.is_mine():
+        if self._turn.server == threading.get_ident():
             return self._turn.call(function)
         with self._turn.lock:
             idle = self._turn.waiting == 0
@@ -384,10 +418,6 @@ class _Turn:
         self.waiting = 0
         self.abort = abort
         self.server: int | None = None
-
-    def is_mine(self) -> bool:
-        """Whether the caller is a callback, on the thread that serves: the turn is its call's."""
-        return self.server == threading.get_ident()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """``function()``, whose waits end with the abort."""
@@ -463,24 +493,15 @@ def _serve(jobs: SimpleQueue[_Job | None], turn: _Turn) -> None:
         del job, future, function, found, error
 
 
-class _Threads:
-    """One thread for each process group, as long as that lives."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._known: WeakKeyDictionary[ProcessGroup, OrderedThread] = WeakKeyDictionary()
-
-    def of(self, group: ProcessGroup) -> OrderedThread:
-        with self._lock:
-            if self._process != os.getpid():
-                # Threads do not come along into a forked process.
-                self._process = os.getpid()
-                self._known.clear()
-            found = self._known.get(group)
-            if found is None:
-                found = self._known[group] = OrderedThread(f"meshplan {group.group_name}")
-            return found
+# One thread for each process group, as long as that lives, and its process: threads do not come
+# along into a fork.
+_THREADS: WeakKeyDictionary[ProcessGroup, tuple[int, OrderedThread]] = WeakKeyDictionary()
 
 
-_threads = _Threads()
+def _thread_of(group: ProcessGroup) -> OrderedThread:
+    with _lock:
+        process, found = _THREADS.get(group, (0, None))
+        if found is None or process != os.getpid():
+            found = OrderedThread(f"meshplan {group.group_name}")
+            _THREADS[group] = os.getpid(), found
+        return found

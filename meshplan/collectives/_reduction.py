@@ -28,7 +28,7 @@ from meshplan._observing import within
 from meshplan._spans import span
 from meshplan._torch import device_types_of, dispatch_modes
 from meshplan._torch import functional_operators as _ops
-from meshplan.collectives._lanes import Lane, Work, in_lane
+from meshplan.collectives._lanes import Work, in_lane
 from meshplan.collectives._options import ReductionOptions
 from meshplan.errors import (
     AxisNameError,
@@ -36,6 +36,7 @@ from meshplan.errors import (
     GroupStateError,
     MeshplanError,
 )
+from meshplan.execute import StepGroups
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.execute._choose import one_shot_switch
 from meshplan.execute._header import gather_header, list_header, step_header
@@ -135,13 +136,13 @@ def start(
             # Agreement rounds are held now, in the caller's order of calls.
             for tensor in tensors:
                 find_group(tensor, group, options, ticket, apart=True)
-        lane = Lane(second_group(group, first), first.device)
+        apart = second_group(group, first)
 
     def run_in_lane() -> _Result:
         with ticket:
             return run(True, ticket)
 
-    return in_lane(lane, run_in_lane)
+    return in_lane(apart, first.device, run_in_lane)
 
 
 def reduce_tensor(
@@ -163,6 +164,21 @@ def reduce_tensor(
     if options.native:
         used = second_group(group, tensor) if apart else group
         return _reduce_by_backend(tensor, options, used, request, ticket, in_place, dim, lengths)
+    bound, groups = bind(tensor, options, group, request, ticket, apart, dim, lengths)
+    return bound.run(tensor, groups, ticket.word)
+
+
+def bind(
+    tensor: Tensor,
+    options: ReductionOptions,
+    group: ProcessGroup,
+    request: str,
+    ticket: Ticket,
+    apart: bool = False,
+    dim: int | None = None,
+    lengths: tuple[int, ...] = (),
+) -> tuple[BoundReduction, StepGroups]:
+    """The reduction of ``reduce_tensor``, and its groups; the members decide in the first call."""
     key = (options, tensor.device.type, request, apart, dim, lengths)
     # The entry outlives a shutdown. Its handle knows whether the decision still holds.
     bound = _BOUND.get(group, {}).get(key)
@@ -183,24 +199,12 @@ def reduce_tensor(
         )
         groups = bound.groups()
         assert groups is not None
-        _keep(group, key, bound)
-    return bound.run(tensor, groups, ticket.word)
-
-
-def find_bound(
-    tensor: Tensor,
-    options: ReductionOptions,
-    group: ProcessGroup,
-    request: str,
-    *,
-    dim: int | None = None,
-    lengths: tuple[int, ...] = (),
-) -> BoundReduction | None:
-    """The reduction that ``reduce_tensor`` has just returned from with these arguments; ``None`` if
-    it is gone.
-    """
-    key = (options, tensor.device.type, request, False, dim, lengths)
-    return _BOUND.get(group, {}).get(key)
+        with _LOCK:
+            steps = _BOUND.setdefault(group, {})
+            if len(steps) >= MAX_STEPS_PER_GROUP:
+                steps.clear()
+            steps[key] = bound
+    return bound, groups
 
 
 def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple[int, ...]) -> Step:
@@ -218,14 +222,6 @@ def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple
         lengths=lengths,
         leaves=options.leaves,
     )
-
-
-def _keep(group: ProcessGroup, key: tuple[Any, ...], bound: BoundReduction) -> None:
-    with _LOCK:
-        steps = _BOUND.setdefault(group, {})
-        if len(steps) >= MAX_STEPS_PER_GROUP:
-            steps.clear()
-        steps[key] = bound
 
 
 def _reduce_by_backend(
@@ -255,27 +251,14 @@ def _reduce_by_backend(
         value = value.to(wide, memory_format=torch.contiguous_format, copy=True)
     step = _step(options, group.size(), dim, lengths)
     planned = f"{step.kind} {op} over {group.size()} ranks in {name_of(wide)}, no contract"
-    name = describe_group(group)
+    purpose = Purpose(request, planned, describe_group(group))
     header = step_header(step, dtype, tuple(tensor.shape), "native")
-    sends = compare_headers(tensor, group, header, Purpose(request, planned, name), ticket.word)
+    sends = compare_headers(tensor, group, header, purpose, ticket.word)
     with span("all_reduce", op, "native"):
         within("native", partial(dist.all_reduce, value, _TORCH_OPS[op], group))
     if op == "avg":
         value.div_(group.size())
-    event = Event(
-        asked=request,
-        planned=planned,
-        ran="native",
-        sends=(*sends, "all_reduce"),
-        group=name,
-        dtype=name_of(dtype),
-        why=step.why,
-        kind="collective",
-        path=options.path,
-        ranks=group.size(),
-    )
-    seconds = time.perf_counter() - started
-    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
+    _record(started, tensor, purpose, "native", (*sends, "all_reduce"), step.why, group.size())
     if dim is not None:
         return select_shard(value, step, group.rank()).to(dtype).contiguous()
     return tensor if in_place else value.to(dtype)
@@ -363,10 +346,22 @@ def second_group(group: ProcessGroup, tensor: Tensor) -> ProcessGroup:
     return registry().of(group, tensor.device.type, token=Record.of(use="async_op"), apart=True).pg
 
 
-def compare_calls(group: ProcessGroup, tensor: Tensor, call: str) -> None:
-    """Hold an agreement round of the members and compare their calls. Raises as
-    ``GroupRegistry.compare``.
-    """
+def compare_calls(
+    call: str,  # e.g. ``functional.reduce_scatter``
+    group: ProcessGroup,
+    tensor: Tensor,
+    options: ReductionOptions | None,
+    split: Shards | None,
+) -> None:
+    """Hold the agreement round of ``debug`` for one tensor; raises as ``GroupRegistry.compare``."""
+    if split is not None and call.endswith("scatter"):
+        call += f" of dim {split[0]} to {split[1]}"
+    elif split is not None:
+        call += f" to {list(gathered_shape(tensor, split))} of {split[1]}"
+        # Ranks may bring shards of several lengths.
+        tensor = tensor.new_empty(0)
+    if options is not None:
+        call += f" by {options}"
     found = registry().of(group, tensor.device.type, token=Record.of(use="debug"))
     mine = Record.of(tensor=f"{name_of(tensor.dtype)}{list(tensor.shape)}", call=call)
     registry().compare(found, tensor.device.type, mine)
@@ -395,8 +390,6 @@ def all_reduce_list(
     group: ProcessGroup,
     apart: bool,
     ticket: Ticket,
-    *,
-    alone: bool = False,  # a call of one tensor, whose ranks compare no lists
 ) -> list[Tensor]:
     """Reduce a list in few messages, in place or to ``outs``; all arguments are checked."""
     reduce_one = partial(
@@ -407,11 +400,8 @@ def all_reduce_list(
         ticket=ticket,
         apart=apart,
     )
-    if alone:
-        (out,) = outs or tensors
-        return [put(out, reduce_one(tensors[0], in_place=out is tensors[0]))]
-    layout = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
-    _compare_lists("all_reduce", tensors, layout, group, ticket, options, apart)
+    if len(tensors) == 1:
+        return [put((outs or tensors)[0], reduce_one(tensors[0], in_place=outs is None))]
 
     def reduce(bucket: list[int]) -> Sequence[Tensor]:
         parts = [tensors[i] for i in bucket]
@@ -431,13 +421,8 @@ def scatter_list(
     group: ProcessGroup,
     apart: bool,
     ticket: Ticket,
-    *,
-    alone: bool = False,
 ) -> list[Tensor]:
     """Reduce-scatter a list in few messages; all arguments are checked."""
-    if not alone:
-        layout = [f"{t.dtype}{list(t.shape)} {s}" for t, s in zip(tensors, shards, strict=True)]
-        _compare_lists("reduce_scatter", tensors, layout, group, ticket, options, apart)
 
     def scatter(bucket: list[int]) -> Sequence[Tensor]:
         if len(bucket) == 1:
@@ -469,16 +454,10 @@ def gather_list(
     group: ProcessGroup,
     apart: bool,
     ticket: Ticket,
-    *,
-    alone: bool = False,
 ) -> list[Tensor]:
     """All-gather a list in few messages; all arguments are checked."""
     used = second_group(group, tensors[0]) if apart else group
     shapes = [gathered_shape(one, split) for one, split in zip(tensors, shards, strict=True)]
-    if not alone:
-        triples = zip(tensors, shapes, shards, strict=True)
-        layout = [f"{one.dtype}{list(shape)} {split}" for one, shape, split in triples]
-        _compare_lists("all_gather", tensors, layout, used, ticket)
 
     def gather(bucket: list[int]) -> Sequence[Tensor]:
         if len(bucket) == 1:
@@ -519,20 +498,25 @@ def check_distinct(written: Sequence[Tensor]) -> None:
         )
 
 
-def _compare_lists(
+def compare_lists(
     kind: str,
     tensors: Sequence[Tensor],
-    layout: Sequence[str],
+    shards: Sequence[Shards],  # of a list that is reduced to whole tensors, none
+    options: ReductionOptions | None,  # of an all-gather, none
     group: ProcessGroup,
+    apart: bool,
     ticket: Ticket,
-    options: ReductionOptions | None = None,
-    apart: bool = False,
 ) -> None:
     """Compare the lists of all ranks: a message does not show where each of its tensors ends."""
     # Lists of one tensor too: another rank may have passed more.
     if options is not None and options.native:
         return
     op = options.op if options is not None else ""
+    layout = []
+    splits: Sequence[Shards | None] = shards or [None] * len(tensors)
+    for tensor, split in zip(tensors, splits, strict=True):
+        shape = gathered_shape(tensor, split) if split and options is None else tensor.shape
+        layout.append(f"{tensor.dtype}{list(shape)} {split or ''}".strip())
     call = f"deterministic_{kind}_coalesced"
     purpose = Purpose(call, f"{kind} {op}".strip(), describe_group(group))
     header = list_header(kind, tensors, layout, op, group.size())
@@ -690,20 +674,34 @@ def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: T
         pairs = zip(parts, lengths, strict=True)
         whole = torch.cat([part[: length * row] for part, length in pairs])
     joined = whole.view(tensor.dtype).view(sum(lengths), *shape).movedim(0, dim).contiguous()
+    _record(started, tensor, purpose, "all_gather", sends, "bytes are moved", len(lengths))
+    return joined
+
+
+def _record(
+    started: float,
+    tensor: Tensor,
+    purpose: Purpose,
+    ran: str,
+    sends: tuple[str, ...],
+    why: str,
+    ranks: int,
+) -> None:
+    """Record a collective that no ``BoundReduction`` has run."""
     event = Event(
-        asked=request,
-        planned=planned,
-        ran="all_gather",
+        asked=purpose.request,
+        planned=purpose.planned,
+        ran=ran,
         sends=sends,
         group=purpose.group,
         dtype=name_of(tensor.dtype),
-        why="bytes are moved",
+        why=why,
         kind="collective",
-        ranks=len(lengths),
+        path="native" if ran == "native" else "",
+        ranks=ranks,
     )
     seconds = time.perf_counter() - started
     record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
-    return joined
 
 
 def _read_dim(tensor: Tensor, dim: int) -> int:

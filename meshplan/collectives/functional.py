@@ -11,7 +11,7 @@ or ``meshplan::all_gather``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from meshplan.collectives._reduction import (
     read_scatter,
     reduce_tensor,
     scatter_tensor,
+    shard_shape,
 )
 from meshplan.contract import Contract
 from meshplan.errors import ContractStateError
@@ -49,15 +50,25 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def _all_reduce(
-    tensor: Tensor, path: str, op: str, contract: str, strict: bool, group: str
+    tensor: Tensor,
+    path: str,
+    op: str,
+    contract: str,
+    strict: bool,
+    group: str,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
-    return _reduce(tensor, _options(path, op, contract, strict), group)
+    options = _options(path, op, contract, strict)
+    check_summand(tensor, options)
+    name = f"deterministic_all_reduce {options.op}"
+    found = resolve_group(group)
+    with calls_of(found).take(tensor.device.type) as ticket:
+        return reduce_tensor(tensor, options, found, name, ticket, in_place=in_place)
 
 
-def _all_reduce_in_place(
-    tensor: Tensor, path: str, op: str, contract: str, strict: bool, group: str
-) -> None:
-    value = _reduce(tensor, _options(path, op, contract, strict), group, in_place=True)
+def _all_reduce_in_place(tensor: Tensor, *how: Any) -> None:
+    value = _all_reduce(tensor, *how, in_place=True)
     if value is not tensor:
         tensor.copy_(value)
 
@@ -65,16 +76,6 @@ def _all_reduce_in_place(
 def _options(path: str, op: str, contract: str, strict: bool) -> ReductionOptions:
     # A graph comes here without the function that checks, perhaps in another environment.
     return read_options(op, path, Contract.of_id(contract), strict)  # type: ignore[arg-type]
-
-
-def _reduce(
-    tensor: Tensor, options: ReductionOptions, group: str, in_place: bool = False
-) -> Tensor:
-    check_summand(tensor, options)
-    name = f"deterministic_all_reduce {options.op}"
-    found = resolve_group(group)
-    with calls_of(found).take(tensor.device.type) as ticket:
-        return reduce_tensor(tensor, options, found, name, ticket, in_place=in_place)
 
 
 def _reduce_scatter(
@@ -111,15 +112,11 @@ def _nothing(*_: object) -> None:
 
 
 def _shard(tensor: Tensor, dim: int, sizes: Sequence[int], *rest: Any) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = sizes[resolve_group(rest[-1]).rank()]
-    return tensor.new_empty(shape)
+    return tensor.new_empty(shard_shape(tensor, resolve_group(rest[-1]), (dim, tuple(sizes))))
 
 
 def _whole(tensor: Tensor, dim: int, sizes: Sequence[int], *_: Any) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = sum(sizes)
-    return tensor.new_empty(shape)
+    return tensor.new_empty(gathered_shape(tensor, (dim, tuple(sizes))))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,14 +145,15 @@ def _all_gather_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return shard, *(None,) * 6
 
 
-def _refuse_if_not_linear(op: str) -> None:
+def _refuse_if_not_linear(op: str, why: str = "") -> None:
     if op not in LINEAR:
         raise ContractStateError(
-            f"op={op!r} over ranks has no derivative; pass op='sum' or 'avg', or reduce "
+            f"op={op!r} over ranks has no derivative{why}; pass op='sum' or 'avg', or reduce "
             "tensor.detach()"
         )
 
 
+_operators: Any = OPERATORS  # whose methods have no types
 _HOW = "str path, str op, str contract, bool strict, str group"
 for _name, _arguments, _run, _fake, _backward in (
     ("all_reduce", f"Tensor tensor, {_HOW}", _all_reduce, _same, _all_reduce_backward),
@@ -175,16 +173,16 @@ for _name, _arguments, _run, _fake, _backward in (
         _all_gather_backward,
     ),
 ):
-    OPERATORS.define(f"{_name}({_arguments}) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
-    OPERATORS.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"meshplan::{_name}", _fake, lib=OPERATORS)
+    _operators.define(f"{_name}({_arguments}) -> Tensor", tags=_TAGS)
+    _operators.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"meshplan::{_name}", _fake, lib=_operators)
     torch.library.register_autograd(
-        f"meshplan::{_name}", _backward, setup_context=_keep, lib=OPERATORS
+        f"meshplan::{_name}", _backward, setup_context=_keep, lib=_operators
     )
 
-OPERATORS.define(f"all_reduce_(Tensor(a!) tensor, {_HOW}) -> ()", tags=_TAGS)  # type: ignore[no-untyped-call]
-OPERATORS.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("meshplan::all_reduce_", _nothing, lib=OPERATORS)
+_operators.define(f"all_reduce_(Tensor(a!) tensor, {_HOW}) -> ()", tags=_TAGS)
+_operators.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")
+torch.library.register_fake("meshplan::all_reduce_", _nothing, lib=_operators)
 
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
@@ -215,15 +213,7 @@ def all_reduce(
             ``deterministic_all_reduce`` raises.
     """
     options = read_options(op, path, contract, strict)
-    check_summand(tensor, options)
-    _check_gradient(tensor, options.op)
-    found = read_group(group)
-    if found is None:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    if debug and not torch.compiler.is_compiling():
-        compare_calls(found, tensor, f"functional.all_reduce by {options}")
-    result: Tensor = torch.ops.meshplan.all_reduce(tensor, *options.operands(found))
-    return result
+    return _call("all_reduce", tensor, options, group, debug)
 
 
 @counts_refused
@@ -254,18 +244,7 @@ def reduce_scatter(
             ``deterministic_reduce_scatter`` raises.
     """
     options = read_options(op, path, contract, strict)
-    check_summand(tensor, options)
-    found = read_group(group)
-    dim, lengths = read_scatter(tensor, found, dim, sizes)
-    _check_gradient(tensor, options.op)
-    if found is None:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    if debug and not torch.compiler.is_compiling():
-        call = f"functional.reduce_scatter of dim {dim} to {lengths} by {options}"
-        compare_calls(found, tensor, call)
-    how = options.operands(found)
-    result: Tensor = torch.ops.meshplan.reduce_scatter(tensor, dim, list(lengths), *how)
-    return result
+    return _call("reduce_scatter", tensor, options, group, debug, dim, sizes)
 
 
 @counts_refused
@@ -296,25 +275,35 @@ def all_gather(
             raises.
     """
     options = read_options("sum", path, contract, strict)
-    check_tensor(tensor)
-    found = read_group(group)
-    dim, lengths = read_gather(tensor, found, dim, sizes)
+    return _call("all_gather", tensor, options, group, debug, dim, sizes)
+
+
+def _call(
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather"],
+    tensor: Tensor,
+    options: ReductionOptions,
+    group: GroupLike | None,
+    debug: bool,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Check the arguments and run the operator."""
+    gathers = kind == "all_gather"
+    if gathers:
+        check_tensor(tensor)
+    else:
+        check_summand(tensor, options)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            _refuse_if_not_linear(options.op, ", and the tensor requires a gradient")
+    found, split = read_group(group), None
+    if kind != "all_reduce":
+        split = (read_gather if gathers else read_scatter)(tensor, found, dim, sizes)
     if found is None:
         return tensor.clone(memory_format=torch.contiguous_format)
     if debug and not torch.compiler.is_compiling():
-        shape = list(gathered_shape(tensor, (dim, lengths)))
-        call = f"functional.all_gather to {shape} of {lengths} by {options}"
-        compare_calls(found, tensor.new_empty(0), call)
-    chosen, _, ordered, strict, name = options.operands(found)
-    result: Tensor = torch.ops.meshplan.all_gather(
-        tensor, dim, list(lengths), name, chosen, ordered, strict
-    )
+        compare_calls(f"functional.{kind}", found, tensor, options, split)
+    path, op, contract, strict, name = options.operands(found)
+    how = (name, path, contract, strict) if gathers else (path, op, contract, strict, name)
+    cut = () if split is None else (split[0], list(split[1]))
+    result: Tensor = getattr(torch.ops.meshplan, kind)(tensor, *cut, *how)
     return result
-
-
-def _check_gradient(tensor: Tensor, op: str) -> None:
-    if op not in LINEAR and tensor.requires_grad and torch.is_grad_enabled():
-        raise ContractStateError(
-            f"op={op!r} over ranks has no derivative, and the tensor requires a gradient; pass "
-            "op='sum' or 'avg', or reduce tensor.detach()"
-        )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshplan._dtypes import name_of
 from meshplan.backend._partial_sums import has_partial_sums
-from meshplan.backend._work import FinishedWork
+from meshplan.collectives import Work
 from meshplan.errors import IntegrationError
 from meshplan.integrations._groups import check_group
 
@@ -97,7 +97,7 @@ class ReduceScatter:
         self.check(input_tensor.dtype, op)
         shards = check_group(group, "the reduce-scatter of FSDP2")
         shards.scatter_partial_sum(output_tensor, input_tensor, op)
-        return FinishedWork([output_tensor]) if async_op else None
+        return Work([output_tensor]) if async_op else None
 
 
 def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:

@@ -102,7 +102,11 @@ def order_sensitive(
 
 
 def _with_specials(
-    leaf: Tensor, own: torch.Generator, column: Tensor, first: Tensor, second: Tensor
+    leaf: Tensor,
+    own: torch.Generator,
+    column: Tensor,
+    first: Tensor,
+    second: Tensor,
 ) -> Tensor:
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.dtype.itemsize]
     limits = torch.finfo(leaf.dtype)

@@ -55,7 +55,10 @@ class RankGroup:
         try:
             result, record = work()
         except Exception as caught:  # of any type: the others must not wait for this rank
-            failure, message = caught, f"{type(caught).__name__}: {caught}".rstrip(": ")
+            failure, message = (
+                caught,
+                f"{type(caught).__name__}: {caught}".rstrip(": "),
+            )
         outcomes = self.gather_records([record, message])
         if failure is not None:
             raise failure

@@ -40,7 +40,13 @@ class _Format(NamedTuple):
         sign_bit = 1 << (width - 1)
         infinity = sign_bit - (1 << fraction_bits)
         least = 2 - (1 << (width - fraction_bits - 2))
-        return cls(fraction_bits, least, sign_bit, infinity, infinity | 1 << (fraction_bits - 1))
+        return cls(
+            fraction_bits,
+            least,
+            sign_bit,
+            infinity,
+            infinity | 1 << (fraction_bits - 1),
+        )
 
 
 _FORMATS = {
@@ -49,7 +55,12 @@ _FORMATS = {
     torch.float32: _Format.of(32, 23),
     torch.float64: _Format.of(64, 52),
 }
-_SIGNED_OF_WIDTH = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_SIGNED_OF_WIDTH = {
+    8: torch.int8,
+    16: torch.int16,
+    32: torch.int32,
+    64: torch.int64,
+}
 
 
 def reference_reduce(

@@ -25,11 +25,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp
 
-from meshplan._torch import ALL_GATHER_SINGLE, DistributedBackendOptions, gather_bytes
+from meshplan._torch import (
+    ALL_GATHER_SINGLE,
+    DistributedBackendOptions,
+    gather_bytes,
+)
 from meshplan._torch.process_group import PythonProcessGroup, factor_of, forward
-from meshplan.backend._work import FinishedWork
+from meshplan.collectives import Work
 from meshplan.errors import LayoutError
 from meshplan.planner import nccl_order as order
 
@@ -131,7 +135,10 @@ class NcclModelProcessGroup(PythonProcessGroup):
     broadcast, barrier = forward("broadcast"), forward("barrier")
     gather, scatter = forward("gather"), forward("scatter")
     gather_single = gather_into_tensor = forward("gather_single")
-    allgather, allgather_coalesced = forward("allgather"), forward("allgather_coalesced")
+    allgather, allgather_coalesced = (
+        forward("allgather"),
+        forward("allgather_coalesced"),
+    )
     all_gather_single = forward(ALL_GATHER_SINGLE)
     send, recv, recv_anysource = (
         forward("send"),
@@ -144,7 +151,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def all_gather_single_coalesced(self, outputs: _List, inputs: _List, _: Any = None) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
             gather_bytes(self.inner, output, source).wait()
-        return FinishedWork(outputs)
+        return Work(outputs)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
         return _NAME
@@ -156,7 +163,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
         """
         for tensor in tensors:
             self._all_reduce(tensor, _Algebra.of(opts, tensor, self.size()), self._nodes())
-        return FinishedWork(tensors)
+        return Work(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -165,7 +172,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
         for output, blocks in zip(outputs, inputs, strict=True):
             send = torch.cat([block.reshape(-1) for block in blocks])
             self._reduce_blocks(output, send, [block.numel() for block in blocks], opts)
-        return FinishedWork(outputs)
+        return Work(outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Reduce equal blocks of a flat input; the block of rank R starts behind R, ends at R.
@@ -177,7 +184,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: _List, inputs: _List, opts: Any) -> Work:  # type: ignore[override]
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_blocks(output, source.reshape(-1), [output.numel()] * self.size(), opts)
-        return FinishedWork(outputs)
+        return Work(outputs)
 
     def reduce(self, tensors: _List, opts: dist.ReduceOptions) -> Work:  # type: ignore[override]
         """Reduce in place at the root; starts behind the root on the ring.
@@ -190,7 +197,7 @@ class NcclModelProcessGroup(PythonProcessGroup):
             splits[opts.rootRank] = tensor.numel()
             target = tensor if self.rank() == opts.rootRank else tensor.new_empty(0)
             self._reduce_blocks(target, tensor.reshape(-1), splits, opts)
-        return FinishedWork(tensors)
+        return Work(tensors)
 
     def _nodes(self) -> tuple[int, ...]:
         config = current_config()

@@ -60,7 +60,11 @@ def selected_logprobs_reference(
         ShardError, TokenCoverageError, ContractStateError: as there.
     """
     return selected_logprobs_tp_reference(
-        [logits], token_ids, mask, temperature=temperature, output_dtype=output_dtype
+        [logits],
+        token_ids,
+        mask,
+        temperature=temperature,
+        output_dtype=output_dtype,
     )
 
 
@@ -107,7 +111,13 @@ def selected_logprobs_tp_reference(
     check_logits(logit_shards, token_ids, "logit_shards")
     starts = start_indices(vocab_start_indices, logit_shards)
     selection = _Selection.read(
-        logit_shards, starts, token_ids, mask, temperature, output_dtype, reduction_dtype
+        logit_shards,
+        starts,
+        token_ids,
+        mask,
+        temperature,
+        output_dtype,
+        reduction_dtype,
     )
     check_coverage(selection.ids, selection.active, selection.covered_by(logit_shards))
     result: Tensor = _SelectedLogprobs.apply(selection, *logit_shards)  # type: ignore[no-untyped-call]
@@ -179,7 +189,10 @@ def selected_logprobs_distributed_tp_reference(
     shards = [tuple(record["shard"]) for record in records]
     _check_filled(shards, ranks)
     selection = replace(
-        selection, vocabulary=max(stop for _, stop in shards), ranks=ranks, shards=shards
+        selection,
+        vocabulary=max(stop for _, stop in shards),
+        ranks=ranks,
+        shards=shards,
     )
     result: Tensor = _SelectedLogprobs.apply(selection, local_logits)  # type: ignore[no-untyped-call]
     return result
@@ -260,7 +273,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         maximum = without_nan_payload(torch.stack([x.amax(dim=-1) for x in scaled]).amax(dim=0))
         if selection.ranks is not None:
             maximum = selection.ranks.max_floats(maximum)
-        selected, owned = torch.zeros_like(maximum), torch.zeros_like(selection.active)
+        selected, owned = (
+            torch.zeros_like(maximum),
+            torch.zeros_like(selection.active),
+        )
         blocks: list[tuple[LeafRange, Tensor]] = []
         for start, x in zip(selection.starts, scaled, strict=True):
             here = selection.find_owned(start, x.shape[-1])

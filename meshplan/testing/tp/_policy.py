@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,13 +77,16 @@ class _Elementwise(torch.autograd.Function):
         return torch.mul(gradient, ctx.derivative(values)), None, None
 
 
+_map: Callable[..., Tensor] = _Elementwise.apply
+
+
 def _exp(values: Tensor) -> Tensor:
-    return cast(Tensor, _Elementwise.apply(values, exp, _exp))  # type: ignore[no-untyped-call]
+    return _map(values, exp, _exp)
 
 
 def _expm1(values: Tensor) -> Tensor:
-    return cast(Tensor, _Elementwise.apply(values, expm1, _exp))  # type: ignore[no-untyped-call]
+    return _map(values, expm1, _exp)
 
 
 def _k3(values: Tensor) -> Tensor:
-    return cast(Tensor, _Elementwise.apply(values, k3, _expm1))  # type: ignore[no-untyped-call]
+    return _map(values, k3, _expm1)
