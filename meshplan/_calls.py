@@ -83,7 +83,10 @@ class Ticket:
         return self._calls.base(self._lane) | self.number % _HALF
 
     def __enter__(self) -> Ticket:
-        self._calls.refuse_stopped()
+        calls = self._calls
+        # Each call comes here, so the method is called only where it has something to do.
+        if calls._works or calls._failure:
+            calls.refuse_stopped()
         return self
 
     def __exit__(
@@ -121,7 +124,7 @@ class GroupCalls:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self._bases: dict[str, int] = {}
-        self._name = ""
+        self.name = ""
         self._works: list[dist.Work] = []
         # Equal on all these ranks, like the name.
         self._order = (
@@ -132,15 +135,11 @@ class GroupCalls:
         if name:
             self.agree_on(name)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def agree_on(self, name: str) -> None:
         """Set the name that the ranks have agreed on; compiled graphs find the calls by it."""
-        self._name = name + self._order
+        self.name = name + self._order
         self._bases.clear()
-        _NAMED[self._name] = self
+        _NAMED[self.name] = self
 
     def take(self, lane: str) -> Ticket:
         """Take the ticket of a call, on entry and in the caller's thread. ``lane`` is the device
@@ -162,7 +161,7 @@ class GroupCalls:
             self._note_failures()
         if self._failure:
             error = GroupStateError(
-                f"group {self._name} has stopped, because a reduction failed before: "
+                f"group {self.name} has stopped, because a reduction failed before: "
                 f"{self._failure}. {_FIX}"
             )
             # Raised before the context is entered, whose end would note it.
@@ -173,7 +172,7 @@ class GroupCalls:
         """A digest of group and lane, in the upper half of a word."""
         base = self._bases.get(lane)
         if base is None:
-            digest = hashlib.sha1(f"{self._name} {lane}".encode()).digest()
+            digest = hashlib.sha1(f"{self.name} {lane}".encode()).digest()
             base = self._bases[lane] = int.from_bytes(digest[:4], "little", signed=True) * _HALF
         return base
 

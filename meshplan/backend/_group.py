@@ -160,14 +160,15 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 args = tensors[0].detach(), partial_sum, operation, self.options
                 run = partial(sums.reduce_partial_sums, *args)
                 return self._start(in_caller_mode(run, tensors), tensors, opts)
-        return self.allreduce_coalesced(tensors, opts, kind="allreduce")
+        return self._all_reduce(tensors, opts, "allreduce")
 
     @_counts_refused
-    def allreduce_coalesced(
-        self, tensors: _Tensors, opts: Any = None, kind: str = "allreduce_coalesced"
-    ) -> dist.Work:
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """All-reduce each tensor in place, with the bits of one ``allreduce`` each."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        return self._all_reduce(tensors, opts, "allreduce_coalesced")
+
+    def _all_reduce(self, tensors: _Tensors, opts: Any, kind: str) -> dist.Work:
         if len(tensors) == 1:
             repeated = self._bound.find(ALL_REDUCE, tensors[0], tensors[0], opts.reduceOp)
             if repeated is not None:

@@ -63,21 +63,20 @@ class GroupEntry:
 
     def bare(self) -> Group | None:
         """The group without shared memory, or ``None`` if it is destroyed."""
-        group = self._group(self._alive())
+        group = self._group(self.process_group(bare=True))
         return group and replace(group, peers=None, no_peers="")
 
     def group(self) -> Group | None:
         """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
         return self._group(self.process_group())
 
-    def process_group(self) -> ProcessGroup | None:
-        """The process group of ``group``, or ``None`` where that is."""
-        return None if self.peers is not None and not self.peers.alive else self._alive()
-
     def __str__(self) -> str:
-        return str(self._group(self._alive()))
+        return str(self._group(self.process_group(bare=True)))
 
-    def _alive(self) -> ProcessGroup | None:
+    def process_group(self, bare: bool = False) -> ProcessGroup | None:
+        """The process group of ``group``, or of ``bare``; ``None`` where that is."""
+        if not bare and self.peers is not None and not self.peers.alive:
+            return None
         # A destroyed group stays an object while a caller holds it; torch's own map forgets it.
         pg = self.pg()
         return None if pg is None or pg not in getattr(c10d, WORLD).pg_map else pg
@@ -102,20 +101,16 @@ class GroupHandle:
 
     def group(self) -> Group | None:
         """The group; ``None`` if it or its default group is gone."""
-        return self.known.group() if self._is_current() else None
+        return None if self.process_group() is None else self.known.group()
 
     def process_group(self) -> ProcessGroup | None:
         """The process group of ``group``, or ``None`` where that is."""
-        return self.known.process_group() if self._is_current() else None
-
-    def _is_current(self) -> bool:
         # As ``is_forked``, without a call: every reduction asks.
         world, parents = dist.group.WORLD, _threads.from_parent
-        return (
-            self.book.life is self.life
-            and self.default() is world
-            and (parents is None or parents() is not world)
-        )
+        if self.book.life is not self.life or self.default() is not world:
+            return None
+        forked = parents is not None and parents() is world
+        return None if forked else self.known.process_group()
 
 
 @dataclass(frozen=True, slots=True)

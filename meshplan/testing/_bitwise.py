@@ -17,7 +17,12 @@ from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
 from meshplan.testing._ranks import RankGroup
 
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 
 
 def bits(tensor: Tensor) -> Tensor:
