@@ -1,12 +1,12 @@
 """The one room for torch's internals: every private name of torch that meshplan uses, once.
 
 ``from meshplan._torch import local_tensor_mode`` looks a name up when it is first imported; torch
-itself is imported then, and not before. The tables (``_names``, ``_optional_names``) say where
-each name is, from which torch on, what for, and how it is checked; ``Entry.gives`` is the result
-of an import. A torch that does not have a name does not break the import: the name is then a
-class that raises ``UnsupportedTorchError`` when it is used. ``install`` checks the tables before it
-replaces anything: by name and form (``_check``), some by effect (``effects``, ``executor``). It
-reports all that has moved in one message.
+itself is imported then, and not before. The tables of ``_names`` say where each name is, from
+which torch on, what for, and how it is checked; ``Entry.gives`` is the result of an import. A torch
+that does not have a name does not break the import: the name is then a class that raises
+``UnsupportedTorchError`` when it is used. ``install`` checks the tables before it replaces
+anything: by name and form (``_entry``), some by effect (``effects``). It reports all that has moved
+in one message.
 
 ``placements`` and ``process_group`` have the classes of torch whose private methods meshplan takes
 over. No other module of meshplan knows a private name of torch (``tests/test_torch_names.py``).
@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshplan._torch._check import find_moved, refuse_moved
-from meshplan._torch._entry import TESTED_TORCH, is_absent, tested_range
-from meshplan._torch._names import NAMES
-from meshplan._torch._optional_names import TESTING_NAMES
+from meshplan._torch._entry import TESTED_TORCH, find_moved, is_absent, refuse_moved, tested_range
+from meshplan._torch._names import NAMES, TESTING_NAMES
 
 if TYPE_CHECKING:
     # What the names are to a type checker.

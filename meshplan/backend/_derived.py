@@ -98,7 +98,11 @@ class DerivingProcessGroup(PassingProcessGroup):
             timeout or self._timeout,
         )
         desc = group_desc or f"{self.group_desc}:split"
-        return _named(self._derive(made, opts, timeout, inner, self._across_jobs), name, desc)
+        return _named(
+            self._derive(made, opts, timeout, inner, self._across_jobs),
+            name,
+            desc,
+        )
 
     def merge_remote_group(
         self,
@@ -156,7 +160,10 @@ def gather_members(store: Store, rank: int, size: int) -> tuple[str, list[int]]:
         default_store().set(job, "")
         store.set("meshplan/job", job)
     job = store.get("meshplan/job").decode()
-    store.set(f"meshplan/{rank}", json.dumps([this_rank(), default_store().check([job])]))
+    store.set(
+        f"meshplan/{rank}",
+        json.dumps([this_rank(), default_store().check([job])]),
+    )
     found = [json.loads(store.get(f"meshplan/{r}")) for r in range(size)]
     alone = all(same for _, same in found)
     return job, [one for one, _ in found] if alone else []

@@ -7,6 +7,7 @@ are here; ``WrappingProcessGroup`` passes the others on to a plain group of the 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,26 +23,28 @@ from meshplan._calls import GroupCalls, Ticket, keep_calls
 from meshplan._torch import (
     REDUCE_SCATTER_SINGLE,
     DistributedBackendOptions,
+    Store,
     dispatch_modes,
 )
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
-from meshplan.backend._derived import DerivingProcessGroup
-from meshplan.backend._operations import Operation, read_operation
+from meshplan.backend._derived import DerivingProcessGroup, describe_group
 from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
     ALL_REDUCE,
     SCATTER,
     BoundTable,
+    Operation,
     agree_on_policy,
     check_blocks,
     check_equal_blocks,
+    read_operation,
     reduce_all,
     reduce_blocks,
     reduce_inside,
 )
-from meshplan.backend._streams import DeviceLane
 from meshplan.backend._work import (
+    DeviceLane,
     in_caller_mode,
     mark_written,
     writable,
@@ -482,3 +485,40 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 def _default_options() -> BackendOptions:
     world = dist.group.WORLD
     return world.options if isinstance(world, MeshplanProcessGroup) else BackendOptions()
+
+
+def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
+    """A group of the backend, for torch's ``Backend.register_backend``.
+
+    Args:
+        made: what torch knows of the group.
+        options: the ``pg_options`` of the caller.
+    """
+    return MeshplanProcessGroup(made, options)
+
+
+def create_group_across_jobs(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: BackendOptions | None,
+) -> MeshplanProcessGroup:
+    """A group of ranks that each have a default group of their own. The members agree through
+    ``store`` for as long as the group lives. Without ``options``, those of the default group apply
+    if it is of the backend. Raises RuntimeError, from torch, if members do not come.
+    """
+    # Each job has used other names before.
+    if rank == 0:
+        store.set("meshplan/name", f"meshplan/jobs/{uuid.uuid4().hex}")
+    name = store.get("meshplan/name").decode()
+    made = describe_group(name, store, rank, list(range(size)), timeout)
+    group = MeshplanProcessGroup(made, options, across_jobs=True)
+    group._set_group_name(name)
+    return group
+
+
+def register() -> None:
+    """Register the backend for CPUs and CUDA devices, once."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create_group, True, ["cpu", "cuda"])

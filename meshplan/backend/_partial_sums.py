@@ -21,9 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._torch import version_of
-from meshplan.backend._operations import Operation
 from meshplan.backend._options import NAME, BackendOptions
-from meshplan.backend._reductions import options_of, rounded
+from meshplan.backend._reductions import Operation, options_of, rounded
 from meshplan.collectives._options import ReductionOptions
 from meshplan.collectives._reduction import reduce_tensor
 from meshplan.contract import Contract, Op

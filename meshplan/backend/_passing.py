@@ -20,8 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshplan._torch import WORLD, backend_of
 from meshplan._torch.process_group import WrappingProcessGroup
-from meshplan.backend._streams import Coalescing
-from meshplan.backend._work import PassedWork, writable
+from meshplan.backend._work import Coalescing, PassedWork, writable
 from meshplan.collectives._options import check_destination
 from meshplan.errors import BackendError
 

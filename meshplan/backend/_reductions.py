@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
 from meshplan._observing import Extent, within
 from meshplan._torch import dispatch_modes, profiler_enabled
-from meshplan.backend._operations import Operation, read_operation
+from meshplan._torch.process_group import factor_of
 from meshplan.backend._options import NAME, BackendOptions
 from meshplan.backend._work import Reduce, in_caller_mode, writable
 from meshplan.collectives._options import ReductionOptions, read_options
@@ -30,11 +30,81 @@ from meshplan.collectives._reduction import (
     reduce_tensor,
     scatter_list,
 )
+from meshplan.contract import FLOATS, INTEGERS, OPS, Contract, Op, check_dtype
 from meshplan.definition import canonicalize_nans
-from meshplan.errors import ContractError, FallbackRefusedError
+from meshplan.errors import ContractError, ContractTypeError, FallbackRefusedError
 from meshplan.execute import BoundReduction, Event, record
 from meshplan.flatten import registry
 from meshplan.record import Record
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A reduction that a caller requests."""
+
+    name: str  # of the ``ReduceOp``, in lower case
+    op: Op | None  # ``None`` where the contract does not define it for the dtype
+    why: str = ""
+    # Whether the inner backend's result depends on the order, which no caller has requested.
+    fallback: bool = True
+    factor: float | Tensor | None = None  # of ``PREMUL_SUM``, this rank's
+
+    def scale(self, tensor: Tensor, contract: Contract) -> Tensor:
+        """The summand of this rank; ``tensor`` itself without a factor. A ``PREMUL_SUM`` multiplies
+        each leaf by the factor in the accumulator's dtype and adds the products in that dtype. With
+        ``rounding="node"`` a product is a node, and is rounded.
+        """
+        if self.factor is None:
+            return tensor
+        parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        wide = getattr(torch, contract.accumulator(name_of(parts.dtype)))
+        factor = self.factor
+        if not isinstance(factor, Tensor):
+            # Filled on the device: a copy from the host would make the host wait.
+            factor = torch.full((), factor, dtype=torch.float64, device=tensor.device)
+        scaled = parts.to(wide) * factor.reshape(()).to(wide)
+        if contract.rounding == "node":
+            scaled = scaled.to(parts.dtype)
+        return torch.view_as_complex(scaled) if tensor.is_complex() else scaled
+
+
+def read_operation(
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    tensor: Tensor,
+    contract: Contract,
+    policy: str = "deterministic",
+) -> Operation:
+    """What ``op`` is on tensors like this one, in a group of this contract and policy. Raises
+    ContractTypeError for a product of floats in an exact order.
+    """
+    kind: Any = getattr(op, "op", op)
+    name = str(kind.name).lower()
+    if policy == "fast":
+        return Operation(name, None, "policy 'fast'", fallback=False)
+    dtype, factor = tensor.dtype, None
+    if name == "premul_sum":
+        assert isinstance(op, dist.ReduceOp)
+        factor = factor_of(op)
+    if tensor.layout is not torch.strided:
+        return Operation(name, None, f"the tensor is {tensor.layout}")
+    real = dtype.to_real() if dtype.is_complex and name in ("sum", "avg", "premul_sum") else dtype
+    word: Any = "sum" if factor is not None else name
+    if not (real.is_floating_point or dtype.is_complex):
+        # Integers and bits: every order has the same result, and division is of the sum.
+        defined = factor is None and word in OPS and word != "avg" and name_of(dtype) in INTEGERS
+        why = "" if defined else "its result does not depend on the order"
+        return Operation(name, word if defined else None, why, fallback=False)
+    if word not in OPS:
+        return Operation(name, None, f"the contract does not define {name}")
+    try:
+        check_dtype(word, real, contract)
+    except ContractTypeError as error:
+        if word == "product" and name_of(real) in FLOATS:
+            # Only an exact order refuses it, and the inner backend has no exact product either.
+            raise
+        return Operation(name, None, str(error))
+    return Operation(name, word, factor=factor)
+
 
 Kind = Literal["all_reduce", "reduce_scatter"]
 
@@ -177,7 +247,10 @@ class BoundTable:
             summand = summand.reshape(-1)
             cut = {"dim": 0, "lengths": (out.numel(),) * lane.size()}
         if operation.factor is None and lane.size() > 1 and _can_repeat(message, out):
-            how, request = options_of(operation, options), _request(kind, operation)
+            how, request = (
+                options_of(operation, options),
+                _request(kind, operation),
+            )
             found, groups = bind(summand, how, lane, request, ticket, **cut)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
@@ -324,5 +397,13 @@ def _record_inner(
         ranks=group.size(),
     )
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    numbers, sizes = sum(t.numel() for t in strided), sum(t.nbytes for t in strided)
-    record(event, elements=numbers, nbytes=sizes, seconds=time.perf_counter() - started)
+    numbers, sizes = (
+        sum(t.numel() for t in strided),
+        sum(t.nbytes for t in strided),
+    )
+    record(
+        event,
+        elements=numbers,
+        nbytes=sizes,
+        seconds=time.perf_counter() - started,
+    )
