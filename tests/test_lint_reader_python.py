@@ -7,6 +7,7 @@ from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshplan.errors import LayoutError
 from meshplan.layout import Layout
 from meshplan.lint._read_jobs import RankOptions, read_jobs
 from tests.lint_inputs import changed_lines, damaged_texts, format_jobs, refusal
@@ -225,7 +226,7 @@ train.py:1: not judged: mesh_dim_names=names is not a constant; use --run, or gi
 train.py:1: not judged: f'a{1}' in mesh_dim_names is not a constant; give it with --mesh
 train.py:1: not judged: init_device_mesh is called without its second argument here; use --run, or give the mesh with --mesh
 train.py:1: not judged: the ranks ranks are not constants; use --run, or give the mesh with --mesh
-train.py:1: not judged: a size of -1 in torch.arange(8).view(2, -1) is not supported; use the size
+train.py:1 (axis0=2, axis1=4) unknown unknown: dtensor
 train.py:1: not judged: the ranks [[0, n]] are not constants; use --run, or give the mesh with --mesh
 train.py:1: not judged: dist.get_world_size() // 8 is not a constant; pass --world-size, use --run, or give the mesh with --mesh
 train.py:1: not judged: tensor_parallel_degree=n is not a constant; use --run, or give the mesh with --mesh
@@ -597,3 +598,28 @@ def test_options_of_the_backend_may_be_others(old: str, new: str) -> None:
 
 def _without(text: str, start: str) -> str:
     return "".join(line for line in text.splitlines(True) if not line.startswith(start))
+
+
+def test_more_than_1024_mesh_calls_are_refused() -> None:
+    """All calls count, though one axis of unknown size is no mesh to judge."""
+    call = 'init_device_mesh("cuda", (n,))'
+    assert read_jobs("train.py", "\n".join([call] * 1024)).jobs == ()
+    with pytest.raises(LayoutError, match="more than 256 meshes in one file"):
+        read_jobs("train.py", "\n".join([call] * 1025))
+
+
+PROGRAM = """\
+parser = argparse.ArgumentParser()
+parser.add_argument("--dp", type=int, default=8)
+parser.add_argument("--tp-size", "--tp", type=int, default=4)
+args = parser.parse_args()
+mesh = init_device_mesh("cuda", (args.dp, args.tp_size), mesh_dim_names=("dp", "tp"))
+"""
+
+
+def test_default_of_an_argument_is_rewritten() -> None:
+    (job,) = read_jobs("train.py", PROGRAM).jobs
+    assert changed_lines(PROGRAM, job, dp=8, tp=8) == (
+        '-parser.add_argument("--tp-size", "--tp", type=int, default=4)\n'
+        '+parser.add_argument("--tp-size", "--tp", type=int, default=8)\n'
+    )

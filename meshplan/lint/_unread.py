@@ -30,7 +30,8 @@ _PARALLEL = (
 SIZE = re.compile(
     rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
     rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
-    r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size)"
+    r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size"
+    r"|(?:ring|ulysses)(?:[-_]attn)?[-_](?:size|degree))"
 )
 # Short names that other texts use too. They count alone or as the last part of a dotted path.
 SHORT = re.compile(rf"(?:[\w-]+\.)*{_AXIS}")
@@ -56,11 +57,13 @@ def suggest_degree(key: str) -> str:
     return suggest_key(key, _DEGREES)
 
 
-_NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d"
+_NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d|(?:choice|range)\("
+# In YAML and JSON of a sweep: a table of the values that it tries.
+_SWEEP = r"(?:\{?\s{0,40}[\"']?(?:values?|choices|min)[\"']?[ \t]*:\s{0,40}(?:-[ \t])?)?"
 # Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
 _PAIR = re.compile(
-    rf"(?<![\w$.-])(?:\+{{1,2}})?[\"']?(?P<key>[A-Za-z][\w.-]*)[\"']?[ \t]*[=:][ \t]*[\"']?"
-    rf"(?P<value>{_NUMBER})"
+    rf"(?<![\w$.-])(?:\+{{1,2}})?[\"']?(?P<key>[A-Za-z][\w.-]*)[\"']?[ \t]*[=:][ \t]*"
+    rf"{_SWEEP}[\"']?(?P<value>{_NUMBER})"
     rf"|(?<![\w-])--?(?P<option>[A-Za-z][\w.-]*)(?:=|[ \t]+)[\"']?(?P<given>{_NUMBER})"
 )
 # After a name in Python: the end of a key, an annotation, and the beginning of a degree.
@@ -69,14 +72,20 @@ _VALUE = r"[\"']?\s*+(?::[^=\n]{0,80})?[=:]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
 _REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
 # AReaL's sglang:d4p1t2+fsdp:d8t2, with a degree above 1.
 _ALLOCATION = re.compile(
-    r"\ballocation_mode\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*[\"']?"
-    r"[\w.:+|()-]*[a-z](?:[2-9]|\d\d)[\w.:+|()-]*"
+    r"\b(?:allocation_mode|backend)\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*[\"']?"
+    r"[\w.:+|()-]{0,200}?(?<=[.:+|(\d])[acdept](?:[2-9]|\d\d)[\w.:+|()-]{0,200}"
 )
 _COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _JOB = re.compile(r"parallel|mesh_shape|world_size|num_gpus|num_nodes|n_gpus|nnodes|num_processes")
 _HYBRID = re.compile(r"\b_?HYBRID_SHARD(?:_ZERO2)?\b")
-_MAKERS = frozenset({"initialize_model_parallel"})
+# A degree on a line of a text, such as a configuration in a string of Python.
+_LINE = re.compile(
+    rf"^[ \t]*+(?:-[ \t]+)?+[\"']?(?P<key>{SIZE.pattern})[\"']?"
+    r"[ \t]*[=:][ \t]*(?P<size>\d{1,9})\b",
+    re.M,
+)
+_MAKERS = frozenset({"initialize_model_parallel", "new_subgroups", "split_group"})
 
 
 def find_unread_in_text(name: str, text: str) -> Skipped | None:
@@ -119,10 +128,10 @@ def _find_allocation(name: str, text: str) -> Skipped | None:
 def find_unread_in_python(name: str, text: str) -> Skipped | None:
     """The first degree of parallelism in Python whose meshes are not read, as the other.
 
-    Comments and strings do not count, and neither do names that only pass a size on.
+    Comments and docstrings do not count, and neither do names that only pass a size on.
     """
     words = set(_WORD.findall(text))
-    if "allocation_mode" in words and (skipped := _find_allocation(name, text)):
+    if words & {"allocation_mode", "backend"} and (skipped := _find_allocation(name, text)):
         return skipped
     if not any(word.lower().strip("_") in _WANTED for word in words):
         # Parsing takes ten times as long as finding a number after one of these words.
@@ -136,7 +145,8 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
     # A test has sizes of its own.
     pending: list[ast.AST] = [tree]
     for node in pending:
-        if str(getattr(node, "name", "")).startswith("test_"):
+        is_docstring = isinstance(node, ast.Expr) and read_string(node.value)
+        if is_docstring or str(getattr(node, "name", "")).startswith("test_"):
             continue
         pending += ast.iter_child_nodes(node)
         found = _find_named_values(node)
@@ -169,8 +179,12 @@ def _skip_hybrid(where: Source) -> Skipped:
 
 
 def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
-    """Names with their values: keyword arguments, keys of a dict, variables."""
+    """Names with their values: keyword arguments, keys of a dict, variables, lines of a string."""
     match node:
+        case ast.Constant(value=str(text)):
+            lines = _LINE.finditer(text)
+            at = node.lineno
+            return [(one["key"], ast.Constant(int(one["size"]), lineno=at)) for one in lines]
         case ast.Call():
             return [(one.arg, one.value) for one in node.keywords if one.arg]
         case ast.Dict():

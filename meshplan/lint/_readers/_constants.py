@@ -20,6 +20,7 @@ from meshplan.lint._readers._numbers import Whole, combine
 from meshplan.lint._readers._values import (
     BINDERS,
     FUNCTIONS,
+    LAUNCHED,
     LEAVES,
     MARKS,
     METHODS,
@@ -57,6 +58,7 @@ from meshplan.lint._readers._values import (
     list_parts,
     list_targets,
     list_values,
+    read_default,
 )
 
 _MAX_STEPS, _MAX_NESTING, _MAX_CALLS = 60_000, 60, 8
@@ -446,6 +448,8 @@ class Reader(PythonText):
                 return self._forget_late(name, self._find_member(found, value, value))
             case Parent(owner, bound):
                 return self._find_member(owner.find_above(name), bound, owner)
+            case Record() if name == "__dict__":
+                self._forget_fields(value)
             case Record(owner=Class() as owner):
                 return self._find_field(value, owner, name)
             case Record(fields=dict() as fields) if value.path:
@@ -463,8 +467,6 @@ class Reader(PythonText):
         """An attribute of an object of a class of the file."""
         if name == "__class__":
             return owner
-        if name == "__dict__":
-            self._forget_fields(value)
         if value.fields is not None and name in value.fields:
             return self._forget_late(name, value.fields[name])
         found = owner.find(name)
@@ -750,15 +752,23 @@ class Reader(PythonText):
                 return Grid(first.count, first.sizes, first)
             case "arange" | "range", _ if len(given.positional) == 1:
                 return Grid(first)
+            case "arange" | "range", 0 if len(given.positional) == 2:
+                return Grid(given.positional[1])
             case "get_world_size", None if not given.named and not path.name.startswith("."):
                 return self.world_size
             case "get" | "getenv", "WORLD_SIZE":
                 return self.world_size
+            case "get" | "getenv", Text() if len(given.positional) == 2 and (
+                path.name.endswith(("environ.get", "getenv")) and not LAUNCHED.search(first)
+            ):
+                return read_default(given.positional[1])
         return None
 
     def _call_method(self, value: Value, name: str, given: Arguments, node: ast.Call) -> Value:
         """The value of a method of a list, a dict, a tensor, or an unknown value."""
         match value, name:
+            case Record(path=path), _ if path.endswith("ArgumentParser"):
+                return self._call_parser(value, name, given)
             case (Unknown(), _) | (Record(path=str()), _) if not is_dict(value):
                 return self._call_path(Path(f".{name}", is_imported=True), given, node)
             case Record(path="", fields=dict() as fields), "keys" | "values":
@@ -781,6 +791,31 @@ class Reader(PythonText):
                     self.change(one)
                 return UNKNOWN
         return self.call_method(value, name, given, node)
+
+    def _call_parser(self, parser: Record, name: str, given: Arguments) -> Value:
+        """The value of a method of ``argparse.ArgumentParser``; the default of an argument counts
+        as its value.
+        """
+        match name:
+            case "add_argument_group" | "add_mutually_exclusive_group":
+                return parser
+            case "add_argument":
+                names = [str(one) for one in given.positional if isinstance(one, Text)]
+                long = [one for one in names if one.startswith("--")] or names or [""]
+                dest = given.named.get("dest", long[0].lstrip("-").replace("-", "_"))
+                found = read_default(given.named.get("default")) if given.is_complete else UNKNOWN
+                self._set(parser, dest if isinstance(dest, str) else None, found)
+            case "set_defaults":
+                self._forget_fields(parser)
+            case "parse_args" | "parse_known_args":
+                is_known = parser.fields is not None and given.is_complete
+                is_known &= not any(isinstance(one, Items) for one in given.positional)
+                is_known &= not given.named
+                fields = dict(parser.fields or {}) if is_known else None
+                made = Record(fields, None, "Namespace", moment=self.moment)
+                both = Items([(made, (0, 0)), (UNKNOWN, (0, 0))], is_tuple=True)
+                return both if name == "parse_known_args" else made
+        return UNKNOWN
 
     def _read_arguments(self, node: ast.Call, scope: Scope) -> Arguments:
         entries = self._read_items(node.args, scope)

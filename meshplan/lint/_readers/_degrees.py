@@ -38,6 +38,8 @@ _BASE = re.compile(
 # A value of an override that may be the name of a configuration.
 _WORD = re.compile(r"(?!(?:true|false|null|none)$)[A-Za-z_][\w/-]*", re.I)
 _ROOTS = ("", "_global_")
+# Options that name a file of settings.
+_CONFIG = re.compile(r"(?:.*\.)?(?:config(?:_name|_path|_dir|_file)?|yaml_cfg)")
 
 
 class Computed(NamedTuple):
@@ -235,9 +237,9 @@ def _has_place(group: Mapping[str, Setting]) -> bool:
 def find_replaced(found: Degrees) -> Setting | None:
     """The first setting that names another configuration, which may replace the mesh's defaults.
 
-    Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``) and
-    ``--config-name``; the base files of other programs. Names among ``Framework.bases`` have the
-    defaults of the table.
+    Hydra's ``defaults``, its overrides of groups (``actor=other``, ``group@package=other``),
+    ``--config-name`` and ``--job.config_file``; the base files of other programs. Names that match
+    ``Framework.bases`` have the defaults of the table.
     """
     section = _compile(found.mesh.section)
     for one in found.document.settings if found.document.kind != "python" else ():
@@ -245,13 +247,14 @@ def find_replaced(found: Degrees) -> Setting | None:
         if found.document.kind == "document":
             is_base = bool(_BASE.match(one.path)) and one.value is not None
         elif one.key.startswith("-"):
-            is_base = group in ("config_name", "config_path", "config_dir")
+            is_base = bool(_CONFIG.fullmatch(group))
         else:
             is_word = isinstance(one.value, Computed) or bool(_WORD.fullmatch(str(one.value)))
             is_base = bool(at) or "/" in group or ("." not in group and is_word)
         is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
-        name = str(one.value).removesuffix(".yaml")
-        if is_base and not is_elsewhere and name not in ("_self_", *found.framework.bases):
+        name = str(one.value)
+        is_known = name == "_self_" or match(found.framework.bases, name)
+        if is_base and not is_elsewhere and not is_known:
             return one
     return None
 

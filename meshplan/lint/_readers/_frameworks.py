@@ -77,9 +77,9 @@ class Framework:
     kinds: frozenset[Kind] = frozenset({"document", "command"})  # where its keys stand
     # Python's classes and functions that take the keys as arguments
     classes: frozenset[str] = frozenset()
-    # Names of configurations that have the defaults of ``meshes``. Any other one that a file builds
-    # on may have replaced them.
-    bases: frozenset[str] = frozenset()
+    # Regular expression of the configurations that have the defaults of ``meshes``. Any other one
+    # that a file builds on may have replaced them.
+    bases: str = ""
 
 
 # Megatron-LM, megatron/core/parallel_state.py, RankGenerator takes an order of axes, innermost
@@ -115,6 +115,17 @@ _MEGATRON_MESH = Mesh(
         r"(?:.*\.)?hetero_process_meshes[.=].*": "each of the hetero_process_meshes has its ranks",
     },
 )
+_LIGHTNING_LAUNCH: Mapping[str, str] = {
+    f"{section}{key}": what
+    for section in ("", "trainer.")
+    for key, what in (("num_nodes", "hosts"), ("devices", "ranks_per_host"))
+}
+_NEMO_LAUNCH: Mapping[str, str] = {
+    **_LIGHTNING_LAUNCH,
+    "cluster.num_nodes": "hosts",
+    "cluster.gpus_per_node": "ranks_per_host",
+    "num_gpus_per_node": "ranks_per_host",
+}
 _MEGATRON = Framework(
     program="megatron",
     mark=r"(?:.*\.)?(?:(?:tensor|pipeline|expert)_model_parallel_size"
@@ -130,6 +141,7 @@ _MEGATRON = Framework(
             },
         ),
     ),
+    launch=_NEMO_LAUNCH,  # of Hydra's overrides
     kinds=frozenset({"command"}),
 )
 # NeMo Automodel, nemo_automodel/components/distributed/mesh_utils.py, _create_fsdp2_device_mesh:
@@ -170,11 +182,6 @@ _NEMO_REFUSED = {
     r".*\.device_mapping=.*": "each device_mapping has ranks of its own",
     r"cluster\.component_placement\..*=(?!all$).*": "component_placement separates the ranks",
 }
-_LIGHTNING_LAUNCH: Mapping[str, str] = {
-    f"{section}{key}": what
-    for section in ("", "trainer.")
-    for key, what in (("num_nodes", "hosts"), ("devices", "ranks_per_host"))
-}
 _NEMO = Framework(
     program="nemo",
     mark=_MEGATRON.mark + r"|(?:.*\.)?dtensor_cfg\..*_parallel_size",
@@ -196,12 +203,7 @@ _NEMO = Framework(
             refused=_NEMO_REFUSED,
         ),
     ),
-    launch={
-        **_LIGHTNING_LAUNCH,
-        "cluster.num_nodes": "hosts",
-        "cluster.gpus_per_node": "ranks_per_host",
-        "num_gpus_per_node": "ranks_per_host",
-    },
+    launch=_NEMO_LAUNCH,
     kinds=frozenset({"document"}),
 )
 # The recipes of both in Python shard the optimizer's state.
@@ -287,7 +289,7 @@ _VERL = Framework(
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
     defaults={"hosts": 1, "ranks_per_host": 8},
-    bases=frozenset({"config", "ppo_trainer", "ppo_megatron_trainer"}),
+    bases=r"(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(
@@ -523,6 +525,7 @@ _TORCHTUNE = Framework(
             rest="dp_shard",
         ),
     ),
+    bases=r"\w+/\w+",  # of torchtune's own
 )
 
 # Lightning, src/lightning/fabric/strategies/model_parallel.py, _setup_device_mesh:

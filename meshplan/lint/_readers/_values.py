@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 from meshplan._message_text import shorten
 from meshplan.errors import LayoutError
+from meshplan.lint._readers._numbers import Whole
 
 Span: TypeAlias = tuple[int, int]
 Value: TypeAlias = Any
@@ -242,6 +244,15 @@ def is_constant(value: Value) -> bool:
     return value is None or isinstance(value, int | str | float)
 
 
+def read_default(value: Value) -> Value:
+    """What a program has unless its user sets it: a number of ranks from 2 on. Most users of a
+    program set what is 0, 1 or -1 by default.
+    """
+    if isinstance(value, Text) and value.isdecimal() and len(value) < 12:
+        value = Whole.at(int(value), *value.span)
+    return value if isinstance(value, Unknown) or (type(value) is Whole and value > 1) else UNKNOWN
+
+
 def is_dict(value: Value) -> bool:
     """Whether it is a dict."""
     return isinstance(value, Record) and value.owner is None and not value.path
@@ -323,41 +334,9 @@ METHODS = frozenset(
     | {"tolist", "values"}
 )
 FUNCTIONS = frozenset(
-    {
-        "DeviceMesh",
-        "_unflatten",
-        "all",
-        "any",
-        "array",
-        "bool",
-        "debug",
-        "dict",
-        "enumerate",
-    }
-    | {
-        "error",
-        "filter",
-        "format",
-        "info",
-        "init_device_mesh",
-        "int",
-        "isinstance",
-        "join",
-        "len",
-    }
-    | {
-        "list",
-        "map",
-        "max",
-        "min",
-        "new_group",
-        "print",
-        "prod",
-        "range",
-        "repr",
-        "reversed",
-    }
-    | {"set", "sorted", "str", "sum", "tensor", "tuple", "type", "warning", "zip"}
+    {*dir(builtins)} - {"delattr", "eval", "exec", "getattr", "setattr", "super", "vars"}
+    | {"DeviceMesh", "_unflatten", "array", "debug", "error", "info", "init_device_mesh"}
+    | {"join", "new_group", "prod", "tensor", "warning"}
 )
 # Functions that may bind any name of the module, and words of those that set attributes.
 BINDERS = frozenset({"exec", "globals"})
@@ -394,6 +373,8 @@ MARKS = frozenset(
 )
 # Modules whose functions have the names of Python's, and do the same.
 STANDARD = frozenset({"builtins", "copy", "dataclasses", "numpy", "torch", "typing"})
+# Variables that launchers set.
+LAUNCHED = re.compile(r"RANK|WORLD|NODE|GPU|PROC|DEVICE|LOCAL|SLURM|MPI|PMI")
 RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 LEAVES = (ast.Return, ast.Continue, ast.Break)
 

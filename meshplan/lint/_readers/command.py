@@ -710,6 +710,7 @@ _NO_COMMANDS = frozenset(
         "format_help",
     }
 )
+_HELP = ("help", "description", "epilog")
 
 
 def recognises(name: str, text: str) -> bool:
@@ -753,6 +754,11 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
     Definitions of options (``add_argument``), help and docstrings are no commands.
     """
     found: list[ast.expr] = []
+    help_texts = {
+        getattr(node.value, "id", None)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg in _HELP
+    }
     pending: list[tuple[ast.AST, bool]] = [(tree, False)]
     for node, is_word in pending:
         if isinstance(node, ast.Constant | ast.JoinedStr):
@@ -760,17 +766,15 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
             text = " ".join(str(getattr(one, "value", "")) for one in parts)
             if isinstance(getattr(node, "value", ""), str) and (is_word or _OPTION.search(text)):
                 found.append(node)
-        elif isinstance(node, ast.Call) and find_callee(node) in _NO_COMMANDS:
+        elif (isinstance(node, ast.Call) and find_callee(node) in _NO_COMMANDS) or (
+            isinstance(node, ast.Assign) and help_texts & {*map(find_callee, node.targets)}
+        ):
             continue
         elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             words = [str(getattr(one, "value", "")) for one in getattr(node, "elts", ())]
             pairs = pairwise(words)
             is_command = any(one[:2] == "--" and two[:1] != "-" for one, two in pairs)
-            is_help = isinstance(node, ast.keyword) and node.arg in (
-                "help",
-                "description",
-                "epilog",
-            )
+            is_help = isinstance(node, ast.keyword) and node.arg in _HELP
             pending += [(one, is_command) for one in ast.iter_child_nodes(node) if not is_help]
     return found
 

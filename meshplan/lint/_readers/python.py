@@ -10,6 +10,7 @@ Degrees are arguments of ``ParallelismConfig`` and the like, or attributes that 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -559,9 +560,11 @@ class MeshReader(Reader):
             if value.sizes.entries is None:
                 raise UnknownMesh(f"the ranks {shown} are not constants; {RUN}")
             sizes = self._read_sizes(value.sizes, None)
-        values = [size for size, _ in sizes]
-        if -1 in values:
-            raise UnknownMesh(f"a size of -1 in {shown} is not supported; use the size")
+        values = [int(size) for size, _ in sizes]
+        if values.count(-1) == 1:
+            values[values.index(-1)] = count // max(1, -math.prod(values))
+            pairs = zip(values, sizes, strict=True)
+            sizes = [(Whole.at(value, *at), at) for value, (_, at) in pairs]
         layout = make_layout(values, labels)
         if layout.world_size != count:
             raise LayoutError(
