@@ -615,6 +615,22 @@ def test_files_of_directories_are_quiet(lint: Any) -> None:
     assert out.endswith("(--strict lists them, --node-size 8 places the ranks)\n")
 
 
+def test_arguments_of_a_named_program_are_read_once(lint: Any) -> None:
+    Path("train.py").write_text(
+        "parser = argparse.ArgumentParser()\n"
+        'parser.add_argument("--tp", type=int, default=4)\n'
+        "args = parser.parse_args()\n"
+        'init_device_mesh("cuda", (8, args.tp), mesh_dim_names=("dp", "tp"))\n'
+    )
+    status, out, _ = lint("train.py", "--node-size", "8", "--", "--tp", "5")
+    assert status == 1
+    assert "train.py:4: (dp=8, tp=5)" in out
+    assert "checked 1 file, 1 mesh\n" in out
+    # Of another program: the words are a mesh of their own.
+    status, out, _ = lint("train.py", "--node-size", "8", "--", "--dp", "8", "--tp", "5")
+    assert "--dp 8 --tp 5" in out
+
+
 def test_standard_input_has_a_name(lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("-", "--domain-size", "8", "--output-format", "concise")
     for name, options in (("standard input", ()), ("src/x.py", ("--stdin-filename", "src/x.py"))):

@@ -617,6 +617,22 @@ mesh = init_device_mesh("cuda", (args.dp, args.tp_size), mesh_dim_names=("dp", "
 """
 
 
+@pytest.mark.parametrize(
+    ("words", "mesh", "takes"),
+    [
+        ("", "(dp=8, tp=4)", False),
+        ("--tp 5", "(dp=8, tp=5)", True),
+        ("--tp-size=5 --dp 1", "(dp=1, tp=5)", True),
+        ("--tp 2 --tp 5", "(dp=8, tp=5)", True),
+        ("--tp 5 --steps 8", "(dp=8, tp=5)", False),
+    ],
+)
+def test_arguments_of_a_program_replace_its_defaults(words: str, mesh: str, takes: bool) -> None:
+    found = read_jobs("train.py", PROGRAM, RankOptions(arguments=tuple(words.split())))
+    assert [str(job.layout) for job in found.jobs] == [mesh]
+    assert found.takes_arguments is takes
+
+
 def test_default_of_an_argument_is_rewritten() -> None:
     (job,) = read_jobs("train.py", PROGRAM).jobs
     assert changed_lines(PROGRAM, job, dp=8, tp=8) == (

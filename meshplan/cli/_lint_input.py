@@ -142,7 +142,8 @@ class FileReader:
         """The jobs of a file that `read` has read, with this number of ranks. Raises MeshplanError:
         no mesh has that many.
         """
-        return read_jobs(name, self.texts.get(name, ""), RankOptions(ranks))
+        options = RankOptions(ranks, arguments=self.ranks.arguments)
+        return read_jobs(name, self.texts.get(name, ""), options)
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
@@ -376,7 +377,9 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
             known.add(os.path.abspath(name))
             file = reader.try_to_read(name, named=False, below=None if given.strict else folder)
             files.append(NamedInput(name, "file", file, not given.strict))
-    inputs = [*files, *_read_meshes(given), *_read_command(given, reader)]
+    inputs = [*files, *_read_meshes(given)]
+    if given.script is not None or not any(one.file.takes_arguments for one in files):
+        inputs += _read_command(given, reader)
     if config is not None:
         if not inputs and not given.files and config.file.jobs:
             inputs = [config]
@@ -412,7 +415,9 @@ def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
 
 
 def read_ranks(given: argparse.Namespace) -> RankOptions:
-    """Ranks of the job, for files that do not specify them: ``--world-size``, or from the hosts."""
+    """Ranks of the job, for files that do not specify them: ``--world-size``, or from the hosts;
+    and the arguments of a program.
+    """
     inputs = read_inputs(given)
     hosts = inputs.hosts[0] if len(inputs.hosts) == 1 else None
     per_host = inputs.node_size or inputs.domain_size
@@ -423,7 +428,7 @@ def read_ranks(given: argparse.Namespace) -> RankOptions:
         size = per_host and hosts * per_host
     elif inputs.hosts and len(inputs.files) < 2:
         size = sum(inputs.hosts)
-    return RankOptions(size, hosts, per_host)
+    return RankOptions(size, hosts, per_host, tuple(given.arguments))
 
 
 def _find_config(

@@ -84,6 +84,7 @@ class JobFile:
     # Which of these three the file itself has. They beat the options of the command.
     stated: frozenset[str] = frozenset()
     is_read: bool = False  # whether a reader found the degrees of a mesh, which may have one rank
+    takes_arguments: bool = False  # whether it is a program with all options that follow ``--``
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -20,10 +21,13 @@ MAX_CHARACTERS = 1 << 18
 READERS = ("config", "document", "python", "command")
 
 
-class _Reader(Protocol):
-    def recognises(self, name: str, text: str) -> bool: ...
+_Read = Callable[..., JobFile]
 
-    def read(self, name: str, text: str, *, world_size: int | None) -> JobFile: ...
+
+class _Reader(Protocol):
+    read: _Read
+
+    def recognises(self, name: str, text: str) -> bool: ...
 
 
 class RankOptions(NamedTuple):
@@ -32,6 +36,8 @@ class RankOptions(NamedTuple):
     world_size: int | None = None
     hosts: int | None = None
     node_size: int | None = None
+    # Of the program that a Python file is, after ``--``
+    arguments: tuple[str, ...] = ()
 
     def count_ranks(self, file: JobFile) -> int | None:
         """The ranks of the job of a file, whose own numbers beat these."""
@@ -109,19 +115,22 @@ def _read(name: str, text: str, options: RankOptions) -> JobFile | None:
                     f"{name}: longer than {MAX_CHARACTERS >> 10} thousand characters; "
                     "pass the file that describes the job, or the mesh with --mesh"
                 )
+            read = reader.read
+            if module == "python":
+                read = partial(read, arguments=options.arguments)
             world_size = options.world_size
-            found = reader.read(name, text, world_size=world_size)
+            found = read(name, text, world_size=world_size)
             if options.count_ranks(found) != world_size:
                 world_size = options.count_ranks(found)
-                found = reader.read(name, text, world_size=world_size)
+                found = read(name, text, world_size=world_size)
             jobs = (
-                _check_rewrite(job, i, reader, name, world_size) for i, job in enumerate(found.jobs)
+                _check_rewrite(job, i, read, name, world_size) for i, job in enumerate(found.jobs)
             )
             return replace(found, jobs=tuple(jobs))
     return None
 
 
-def _check_rewrite(job: Job, index: int, reader: _Reader, name: str, world_size: int | None) -> Job:
+def _check_rewrite(job: Job, index: int, read: _Read, name: str, world_size: int | None) -> Job:
     """The job with a checked ``rewrite``: its text, read again, has the requested mesh."""
     write = job.rewrite
     if write is None:
@@ -132,7 +141,7 @@ def _check_rewrite(job: Job, index: int, reader: _Reader, name: str, world_size:
         if text is None:
             return None
         try:
-            again = reader.read(name, text, world_size=world_size).jobs
+            again = read(name, text, world_size=world_size).jobs
         except MeshplanError:
             return None
         same = index < len(again) and _drop_short_axes(again[index].layout) == _drop_short_axes(

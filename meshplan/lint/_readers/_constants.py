@@ -46,6 +46,7 @@ from meshplan.lint._readers._values import (
     Text,
     Unknown,
     Value,
+    find_argument,
     find_callee,
     forget_values,
     is_constant,
@@ -75,8 +76,10 @@ class Reader(PythonText):
     """Reads a file; its subclass answers the calls of functions from elsewhere. ``run`` is 0 in the
     module, then one for each function that the file does not call. ``conditions`` are around the
     statement that is read, each branch with a number of its own; ``stack`` has the calls that are
-    being read.
+    being read, and ``options`` those of ``argparse`` that the file defines.
     """
+
+    arguments: Sequence[str] = ()  # of the program
 
     def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
         super().__init__(tree, text)
@@ -85,6 +88,7 @@ class Reader(PythonText):
         self.conditions: tuple[int, ...] = ()
         self.run = self._runs = self._branches = self._steps = self._nesting = 0
         self.read_calls: set[ast.Call] = set()
+        self.options: set[str] = set()
         every = self.nodes
         self.calls = [node for node in every if isinstance(node, ast.Call)]
         # Another function may bind these names, or set these attributes, at any time.
@@ -794,7 +798,7 @@ class Reader(PythonText):
 
     def _call_parser(self, parser: Record, name: str, given: Arguments) -> Value:
         """The value of a method of ``argparse.ArgumentParser``; the default of an argument counts
-        as its value.
+        as its value, unless the program gets another one.
         """
         match name:
             case "add_argument_group" | "add_mutually_exclusive_group":
@@ -803,7 +807,10 @@ class Reader(PythonText):
                 names = [str(one) for one in given.positional if isinstance(one, Text)]
                 long = [one for one in names if one.startswith("--")] or names or [""]
                 dest = given.named.get("dest", long[0].lstrip("-").replace("-", "_"))
+                self.options.update(names)
                 found = read_default(given.named.get("default")) if given.is_complete else UNKNOWN
+                passed = find_argument(self.arguments, names)
+                found = found if passed is None else passed
                 self._set(parser, dest if isinstance(dest, str) else None, found)
             case "set_defaults":
                 self._forget_fields(parser)

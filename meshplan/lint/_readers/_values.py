@@ -253,6 +253,17 @@ def read_default(value: Value) -> Value:
     return value if isinstance(value, Unknown) or (type(value) is Whole and value > 1) else UNKNOWN
 
 
+def find_argument(words: Sequence[str], names: Sequence[str]) -> Whole | Text | None:
+    """The value of an option among the arguments of a program; ``None`` without the option."""
+    found = None
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in names:
+            text = value if equals else "".join(words[place + 1 : place + 2])
+            found = Whole(text) if re.fullmatch(r"-?[0-9]{1,12}", text) else Text(text)
+    return found
+
+
 def is_dict(value: Value) -> bool:
     """Whether it is a dict."""
     return isinstance(value, Record) and value.owner is None and not value.path

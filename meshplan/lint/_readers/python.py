@@ -243,14 +243,21 @@ def makes_meshes(text: str) -> bool:
     return any(part in text for part in _PARTS) and bool(_MARK.search(text))
 
 
-def read(name: str, text: str, *, world_size: int | None) -> JobFile:
+def read(
+    name: str,
+    text: str,
+    *,
+    world_size: int | None,
+    arguments: Sequence[str] = (),
+) -> JobFile:
     """A job for each mesh of sizes that are constants in the file. ``world_size`` is the value of
-    ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``. Raises LayoutError, with the line,
-    for a text that is not Python, or an invalid mesh.
+    ``get_world_size()`` and ``int(os.environ["WORLD_SIZE"])``, ``arguments`` are those of the
+    program. Raises LayoutError, with the line, for a text that is not Python, or an invalid mesh.
     """
     if not makes_meshes(text):
         return JobFile()
     source = MeshReader(parse(name, text), text, world_size)
+    source.arguments = arguments
     try:
         source.read_file()
     except _TooMany:
@@ -276,7 +283,12 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
         raise LayoutError(f"{name}: {_TOO_MANY}")
     # A function that is called twice with one shape makes one mesh.
     jobs.sort(key=lambda job: job.source.line or 0)
-    return JobFile(tuple(dict.fromkeys(jobs)), tuple(dict.fromkeys(skipped)))
+    options = {one.partition("=")[0] for one in arguments if one.startswith("--")}
+    return JobFile(
+        tuple(dict.fromkeys(jobs)),
+        tuple(dict.fromkeys(skipped)),
+        takes_arguments=bool(options) and options <= source.options,
+    )
 
 
 def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped]]:
