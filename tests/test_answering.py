@@ -87,7 +87,7 @@ def test_thread_ends_with_the_wrapper() -> None:
     store.set("a", "1")
     (mine,) = threads() - before
     del store
-    mine.join(10)
+    mine.join(100)
     assert not mine.is_alive()
 
 
@@ -97,6 +97,7 @@ def test_requests_work_again_after_a_timeout(stuck: Stuck) -> None:
     for _ in range(2):
         with pytest.raises(GroupStateError):
             store.check(["a"])
+    store._seconds = 100.0
     stuck.free.set()
     assert store.check(["a"])
     assert stuck.asked == 3

@@ -26,7 +26,7 @@ def test_one_at_a_time_for_each_key() -> None:
         thread.join(0.2)
         assert thread.is_alive()
         order.append("first")
-    thread.join(10)
+    thread.join(100)
     assert order == ["first", "second"]
     assert inside.is_set()
     assert not turns._taken

@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import meshplan
 from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupStateError, MeshplanError
-from meshplan.flatten import registry
+from meshplan.flatten import _threads, registry
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
 
@@ -52,8 +54,15 @@ def groups_of(function: Callable[[], object]) -> list[str]:
     return [entry["group"] for entry in meshplan.report().entries]
 
 
+def expect_join(seconds: float) -> AbstractContextManager[object]:
+    return mock.patch.object(_threads, "_SECONDS_TO_JOIN", seconds)
+
+
 def in_thread(function: Callable[[], object], timeout: float | None = None) -> None:
-    """Run it in a thread, and wait as the caller of a training loop does."""
+    """Run it in a thread, and wait as the caller of a training loop does.
+
+    Without a time-out, the thread gives this one all the time that it needs to come to ``join``.
+    """
     wrong: list[BaseException] = []
 
     def run() -> None:
@@ -63,11 +72,12 @@ def in_thread(function: Callable[[], object], timeout: float | None = None) -> N
             wrong.append(error)
 
     thread = threading.Thread(target=run, name="loop", daemon=True)
-    thread.start()
-    if timeout is None:
-        thread.join()
-    while thread.is_alive():
-        thread.join(timeout)
+    with expect_join(100.0 if timeout is None else 0.2):
+        thread.start()
+        if timeout is None:
+            thread.join()
+        while thread.is_alive():
+            thread.join(timeout)
     if wrong:
         raise wrong[0]
 
@@ -114,11 +124,8 @@ def test_flattened_mesh_of_the_user_is_usable_in_a_thread() -> None:
         assert group.endswith(LENT)
 
 
-def test_one_unjoined_thread_gives_all_ranks_separate_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_unjoined_thread_gives_all_ranks_separate_groups() -> None:
     """Which a rank cannot see of the others: they agree on it."""
-    monkeypatch.setattr("meshplan.flatten._threads._SECONDS_TO_JOIN", 0.2)
 
     def rank_of(rank: int) -> tuple[list[str], list[str]]:
         mesh = square()
@@ -142,9 +149,8 @@ def test_one_unjoined_thread_gives_all_ranks_separate_groups(
     assert [kinds[0] for _, kinds in found] == ["created"] * 4
 
 
-def test_nested_threads_reduce_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_threads_reduce_correctly() -> None:
     """Only what the main thread waits for, by whatever way, is in its place."""
-    monkeypatch.setattr("meshplan.flatten._threads._SECONDS_TO_JOIN", 0.2)
 
     def rank_of(rank: int) -> tuple[list[str], list[str]]:
         mesh, other = square(), init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
@@ -196,7 +202,7 @@ class TestMessages(TestCase):
                 reduce_all(mesh)
 
             thread = threading.Thread(target=loop, name="loop", daemon=True)
-            with meshplan.installed(timeout=60.0):
+            with meshplan.installed(timeout=60.0), expect_join(100.0):
                 thread.start()
                 with pytest.raises(KeyboardInterrupt):
                     interrupt_when(begun, thread.join)

@@ -41,18 +41,18 @@ def overlap(rank: int) -> list[Any]:
     x = torch.full((1000,), float(rank))
     dist.all_reduce(torch.zeros(1))
     if rank == 1:
-        time.sleep(2)
-    begun = time.monotonic()
+        wait_for("went on", 1)
     work = dist.all_reduce(x, async_op=True)
-    issued = time.monotonic() - begun
     assert work is not None
-    early = work.is_completed()
+    early = rank == 0 and work.is_completed()
+    if rank == 0:
+        arrive("went on")
     work.wait()
-    return [issued < 1, early if rank == 0 else False, x[0].item(), work.is_completed()]
+    return [early, x[0].item(), work.is_completed()]
 
 
 def test_the_caller_goes_on_while_a_rank_is_late() -> None:
-    assert run_ranks(overlap, 2, backend="meshplan") == [[True, False, 1.0, True]] * 2
+    assert run_ranks(overlap, 2, backend="meshplan") == [[False, 1.0, True]] * 2
 
 
 def version_of_a_late_result(rank: int) -> list[int]:
@@ -231,22 +231,22 @@ def miss(rank: int) -> list[Any]:
     )
     dist.all_reduce(torch.ones(1), group=group)
     if rank == 1:
-        time.sleep(15)
+        wait_for("gave up", 1)
         return []
-    begun = time.monotonic()
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     assert work is not None
     try:
         work.wait()
     except meshplan.MeshplanError as error:
-        return [error.code, "rank 1" in str(error), time.monotonic() - begun < 14]
+        arrive("gave up")
+        return [error.code, "rank 1" in str(error)]
     return []
 
 
 @pytest.mark.full
 def test_a_wait_for_a_missing_rank_ends_and_names_it() -> None:
     first, _ = run_ranks(miss, 2, backend="meshplan")
-    assert first == ["MP702", True, True]
+    assert first == ["MP702", True]
 
 
 def end_thread(rank: int) -> list[list[str]]:
@@ -257,7 +257,7 @@ def end_thread(rank: int) -> list[list[str]]:
     during = thread_names()
     del work
     dist.destroy_process_group()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while thread_names() and time.monotonic() < deadline:
         time.sleep(0.01)
     after = thread_names()
@@ -375,9 +375,12 @@ def sleep_while_waiting(rank: int) -> float:
     x = torch.ones(10)
     for _ in range(3):
         dist.all_reduce(x)
-    if rank == 1:
-        time.sleep(1.5)
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    if rank == 0:
+        arrive("waits")
+    else:
+        wait_for("waits", 1)
+        time.sleep(1.5)
     dist.all_reduce(x)
     switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
     return switches / (time.monotonic() - begun)

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,28 +28,33 @@ pytestmark = pytest.mark.processes
 IDLE = 4
 
 
-def count_once() -> tuple[int, int, int]:
-    """Descriptors, threads and mappings of shared memory of this process, now."""
-    mapped = Path("/proc/self/maps").read_text().count("memfd:meshplan")
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped
-
-
 def used() -> tuple[int, int, int]:
-    """What :func:`count_once` says, once it has said the same for a while.
+    """Descriptors without paths, threads and mappings of shared memory of this process.
 
-    A thread of gloo or of the store may hold a descriptor for a moment: the store's file is opened
-    for each of its calls. One such moment counted, and not the next, is a difference of one.
+    Files with paths are not counted: each call of a store, of any thread, opens its file for a
+    moment. The listing itself has one too.
     """
     gc.collect()
-    counts: list[tuple[int, int, int]] = []
-    while len(counts) < 4 or (len(counts) < 100 and len(set(counts[-4:])) > 1):
-        counts.append(count_once())
-        time.sleep(0.05)
-    return counts[-1]
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    # Sockets, pipes, memory, and what the kernel calls anonymous.
+    unnamed = sum(not link.startswith("/") or link.startswith("/memfd:") for link in links)
+    mapped = Path("/proc/self/maps").read_text().count("memfd:meshplan")
+    return unnamed, len(os.listdir("/proc/self/task")), mapped
 
 
 def added(before: tuple[int, int, int]) -> list[int]:
     return [now - then for now, then in zip(used(), before, strict=True)]
+
+
+def settle(before: tuple[int, int, int], most: int) -> list[int]:
+    """What was added, once it has at most so many descriptors: a thread closes them as it ends."""
+    deadline = time.monotonic() + 100
+    while (found := added(before))[0] > most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def reduce(group: Any, value: float = 1.0, is_async: bool = False) -> float:
@@ -94,12 +99,13 @@ def end_groups(rank: int) -> list[Any]:
     meshplan.deterministic_all_reduce(torch.ones(3), group=group)
     mapped = used()[2] - before[2]
     dist.destroy_process_group(group)
-    held = added(before)
-    # The thread of asynchronous calls ends with the object.
+    held = settle(before, idle[0])
     found: list[Any] = [mapped > 0, held[0] - idle[0], held[2], len(registry()) - entries]
-    del group
+    # A rank whose peer has dropped the group has fewer connections.
     dist.barrier()
-    found.append(added(before)[0])
+    # The thread of asynchronous calls ends with the object.
+    del group
+    found.append(settle(before, 0)[0])
     groups = [dist.new_group(backend="meshplan") for _ in range(3)]
     total = [reduce(one) for one in groups]
     assert total == [float(dist.get_world_size())] * 3
@@ -119,7 +125,9 @@ def test_memory_and_descriptors_go_with_their_group() -> None:
 def few_descriptors(more: int) -> Iterator[None]:
     """Let this process open so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used()[0] + more, hard))
+    gc.collect()
+    opened = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + more, hard))
     try:
         yield
     finally:
