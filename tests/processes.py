@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -225,6 +225,26 @@ def wait_for(name: str, ranks: int, seconds: float = 200.0) -> None:
     while (found := len(list(folder.glob(f"{name}.*")))) < ranks:
         assert time.monotonic() < deadline, f"{found} of {ranks} ranks have come to {name!r}"
         time.sleep(0.02)
+
+
+def open_links() -> list[str]:
+    """What the descriptors of this process lead to; threads may close some meanwhile."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return links
+
+
+@contextmanager
+def nothing_stays_in_shared_memory() -> Iterator[None]:
+    """Files that other tests create in /dev/shm meanwhile are removed again."""
+    folder = Path("/dev/shm")
+    before, deadline = set(folder.iterdir()), time.monotonic() + 600
+    yield
+    while stay := set(folder.iterdir()) - before:
+        assert time.monotonic() < deadline, stay
+        time.sleep(0.05)
 
 
 def child(

@@ -271,7 +271,7 @@ def test_counts_restart_with_shared_memory() -> None:
                 call()
         return audited()
 
-    assert run_ranks(ranks, 2, collective_timeout=2.0) == [[2], [2]]
+    assert run_ranks(ranks, 2, collective_timeout=5.0) == [[2], [2]]
 
 
 @pytest.mark.processes

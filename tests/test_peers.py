@@ -42,7 +42,14 @@ from meshplan.kernel._communicator import Arithmetic, _communicators
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.inputs import at_byte
 from tests.marks import full
-from tests.processes import arrive, run_ranks, wait_for, warm_compiler
+from tests.processes import (
+    arrive,
+    nothing_stays_in_shared_memory,
+    open_links,
+    run_ranks,
+    wait_for,
+    warm_compiler,
+)
 
 pytestmark = [
     pytest.mark.processes,
@@ -483,7 +490,9 @@ one axis, in one order for all siblings; not through shared memory: rank 0: no s
                 return ""
             mesh = init_device_mesh("cpu", (3,))
             d = DTensor.from_local(torch.ones(4), mesh, (P,), run_check=False)
-            with meshplan.installed(timeout=1.0), pytest.raises(GroupAgreementError) as caught:
+            arrive("the call")
+            wait_for("the call", 2)
+            with meshplan.installed(timeout=3.0), pytest.raises(GroupAgreementError) as caught:
                 d.full_tensor()
             arrive("the error")
             return ",".join(map(str, caught.value.missing))
@@ -592,7 +601,6 @@ def test_environment_beats_the_argument() -> None:
 
 def test_killed_rank_leaves_nothing_behind() -> None:
     """The others name it; no file, no mapping, no descriptor stays."""
-    before = set(os.listdir("/dev/shm"))
 
     def ranks(rank: int) -> str:
         mesh = init_device_mesh("cpu", (3,))
@@ -610,23 +618,15 @@ def test_killed_rank_leaves_nothing_behind() -> None:
             meshplan.shutdown()
         maps = Path("/proc/self/maps").read_text()
         assert "memfd:meshplan" not in maps
-        for number in os.listdir("/proc/self/fd"):
-            link = Path(f"/proc/self/fd/{number}")
-            # The listing itself is gone.
-            assert not link.exists() or "memfd:meshplan" not in os.readlink(link)
+        assert not any("memfd:meshplan" in link for link in open_links())
         return str(caught.value.rank)
 
-    with pytest.raises(AssertionError) as caught:
+    with nothing_stays_in_shared_memory(), pytest.raises(AssertionError) as caught:
         # Longer than the test may take: what is seen does not come from a timeout.
         run_ranks(ranks, 3, collective_timeout=3600.0)
     message = str(caught.value)
     assert "rank 1 died" in message
     assert "raised" not in message.replace("rank 1", "")
-    # Files that other tests create there meanwhile are removed again.
-    deadline = time.monotonic() + 300
-    while not set(os.listdir("/dev/shm")) <= before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_memory_is_released() -> None:
@@ -634,8 +634,7 @@ def test_memory_is_released() -> None:
 
     def mapped() -> int:
         """Mappings, and descriptors of the processes at the other ends."""
-        links = [Path(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
-        watched = sum(x.is_symlink() and "pidfd" in os.readlink(x) for x in links)
+        watched = sum("pidfd" in link for link in open_links())
         return Path("/proc/self/maps").read_text().count("memfd:meshplan") + 10 * watched
 
     def ranks(rank: int) -> list[int]:

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import meshplan
 from meshplan.backend import BackendOptions
 from meshplan.flatten import registry
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, open_links, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes
 IDLE = 4
@@ -35,12 +35,8 @@ def used() -> tuple[int, int, int]:
     moment. The listing itself has one too.
     """
     gc.collect()
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
     # Sockets, pipes, memory, and what the kernel calls anonymous.
-    unnamed = sum(not link.startswith("/") or link.startswith("/memfd:") for link in links)
+    unnamed = sum(link[:1] != "/" or link.startswith("/memfd:") for link in open_links())
     mapped = Path("/proc/self/maps").read_text().count("memfd:meshplan")
     return unnamed, len(os.listdir("/proc/self/task")), mapped
 

@@ -362,7 +362,7 @@ def run_program(program: Program, change: Callable[[], None] | None = None) -> l
             raise
         return found
 
-    return run_ranks(ranks, 2, timeout=60)
+    return run_ranks(ranks, 2)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
@@ -595,7 +595,7 @@ def reduce_without_the_backend(rank: int, path: Any) -> list[bool]:
 
 @pytest.mark.parametrize("path", ["auto", full("halving")])
 def test_asynchronous_collectives_of_plain_groups_use_side_streams(path: str) -> None:
-    found = run_ranks(lambda rank: reduce_without_the_backend(rank, path), 2, timeout=60)
+    found = run_ranks(lambda rank: reduce_without_the_backend(rank, path), 2)
     assert found == [[True] * 6] * 2
 
 
@@ -630,7 +630,7 @@ def coalesce(rank: int) -> list[Any]:
 
 def test_reductions_interrupt_blocks_of_coalesced_calls() -> None:
     expected = [True] * 4 + [[1.0] * 3, [5.0] * 3, True, None]
-    assert run_ranks(coalesce, 2, timeout=60) == [expected] * 2
+    assert run_ranks(coalesce, 2) == [expected] * 2
 
 
 def mix_streams(rank: int) -> list[float]:

@@ -24,7 +24,7 @@ import meshplan
 from meshplan.definition import reduce_leaves
 from meshplan.errors import MeshplanError
 from meshplan.testing import assert_bitwise_equal, order_sensitive
-from tests.processes import forked_ranks
+from tests.processes import forked_ranks, nothing_stays_in_shared_memory, open_links
 
 # Seconds: a job that waited so long would not end in time. It is the bound of what must not wait.
 NEVER = 3600.0
@@ -61,19 +61,15 @@ def run_job(
         collective_timeout: of the default group, in seconds.
         init: initialise the default group, over gloo and a file store.
     """
-    before = set(os.listdir("/dev/shm"))
     backend = "gloo" if init else None
-    with forked_ranks(function, world_size, backend, collective_timeout) as (
-        processes,
-        receivers,
-        stay,
-        _,
+    with (
+        nothing_stays_in_shared_memory(),
+        forked_ranks(function, world_size, backend, collective_timeout) as ranks,
     ):
+        processes, receivers, stay, _ = ranks
         # Here a rank that has returned is one that has left.
         stay.close()
-        outcomes = _outcomes(processes, receivers, timeout)
-    assert set(os.listdir("/dev/shm")) <= before
-    return outcomes
+        return _outcomes(processes, receivers, timeout)
 
 
 def _outcomes(processes: list[Any], receivers: list[Connection], timeout: float) -> list[Outcome]:
@@ -177,13 +173,11 @@ def stop_for(seconds: float) -> None:
 
 def count_resources() -> Counter[str]:
     """What this process holds of the system: descriptors, threads, mappings of ours, KiB."""
-    links = [Path(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
-    kinds = Counter("descriptors" for link in links if link.is_symlink())
+    kinds = Counter("descriptors" for _ in open_links())
     kinds["threads"] = len(os.listdir("/proc/self/task"))
     kinds["python threads"] = threading.active_count()
     kinds["mappings"] = Path("/proc/self/maps").read_text().count("memfd:meshplan")
     kinds["groups"] = len(dist.distributed_c10d._world.pg_map)
-    kinds["segments"] = len(os.listdir("/dev/shm"))
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     kinds["KiB"] = pages * resource.getpagesize() // 1024
     return kinds

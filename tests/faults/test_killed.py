@@ -34,7 +34,7 @@ from tests.faults.jobs import (
     right_bits,
     run_job,
 )
-from tests.processes import arrive, wait_for
+from tests.processes import arrive, nothing_stays_in_shared_memory, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -278,17 +278,17 @@ class TestMessages(TestCase):
 @pytest.mark.dist
 def test_survivors_exit_cleanly() -> None:
     """With what runs at exit, after ``shutdown`` and without it; nothing is left in shared memory."""
-    before = set(os.listdir("/dev/shm"))
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.faults.exits"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
+    command = [sys.executable, "-m", "tests.faults.exits"]
+    with nothing_stays_in_shared_memory():
+        found = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        )
     lines = sorted(found.stdout.splitlines())
     # Of each path: rank 0 leaves in order, rank 1 is killed, rank 2 only ends, rank 3 raises.
     ends = ("0 exits 0", "1 exits -9", "2 exits 0", "3 exits 1")
     assert lines == sorted(f"{path} {text}" for path in ("exchange", "two_shot") for text in ends)
-    assert set(os.listdir("/dev/shm")) <= before

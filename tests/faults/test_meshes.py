@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 # its layout and its plans.
 KIB_PER_MESH = 24
 SHAPES = ((4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2))
-KINDS = ("descriptors", "threads", "python threads", "mappings", "groups", "segments")
+KINDS = ("descriptors", "threads", "python threads", "mappings", "groups")
 
 
 def test_equal_meshes_share_one_entry() -> None:

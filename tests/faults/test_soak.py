@@ -29,7 +29,7 @@ WORLD = 4
 # Redistributions under one contract and path, and then others.
 BLOCK = 100
 SEEDS = 3
-KINDS = ("descriptors", "threads", "python threads", "segments")
+KINDS = ("descriptors", "threads", "python threads")
 GROWTH_KIB = 32 << 10
 OPTIONS: list[dict[str, Any]] = [
     {"path": "exchange", "topology": Topology.unknown(WORLD)},
