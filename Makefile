@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 TRAINERS := $(VENV)/.trainers
 ENGINES := $(addprefix $(VENV)/,vllm/.ready sglang/.ready)
-CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py backend/test_torchtitan.py backend/test_vllm.py backend/test_sglang.py test_clients.py)
+CLIENTS := $(addprefix tests/,backend/test_trainers.py backend/test_torchft.py backend/test_torchtitan.py backend/test_vllm.py backend/test_sglang.py)
 # Where bytecode is not kept, each process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the workers and the processes that they start share the cores.

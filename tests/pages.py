@@ -128,8 +128,3 @@ def commands(block: Block) -> list[tuple[str, str]]:
     """The commands of a console block, each with what the page shows that it prints."""
     parts = re.split(r"^\$ ([^\n]*)\n", block.text, flags=re.M)
     return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def remove_blocks(page: str) -> str:
-    """The prose of a page."""
-    return _FENCE.sub("", page)

@@ -142,11 +142,6 @@ def test_kernels_are_not_compiled_for_the_linter(
     assert bool(given["ext_modules"]) == compiles
 
 
-def test_action_compiles_no_kernels() -> None:
-    step = next(one for one in load(ACTION)["runs"]["steps"] if one["name"] == "install meshplan")
-    assert step["env"]["MESHPLAN_BUILD_KERNELS"] == "0"
-
-
 def test_problem_matcher_reads_real_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/howto/lint-in-ci.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```json\n(.*?problemMatcher.*?)```", page, re.S)
@@ -167,10 +162,3 @@ def test_problem_matcher_reads_real_output(tmp_path: Path, monkeypatch: pytest.M
         ("a: b.py", "2", "error", "MP101"),
         ("open.py", "2", "warning", "MP191"),
     }
-
-
-def test_no_tabs_and_no_anchors() -> None:
-    """What readers of YAML understand differently."""
-    for text in (ACTION, HOOKS):
-        assert "\t" not in text
-        assert not re.search(r"^\s*[\w-]+: [&*]", text, re.M)

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,15 +20,6 @@ from meshplan.lint._rules import RULES, format_rule_page
 from tests.pages import ROOT, blocks
 from tests.test_read_cluster import matrix
 
-SHOWN = "\n".join(
-    [
-        *(
-            (ROOT / name).read_text(encoding="utf-8")
-            for name in ("action.yml", ".pre-commit-hooks.yaml")
-        ),
-        *map(format_rule_page, RULES),
-    ]
-)
 COMMAND = re.compile(
     r"^\$ (?P<settings>(?:\w+=\S+ )*)meshplan (?P<words>lint [^\n]*)\n(?P<printed>.*?)```",
     re.M | re.S,
@@ -57,28 +47,6 @@ def printed(command: re.Match[str]) -> str:
         status, out, err = run(*shlex.split(command["words"]))
     assert (err, status < 2) == ("", True)
     return out
-
-
-@cache
-def help_of(*words: str) -> str:
-    code, out, err = run(*words, "--help")
-    assert code == 0, err
-    return out
-
-
-def test_verbs_exist() -> None:
-    verbs = set(re.findall(r"\bmeshplan (?:/bin/meshplan )?(lint|topo|rule|doctor)\b", SHOWN))
-    assert {"lint", "topo"} <= verbs
-    for verb in verbs:
-        help_of(verb)
-
-
-def test_options_of_lint_exist() -> None:
-    lines = [line for line in SHOWN.splitlines() if re.search(r"meshplan\"? lint ", line)]
-    shown = {option for line in lines for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", line)}
-    shown |= {"--output-file", "--ignore"}  # on lines of their own
-    assert "--output-format" in shown
-    assert shown <= set(re.findall(r"--[a-z][a-z-]*", help_of("lint")))
 
 
 def steps(node: Any) -> list[dict[str, Any]]:

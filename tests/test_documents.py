@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -22,18 +20,6 @@ def test_version_is_the_same_everywhere() -> None:
     cite = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == meshplan.__version__ == cite["version"]
-
-
-def test_newest_section_of_the_changelog_has_the_version() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    unreleased, *released = re.findall(r"^## (.*)$", text, re.M)
-    assert unreleased == "[Unreleased]"
-    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", heading) for heading in released]
-    sections = [(one[1], date.fromisoformat(one[2])) for one in found if one is not None]
-    assert len(sections) == len(released)
-    assert sections[0][0] == meshplan.__version__
-    days = [day for _, day in sections]
-    assert days == sorted(days, reverse=True)
 
 
 def test_readme_sets_up_a_fresh_clone(tmp_path: Path) -> None:
@@ -50,15 +36,6 @@ def test_readme_sets_up_a_fresh_clone(tmp_path: Path) -> None:
         assert first.endswith("-m venv .venv")
         assert any("pip install" in line and "--editable ." in line for line in rest)
         assert program in done.stdout
-
-
-def test_installation_is_the_source_that_runs_in_the_clone() -> None:
-    """Python imports the folder meshplan of a clone first: an editable install is the same one."""
-    for page in ("README.md", "CONTRIBUTING.md", "docs/lint-a-cluster.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        installs = re.findall(r"pip install ([^#`\n]*)", text)
-        assert installs, page
-        assert [one for one in installs if not re.search(r"(?<!\S)(-e|--editable) ", one)] == []
 
 
 @pytest.mark.full

@@ -19,8 +19,6 @@ from meshplan.cli import main
 FOLDER = Path(__file__).parents[1] / "docs" / "explanation"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-# Of the source of meshplan, from a page.
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)\)")
 
 
 def printed(code: str, names: dict[str, object], where: str) -> str:
@@ -55,15 +53,3 @@ def test_blocks_print_the_shown_output(page: str) -> None:
             assert out == text, where
             out = ""
     assert out == "", f"{page}: what was printed last is not shown"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_named_code_and_tests_exist(page: str) -> None:
-    text = (FOLDER / page).read_text()
-    for target in LINK.findall(text):
-        assert (FOLDER / target).exists(), target
-    root = FOLDER.parents[1]
-    for name in re.findall(r"`((?:tests|csrc|meshplan)/[\w/]+\.\w+(?:::\w+)?)`", text):
-        file, _, function = name.partition("::")
-        assert (root / file).exists(), name
-        assert not function or f"def {function}(" in (root / file).read_text(), name

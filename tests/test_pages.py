@@ -52,6 +52,20 @@ def test_every_python_block_is_run() -> None:
         assert (ROOT / test).exists(), test
 
 
+def test_code_and_tests_that_pages_name_exist() -> None:
+    names = {
+        name
+        for page in pages()
+        if page != "CHANGELOG.md"
+        for name in re.findall(r"`((?:tests|csrc|meshplan)/[\w/]+\.\w+(?:::\w+)?)`", text_of(page))
+    }
+    assert len(names) > 20
+    for name in names - {"tests/test_format_NAME.py"}:
+        file, _, function = name.partition("::")
+        code = text_of(file)
+        assert not function or f"def {function}(" in code, name
+
+
 # Code that compares replicas or runs, and what a plain run beside it is called.
 _COMPARES = re.compile(r"verify_replicas\(|int32\)|\bbits\(|\bdigest\(")
 _PLAIN = re.compile(r"nccl_model|gloo|\bplain = ")
