@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import meshplan
 from tests.marks import full
@@ -90,6 +91,7 @@ def test_failed_inner_reduction_stops_the_group(how: str, late: int) -> None:
 
     def ranks(rank: int) -> tuple[list[str], list[str]]:
         dist.all_reduce(torch.ones(3))
+        _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
         if rank == late:
             wait_for("failed", 2)
         first = fail(how)
@@ -97,7 +99,7 @@ def test_failed_inner_reduction_stops_the_group(how: str, late: int) -> None:
         wait_for("failed", 3)
         return first, refusals()
 
-    for first, later in run_ranks(ranks, 3, backend="meshplan", collective_timeout=2.0):
+    for first, later in run_ranks(ranks, 3, backend="meshplan"):
         assert len(first) == (0 if how == "never waited" else 1)
         for text in later:
             assert text.startswith("MP503"), text
