@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -89,6 +90,14 @@ def _nothing_stays() -> Iterator[None]:
     if dtensor is not None and dtensor.current_config() is not None:
         dtensor.uninstall()
         pytest.fail("meshplan is still installed in the tests' own process")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """What plays GPUs, before processes fork."""
+    devices = importlib.import_module("tests.devices")
+    devices.emulated_library("cuda")
+    devices.emulated_library("hip")
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import json
 import math
+import os
+import shutil
 import subprocess
 import tempfile
 import weakref
@@ -16,12 +19,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from meshplan import kernel
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.flatten._connect import connect_devices
@@ -48,24 +54,47 @@ CONTRACTS = (
     Contract("exact", "float64"),
 )
 _held: list[DeviceCommunicator] = []
+# Of tests whose ranks play GPUs on CPUs.
+EMULATED = [
+    pytest.mark.full,
+    pytest.mark.processes,
+    pytest.mark.usefixtures("compiled"),
+    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is emulated"),
+]
 
 
 @lru_cache(maxsize=3)
 def emulated_library(kind: DriverKind, *flags: str) -> str:
-    """The driver that a CPU plays, compiled; the caller's process keeps it while it lives.
+    """The driver that a CPU plays, compiled once for all workers of a run of pytest.
 
     It has the kernels over peers, or with the flag ``FOLDS`` those that fold leaves.
     """
-    folder = Path(tempfile.mkdtemp(prefix="meshplan-emulated-"))
+    if shared := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        name = f"meshplan-emulated-{shared}-{crc32(' '.join(flags).encode()):x}"
+        folder = Path(tempfile.gettempdir(), name)
+        folder.mkdir(exist_ok=True)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="meshplan-emulated-"))
     library = folder / f"lib{kind}.so"
+    with (folder / f"{kind}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(kind, flags, library)
+    return str(library)
+
+
+def _compile(kind: DriverKind, flags: tuple[str, ...], library: Path) -> None:
+    """Under another name first: a compiler that is ended leaves a part of its file."""
+    part = library.with_suffix(".part")
     command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
     command += ["-shared", "-fPIC", "-pthread", "-DMP_EMULATED", f"-I{ROOT / 'csrc'}"]
     command += [f"-I{Path(__file__).parent / 'native'}", *(["-DMP_HIP"] if kind == "hip" else [])]
     command += flags if FOLDS in flags else [*flags, "-DMP_FOLD(name, In, Acc, Round, Out, Op)="]
-    command += [str(Path(__file__).parent / "native" / "emulated_driver.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command += [str(Path(__file__).parent / "native" / "emulated_driver.cpp"), "-o", str(part)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    return str(library)
+    part.rename(library)
 
 
 class Emulated(Device):

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +31,7 @@ from meshplan.kernel._device_peers import share_out, tile_bytes
 from meshplan.kernel._driver import Driver, DriverError
 from meshplan.testing import order_sensitive
 from tests.devices import (
+    EMULATED,
     Emulated,
     connect_ranks,
     emulated_library,
@@ -44,19 +44,7 @@ from tests.devices import (
 )
 from tests.processes import arrive, run_ranks, wait_for
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is played"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    # Once, before processes fork.
-    emulated_library("cuda")
-    emulated_library("hip")
+pytestmark = EMULATED
 
 
 @pytest.mark.parametrize(
@@ -138,9 +126,12 @@ class TestFaults(TestCase):
     def test_a_missing_rank_is_named_at_the_next_call(self) -> None:
         def ranks(rank: int) -> list[str]:
             torch.set_num_threads(1)
-            found = connect_ranks(Emulated(), range(3), timeout=1.0, lanes=2)
+            found = connect_ranks(Emulated(), range(3), lanes=2)
+            assert isinstance(found, DeviceCommunicator)
             ones = torch.ones(20)
             reduce_peers(ones, (3,), "two_shot")
+            synchronize()
+            found.set_timeout(1.0)
             # It is the second lane that waits for this one.
             if rank == 1:
                 wait_for("the failure", 2)
@@ -155,7 +146,6 @@ class TestFaults(TestCase):
                     again()
                 assert (caught.value.rank, caught.value.phase) == (1, 0)
                 said.append(str(caught.value))
-            assert isinstance(found, DeviceCommunicator)
             arrive("the failure")
             return said
 
@@ -170,7 +160,7 @@ class TestFaults(TestCase):
     def test_differing_calls_are_named_on_every_rank(self) -> None:
         def ranks(rank: int) -> tuple[int, str]:
             torch.set_num_threads(1)
-            connect_ranks(Emulated(), range(3), timeout=5.0, lanes=2)
+            connect_ranks(Emulated(), range(3), timeout=60.0, lanes=2)
             numbers = torch.ones(4000 if rank != 1 else 8, dtype=torch.int32)
             result = reduce_peers(numbers, (3,), "two_shot")
             synchronize()
@@ -190,9 +180,10 @@ class TestFaults(TestCase):
         def ranks(rank: int) -> list[bool]:
             torch.set_num_threads(1)
             device = Emulated()
-            found = connect_ranks(device, range(2), timeout=0.5, lanes=2)
+            found = connect_ranks(device, range(2), lanes=2)
             assert isinstance(found, DeviceCommunicator)
             if rank == 0:
+                found.set_timeout(0.5)
                 reduce_peers(torch.ones(5), (2,), "one_shot")
                 synchronize()
                 with pytest.raises(PeerTimeoutError):
@@ -232,10 +223,11 @@ MP412: torch.complex64 is outside the contract; convert to one of float32, bfloa
 def test_close_does_not_wait_for_a_hung_device() -> None:
     def ranks(rank: int) -> int:
         device = Emulated()
-        found = connect_ranks(device, range(2), timeout=0.5, lanes=2)
+        found = connect_ranks(device, range(2), lanes=2)
         assert isinstance(found, DeviceCommunicator)
         reduce_peers(torch.ones(2), (2,), "one_shot")
         synchronize()
+        found.set_timeout(0.5)
         device.delay(1000)
         reduce_peers(torch.ones(2), (2,), "one_shot")
         # Seconds: were it waited for, the test would not end.

@@ -7,17 +7,16 @@ process at an access that is not aligned.
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.testing import order_sensitive
 from tests.devices import (
+    EMULATED,
     Emulated,
     at_byte,
     connect_ranks,
@@ -29,19 +28,8 @@ from tests.devices import (
 )
 from tests.processes import run_ranks
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is emulated"),
-]
+pytestmark = EMULATED
 WIDTHS = (1, 2, 4, 8, 16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    # Once, before processes fork.
-    emulated_library("cuda")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])

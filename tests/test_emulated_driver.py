@@ -6,7 +6,6 @@ The same rules hold for CUDA's and HIP's drivers: their references, on streams, 
 from __future__ import annotations
 
 import ctypes
-import shutil
 import time
 
 import pytest
@@ -18,15 +17,11 @@ from meshplan.kernel._communicator import Arithmetic, CallKey, prepare_call
 from meshplan.kernel._device_peers import device_call, plan_of
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import Failures, Peers, library
-from tests.devices import Emulated, Graph
+from tests.devices import EMULATED, Emulated, Graph
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is played"),
-]
-LATER = 0.2
+pytestmark = EMULATED
+# Seconds. The test looks before they are over.
+LATER = 2.0
 
 
 class Copier:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -28,29 +27,17 @@ from meshplan.kernel._host_peers import HEADER_BYTES
 from meshplan.kernel._mapping_check import HostProbe, _word, lost_word
 from meshplan.testing import order_sensitive
 from tests.devices import (
+    EMULATED,
     STAGED_BYTES,
     Emulated,
     Swapped,
     connect_ranks,
-    emulated_library,
     have_equal_bits,
     reduce_peers,
 )
 from tests.processes import run_ranks
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is emulated"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    # Once, before processes fork.
-    emulated_library("cuda")
-    emulated_library("hip")
+pytestmark = EMULATED
 
 
 def reduces(rank: int, size: int) -> bool:

@@ -9,7 +9,6 @@ other orders.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +22,7 @@ from meshplan.errors import GroupStateError, PeerTimeoutError
 from meshplan.kernel import DeviceCommunicator, check
 from meshplan.testing import order_sensitive
 from tests.devices import (
+    EMULATED,
     Emulated,
     connect_ranks,
     emulated_library,
@@ -37,19 +37,7 @@ SEEDS = (1, 2, 3)
 SIZES = (50, 7_001, 20_001)
 _NO_EXTERNAL = "-DMP_NO_EXTERNAL"
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.processes,
-    pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not())),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: no GPU is played"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    # Once, before processes fork.
-    emulated_library("cuda")
-    emulated_library("hip")
+pytestmark = EMULATED
 
 
 class Calls:
@@ -218,7 +206,8 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
     def ranks(rank: int) -> list[str]:
         torch.set_num_threads(1)
         device = Emulated()
-        connect_ranks(device, range(RANKS), timeout=1.0, lanes=2)
+        found = connect_ranks(device, range(RANKS), lanes=2)
+        assert isinstance(found, DeviceCommunicator)
         results, leaves = [], []
         for number in range(8):
             mine = order_sensitive(9_001, rank=rank, world_size=RANKS, seed=number)
@@ -228,8 +217,10 @@ def test_queued_calls_after_a_failure_are_errors() -> None:
                     for r in range(RANKS)
                 ]
             )
-            if number == 2 and rank == 1:
-                device.delay(3)
+            if number == 2:
+                found.set_timeout(1.0)
+            if (number, rank) == (2, 1):
+                device.delay(8)
             mode = ("one_shot", "two_shot")[number % 2]
             if number < 7:
                 results.append(reduce_peers(mine, (RANKS,), mode))
@@ -254,7 +245,9 @@ def test_replay_after_a_failure_is_an_error() -> None:
     def ranks(rank: int) -> list[bool]:
         torch.set_num_threads(1)
         device = Emulated()
-        connect_ranks(device, range(RANKS), timeout=1.0, lanes=2)
+        found = connect_ranks(device, range(RANKS), lanes=2)
+        assert isinstance(found, DeviceCommunicator)
+        found.set_timeout(1.0)
         mine = order_sensitive(9_001, rank=rank, world_size=RANKS)
         with device.capture(20) as graph:
             one = reduce_peers(mine, (RANKS,), "one_shot")
@@ -262,7 +255,7 @@ def test_replay_after_a_failure_is_an_error() -> None:
         with device.on_stream(20):
             for turn in range(4):
                 if turn == 1 and rank == 2:
-                    device.delay(3)
+                    device.delay(8)
                 graph.replay(20)
         synchronize()
         return [bool(one.isnan().all()), bool(two.isnan().all())]
