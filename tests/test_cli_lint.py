@@ -184,7 +184,7 @@ class TestInputs:
         code, _, err = lint("--isolated")
         assert (code, err) == (
             2,
-            "meshplan: MP402: no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into meshplan.toml\n",
+            "meshplan: MP402: no mesh to check; pass --mesh ddp=8,fsdp=5, a job file or a meshplan.toml with a mesh\n",
         )
 
     @pytest.mark.parametrize(
@@ -687,7 +687,7 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "".join(texts),
             """\
-meshplan: MP402: no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into meshplan.toml
+meshplan: MP402: no mesh to check; pass --mesh ddp=8,fsdp=5, a job file or a meshplan.toml with a mesh
 meshplan: MP211: the placement of ranks is unknown; use --domain-size 8, --node-size 8, --hosts 5, or --topology FILE with the output of nvidia-smi topo -m
 meshplan: MP211: 3 hosts of 2 GPUs have 6 ranks, and the mesh has 8; pass --hosts 4, or a mesh of 6 ranks
 meshplan: MP211: --domain-size: use an integer from 1 to 1000000000, got '0'

@@ -363,9 +363,9 @@ def test_file_is_not_executed(capsys: pytest.CaptureFixture[str]) -> None:
         ("m = init_device_mesh('cuda', (n,))\nm._unflatten(0, (2, n // 2), ('a', 'b'))", 1),
     ],
 )
-def test_one_axis_of_any_size_is_no_mesh_to_judge(text: str, count: int) -> None:
+def test_one_axis_of_any_size_is_not_skipped(text: str, count: int) -> None:
     found = read_jobs("train.py", text)
-    assert (len(found.jobs), len(found.skipped)) == (0, count)
+    assert (len(found.jobs), len(found.skipped), len(found.one_axis)) == (0, count, 1 - count)
 
 
 @pytest.mark.parametrize(

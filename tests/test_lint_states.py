@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cuda", (5, 8), mesh_dim_names=("dp", "tp"))
 """
 OPEN = GOOD.replace("(5, 8)", "(replicas, 8)")
+ONE_AXIS = GOOD.replace('(5, 8), mesh_dim_names=("dp", "tp")', "(dist.get_world_size(),)")
 PLAIN = "def sizes(tp_size):\n    return f(tp_size=tp_size)\n"
 # A registry of torchtitan: a debug job that is read, and production jobs that are not.
 REGISTRY = """\
@@ -46,6 +47,7 @@ PARTIAL_LOG = "".join(
 )
 FILES = {
     "good.py": GOOD,
+    "one_axis.py": ONE_AXIS,
     "open.py": OPEN,
     "plain.py": PLAIN,
     "registry.py": REGISTRY,
@@ -66,7 +68,10 @@ FILES = {
     "model.bin": "\0\1",
 }
 STATES = {
-    "judged": ["good.py", "titan.toml", "run.sh", "meshes.toml", "accelerate.yaml", "rest.toml"],
+    "judged": [
+        *("good.py", "one_axis.py", "titan.toml", "rest.toml", "run.sh", "meshes.toml"),
+        "accelerate.yaml",
+    ],
     "not judged": [
         *("open.py", "registry.py", "both.py", "rl.toml", "verl.sh", "jax.yaml", "model.bin"),
     ],
@@ -104,6 +109,12 @@ def states(lint: Any, *words: str) -> tuple[int, dict[str, str]]:
     status, out, err = lint("--output-format", "json", *words)
     assert err == ""
     return status, {one["name"]: one["state"] for one in json.loads(out)["inputs"]}
+
+
+def test_one_axis_of_all_ranks_needs_no_placement(lint: Any) -> None:
+    line = "one axis; no hazard for any number of ranks: no other group must agree\n"
+    text = f"judged one_axis.py:3: {line}checked 1 file, 1 mesh\nno findings\n"
+    assert lint("one_axis.py") == lint("one_axis.py", *WHERE) == (0, text, "")
 
 
 EACH = [(name, state) for state, names in STATES.items() for name in names]

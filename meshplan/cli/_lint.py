@@ -44,17 +44,16 @@ def add(verbs: Any) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        help="job file of a framework, meshplan.toml, Python that creates a mesh (parsed, not run) "
-        "or a launch script; a directory; a pattern such as 'configs/*.toml'; - for standard "
-        "input. The arguments of a job may follow after --",
+        help="job file, meshplan.toml, Python with a mesh (parsed, not run), launch script, "
+        "directory or pattern; - for standard input. Arguments of a job may follow --",
     )
     group = parser.add_argument_group("files")
     group.add_argument(
         "--run",
         dest="script",
         metavar="SCRIPT",
-        help="execute this script up to its first optimizer step, as one rank of --world-size N on "
-        "torch's fake backend, and check the meshes that it makes. Arguments after -- are its own",
+        help="execute this script as one rank of --world-size N, up to its first optimizer step, "
+        "and check its meshes. Arguments after -- are its own",
     )
     group.add_argument(
         "--exclude",
@@ -113,7 +112,7 @@ def add(verbs: Any) -> None:
     placement.add_argument(
         "--live",
         action="store_true",
-        help="read the placement from the running ranks: torchrun ... -m meshplan lint --live ...",
+        help="read the placement from running ranks: torchrun ... -m meshplan lint --live ...",
     )
     add_timeout(placement, None)
     _add_environment(parser)
@@ -127,7 +126,7 @@ def _add_environment(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="set a variable, in addition to those of this environment",
+        help="add a variable to those of this environment",
     )
     group.add_argument(
         "--no-env",
@@ -163,8 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--strict",
         action="store_true",
-        help="treat the files of directories and patterns as if they were named: list and fail "
-        "those that were not judged, and read tests and libraries too",
+        help="treat files of directories and patterns as if named; read tests and libraries too",
     )
     group.add_argument(
         "--exit-zero",
@@ -193,7 +191,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--html",
         metavar="FILE",
-        help="write a web page: the result, findings with fixes, a drawing of the meshes",
+        help="write a web page: findings, fixes and a drawing of the meshes",
     )
 
 

@@ -38,10 +38,7 @@ from meshplan.topology._read_cluster import is_rank_order
 _CONFIGS = ("meshplan.toml", "pyproject.toml")
 # Without it, a pyproject.toml needs no parser.
 _TOOL = re.compile(r"^[ \t\[]*[\"']?tool[\"' \t]*(?:\]|[.=][^\n]*meshplan)", re.M)
-_NOTHING = (
-    "no mesh to check; pass --mesh ddp=8,fsdp=5 or the name of a job file, or put a mesh into "
-    "meshplan.toml"
-)
+_NOTHING = "no mesh to check; pass --mesh ddp=8,fsdp=5, a job file or a meshplan.toml with a mesh"
 INCLUDED = (
     "*.py",
     "*.toml",

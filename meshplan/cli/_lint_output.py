@@ -202,6 +202,11 @@ def _report(
         for one in facts
         if one.topology.known and not one.job.find_unknown_axes()
     ]
+    single = [source for one in request.inputs for source in one.file.one_axis]
+    about += [
+        f"{source}: one axis; no hazard for any number of ranks: no other group must agree"
+        for source in single
+    ]
     return LintReport(
         sort_findings(wanted),
         tuple(dict.fromkeys(about)),
@@ -209,7 +214,7 @@ def _report(
         inputs,
         given.allow_unjudged,
         files=sum(one.kind == "file" for one in request.inputs),
-        meshes=len(facts),
+        meshes=len(facts) + len(single),
         texts=request.reader.texts,
         is_quiet=request.is_quiet,
         unlisted=_describe_unlisted(request),
@@ -220,8 +225,7 @@ def _describe_unlisted(request: LintRequest) -> str:
     """The number of files that were not named and not judged."""
     count = sum(one.is_found and bool(one.file.skipped) for one in request.inputs)
     remedy = "--strict lists them"
-    if request.is_unplaced:
-        remedy += ", --node-size 8 places the ranks"
+    remedy += ", --node-size 8 places the ranks" * request.is_unplaced
     return f"{count} file{'s' * (count > 1)} not judged ({remedy})" if count else ""
 
 

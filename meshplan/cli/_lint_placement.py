@@ -282,7 +282,8 @@ def _judge_jobs(one: NamedInput, fatal: Set[str]) -> LintInput:
         None,
         (_explain_incomplete(job, cluster, fatal) for job, cluster in one.jobs),
     )
-    state: InputState = "not judged" if why else "judged" if one.jobs else "no mesh"
+    is_judged = one.jobs or one.file.one_axis
+    state: InputState = "not judged" if why else "judged" if is_judged else "no mesh"
     return LintInput(one.name, one.kind, state, tuple(dict.fromkeys(why)))
 
 
@@ -325,10 +326,9 @@ def _explain_tray(job: Job, cluster: Cluster, fatal: Set[str]) -> str:
 
 
 def _judge_settings(one: NamedInput) -> LintInput:
-    meshes = len(one.file.jobs)
     why = "read for its settings only"
-    if meshes:
-        why += f"; its {meshes} mesh{'es are' if meshes > 1 else ' is'} judged where it is a FILE"
+    if one.file.jobs:
+        why += "; pass it as a FILE to judge its meshes"
     return LintInput(one.name, "settings", "no mesh", (why,))
 
 

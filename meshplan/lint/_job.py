@@ -85,6 +85,8 @@ class JobFile:
     stated: frozenset[str] = frozenset()
     is_read: bool = False  # whether a reader found the degrees of a mesh, which may have one rank
     takes_arguments: bool = False  # whether it is a program with all options that follow ``--``
+    # Meshes of one axis of unknown size: no other group must agree
+    one_axis: tuple[Source, ...] = ()
 
     def with_source(self, source: Source) -> JobFile:
         """A copy with ``source`` as the source of all jobs and skipped meshes."""

@@ -78,9 +78,9 @@ def read_jobs(
     if is_python:
         from meshplan.lint._readers.command import read_strings
 
-        found = read_strings(name, text, world_size=options.world_size)
-        if found.is_read or found.skipped:
-            return found
+        commands = read_strings(name, text, world_size=options.world_size)
+        if commands.is_read or commands.skipped:
+            return commands
     from meshplan.lint._unread import find_unread_in_python, find_unread_in_text
 
     unread = (find_unread_in_python if is_python else find_unread_in_text)(name, text)

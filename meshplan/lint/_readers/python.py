@@ -287,6 +287,7 @@ def read(
     return JobFile(
         tuple(dict.fromkeys(jobs)),
         tuple(dict.fromkeys(skipped)),
+        one_axis=tuple(dict.fromkeys(source.one_axis)),
         takes_arguments=bool(options) and options <= source.options,
     )
 
@@ -309,9 +310,10 @@ def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped
         if isinstance(root.error, MeshplanError):
             raise add_source(where, root.error)
         if root.error is not None:
-            # One axis of any size has no mesh to judge, unless it is split.
-            lasting = not root.error.has_one_axis or "_unflatten" in source.text
-            skipped += [Skipped(where, str(root.error))] * lasting
+            if root.error.has_one_axis and "_unflatten" not in source.text:
+                source.one_axis.append(where)
+            else:
+                skipped.append(Skipped(where, str(root.error)))
         elif not root.is_split:
             job = _make_job(source, root, where, called)
             jobs.append(replace(job, flattened=_list_flattened(root, source.flattened)))
@@ -335,7 +337,7 @@ class MeshReader(Reader):
     """Reads the meshes that calls make (``roots``), their parts (``uses``), and classes that take
     degrees (``degrees``). ``changes``: configurations whose degrees are set, with the lines.
     ``notes``: lines with what is not read, and why. ``flattened``: names in slices of unknown
-    meshes. ``modules``: first parts of the names of the imported ones.
+    meshes. ``modules``: first parts of imported names.
     """
 
     def __init__(self, tree: ast.Module, text: str, world_size: int | None) -> None:
@@ -346,6 +348,7 @@ class MeshReader(Reader):
         self.changes: dict[Record, dict[str, int]] = {}
         self.notes: list[tuple[int, str]] = []
         self.flattened: list[tuple[str, ...]] = []
+        self.one_axis: list[Source] = []
         self._contracts: list[_Contract] = []
         imports = [one for one in self.nodes if isinstance(one, ast.Import | ast.ImportFrom)]
         self.modules = {
@@ -408,14 +411,10 @@ class MeshReader(Reader):
                 return self._add_root(node, lambda: self._split(value.root.mesh, given, node))
             case "get_group":
                 where = given.named.get("mesh_dim", first)
-                axis = None if where is None else _find_axis(value, where)
-                return (
-                    value.flatten()
-                    if where is None
-                    else UNKNOWN
-                    if axis is None
-                    else Mesh(value.root, (axis,))
-                )
+                if where is None:
+                    return value.flatten()
+                axis = _find_axis(value, where)
+                return UNKNOWN if axis is None else Mesh(value.root, (axis,))
             case "__getitem__":
                 return self.find_item(value, first)
         return UNKNOWN
@@ -482,13 +481,10 @@ class MeshReader(Reader):
                 raise UnknownMesh(f"a DeviceMesh of another library takes ranks first; {RUN}")
             return self._read_ranks(shape, labels, places, written)
         if not isinstance(shape, Items) or shape.entries is None:
-            raise UnknownMesh(f"the shape {self._show(written, node)} is not a constant; {RUN}")
+            raise UnknownMesh(f"the shape {self.shorten(written or node)} is not a constant; {RUN}")
         sizes = self._read_sizes(shape, written)
         layout = make_layout([size for size, _ in sizes], labels)
         return MeshCall(layout, self, places, sizes)
-
-    def _show(self, written: ast.expr | None, node: ast.expr) -> str:
-        return self.shorten(written or node)
 
     def _split(self, world: MeshCall | None, given: Arguments, node: ast.Call) -> MeshCall:
         """The mesh whose axes are parts of the one axis of a mesh."""
@@ -588,10 +584,8 @@ class MeshReader(Reader):
 
 def _is_exact(given: Mapping[str, Value]) -> bool:
     """Whether the arguments name the exact order, and nothing that leaves a reduction out."""
-    contract, path = (
-        _find_made(given.get("contract"), "Contract"),
-        given.get("path", "auto"),
-    )
+    contract = _find_made(given.get("contract"), "Contract")
+    path = given.get("path", "auto")
     if contract is None or given.get("policy", _POLICY) != _POLICY:
         return False
     orders = [*contract.positional, *(contract.fields or {}).values()]
