@@ -1,12 +1,11 @@
-"""Build the packages into ``dist/``, install them into clean environments and try them.
+"""Build the packages into ``dist/``, install each into a clean environment and test it.
 
     python tools/check_packages.py
 
-The source package is built from the checkout, and both wheels from the source package: one as on a
-machine without any compiler, one with those of this machine, which gets the oldest manylinux tag
-that its libraries allow. What is in each is compared with what git tracks. Each wheel is then
-installed into an environment without compilers, which has torch from the interpreter that runs this
-script, and meshplan from nowhere else.
+The source package is built from the checkout, and two wheels from it: one without a compiler, and
+one with the compilers of this machine and the oldest manylinux tag that its libraries allow. The
+files of each are compared with those that git tracks. The environments have no compiler, and torch
+from the interpreter that runs this script.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Write the golden files of the contract: inputs and outputs of reductions, as little-endian hex.
 
-The outputs come from ``meshplan.testing.reference_reduce`` (exact rationals, rounded by hand) and
-never from ``meshplan.contract``, which the file is there to test. The inputs come from
-``random.Random`` through ``getrandbits`` alone: the file follows from this script, on any machine.
-
-Run it where ``meshplan`` can be imported (installed, or with ``PYTHONPATH=.``):
+The outputs come from ``meshplan.testing.reference_reduce`` (exact rationals, rounded by hand), and
+never from ``meshplan.contract``, which they test. The inputs come from ``random.getrandbits``
+alone, so that every machine writes the same files. They change only with the contract's version.
 
     python tools/make_golden.py            write the files of tests/golden
-    python tools/make_golden.py --check    exit with 1 if a file is not what would be written
+    python tools/make_golden.py --check    exit with 1 if a file would change
 
 ``contract_v1.json`` has the operations of ``meshplan.contract`` in the orders of additions,
 ``exact_v1.json`` those of ``order="exact"``, and ``premul_sum_v1.json`` torch's ``PREMUL_SUM``,
-with a factor for each leaf. A golden file changes only together with the contract's
-version.
+with a factor for each leaf.
 """
 
 from __future__ import annotations

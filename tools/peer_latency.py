@@ -1,10 +1,10 @@
-"""Predicted times of path ``peer`` over 8 H100, from published times of kernels like it.
+"""Predict the time of path ``peer`` on 8 H100, from published times of similar kernels.
 
     python -m tools.peer_latency
 
-A time is that of the barriers, of the bytes that pass a GPU's link in one direction, and of what
-happens in local memory meanwhile. Nothing here was measured by us: a GPU replaces all of it.
-docs/explanation/kernel-memory-model.md explains the tables that this prints.
+The sum of barriers, of the bytes that pass a GPU's link in one direction, and of work in local
+memory while the link is idle. Nothing here was measured by meshplan.
+docs/explanation/kernel-memory-model.md explains the printed tables.
 """
 
 from __future__ import annotations
@@ -163,10 +163,10 @@ def rounds(nbytes: int, ranks: int = 8) -> int:
 
 
 def together(nbytes: int, ranks: int = 8) -> float:
-    """us that a two_shot call takes longer if the blocks leave the link idle at the same time.
+    """us that a two_shot call takes longer if all blocks leave the link idle at the same time.
 
-    In each round they do so for the first loads of a stage and of a fold, and for a release, which
-    is not counted: nothing published tells its time from the rest of a barrier.
+    They do so for the first loads of a stage and of a fold in each round. Their release is a part
+    of the barrier: no published time separates the two.
     """
     return 2 * LOAD * (rounds(nbytes, ranks) - 1)
 
@@ -213,10 +213,10 @@ def prediction_table() -> str:
 
 
 def registered(nbytes: int, rate: float, ranks: int = 8) -> float:
-    """us of a two_shot that loads from the inputs of its peers and stores to their results.
+    """us of a two_shot that loads the inputs of its peers and stores to their results, unstaged.
 
-    Nothing is staged or copied: a barrier before the loads and one behind the stores. It has no
-    first loads, which are with the barriers that were fitted to such kernels.
+    It has a barrier before the loads and one after the stores. The fitted barriers include the
+    first loads.
     """
     return Work(2, 2 * (ranks - 1) * nbytes / ranks).time(fit().barrier, rate)
 

@@ -45,15 +45,8 @@ def find_place(path: str) -> str:
 
 
 def rewrite_links(text: str, origin: str, place: str) -> tuple[str, list[str]]:
-    """Point the links of a page at pages of the site.
-
-    Args:
-        text: of the page.
-        origin: its file in the repository.
-        place: its file in the site.
-
-    Returns:
-        The text, and the linked files of the repository.
+    """Point the links of a page at pages of the site. Returns the text, and the linked files.
+    ``origin`` is the file of the page in the repository, ``place`` that in the site.
     """
     linked = []
 
@@ -84,7 +77,7 @@ def _read(path: str) -> str:
 
 def _collect_pages() -> dict[str, tuple[str, str]]:
     """All pages of the site: the file of the repository, and the text."""
-    pages = {f"codes/{code}.md": ("docs/codes.md", "") for code in (*RULES, *ERRORS)}
+    pages = {}
     for code in (*RULES, *ERRORS):
         text = format_rule_page(code)
         # Pages of rules link from the folder that they are in.
@@ -121,8 +114,7 @@ def on_files(files: Files, config: Any) -> Files:
     for place, (origin, text) in _collect_pages().items():
         text, _ = rewrite_links(text, origin, place)
         if place == "codes.md":
-            # A rule has a link already.
-            text = re.sub(r"^\| (MP\d+) \|", r"| [\1](codes/\1.md) |", text, flags=re.M)
+            text = text.replace("<!-- codes -->", "\n".join(_list_codes()))
         if place == "api.md":
             text = text.replace("<!-- names -->", "\n".join(_list_names()))
         if place == "cost.md":
@@ -148,3 +140,12 @@ def _list_names() -> Iterator[str]:
         ):
             doc = pydoc.locate(name).__doc__ if callable(pydoc.locate(name)) else ""
             yield f"| [`{name}`][{name}] | {(doc or '').strip().partition(chr(10))[0]} |"
+
+
+def _list_codes() -> Iterator[str]:
+    yield "| code | rule or class | severity | |\n|---|---|---|---|"
+    for code, rule in RULES.items():
+        yield f"| [{code}](codes/{code}.md) | {rule.name} | {rule.severity} | {rule.summary} |"
+    for code, cls in ERRORS.items():
+        first = pydoc.splitdoc(cls.__doc__ or "")[0].replace("``", "`")
+        yield f"| [{code}](codes/{code}.md) | `{cls.__name__}` | raised | {first} |"

@@ -1,13 +1,13 @@
-"""Test the seam and what is built on it with each version of torch that meshplan takes.
+"""Test the seam and what is built on it with each supported version of torch.
 
-    python tools/test_matrix.py [VERSION...]    all of them if none is named
+    python tools/test_matrix.py [VERSION...]    all of them by default
 
-Each version gets a virtual environment of its own in ``.venv/matrix``, made with the interpreter
-that runs this script, and has its row in ``docs/torch-versions.md`` written anew. Rows of versions
-that were not asked for stay. Exits with 1 if a test failed or a version could not be installed.
+Each version is installed into ``.venv/matrix``, with the interpreter that runs this script, and its
+row in ``docs/torch-versions.md`` is rewritten. Other rows stay. Exits with 1 if a test failed or a
+version could not be installed.
 
-Where the index has only a build of torch for CUDA, the libraries are installed that it wants in
-order to be imported at all; Triton is left out.
+If the index only has torch for CUDA, the libraries that its import needs are installed too, without
+Triton.
 """
 
 from __future__ import annotations
