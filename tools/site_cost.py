@@ -90,7 +90,7 @@ def draw_chart(*, dark: bool) -> str:
         axis.set_ylabel("time, NCCL's ring or tree = 1")
         axis.set_title("One all-reduce of float32 over all GPUs, predicted", fontsize=12)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside right upper")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)

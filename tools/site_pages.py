@@ -1,7 +1,7 @@
-"""The hook of mkdocs: adds the pages of the site that have no file in docs/.
+"""The hook of mkdocs: adds the pages that have no file in docs/.
 
-These are the page of each rule and error, from the registry; the pages and sources outside of docs/
-that others link to; and the names of the API, whose docstrings mkdocstrings renders.
+These are a page for each rule and error, the pages and sources outside of docs/ that others link
+to, and the names of the API, whose docstrings mkdocstrings renders.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def on_files(files: Files, config: Any) -> Files:
     for place, (origin, text) in _collect_pages().items():
         text, _ = rewrite_links(text, origin, place)
         if place == "codes.md":
-            text = text.replace("<!-- codes -->", "\n".join(_list_codes()))
+            text = f"{text}\n" + "\n".join(_list_codes())
         if place == "api.md":
             text = text.replace("<!-- names -->", "\n".join(_list_names()))
         if place == "cost.md":
             for theme in ("light", "dark"):
                 chart = site_cost.draw_chart(dark=theme == "dark")
                 files.append(File.generated(config, f"cost-{theme}.svg", content=chart))
-            text = text.replace("<!-- chart -->", _CHART)
-            text = text.replace("<!-- workloads -->", site_cost.make_table())
+            text = text.replace("`make docs-serve` shows the chart here.", _CHART)
+            text = text.replace("`make docs-serve` shows the table here.", site_cost.make_table())
         if place.startswith("api/"):
             text = re.sub(r"^## `(meshplan\.[\w.]+)`$", r"::: \1\n\n**Example:**", text, flags=re.M)
         existing = files.get_file_from_path(place)
@@ -143,7 +143,7 @@ def _list_names() -> Iterator[str]:
 
 
 def _list_codes() -> Iterator[str]:
-    yield "| code | rule or class | severity | |\n|---|---|---|---|"
+    yield "| code | rule or class | severity | meaning |\n|---|---|---|---|"
     for code, rule in RULES.items():
         yield f"| [{code}](codes/{code}.md) | {rule.name} | {rule.severity} | {rule.summary} |"
     for code, cls in ERRORS.items():
