@@ -47,7 +47,7 @@ PARTIAL_LOG = "".join(
 )
 FILES = {
     "good.py": GOOD,
-    "one_axis.py": ONE_AXIS,
+    "one.py": ONE_AXIS,
     "open.py": OPEN,
     "plain.py": PLAIN,
     "registry.py": REGISTRY,
@@ -60,7 +60,7 @@ FILES = {
     "verl.sh": "python -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron."
     "tensor_model_parallel_size=$TP\n",
     "jax.yaml": "ici_mesh_shape: [1, 8]\n",
-    "accelerate.yaml": "parallelism_config_tp_size: 4\n",
+    "hf.yaml": "parallelism_config_tp_size: 4\n",
     "run.sh": "torchrun --nnodes 5 --nproc-per-node 8 train.py --dp 5 --tp 8\n",
     "copy.sh": "cp 2026.log /tmp\n",
     "settings.toml": '[tool.meshplan]\nignore = ["MP105"]\n',
@@ -68,10 +68,7 @@ FILES = {
     "model.bin": "\0\1",
 }
 STATES = {
-    "judged": [
-        *("good.py", "one_axis.py", "titan.toml", "rest.toml", "run.sh", "meshes.toml"),
-        "accelerate.yaml",
-    ],
+    "judged": ["good.py", "one.py", "titan.toml", "run.sh", "meshes.toml", "hf.yaml", "rest.toml"],
     "not judged": [
         *("open.py", "registry.py", "both.py", "rl.toml", "verl.sh", "jax.yaml", "model.bin"),
     ],
@@ -113,8 +110,8 @@ def states(lint: Any, *words: str) -> tuple[int, dict[str, str]]:
 
 def test_one_axis_of_all_ranks_needs_no_placement(lint: Any) -> None:
     line = "one axis; no hazard for any number of ranks: no other group must agree\n"
-    text = f"judged one_axis.py:3: {line}checked 1 file, 1 mesh\nno findings\n"
-    assert lint("one_axis.py") == lint("one_axis.py", *WHERE) == (0, text, "")
+    text = f"judged one.py:3: {line}checked 1 file, 1 mesh\nno findings\n"
+    assert lint("one.py") == lint("one.py", *WHERE) == (0, text, "")
 
 
 EACH = [(name, state) for state, names in STATES.items() for name in names]
