@@ -217,7 +217,7 @@ class TestNames(TestCase):
 MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
-MP402: auto is no path of its own; it stands for one that is chosen
+MP402: auto stands for a chosen path; pass the name of a path
 MP402: a path 'exchange' exists; give the new path a name of its own, or call unregister first
 MP402: unknown contract path 'star'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'
 MP402: no path 'sun'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native', 'star'""",

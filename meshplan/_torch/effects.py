@@ -39,7 +39,7 @@ class Follow(Protocol):
     """What sees whether the executor runs a plan that it was given."""
 
     def track_steps(self, steps: list[Any], carriers: list[Any], caller: FrameType) -> list[Any]:
-        """The steps as the executor is to get them."""
+        """The steps that the executor receives."""
 
     def note_reduction(self, carrier: object) -> None:
         """A planned reduction is about to return."""

@@ -110,7 +110,7 @@ Kind = Literal["all_reduce", "reduce_scatter"]
 
 
 def options_of(operation: Operation, options: BackendOptions) -> ReductionOptions:
-    """How the collectives are to run an operation that the contract defines."""
+    """How the collectives run an operation that the contract defines."""
     assert operation.op is not None
     found = read_options(operation.op, options.path, options.contract, options.strict)
     return found if options.audit is None else replace(found, audit=options.audit)

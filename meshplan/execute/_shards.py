@@ -1,4 +1,4 @@
-"""The shards of a reduce-scatter: which part of the tensor each rank is to hold, and to reduce.
+"""The shards of a reduce-scatter: which part of the tensor each rank holds and reduces.
 
 The shard of a rank is what DTensor's placements make of its mesh coordinate: one split per sharded
 axis, outermost first, parts as ``torch.chunk`` makes them, empty ones at the end; or, on one axis,
@@ -22,7 +22,7 @@ from meshplan.planner import Step
 
 
 def select_shard(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
-    """The view of ``tensor`` that the rank at ``group_rank`` is to hold."""
+    """The view of ``tensor`` that the rank at ``group_rank`` holds."""
     where = dict(zip(step.axes, _unravel(group_rank, step.sizes), strict=True))
     sizes = dict(zip(step.axes, step.sizes, strict=True))
     for axis, dim in step.scatter:

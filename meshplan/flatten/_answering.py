@@ -21,7 +21,7 @@ from meshplan._torch import PrefixStore, Store, TCPStore
 from meshplan.errors import GroupStateError
 
 _Question = Callable[[], Any]
-# A busy machine takes its time, however short the wait for other ranks is to be.
+# A busy machine takes its time, however short the wait for other ranks should be.
 _LEAST_SECONDS = 5.0
 
 

@@ -407,8 +407,8 @@ def share_memory(
     timeout: float,  # seconds that a reduction will wait for each of them
     timed: bool = False,  # on GPUs only if it was timed to be faster on them
     use: str = "",
-    # The prefix of the round in which all members have agreed on the group, so that the rounds
-    # about memory are of members in the same call.
+    # Key prefix of the round that agreed on the group: rounds about memory match members of the
+    # same call only.
     agreed: str = "",
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none. All members

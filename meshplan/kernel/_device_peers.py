@@ -109,8 +109,8 @@ def plan_of(order: str, shape: tuple[int, ...]) -> Plan | None:
 def _is_tree(nodes: Sequence[int]) -> bool:
     """Whether these leaves are first combined among themselves, as the tree over one axis."""
     count = len(nodes)
-    # As many as 1 bits end the number of the leaf: those of a counter that carries. The last leaf
-    # completes every part that is open.
+    # Leaf j completes one part per 1 bit at the end of j, like the carries of a binary counter. The
+    # last leaf completes all open parts.
     inside = all(nodes[j] == (j + 1 & -j - 1).bit_length() - 1 for j in range(count - 1))
     return inside and nodes[-1] >= (count - 1).bit_count()
 

@@ -632,8 +632,8 @@ def find_margin(strategy: ReductionStrategy) -> int:
 
 @lru_cache(maxsize=MAX_LIMITS)
 def find_halving_sizes(reach: Reach) -> tuple[SizeRange, SizeRange]:
-    """The summands for which flat halving saves ``MARGIN`` of an exchange: for dtypes whose
-    partials are as wide, and for those whose partials are twice as wide.
+    """The sizes of summands for which flat halving saves ``MARGIN`` of an exchange: for partials of
+    the same width, and for those of twice the width.
     """
     if math.prod(reach.sizes) < MIN_HALVING_RANKS:
         return _NONE, _NONE

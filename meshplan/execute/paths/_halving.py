@@ -186,7 +186,7 @@ class HalvedReduction:
         self._numel, self._cuts = numel, cuts
         self._partial = partial_dtype(op, dtype, contract)
         self._leaf = self._partial if raised else dtype
-        # Partials are wide already: only rounding at every node is to be repeated.
+        # Partials are wide already: only rounding at every node is repeated.
         node = contract.rounding == "node"
         self._of_partials = contract if node else replace(contract, accumulate="wide")
         self._plan = halving_schedule(shape, group.rank())

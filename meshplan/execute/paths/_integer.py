@@ -47,10 +47,10 @@ from meshplan.planner import Cost, PlannedReduction, Step, integer_cost
 # those of its summands, so that it travels as one more summand. Maxima are not linear: codes
 # travel twice.
 #
-# What was found wrong is compared by a sum over all ranks before anything depends on it, so that
-# all of them raise. This verdict is summed three times, and each bit of it is that of two sums at
-# least: one flipped bit in it changes it on no rank. A bit that a maximum discards changes
-# nothing, and is not found. What only one rank computes, it computes twice.
+# The errors of all ranks are summed before any result is used, so that all ranks raise. This
+# verdict is summed three times, and each of its bits is the majority: one flipped bit changes the
+# verdict on no rank. A bit that a maximum discards changes no result, and is not found. Values that
+# only one rank computes are computed twice.
 
 _GOLDEN = -7046029254386353131
 # What a rank compares with the others, in this order.

@@ -119,7 +119,7 @@ def get_path(name: str) -> Path:
     """The path of that name. Raises PolicyError if there is none."""
     if name not in _paths:
         check_path(name)
-        raise PolicyError("auto is no path of its own; it stands for one that is chosen")
+        raise PolicyError("auto stands for a chosen path; pass the name of a path")
     return _paths[name]
 
 

@@ -57,7 +57,7 @@ class SharedMemoryPath(Path):
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         """As in ``Path``; ranks of one shard reduce a part each and gather the parts."""
         parts = list(split_parts(tensor, step, groups.flat.size()))
-        # Peers compare the message's shape, which is to be the summand's.
+        # Peers compare the message's shape, which must be the summand's.
         message = torch.cat(parts).view(tensor.shape)
         finished = self._reduce(message, [part.numel() for part in parts], step, groups, wire)
         shard = select_shard(tensor, step, groups.flat.rank())
