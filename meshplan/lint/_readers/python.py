@@ -310,6 +310,7 @@ def _list_meshes(source: MeshReader, name: str) -> tuple[list[Job], list[Skipped
         if isinstance(root.error, MeshplanError):
             raise add_source(where, root.error)
         if root.error is not None:
+            # A split axis has a mesh that is unknown.
             if root.error.has_one_axis and "_unflatten" not in source.text:
                 source.one_axis.append(where)
             else:
