@@ -205,7 +205,7 @@ def compare_on_rank(rank: int, shape: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
     plan = halving_schedule(shape, rank)
     for at_once, numel, op, dtype, contract in CALLS:
-        _gloo._MOST_AT_ONCE = at_once
+        _gloo.MOST_AT_ONCE = at_once
         leaves = leaves_of(ranks, numel, dtype)
         step = make_step(shape, op, contract=contract)  # type: ignore[arg-type]
         expected = reduce_leaves(leaves, op, shape, contract)  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def test_different_inputs_are_one_error_on_all_ranks(ranks: int) -> None:
     """By the last rank, whose leaf is a tail, or a middle one; small, and longer than the room."""
 
     def mismatch(rank: int) -> list[str]:
-        _gloo._MOST_AT_ONCE = 1
+        _gloo.MOST_AT_ONCE = 1
         found = []
         step = make_step((ranks,))
         for odd in {ranks - 1, ranks // 2}:

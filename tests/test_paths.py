@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,21 +30,31 @@ from meshplan.execute import (
     Purpose,
     StepGroups,
     Wire,
-    _choose,
     clear_report,
     register,
     report,
     run_reduction,
     unregister,
 )
+from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import fold
 from meshplan.execute.paths import _exchange
 from meshplan.flatten import registry
 from meshplan.layout import Layout
-from meshplan.planner import CONTRACT_PATHS, Cost, PlannedReduction, Problem, Step, plan
+from meshplan.planner import (
+    CONTRACT_PATHS,
+    Cost,
+    PlannedReduction,
+    Problem,
+    Reach,
+    Step,
+    find_fastest,
+    plan,
+)
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.topology._links import CPU_LINKS
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -411,11 +422,17 @@ def test_reported_collectives_are_those_torch_dispatches() -> None:
         assert set(seen) == {"one_shot", "two_shot", "exchange", "halving", "reference", "native"}
 
 
+def small_bytes(ranks: int) -> int:
+    """Up to how many bytes ``auto`` takes one all-gather."""
+    sizes, reach = range(inline_bytes(ranks) + 1), Reach.unknown((ranks,), CPU_LINKS)
+    return bisect_right(sizes, 0, key=lambda n: find_fastest(reach, n, 1, (0, 1), False)[0]) - 1
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_small_messages_take_one_collective(world_size: int, dtype: torch.dtype) -> None:
     """On both sides of the size that decides, with the same bits."""
-    limit = _choose.small_bytes(step(world_size)) // dtype.itemsize
+    limit = small_bytes(world_size) // dtype.itemsize
 
     def ranks(rank: int) -> None:
         groups = StepGroups(dist.group.WORLD)
@@ -474,7 +491,7 @@ def test_sizes_across_the_threshold_are_an_error_at_once(
 
     Graphs that were traced for any size decide when they run, as calls do.
     """
-    limit = _choose.small_bytes(step(3)) // 4
+    limit = small_bytes(3) // 4
 
     def ranks(rank: int) -> list[str]:
         groups, texts = StepGroups(dist.group.WORLD), []

@@ -479,8 +479,8 @@ MP703: rank 1 came to a reduction over ranks 0, 1, 2 with float32[8] for all_red
             """\
 MP701: (P(sum)) -> (R) on (axis0=4): path two_shot was requested and exchange would run: one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; pass another path, or strict=False
 one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other
-one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; one all-gather costs less than an exchange up to 100000 bytes
-one axis, in one order for all siblings; not through shared memory: rank 0: no shared memory: [Errno 28] No space left on device; one all-gather costs less than an exchange up to 100000 bytes""",
+one axis, in one order for all siblings; not through shared memory: its ranks are on several hosts, or in containers that cannot see each other; one all-gather costs less than an exchange of this size
+one axis, in one order for all siblings; not through shared memory: rank 0: no shared memory: [Errno 28] No space left on device; one all-gather costs less than an exchange of this size""",
         )
 
     def test_absence_while_mapping_is_named(self) -> None:

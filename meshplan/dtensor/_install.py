@@ -53,7 +53,7 @@ from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorch
 from meshplan.execute import PathChoice, one_shot_switch, select_path
 from meshplan.flatten import Block, Group, registry
 from meshplan.layout import Layout
-from meshplan.planner import intra_node_blocks
+from meshplan.planner import find_groups
 from meshplan.replicas._coverage import report_libraries
 from meshplan.topology import Topology
 
@@ -391,7 +391,7 @@ def prepare(
         found = tuple(i for i in chosen if layout.sizes[i] > 1)
         if not found:
             continue
-        sizes = intra_node_blocks(layout, config.topology, found)
+        sizes = find_groups(layout, config.topology).blocks(found)
         blocks = [Block(kind, size) for size in sizes for kind in ("inner", "outer")]
         for block in (None, *blocks):
             groups.append(

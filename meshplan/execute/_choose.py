@@ -8,16 +8,15 @@ dtype of the summand are compared in the first message, whose room is the same o
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
+from meshplan._dtypes import name_of
 from meshplan.contract import Contract, check_dtype
-from meshplan.definition import partial_dtype
 from meshplan.errors import (
     ContractError,
     ContractTypeError,
@@ -25,45 +24,30 @@ from meshplan.errors import (
     PolicyError,
 )
 from meshplan.execute._deferred import is_deferred
-from meshplan.execute._gloo import inline_bytes
+from meshplan.execute._gloo import MOST_AT_ONCE, inline_bytes
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import RankHeader
 from meshplan.execute._provenance import Event
-from meshplan.execute._wire import Wire
-from meshplan.execute.paths import Outcome, Path, get_path
+from meshplan.execute.paths import Path, get_path
 from meshplan.execute.paths._exchange import PATH as EXCHANGE
+from meshplan.execute.paths._exchange import ExchangePath
 from meshplan.execute.paths._halving import PATH as HALVING
 from meshplan.execute.paths._halving import why_not_simulated
 from meshplan.execute.paths._hierarchical import PATH as HIERARCHICAL
 from meshplan.execute.paths._native import PATH as NATIVE
 from meshplan.execute.paths._reference import PATH as REFERENCE
 from meshplan.execute.paths._shared_memory import FASTER_MODE, ONE_SHOT, TWO_SHOT
-from meshplan.planner import Reach, Step, find_halving_sizes, one_message_bytes
+from meshplan.flatten import HOSTS, TIMED_BYTES
+from meshplan.layout import Layout
+from meshplan.planner import Between, Reach, Step, find_fastest, find_groups
+from meshplan.planner._path_costs import ReductionStrategy
+from meshplan.topology import Link, Topology
 from meshplan.topology._links import CPU_LINKS
 
 PathChoice = str
 """The name of a path: one of ``PATHS``."""
-
-
-class SizeDependentPath(Path):
-    """Chooses by size when a traced graph runs over gloo, whose sizes are unknown before."""
-
-    name = "auto"
-
-    def now(self, step: Step, groups: StepGroups, tensor: Tensor) -> Path:
-        """The path for the size of ``tensor``: the one that ``choose`` returns without a graph."""
-        if is_small(step, groups, tensor.nbytes):
-            return REFERENCE
-        return HALVING if is_halved(step, groups, tensor) else EXCHANGE
-
-    def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        return self.now(step, groups, tensor).all_reduce(tensor, step, groups, wire)
-
-    def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        return self.now(step, groups, tensor).reduce_scatter(tensor, step, groups, wire)
-
-
-BY_SIZE = SizeDependentPath()
+BY_SIZE = ExchangePath("auto"), ExchangePath("auto, strict")
+"""In graphs over gloo of unknown sizes: they choose when they run."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +63,7 @@ class PathRequest:
     traced: bool = False  # the call becomes part of a graph of torch
     captured: bool = False  # the call becomes part of a CUDA graph
     over_gloo: bool = False  # the tensor travels over gloo, where a graph holds one operator
+    strict: bool = False  # the same choice in every run, whatever links were timed
 
     @cached_property
     def planned(self) -> str:
@@ -141,22 +126,72 @@ class PathRequest:
         numel = self.tensor.numel()
         return numel * self.tensor.element_size() if isinstance(numel, int) else None
 
-    @property
-    def small(self) -> bool:
-        """Whether one all-gather is cheaper than the exchange of the plan. Except over gloo, graphs
-        hold the exchange itself: ranks whose graphs know different sizes still issue the same
+    @cached_property
+    def fastest(self) -> tuple[int, Between, int]:
+        """``find_fastest`` of the ways to reduce without shared memory. Except over gloo, graphs
+        hold the exchange of the plan: ranks whose graphs know different sizes still issue the same
         collectives.
         """
-        if self.traced and not self.over_gloo:
-            return False
-        return self.nbytes is not None and is_small(self.step, self.groups, self.nbytes)
+        step, nbytes = self.step, self.nbytes
+        if nbytes is None or step.inner > 1 or step.leaves or (self.traced and not self.over_gloo):
+            return 1, "exchange", 0
+        assert step.contract is not None
+        assert step.op is not None
+        # A graph brings the real and the imaginary parts of complex numbers.
+        dtype = self.tensor.dtype.to_real() if self.tensor.is_complex() else self.tensor.dtype
+        name = name_of(dtype)
+        ratio = step.contract.partial(step.op, name).nbytes // dtype.itemsize
+        halves = not HALVING.why_not(step, self.groups, self.tensor)
+        # One message holds the summand, where a flat exchange is two collectives.
+        flat = not step.scatter or self.groups.gather is not None
+        single = flat and 0 < nbytes <= inline_bytes(step.group_size)
+        cpus = Reach.unknown(step.sizes, CPU_LINKS)
+        given = step.reach is not None and step.reach.links != CPU_LINKS
+        hosts = HOSTS.get(self.groups.flat) if self.over_gloo and not given else None
+        if hosts is None:
+            # Links of a plan may lack the work of a process for each message.
+            if single and find_fastest(cpus, nbytes, ratio, (0, 1), halves)[0] == 0:
+                return 0, "exchange", 0
+            return find_fastest(
+                step.reach or cpus,
+                nbytes,
+                ratio,
+                (1,),
+                halves,
+            )
+        links, axes = CPU_LINKS, (*range(len(step.sizes)),)
+        if hosts.large and not self.strict:
+            # A small message takes the time of a start, which messages inside a host take too.
+            small, large = TIMED_BYTES
+            network = Link(0.0, (large - small) / max(hosts.large - hosts.small, 1e-6))
+            node = Link(0.0, links.node.bandwidth)
+            links = replace(links, node=node, network=network, launch=hosts.small)
+        topology = Topology.uniform(
+            step.group_size,
+            node_size=hosts.near,
+            links=links,
+        )
+        facts = find_groups(Layout(sizes=step.sizes), topology)
+        parts = step.contract.has_parts(step.op, name) and step.group_size <= MOST_AT_ONCE
+        blocks = facts.blocks(axes) if parts else ()
+        sharded = tuple(i for i in axes if step.axes[i] in dict(step.scatter))
+        reach = facts.find_reach(ReductionStrategy(axes, sharded, max((1, *blocks))))
+        return find_fastest(reach, nbytes, ratio, (0,) * single + (1, *blocks), halves)
 
     @property
-    def halved(self) -> bool:
-        """Whether halving is cheaper than the exchange of the plan; not in the same graphs."""
-        if self.traced and not self.over_gloo:
-            return False
-        return self.nbytes is not None and is_halved(self.step, self.groups, self.tensor)
+    def by_cost(self) -> tuple[Path, str]:
+        """The path of ``fastest``, and why it is not the exchange of the plan."""
+        inner, between, _ = self.fastest
+        if inner > 1:
+            return HIERARCHICAL, "; ranks of a host reduce first"
+        if inner == 0:
+            return REFERENCE, "; one all-gather costs less than an exchange of this size"
+        if between == "halving":
+            return (
+                HALVING,
+                "; halving is predicted to cost less than an exchange of this size",
+            )
+        return self.flat, ""
 
     @property
     def prefix(self) -> str:
@@ -180,6 +215,7 @@ class ChosenPath:
 
     path: Path
     why: str
+    step: Step  # as it runs: in blocks, where ranks know their hosts
     fallback: bool = False  # whether it is less than the requested one
     wanted: str = ""  # the requested path, in the words of an error
     over_gloo: bool = False  # headers travel with the data; never if ranks share memory
@@ -208,51 +244,6 @@ def faster_mode(request: PathRequest) -> Path:
     assert peers is not None
     assert nbytes is not None
     return get_path(peers.faster_mode(nbytes))
-
-
-def may_be_small(step: Step, groups: StepGroups) -> bool:
-    """Whether a flat exchange of ``step`` is two collectives, which one all-gather could save."""
-    return step.inner == 1 and (not step.scatter or groups.gather is not None)
-
-
-def is_small(step: Step, groups: StepGroups, nbytes: int) -> bool:
-    """Whether one all-gather of ``nbytes`` is cheaper than the exchange."""
-    return may_be_small(step, groups) and 0 < nbytes <= small_bytes(step)
-
-
-def small_bytes(step: Step) -> int:
-    """Up to how many bytes one all-gather costs less than other paths. The planner's model decides,
-    with each rank on a host of its own. The bound is at most the room behind a header in the first
-    message over gloo: beyond that, there are two collectives again.
-    """
-    return min(one_message_bytes(step.sizes, CPU_LINKS), inline_bytes(step.group_size))
-
-
-def is_halved(step: Step, groups: StepGroups, tensor: Tensor) -> bool:
-    """Whether halving is cheaper than a flat exchange, and possible."""
-    if step.inner > 1:
-        return False
-    least, most = halving_sizes(step, tensor)
-    return least < tensor.nbytes <= most and not HALVING.why_not(step, groups, tensor)
-
-
-def halving_sizes(step: Step, tensor: Tensor) -> tuple[int, int]:
-    """Above and up to how many bytes halving costs less than a flat exchange, by the planner."""
-    assert step.op is not None
-    assert step.contract is not None
-    sizes = step.halving
-    if sizes is None:
-        sizes = find_halving_sizes(Reach.unknown(step.sizes, CPU_LINKS))
-    # A graph brings the real and the imaginary parts of complex numbers.
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    wide = partial_dtype(step.op, dtype, step.contract).itemsize > dtype.itemsize
-    return sizes[wide]
-
-
-def _explain_halving(request: PathRequest) -> str:
-    least, most = halving_sizes(request.step, request.tensor)
-    reach = f" above {least} bytes" * (least > 0) + f" up to {most} bytes" * (most < sys.maxsize)
-    return f"halving is predicted to cost less than an exchange{reach}"
 
 
 TABLE = (
@@ -293,23 +284,14 @@ TABLE = (
     # Without it, a small message costs what its collectives cost: one is less than two.
     Row(
         lambda r: r.over_gloo and r.nbytes is None and r.step.inner == 1,
-        lambda r: BY_SIZE,
+        lambda r: BY_SIZE[r.strict],
         lambda r: f"{r.prefix}; {r.no_memory}",
     ),
     Row(
-        lambda r: r.small,
-        lambda r: REFERENCE,
-        lambda r: (
-            f"{r.prefix}; {r.no_memory}; one all-gather costs less than an exchange up to "
-            f"{small_bytes(r.step)} bytes"
-        ),
+        lambda r: True,
+        lambda r: r.by_cost[0],
+        lambda r: f"{r.prefix}; {r.no_memory}{r.by_cost[1]}",
     ),
-    Row(
-        lambda r: r.halved,
-        lambda r: HALVING,
-        lambda r: f"{r.prefix}; {r.no_memory}; {_explain_halving(r)}",
-    ),
-    Row(lambda r: True, lambda r: r.flat, lambda r: f"{r.prefix}; {r.no_memory}"),
 )
 """The rows, first to last."""
 
@@ -323,11 +305,15 @@ def choose(request: PathRequest) -> ChosenPath:
     if wanted == "auto" and request.one_shot and request.planned == EXCHANGE.name:
         wanted = f"{ONE_SHOT.name} ({request.switch})"
     step, tensor, path = request.step, request.tensor, row.path(request)
+    if path is HIERARCHICAL and step.inner == 1:
+        inner, between, chunk = request.fastest
+        step = replace(step, inner=inner, between=between, chunk=chunk)
     backend = not path.shares_memory
     eager = backend and not request.over_gloo and not request.traced
     return ChosenPath(
         path,
         row.why(request),
+        step,
         row.fallback(request),
         wanted,
         over_gloo=request.over_gloo and backend,

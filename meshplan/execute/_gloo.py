@@ -6,7 +6,7 @@ are compared too, and a rank whose block differs still takes part in the second 
 other rank waits for it.
 
 The first message of each collective has headers in front (``Channel``). In a group of more than
-``_MOST_AT_ONCE`` ranks they are compared in rounds (``HeaderRounds``), and collected only if
+``MOST_AT_ONCE`` ranks they are compared in rounds (``HeaderRounds``), and collected only if
 they differ, for the error.
 
 Large pieces are messages between pairs of ranks. Each rank receives them where the caller wants
@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup, Work
 
 from meshplan._calls import NO_TICKET
 from meshplan._torch import backend_of
-from meshplan.execute._groups import StepGroups
+from meshplan.execute._groups import Part, StepGroups
 from meshplan.execute._header import (
     HEADER_BYTES,
     HEADER_WORDS,
@@ -361,7 +361,7 @@ class HeaderRounds:
 
 
 # In larger groups headers are compared in rounds.
-_MOST_AT_ONCE = 32
+MOST_AT_ONCE = 32
 
 
 class GlooWire(Wire):
@@ -383,13 +383,14 @@ class GlooWire(Wire):
         self._headers: tuple[RankHeader, ...] = (mine,)
         self._equal = True
         self._compared = self._inline = False
-        large = len(groups.levels) == 1 and groups.flat.size() > _MOST_AT_ONCE
+        large = len(groups.levels) == 1 and groups.flat.size() > MOST_AT_ONCE
         self._rounds = HeaderRounds(groups.flat, mine[1].at(call), self.log) if large else None
         self._works: dict[int, tuple[Work, ProcessGroup]] = {}
 
     def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
         ranks = group.size()
-        return ranks * nbytes >= self.in_place_bytes and ranks <= self.in_place_ranks
+        large = ranks * nbytes >= self.in_place_bytes and ranks <= self.in_place_ranks
+        return large or isinstance(group, Part)
 
     def start_exchange(
         self,
@@ -508,6 +509,9 @@ class GlooWire(Wire):
         if self._inline:
             assert self._rounds is not None
             return partial(self._rounds.swap, messages)
+        if isinstance(group, Part):
+            messages = [one._replace(peer=group.places[one.peer]) for one in messages]
+            group = group.whole
         # Both sides know which messages are empty.
         return start_messages([one for one in messages if one.tensor.numel()], group, self.log)
 

@@ -24,7 +24,9 @@ from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._shards import select_shard
 from meshplan.execute.paths import Outcome, Path
 from meshplan.kernel import OPERATORS
-from meshplan.planner import Step
+from meshplan.planner import Reach, Step
+from meshplan.planner._path_costs import PeerCounts
+from meshplan.topology import Link, Links
 
 _Run = Callable[[Tensor, Step, StepGroups, str, bool, str], Outcome]
 
@@ -101,7 +103,14 @@ def write_step(step: Step) -> str:
     """What runs of a reduction, as text."""
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     contract = step.contract and step.contract.id
-    return json.dumps(values | {"contract": contract, "move": "", "why": ""})
+    return json.dumps(values | {"contract": contract, "move": "", "why": ""}, default=_pack)
+
+
+_PACKED = {kind.__name__: kind for kind in (Reach, PeerCounts, Links, Link)}
+
+
+def _pack(one: Any) -> dict[str, list[Any]]:
+    return {type(one).__name__: [getattr(one, field.name) for field in fields(one)]}
 
 
 # In each call of a compiled graph.
@@ -113,4 +122,7 @@ def _read(text: str) -> Step:
 
 
 def _read_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((kind, parts),) = value.items()
+        return _PACKED[kind](*_read_value(parts))
     return tuple(map(_read_value, value)) if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,13 @@ class StepGroups:
         assert self.outer is not None
         return self.inner, self.outer
 
+    def split(self, inner: int) -> tuple[ProcessGroup, ProcessGroup]:
+        """``nested`` of blocks of ``inner`` ranks, whose messages travel over ``whole``."""
+        first = self.flat.rank() // inner * inner
+        among = range(self.flat.rank() % inner, self.flat.size(), inner)
+        found: Any = Part(self.flat, range(first, first + inner)), Part(self.flat, among)
+        return found[0], found[1]
+
     @property
     def members(self) -> tuple[int, ...]:
         """Global ranks of all that reduce together, as far as they are known."""
@@ -75,6 +82,19 @@ class StepGroups:
             return int(self.whole.rank())
         inner, outer = self.nested
         return int(outer.rank() * inner.size() + inner.rank())
+
+
+class Part:
+    """Some ranks of a group of gloo, in the place of a group for messages between two ranks."""
+
+    def __init__(self, whole: ProcessGroup, places: Sequence[int]) -> None:
+        self.whole, self.places = whole, places
+
+    def size(self) -> int:
+        return len(self.places)
+
+    def rank(self) -> int:
+        return self.places.index(self.whole.rank())
 
 
 def resolve_group(name: str, size: int | None = None) -> ProcessGroup:

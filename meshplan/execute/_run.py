@@ -257,7 +257,7 @@ class BoundReduction:
         if chosen is None:
             over_gloo = is_gloo(tensor, groups)
             captured = traced and is_captured(tensor)
-            how = self.path, self.one_shot, traced, captured, over_gloo
+            how = self.path, self.one_shot, traced, captured, over_gloo, self.strict
             request = PathRequest(self.step, groups, tensor, *how)
             chosen = choose(request)
             check_fallback(chosen, request, self.strict, self.purpose.request)
@@ -392,7 +392,7 @@ def _reduced(
     calls: str,
 ) -> Outcome:
     """Run the path with the wire of this reduction."""
-    path = chosen.path
+    path, step = chosen.path, chosen.step
     if traced and chosen.over_gloo:
         return trace_reduction(summand, step, groups, path, chosen.pairs, calls)
     wire: Wire
@@ -433,7 +433,20 @@ def _in_graph(
     calls: str,
 ) -> Outcome:
     """Run the reduction of a graph's operator."""
-    path = BY_SIZE.now(step, groups, summand) if name == BY_SIZE.name else get_path(name)
+    names = [path.name for path in BY_SIZE]
+    if name in names:
+        request = PathRequest(
+            step,
+            groups,
+            summand,
+            "auto",
+            over_gloo=True,
+            strict=bool(names.index(name)),
+        )
+        chosen = choose(request)
+        path, step = chosen.path, chosen.step
+    else:
+        path = get_path(name)
     if summand.requires_grad:
         summand = summand.detach()
     header = _header(summand, step, groups, path, is_complex)

@@ -63,18 +63,12 @@ class Wire:
         """Whether pieces of ``nbytes`` of an exchange or a gather arrive in the caller's memory."""
         return False
 
-    def exchange(
-        self,
-        parts: Tensor | Sequence[Tensor],
-        group: ProcessGroup,
-        *,
-        last: bool = True,
-    ) -> Sequence[Tensor]:
+    def exchange(self, parts: Tensor | Sequence[Tensor], group: ProcessGroup) -> Sequence[Tensor]:
         """Send ``parts[r]`` (rows of a contiguous tensor, or a list, of one dtype) to rank r.
         Returns the flat parts for this rank in rank order, waited for, and valid until the next
-        exchange over ``group``. ``last``: no other exchange follows in this reduction.
+        exchange over ``group``.
         """
-        return self.start_exchange(parts, group, last=last)()
+        return self.start_exchange(parts, group)()
 
     def start_exchange(
         self,
@@ -87,7 +81,7 @@ class Wire:
         """``exchange``, whose messages are under way when it returns; the returned function waits
         for the parts. After ``compare`` it sends no headers, and several exchanges may be under
         way. A backend may write the parts of others to ``room``: one place for each rank, apart
-        from ``parts``.
+        from ``parts``. ``last``: no other exchange follows in this reduction.
         """
         ranks = group.size()
         if isinstance(parts, Tensor):

@@ -8,6 +8,7 @@ then read the same reason.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -15,12 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 
 from meshplan import kernel
 from meshplan._torch import Store
-from meshplan.flatten._agree import VoteResult, gather_texts, open_round, seconds_left, vote
+from meshplan.flatten._agree import (
+    VoteResult,
+    gather_texts,
+    open_round,
+    seconds_left,
+    vote,
+)
 from meshplan.kernel import (
     MAX_BLOCKS,
     MAX_PEERS,
@@ -46,8 +54,16 @@ from meshplan.kernel import (
 from meshplan.kernel._mapping_check import DeviceProbe, HostProbe, lost_word
 from meshplan.record import Record
 
+LINKS_VARIABLE = "MESHPLAN_MEASURE_LINKS"
 _POLL_SECONDS = 0.001
 _FAREWELL_SECONDS = 5.0
+
+
+class SeveralHosts(str):
+    """Why ranks share no memory: each ``near`` consecutive ones are on one of several hosts."""
+
+    near = 1
+    round = ""  # in which all let links be timed; empty if one does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +103,15 @@ class _Members:
         for who, offer in offers.items():
             if (reason := offer.get("no")) is not None:
                 return prefix, f"rank {who}: {reason}"
-        if len({offer.get("host") for offer in offers.values()}) > 1:
-            return (
-                prefix,
-                "its ranks are on several hosts, or in containers that cannot see each other",
+        hosts = [offers[who].get("host") for who in self.ranks]
+        if len({*hosts}) > 1:
+            found = SeveralHosts(
+                "its ranks are on several hosts, or in containers that cannot see each other"
             )
+            found.near = math.gcd(*(len([*same]) for _, same in groupby(hosts)))
+            if all(offer.get("links") for offer in offers.values()):
+                found.round = prefix
+            return prefix, found
         return prefix, offers
 
     def vote_mapped(self, prefix: str, failure: str | None) -> VoteResult:
@@ -186,7 +206,8 @@ def _host_offer() -> Record:
     if reason is not None:
         return Record.of(no=reason)
     try:
-        return Record.of(host=host())
+        timed = os.environ.get(LINKS_VARIABLE) != "0" or None
+        return Record.of(host=host(), links=timed)
     except OSError as error:
         return Record.of(no=error)
 

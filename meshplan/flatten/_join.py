@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -20,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan._calls import GroupCalls, restarted_before
 from meshplan._spans import span
-from meshplan._torch import WORLD, Store, default_group, flattened_meshes_of, root_mesh_of
+from meshplan._torch import (
+    WORLD,
+    Store,
+    default_group,
+    flattened_meshes_of,
+    root_mesh_of,
+)
 from meshplan.errors import (
     UNLIKE_CALLS,
     GroupAgreementError,
@@ -39,7 +47,7 @@ from meshplan.flatten._agree import (
     wait_for_ranks,
 )
 from meshplan.flatten._answering import AnsweringStore
-from meshplan.flatten._connect import connect, connect_devices
+from meshplan.flatten._connect import SeveralHosts, connect, connect_devices
 from meshplan.flatten._create import (
     create_members_only,
     default_timeout,
@@ -158,6 +166,25 @@ def agree_on_place(
 
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
+
+TIMED_BYTES = 1 << 6, 1 << 16
+"""Of a small and a large message between hosts."""
+_TIMED_TURNS = 3
+_TAG = 0x6D706B  # of no other message
+
+
+class Hosts(NamedTuple):
+    """Each ``near`` consecutive ranks are on one host. A message to another host, on all ranks at
+    once, takes so many seconds; 0 if that was not timed.
+    """
+
+    near: int
+    small: float = 0.0
+    large: float = 0.0
+
+
+HOSTS: WeakKeyDictionary[ProcessGroup, Hosts] = WeakKeyDictionary()
+"""Of groups on several hosts that were to share memory."""
 
 Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
@@ -433,10 +460,58 @@ def share_memory(
         raise refusal(found, group.ranks, rank, wait)
     if isinstance(found, str):
         _LOG.info("[meshplan] %s: path exchange, no peers: %s", group, found)
+        if isinstance(found, SeveralHosts) and device_type == "cpu":
+            HOSTS[group.pg] = _find_hosts(group, found, rank, store, wait)
         return replace(group, no_peers=found)
     limit = found.one_shot_bytes
     _LOG.info("[meshplan] %s: %s, one_shot up to %d bytes, two_shot above", group, found, limit)
     return replace(group, peers=found)
+
+
+def _find_hosts(group: Group, found: SeveralHosts, rank: int, store: Store, wait: float) -> Hosts:
+    """Time messages between hosts, and agree on the longest times."""
+    if not found.round:
+        return Hosts(found.near)
+    small, large = _time_messages(group.pg, found.near, wait)
+    mine = Record.of(small=small, large=large)
+    verdict = vote(
+        store,
+        f"{found.round}/links",
+        ranks=group.ranks,
+        rank=rank,
+        token=mine,
+        timeout=wait,
+    )
+    if verdict.missing:
+        raise refusal(verdict, group.ranks, rank, wait)
+    # A vote without tokens is one on equal ones.
+    tokens = [*verdict.tokens.values()] or [mine]
+    times = [[float(token.get(size) or 0) for token in tokens] for size in ("small", "large")]
+    if not all(times[0]):
+        # A rank could not: the next reduction shows why.
+        return Hosts(found.near)
+    return Hosts(found.near, *map(max, times))
+
+
+def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
+    """The seconds of a small and a large message between hosts, on all ranks at once, or zeros."""
+    to, come = ((pg.rank() + way) % pg.size() for way in (near, -near))
+    # Ranks that wait for one that died come to the vote before the others give up on them.
+    deadline, times = time.monotonic() + seconds_left(wait) / 2, list[float]()
+    try:
+        for nbytes in TIMED_BYTES:
+            rows = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
+            turns = []
+            for _ in range(_TIMED_TURNS):
+                started = time.perf_counter()
+                for work in (pg.send([rows[0]], to, _TAG), pg.recv([rows[1]], come, _TAG)):
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+                turns.append(time.perf_counter() - started)
+            # The others hold times in which a rank had no core.
+            times.append(min(turns))
+    except RuntimeError:
+        return 0.0, 0.0
+    return times
 
 
 def existing_group(
@@ -526,7 +601,12 @@ def _connect(
 
 
 def _reason(
-    failure: Exception, store: Store, prefix: str, ranks: tuple[int, ...], rank: int, wait: float
+    failure: Exception,
+    store: Store,
+    prefix: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    wait: float,
 ) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
     store = AnsweringStore(store, wait)

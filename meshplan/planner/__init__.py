@@ -9,7 +9,7 @@ from meshplan._lazy_imports import make_lazy
 # Imported at first use: the linter needs hazards, and neither the search nor the costs.
 if TYPE_CHECKING:
     from meshplan.planner import nccl_order as nccl_order
-    from meshplan.planner._group_facts import intra_node_blocks as intra_node_blocks
+    from meshplan.planner._group_facts import find_groups as find_groups
     from meshplan.planner._halving import Halving as Halving
     from meshplan.planner._halving import HalvingMessage as HalvingMessage
     from meshplan.planner._halving import HalvingRound as HalvingRound
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshplan.planner._hazards import cache_siblings as cache_siblings
     from meshplan.planner._hazards import hazards as hazards
     from meshplan.planner._path_costs import CONTRACT_PATHS as CONTRACT_PATHS
+    from meshplan.planner._path_costs import Between as Between
     from meshplan.planner._path_costs import ContractPath as ContractPath
     from meshplan.planner._path_costs import Cost as Cost
     from meshplan.planner._path_costs import PlannedReduction as PlannedReduction
@@ -30,12 +31,9 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import count_chunks as count_chunks
     from meshplan.planner._path_costs import cut_chunks as cut_chunks
     from meshplan.planner._path_costs import exchange_cost as exchange_cost
-    from meshplan.planner._path_costs import (
-        find_halving_sizes as find_halving_sizes,
-    )
+    from meshplan.planner._path_costs import find_fastest as find_fastest
     from meshplan.planner._path_costs import halving_cost as halving_cost
     from meshplan.planner._path_costs import integer_cost as integer_cost
-    from meshplan.planner._path_costs import one_message_bytes as one_message_bytes
     from meshplan.planner._path_costs import reference_cost as reference_cost
     from meshplan.planner._path_costs import register_cost as register_cost
     from meshplan.planner._path_costs import weigh_chunks as weigh_chunks

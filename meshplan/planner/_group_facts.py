@@ -173,13 +173,6 @@ def find_groups(layout: Layout, topology: Topology | None) -> GroupFacts:
     return GroupFacts(layout, topology)
 
 
-def intra_node_blocks(
-    layout: Layout, topology: Topology | None, axes: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The sizes of blocks that a plan may reduce first, in a group over ``axes`` (ascending)."""
-    return find_groups(layout, topology).blocks(axes)
-
-
 def _count_fewest_equal(values: Integers) -> int:
     ordered = values
     if bool((values[:, 1:] < values[:, :-1]).any()):

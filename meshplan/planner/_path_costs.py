@@ -15,13 +15,12 @@ under way at once.
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, Literal
+from itertools import accumulate, pairwise, product
+from typing import Any, Literal, get_args
 
 from meshplan._dtypes import itemsize
 from meshplan.contract import FLOATS, Contract
@@ -597,28 +596,9 @@ def predict_cost(path: str, reduction: PlannedReduction) -> Cost:
     return _path_costs["exchange" if path == "auto" else path](reduction)
 
 
-MAX_LIMITS = 256
 # An all-to-all among fewer ranks is under way at once, and costs less than the model says.
 MIN_HALVING_RANKS = 9
 MARGIN = 10  # Percent: of flat halving; see ``find_margin``.
-_TRIES = 8  # Of the size at which two costs are equal.
-_MANY = 1 << 40  # Bytes that take long on any link, without an overflow.
-
-SizeRange = tuple[int, int]
-"""Sizes in bytes: above the first number, and up to the second."""
-_NONE: SizeRange = (0, 0)
-
-
-@lru_cache(maxsize=MAX_LIMITS)
-def one_message_bytes(sizes: tuple[int, ...], links: Links) -> int:
-    """The largest summand in bytes for which one all-gather over axes of ``sizes`` costs no more
-    than other paths, if each rank is on a node of its own.
-    """
-    reach = Reach.unknown(sizes, links)
-    halves = math.prod(sizes) >= MIN_HALVING_RANKS
-    others = (exchange_cost, halving_cost) if halves else (exchange_cost,)
-    found = (_find_sizes(reach, reference_cost, other, 1) for other in others)
-    return min(most if least == 0 else 0 for least, most in found)
 
 
 def find_margin(strategy: ReductionStrategy) -> int:
@@ -630,47 +610,28 @@ def find_margin(strategy: ReductionStrategy) -> int:
     return MARGIN if strategy.inner == 1 else MARGIN // 2
 
 
-@lru_cache(maxsize=MAX_LIMITS)
-def find_halving_sizes(reach: Reach) -> tuple[SizeRange, SizeRange]:
-    """The sizes of summands for which flat halving saves ``MARGIN`` of an exchange: for partials of
-    the same width, and for those of twice the width.
-    """
-    if math.prod(reach.sizes) < MIN_HALVING_RANKS:
-        return _NONE, _NONE
-
-    def halve(reduction: PlannedReduction) -> Cost:
-        cost = halving_cost(reduction)
-        return replace(cost, nanoseconds=cost.nanoseconds * (100 + MARGIN) // 100)
-
-    same, wider = (_find_sizes(reach, halve, exchange_cost, ratio) for ratio in (1, 2))
-    return same, wider
-
-
-def _find_sizes(
+# Graphs and calls whose sizes vary ask again.
+@lru_cache(maxsize=1024)
+def find_fastest(
     reach: Reach,
-    one: Callable[[PlannedReduction], Cost],
-    other: Callable[[PlannedReduction], Cost],
+    nbytes: int,
     ratio: int,
-) -> SizeRange:
-    """The sizes for which ``one`` costs less than ``other``; ``sys.maxsize``: without end."""
-    # It does so up to some size, or from some size on. The costs are nearly linear in bytes, so the
-    # line between two sizes shows where they are equal.
-
-    def compare(n: int) -> int:
-        """By how many nanoseconds ``one`` costs more."""
-        planned = PlannedReduction(reach, n, n, ElementWidth(1, ratio))
-        return one(planned).nanoseconds - other(planned).nanoseconds
-
-    at_none, at_many = compare(0), compare(_MANY)
-    # A thousandth of the time is within the rounding to nanoseconds.
-    if at_none < 0 and at_many - at_none <= -at_none * 1e-3:
-        return 0, sys.maxsize
-    if (at_none < 0) == (at_many < 0):
-        return _NONE
-    less, more = ((0, at_none), (_MANY, at_many))[:: 1 if at_none < 0 else -1]
-    for _ in range(_TRIES):
-        end = less[0] + (more[0] - less[0]) * less[1] // (less[1] - more[1])
-        if (by := compare(end)) <= 0:
-            return (0, end) if at_none < 0 else (end, sys.maxsize)
-        more = end, by
-    return _NONE
+    inners: tuple[int, ...],
+    halves: bool,
+) -> tuple[int, Between, int]:
+    """In blocks of how many ranks, one of ``inners``, a summand is reduced fastest (0: by one
+    all-gather), what they do with partials, ``ratio`` times as wide, and the unit of their chunks.
+    """
+    plain = PlannedReduction(reach, nbytes, nbytes, ElementWidth(1, ratio))
+    times: dict[tuple[int, Between], float] = {}
+    for inner, between in product(inners, get_args(Between)):
+        if inner == 0:
+            times[0, "exchange"] = reference_cost(plain).nanoseconds
+        elif between == "exchange" or (halves and plain.ranks // inner >= MIN_HALVING_RANKS):
+            cost = exchange_cost(replace(plain, inner=inner, between=between)).nanoseconds
+            margin = find_margin(ReductionStrategy((), (), inner, between))
+            # Headers are compared before blocks reduce.
+            first = reach.links.launch * 1e9 if inner > 1 else 0
+            times[inner, between] = first + cost * (100 + margin) / 100
+    inner, between = min(times, key=times.__getitem__)
+    return inner, between, find_chunk_unit(reach, inner, between) if inner else 0

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from meshplan.contract import Contract, Op
 from meshplan.layout import Layout
-from meshplan.planner._path_costs import Between, Cost, split_sizes
+from meshplan.planner._path_costs import Between, Cost, Reach, split_sizes
 from meshplan.planner._problem import Problem, Spec
 
 MAX_CANDIDATES = 6
@@ -57,9 +57,9 @@ class Step:
     # For an ``exchange``: how the blocks reduce their partials; without blocks, which
     # path is predicted for the ranks.
     between: Between = "exchange"
-    # For a flat ``exchange``: the sizes of ``find_halving_sizes``; ``None`` if the links
-    # are unknown.
-    halving: tuple[tuple[int, int], tuple[int, int]] | None = None
+    # For a flat ``exchange``: how far apart its ranks are; ``None`` if nothing decides
+    # between its paths when the size is known.
+    reach: Reach | None = None
     # For a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
     chunk: int = 0
     # For a flat ``exchange``: a rank's shard is the leaves of its sum, in order.

@@ -16,7 +16,6 @@ from meshplan.planner._hazards import hazards
 from meshplan.planner._path_costs import (
     ReductionStrategy,
     find_chunk_unit,
-    find_halving_sizes,
 )
 from meshplan.planner._plan import (
     MAX_CANDIDATES,
@@ -202,12 +201,10 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
             blocks = ", no blocks: exact partials cost more than they save"
     if strategy.inner > 1 and problem.shape is None:
         blocks += f", cheapest for {NOMINAL_ELEMENTS} elements"
-    halving, chunk = None, 0
+    reach, chunk = None, 0
     if problem.path == "auto" or strategy.inner > 1:
         reach = find_groups(layout, problem.topology).find_reach(strategy)
         chunk = find_chunk_unit(reach, strategy.inner, strategy.between)
-        # Decides about halving when the size is known, where nothing else has decided.
-        halving = find_halving_sizes(reach) if strategy.inner == 1 else None
     to = ", ".join(problem.dst[i].text if i in strategy.sharded else "R" for i in wide)
     return Step(
         kind="reduce_scatter" if strategy.sharded else "all_reduce",
@@ -223,7 +220,8 @@ def _make_reduction(problem: Problem, strategy: ReductionStrategy, *, native: bo
         scatter=tuple((i, problem.dst[i].dim or 0) for i in strategy.sharded),
         inner=strategy.inner,
         between=strategy.between,
-        halving=halving,
+        # Decides about paths when the size is known, where nothing else has decided.
+        reach=reach if strategy.inner == 1 else None,
         chunk=chunk,
     )
 

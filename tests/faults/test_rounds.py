@@ -75,7 +75,7 @@ def run_fault(fault: str, name: str, odd: int, where: float) -> None:
 
     def ranks(rank: int) -> tuple[Found, Found]:
         _missing._SECONDS = SECONDS
-        _gloo._MOST_AT_ONCE = at_once
+        _gloo.MOST_AT_ONCE = at_once
         groups = groups_of(wanted)
         groups.ranks = lambda: tuple(range(world))
         _missing.note_process(default_store(), rank)

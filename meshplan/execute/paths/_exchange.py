@@ -18,13 +18,14 @@ from meshplan.execute._shards import gather_shard, select_shard, split_parts
 from meshplan.execute._wire import Wire, fold, split_equally
 from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import large_pages, reduce_into
-from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost
+from meshplan.planner import Step
 
 
 class ExchangePath(Path):
     """See the module."""
 
-    name = "exchange"
+    def __init__(self, name: str = "exchange") -> None:
+        self.name = name
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
         """As in ``Path``: equal slices, the last ones padded."""
@@ -46,9 +47,6 @@ class ExchangePath(Path):
         shard = select_shard(tensor, step, group.rank())
         found, pending = gather_shard(fold(leaves, step), shard.shape, groups, wire)
         return Outcome(found, wire.log, pending)
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        return exchange_cost(reduction)
 
 
 def _exchange_in_place(tensor: Tensor, step: Step, group: ProcessGroup, wire: Wire) -> Tensor:

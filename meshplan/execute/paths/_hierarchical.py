@@ -159,44 +159,22 @@ class HierarchicalPath(Path):
         return Outcome(found, wire.log, pending)
 
 
-class ExchangeLevel:
-    """One level: an all-to-all of parts, and an all-gather of results. ``last``: no level is above
-    it.
-    """
-
-    def __init__(self, group: ProcessGroup, wire: Wire, *, last: bool) -> None:
-        self._group, self._wire, self._last = group, wire, last
-
-    def reduce(
-        self, parts: Tensor | Sequence[Tensor], room: Tensor | None = None
-    ) -> Stages[Sequence[Tensor]]:
-        """Send ``parts[r]`` to rank r; returns the parts that came from each rank. They may be in
-        ``room``: a row for each, apart from ``parts``.
-        """
-        memory = None if room is None else room.view(self._group.size(), -1).unbind(0)
-        rows: Sequence[Tensor] = yield self._wire.start_exchange(
-            parts, self._group, last=self._last, room=memory
-        )
-        return rows
-
-    def gather(self, own: Tensor, room: Tensor | None = None) -> Stages[Tensor]:
-        """The concatenation of every rank's ``own``; it may be in ``room``."""
-        whole: Tensor = yield self._wire.start_gather(own, self._group, room)
-        return whole
-
-
 class Levels:
     """The levels of a step, and the stages of a chunk through them."""
 
     def __init__(self, step: Step, groups: StepGroups, wire: Wire, tensor: Tensor) -> None:
         dtype = tensor.dtype
-        inner, outer = groups.nested
+        if groups.whole is None:
+            inner, outer = groups.nested
+        else:
+            # Messages between two ranks have no headers.
+            wire.compare()
+            inner, outer = groups.split(step.inner)
         assert step.op is not None
         assert step.contract is not None
         self._sizes = inner.size(), outer.size()
         self._place = inner.rank()
-        self._inside = ExchangeLevel(inner, wire, last=False)
-        self._between = ExchangeLevel(outer, wire, last=True)
+        self._inner, self._outer, self._wire = inner, outer, wire
         self._combine = partial(
             combine_leaves, op=step.op, shape=step.inner_sizes, contract=step.contract
         )
@@ -237,7 +215,7 @@ class Levels:
         if place is not None and place.numel() != slices.numel():
             place = None
         mine = None if place is None else place.view(ranks, -1)[self._place]
-        combined = self._combine((yield from self._inside.reduce(slices, place)))
+        combined = self._combine((yield self._send(slices, self._inner, place)))
         del slices
         if self.halves:
             halved = self._halved(numel=combined.numel())
@@ -250,10 +228,11 @@ class Levels:
             # Of slices of one element that is a view of transposed words.
             messages = messages.contiguous()
             room = mine if messages.dtype is chunk.dtype and not words else None
-            own = self._finish_rows((yield from self._between.reduce(messages, room)), words)
-            finished = yield from self._between.gather(own, mine)
+            own = self._finish_rows((yield self._send(messages, self._outer, room)), words)
+            finished = yield self._wire.start_gather(own, self._outer, mine)
         del combined
-        return (yield from self._inside.gather(finished, place))
+        whole: Tensor = yield self._wire.start_gather(finished, self._inner, place)
+        return whole
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Stages[Tensor]:
         """This rank's part of the result; ``parts`` has one for each position in the group."""
@@ -261,14 +240,12 @@ class Levels:
         # To rank j of the block goes what rank j of any block is to finish.
         by_peer = [torch.cat(tuple(parts[j::ranks])) for j in range(ranks)]
         lengths = [part.numel() for part in parts[self._place :: ranks]]
-        combined = self._combine((yield from self._inside.reduce(by_peer)))
+        combined = self._combine((yield self._send(by_peer, self._inner)))
         del by_peer
         pieces = torch.split(combined, lengths, dim=-1)
         if not self.halves:
             messages = [piece.reshape(-1) for piece in pieces]
-            return self._finish_rows(
-                (yield from self._between.reduce(messages)), combined.shape[:-1]
-            )
+            return self._finish_rows((yield self._send(messages, self._outer)), combined.shape[:-1])
         served = share_owners(self._outer_sizes)
         cuts = [
             0,
@@ -281,6 +258,19 @@ class Levels:
             own = parts[self._place :: ranks]
             finished = yield from hand_out(finished, own, served, self._block)
         return finished
+
+    def _send(
+        self,
+        parts: Tensor | Sequence[Tensor],
+        group: ProcessGroup,
+        room: Tensor | None = None,
+    ) -> Pending:
+        """Send ``parts[r]`` to rank r. Parts from other ranks may come to ``room``: a row for each,
+        apart from ``parts``.
+        """
+        memory = None if room is None else room.view(group.size(), -1).unbind(0)
+        last = group is self._outer
+        return self._wire.start_exchange(parts, group, last=last, room=memory)
 
     def _finish_rows(self, rows: Sequence[Tensor], words: Sequence[int]) -> Tensor:
         """The result of the blocks' partials, which came as flat messages."""

@@ -13,7 +13,7 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire, fold
 from meshplan.execute.paths._path import Outcome, Path
-from meshplan.planner import Cost, PlannedReduction, Step, reference_cost
+from meshplan.planner import Step
 
 
 class ReferencePath(Path):
@@ -31,9 +31,6 @@ class ReferencePath(Path):
         rows = wire.gather(flatten(tensor), group)
         shards = [select_shard(row.view(tensor.shape), step, group.rank()) for row in rows]
         return Outcome(fold(shards, step), wire.log)
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        return reference_cost(reduction)
 
 
 PATH = ReferencePath()
