@@ -20,7 +20,6 @@ from meshplan.lint._readers._numbers import Whole, combine
 from meshplan.lint._readers._values import (
     BINDERS,
     FUNCTIONS,
-    LAUNCHED,
     LEAVES,
     MARKS,
     METHODS,
@@ -46,7 +45,7 @@ from meshplan.lint._readers._values import (
     Text,
     Unknown,
     Value,
-    find_argument,
+    count_ranks,
     find_callee,
     forget_values,
     is_constant,
@@ -59,7 +58,6 @@ from meshplan.lint._readers._values import (
     list_parts,
     list_targets,
     list_values,
-    read_default,
 )
 
 _MAX_STEPS, _MAX_NESTING, _MAX_CALLS = 60_000, 60, 8
@@ -377,12 +375,12 @@ class Reader(PythonText):
                 for part, one in zip(parts, values, strict=True):
                     self._store(part, one, scope)
             case ast.Attribute(inside, name):
-                self._set(self.read(inside, scope), name, value)
+                self.set_field(self.read(inside, scope), name, value)
                 self.note_attribute(self.read(inside, scope), name, target.lineno)
             case ast.Subscript(inside, index):
                 key = self.read(index, scope)
                 owner = self._read_target(inside, scope)
-                self._set(owner, key if isinstance(key, Text) else None, value)
+                self.set_field(owner, key if isinstance(key, Text) else None, value)
 
     def _read_target(self, node: ast.expr, scope: Scope) -> Value:
         """What is changed in place: the object that a name stands for now, not later."""
@@ -395,7 +393,7 @@ class Reader(PythonText):
         self.run = run
         return found
 
-    def _set(self, owner: Value, name: str | None, value: Value) -> None:
+    def set_field(self, owner: Value, name: str | None, value: Value) -> None:
         """Set an attribute or an item."""
         for one in list_values(owner):
             if name is None or not isinstance(one, Class | Record):
@@ -432,7 +430,7 @@ class Reader(PythonText):
             while isinstance(one, Grid) and not one.is_changed:
                 one.is_changed, one = True, one.base
 
-    def _forget_fields(self, value: Value) -> None:
+    def forget_fields(self, value: Value) -> None:
         """Note that all attributes of an object, or of those in a list, may have changed."""
         for one in list_parts(value):
             if isinstance(one, Record) and not is_dict(one):
@@ -453,7 +451,7 @@ class Reader(PythonText):
             case Parent(owner, bound):
                 return self._find_member(owner.find_above(name), bound, owner)
             case Record() if name == "__dict__":
-                self._forget_fields(value)
+                self.forget_fields(value)
             case Record(owner=Class() as owner):
                 return self._find_field(value, owner, name)
             case Record(fields=dict() as fields) if value.path:
@@ -662,7 +660,7 @@ class Reader(PythonText):
         given = self._read_arguments(node, scope)
         made_of = owner.owner if isinstance(owner, Record) else None
         if function is UNKNOWN and made_of is not None and made_of.is_open:
-            self._forget_fields(owner)  # a method of a class from elsewhere
+            self.forget_fields(owner)  # a method of a class from elsewhere
         choices = list_values(function)
         known = [one for one in choices if isinstance(one, Function | Class | Path)]
         found = [self._call_one(one, given, node, scope) for one in known]
@@ -708,7 +706,7 @@ class Reader(PythonText):
         found = self._call_builtin(path, given, node) if found is None else found
         for one in given if path.last not in FUNCTIONS and found is None else ():
             if SETTERS.search(path.last.lower()):
-                self._forget_fields(one)
+                self.forget_fields(one)
             self.change(one)
             is_new = isinstance(one, Function) and one.node not in self._passed_on
             if is_new and path.last not in WRAPPERS:
@@ -725,7 +723,7 @@ class Reader(PythonText):
         """The value of some functions of Python and torch; ``None`` for all others."""
         first = next(iter(given.positional), None)
         if path.is_imported and path.name.partition(".")[0] not in STANDARD:
-            return self._count_ranks(path, given)
+            return count_ranks(path, given, self.world_size)
         match path.last, first:
             case "int", Whole() | Unknown():
                 return first
@@ -747,32 +745,13 @@ class Reader(PythonText):
                 for name in given.named:
                     self.note_attribute(made, name, node.lineno)
                 return made
-        return self._count_ranks(path, given)
-
-    def _count_ranks(self, path: Path, given: Arguments) -> Value:
-        first = next(iter(given.positional), None)
-        match path.last, first:
-            case "list" | "tensor", Grid():
-                return Grid(first.count, first.sizes, first)
-            case "arange" | "range", _ if len(given.positional) == 1:
-                return Grid(first)
-            case "arange" | "range", 0 if len(given.positional) == 2:
-                return Grid(given.positional[1])
-            case "get_world_size", None if not given.named and not path.name.startswith("."):
-                return self.world_size
-            case "get" | "getenv", "WORLD_SIZE":
-                return self.world_size
-            case "get" | "getenv", Text() if len(given.positional) == 2 and (
-                path.name.endswith(("environ.get", "getenv")) and not LAUNCHED.search(first)
-            ):
-                return read_default(given.positional[1])
-        return None
+        return count_ranks(path, given, self.world_size)
 
     def _call_method(self, value: Value, name: str, given: Arguments, node: ast.Call) -> Value:
         """The value of a method of a list, a dict, a tensor, or an unknown value."""
         match value, name:
             case Record(path=path), _ if path.endswith("ArgumentParser"):
-                return self._call_parser(value, name, given)
+                return self.call_method(value, name, given, node)
             case (Unknown(), _) | (Record(path=str()), _) if not is_dict(value):
                 return self._call_path(Path(f".{name}", is_imported=True), given, node)
             case Record(path="", fields=dict() as fields), "keys" | "values":
@@ -795,34 +774,6 @@ class Reader(PythonText):
                     self.change(one)
                 return UNKNOWN
         return self.call_method(value, name, given, node)
-
-    def _call_parser(self, parser: Record, name: str, given: Arguments) -> Value:
-        """The value of a method of ``argparse.ArgumentParser``; the default of an argument counts
-        as its value, unless the program gets another one.
-        """
-        match name:
-            case "add_argument_group" | "add_mutually_exclusive_group":
-                return parser
-            case "add_argument":
-                names = [str(one) for one in given.positional if isinstance(one, Text)]
-                long = [one for one in names if one.startswith("--")] or names or [""]
-                dest = given.named.get("dest", long[0].lstrip("-").replace("-", "_"))
-                self.options.update(names)
-                found = read_default(given.named.get("default")) if given.is_complete else UNKNOWN
-                passed = find_argument(self.arguments, names)
-                found = found if passed is None else passed
-                self._set(parser, dest if isinstance(dest, str) else None, found)
-            case "set_defaults":
-                self._forget_fields(parser)
-            case "parse_args" | "parse_known_args":
-                is_known = parser.fields is not None and given.is_complete
-                is_known &= not any(isinstance(one, Items) for one in given.positional)
-                is_known &= not given.named
-                fields = dict(parser.fields or {}) if is_known else None
-                made = Record(fields, None, "Namespace", moment=self.moment)
-                both = Items([(made, (0, 0)), (UNKNOWN, (0, 0))], is_tuple=True)
-                return both if name == "parse_known_args" else made
-        return UNKNOWN
 
     def _read_arguments(self, node: ast.Call, scope: Scope) -> Arguments:
         entries = self._read_items(node.args, scope)

@@ -253,6 +253,27 @@ def read_default(value: Value) -> Value:
     return value if isinstance(value, Unknown) or (type(value) is Whole and value > 1) else UNKNOWN
 
 
+def count_ranks(path: Path, given: Arguments, world_size: Value) -> Value:
+    """What a call returns that makes ranks or counts them; ``None`` for other calls."""
+    first = next(iter(given.positional), None)
+    match path.last, first:
+        case "list" | "tensor", Grid():
+            return Grid(first.count, first.sizes, first)
+        case "arange" | "range", _ if len(given.positional) == 1:
+            return Grid(first)
+        case "arange" | "range", 0 if len(given.positional) == 2:
+            return Grid(given.positional[1])
+        case "get_world_size", None if not given.named and not path.name.startswith("."):
+            return world_size
+        case "get" | "getenv", "WORLD_SIZE":
+            return world_size
+        case "get" | "getenv", Text() if len(given.positional) == 2 and (
+            path.name.endswith(("environ.get", "getenv")) and not LAUNCHED.search(first)
+        ):
+            return read_default(given.positional[1])
+    return None
+
+
 def find_argument(words: Sequence[str], names: Sequence[str]) -> Whole | Text | None:
     """The value of an option among the arguments of a program; ``None`` without the option."""
     found = None

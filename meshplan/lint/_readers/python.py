@@ -44,9 +44,11 @@ from meshplan.lint._readers._values import (
     Text,
     Unknown,
     Value,
+    find_argument,
     is_constant,
     list_values,
     parse,
+    read_default,
     read_string,
 )
 from meshplan.lint._roles import Framework, assume_roles, resolve_roles
@@ -397,6 +399,8 @@ class MeshReader(Reader):
         return UNKNOWN if found is None else found
 
     def call_method(self, value: Value, name: str, given: Arguments, node: ast.Call) -> Value:
+        if isinstance(value, Record) and value.path.endswith("ArgumentParser"):
+            return self._call_parser(value, name, given)
         if not isinstance(value, Mesh):
             return UNKNOWN
         first = next(iter(given.positional), None)
@@ -418,6 +422,34 @@ class MeshReader(Reader):
                 return UNKNOWN if axis is None else Mesh(value.root, (axis,))
             case "__getitem__":
                 return self.find_item(value, first)
+        return UNKNOWN
+
+    def _call_parser(self, parser: Record, name: str, given: Arguments) -> Value:
+        """The value of a method of ``argparse.ArgumentParser``; the default of an argument counts
+        as its value, unless the program gets another one.
+        """
+        match name:
+            case "add_argument_group" | "add_mutually_exclusive_group":
+                return parser
+            case "add_argument":
+                names = [str(one) for one in given.positional if isinstance(one, Text)]
+                long = [one for one in names if one.startswith("--")] or names or [""]
+                dest = given.named.get("dest", long[0].lstrip("-").replace("-", "_"))
+                self.options.update(names)
+                found = read_default(given.named.get("default")) if given.is_complete else UNKNOWN
+                passed = find_argument(self.arguments, names)
+                found = found if passed is None else passed
+                self.set_field(parser, dest if isinstance(dest, str) else None, found)
+            case "set_defaults":
+                self.forget_fields(parser)
+            case "parse_args" | "parse_known_args":
+                is_known = parser.fields is not None and given.is_complete
+                is_known &= not any(isinstance(one, Items) for one in given.positional)
+                is_known &= not given.named
+                fields = dict(parser.fields or {}) if is_known else None
+                made = Record(fields, None, "Namespace", moment=self.moment)
+                both = Items([(made, (0, 0)), (UNKNOWN, (0, 0))], is_tuple=True)
+                return both if name == "parse_known_args" else made
         return UNKNOWN
 
     def has_exact_backend(self, root: Root) -> bool:
