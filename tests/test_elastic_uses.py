@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -222,13 +222,54 @@ def skipped(kind: str, ranks: int) -> list[Any]:
     return bits_of(model)
 
 
+class Encoder(nn.Linear):
+    """Runs by a method that FSDP2 has to be told of."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Encoders(nn.Module):
+    """Calls two layers of one size, in an order that depends on the micro-batch or not.
+
+    FSDP2 reduces both at the end, in one order, as no input gets a gradient.
+    """
+
+    def __init__(self, order: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Encoder(6, 6, bias=False) for _ in range(2))
+        self.order = order
+
+    def forward(self, g: int) -> Tensor:
+        x = torch.full((2, 6), g + 1.0)
+        outputs = [self.layers[at].encode(x) * 3**at for at in ((0, 1), (1, 0))[g % self.order]]
+        return torch.stack([one.square().sum() for one in outputs]).sum()
+
+
+def shard_methods(model: nn.Module, ranks: int) -> DeviceMesh:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    for module in (*model.layers, model):  # type: ignore[misc]
+        fully_shard(module, mesh=mesh)
+        if isinstance(module, Encoder):
+            register_fsdp_forward_method(module, "encode")
+    return mesh
+
+
+def by_method(kind: str, ranks: int) -> list[Any]:
+    """Modules of which no forward is called."""
+    torch.manual_seed(0)
+    model = Encoders(order=1)
+    step(model, GradientAccumulator(model, M, shard_methods(model, ranks)))
+    return bits_of(model)
+
+
 USES = (
     *(recomputed, stored, shared, begun_again, scaled, frozen, two_models),
-    *(compiled, tied, by_tokens, skipped),
+    *(compiled, tied, by_tokens, skipped, by_method),
 )
 # DDP counts on the gradients that it saw when it was constructed. Torch 2.11 does not reset FSDP2.
 WITHOUT = {
-    "ddp": (frozen,),
+    "ddp": (frozen, by_method),
     "fsdp": () if hasattr(FSDPModule, "reset_iter_state") else (begun_again,),
 }
 
@@ -301,17 +342,15 @@ class Inputs(Branches):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs])
+@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs, Encoders])
 def test_micro_batches_that_reduce_different_gradients_are_refused(
-    kind: type[Branches], ranks: int
+    kind: type[nn.Module], ranks: int
 ) -> None:
     """The sums would be of gradients of different modules, or of different calls of one."""
 
     def run(rank: int) -> str:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
         model = kind()
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+        mesh = shard_methods(model, ranks)
         return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
 
     text = (

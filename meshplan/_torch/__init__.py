@@ -113,6 +113,8 @@ if TYPE_CHECKING:
     is_zerotensor: Callable[[Tensor], bool]
     version_of: Callable[[Tensor], int]
     collective_of: Callable[[Any], str | None]
+    fsdp_state_of: Callable[[Any], Any]
+    fsdp_group_of: Callable[[Any], Any]
     gather_bytes: Callable[[Any, Tensor, Tensor], Any]
     register_backend: Callable[..., None]
     set_default_backend: Callable[..., None]

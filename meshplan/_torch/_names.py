@@ -338,6 +338,7 @@ NAMES: dict[str, Entry] = {
 # The names that only ``meshplan.testing`` needs.
 
 _BATCHES = "splits batches of any structure"
+_CALLS = "the order of gathers"
 _CONTROLS = "settings that reach the bits of gradients"
 _GLOO = "a backend that models NCCL over gloo"
 
@@ -351,6 +352,15 @@ TESTING_NAMES: dict[str, Entry] = {
     "tree_leaves": Entry("torch.utils._pytree", "tree_leaves", _BATCHES),
     "tree_map_only": Entry("torch.utils._pytree", "tree_map_only", _BATCHES),
     "BatchNorm": Entry("torch.nn.modules.batchnorm", "_BatchNorm", "refuses batch norms"),
+    "fsdp_state_of": Entry(
+        "torch.distributed.fsdp", "FSDPModule._get_fsdp_state", _CALLS, "method"
+    ),
+    "fsdp_group_of": Entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState._fsdp_param_group",
+        _CALLS,
+        "attribute",
+    ),
     "is_in_bad_fork": Entry("torch.cuda", "_is_in_bad_fork", _CONTROLS),
     "fp32_precision": Entry("torch._C", "_get_fp32_precision_getter", _CONTROLS),
     "set_fp32_precision": Entry("torch._C", "_set_fp32_precision_setter", _CONTROLS),

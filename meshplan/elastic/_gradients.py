@@ -114,15 +114,12 @@ class GradientAccumulator:
         self._round = 0
         # Those of the last round, whose memory gets the means.
         self._gradients: dict[str, Tensor] = {}
-        # Parameters not frozen in the step, those that this rank's micro-batches use, and each
-        # gradient of the round. Of those not watched, all with one are used.
+        # Parameters not frozen in the step, and those that this rank's micro-batches use. Of those
+        # not watched, all with a gradient are used.
         self._trained: set[str] = set()
         self._used: set[str] = set()
-        self._counts: list[str] = []
-        self._watched: dict[str, Tensor] = {}
         # What rounds of the step do: one list, if collectives match.
         self._sequences: set[str] = set()
-        self._received: list[str] = []
         self._checked: set[str] = set()
         self._check({name for name, one in self._parameters.items() if one.requires_grad})
         self._over_ddp = isinstance(model, DistributedDataParallel)
@@ -131,8 +128,7 @@ class GradientAccumulator:
             model.register_comm_hook(self._sums, keep_bucket)
         else:
             sum_shards(model, ranks, self._sums)
-            names = {id(parameter): name for name, parameter in self._parameters.items()}
-            watch_gradients(model, names, self._counts, self._watched, self._sums.calls)
+            watch_gradients(model, self._sums)
 
     @contextmanager
     def round(self) -> Iterator[None]:
@@ -150,8 +146,6 @@ class GradientAccumulator:
         repeated = dealt.is_repeated(self._round)
         first, last = self._round * dealt.ranks, self._round + 1 == dealt.rounds
         self._sums.begin(first, repeated=repeated, last=last)
-        self._counts.clear()
-        self._received.clear()
         # A repeated one leaves random numbers and buffers as they were.
         seeded = repeated or self._seed is not None
         try:
@@ -175,7 +169,7 @@ class GradientAccumulator:
                 f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
                 "its log states; call reset on every rank, and begin the step again"
             )
-        self._used |= {*self._counts, *(found.keys() - self._watched.keys())}
+        self._used |= {*self._sums.counts, *(found.keys() - self._sums.watched.keys())}
         for name, parameter in self._parameters.items():
             if id(parameter) in self._sums.reached and name not in found:
                 found[name] = torch.zeros_like(parameter)
@@ -237,17 +231,17 @@ class GradientAccumulator:
                     "ignore none that is trained"
                 )
         # Without zeros, FSDP2 adds gradients of different parameters that ranks use.
-        counts = Counter(self._counts)
-        idle = (self._watched.keys() & self._trained) - counts.keys()
+        counts, watched = Counter(self._sums.counts), self._sums.watched
+        idle = (watched.keys() & self._trained) - counts.keys()
         if idle and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
                 f"torch {torch.__version__} would add those of other parameters to it; use every "
                 "parameter in each micro-batch, freeze it, or use torch 2.13 or newer"
             )
-        # FSDP2 reduces zeros too, which change no sum.
-        once = {name for name in self._watched if counts[name] < 2}
-        repeated = {name for name, times in Counter(self._received).items() if times > 1} - once
+        repeated = {
+            name for name in found if counts[name] + reached[id(self._parameters[name])] > 1
+        }
         if repeated:
             raise ElasticError(
                 f"parameter {min(repeated)!r} got several gradients in round {self._round}, "
@@ -365,13 +359,9 @@ class GradientAccumulator:
         return numbers
 
     def _check(self, names: Set[str]) -> None:
-        """Check parameters that get gradients, and notice a second one of each in a round."""
+        """Check parameters that get gradients."""
         for name in sorted(names - self._checked):
-            parameter: Any = self._parameters[name]
-            check_parameter(name, parameter, self._mesh)
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: self._received.append(name)
-            )
+            check_parameter(name, self._parameters[name], self._mesh)
         self._checked |= names
 
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:

@@ -3,7 +3,7 @@
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshplan._torch import tree_leaves
+from meshplan._torch import fsdp_group_of, fsdp_state_of, tree_leaves
 from meshplan.backend._group import MeshplanProcessGroup
 from meshplan.backend._partial_sums import LEFT_OUT
 from meshplan.contract import Contract
@@ -21,7 +21,7 @@ from meshplan.elastic._combine import TreeSum, block_sizes
 from meshplan.errors import ElasticError
 from meshplan.execute._wire import split_equally
 from meshplan.integrations.ddp import check_bucket
-from meshplan.integrations.fsdp import ReduceScatter, set_reduce_scatter
+from meshplan.integrations.fsdp import ReduceScatter, own_parameters, set_reduce_scatter
 
 # A rank without a leaf brings -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
 # the other leaves. All ranks of a round then send messages of one size.
@@ -49,8 +49,11 @@ class LeafSums:
         # What may be a collective of the round, in order.
         self.calls: list[str] = []
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
-        # The ``id`` of each parameter in DDP's buckets of the round.
-        self.reached: set[int] = set()
+        # How often DDP's buckets of the round had each parameter, by ``id``.
+        self.reached: Counter[int] = Counter()
+        # Gradients of the round, and the whole parameters of FSDP modules that were called.
+        self.counts: list[str] = []
+        self.watched: dict[str, Tensor] = {}
         # Whether gradients are reduced now, and whether some are of no finished round.
         self.in_round = self.failed = False
 
@@ -60,6 +63,7 @@ class LeafSums:
         self._turns.clear()
         self.calls.clear()
         self.reached.clear()
+        self.counts.clear()
         self.in_round = self.failed = True
         if first == 0:
             self._trees.clear()
@@ -184,60 +188,54 @@ def sum_shards(model: nn.Module, ranks: int, sums: LeafSums) -> None:
                 module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def watch_gradients(
-    model: nn.Module,
-    names: Mapping[int, str],
-    counts: list[str],
-    watched: dict[str, Tensor],
-    calls: list[str],
-) -> None:
+def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
     """List the gradients that this rank computes for parameters of FSDP modules.
 
     FSDP2 reduces zeros for the others, and once more for each call of a module but the last one in
-    the backward. A parameter is ``watched`` from the first forward of its module on. ``names`` are
-    by ``id``. Called modules, and those that the backward reaches, are appended to ``calls``.
+    the backward. A parameter is watched from the first forward of its module on. Calls, and those
+    that the backward reaches, are listed too.
     """
+    names = {id(one): name for name, one in model.named_parameters()}
 
-    def watch(module: nn.Module, _: object) -> None:
-        called, parameters = places[module]
-        calls.append(f"{called} called")
+    def watch(called: str, parameters: list[Any], _: object) -> None:
+        sums.calls.append(f"{called} called")
         for owner, attribute, name in parameters:
-            # FSDP2's own hook has put the whole parameter here.
+            # FSDP2 has put the whole parameter here.
             parameter = getattr(owner, attribute)
-            if parameter.requires_grad and watched.get(name) is not parameter:
-                watched[name] = parameter
+            if parameter.requires_grad and sums.watched.get(name) is not parameter:
+                sums.watched[name] = parameter
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, name=name: counts.append(name)
+                    lambda _, name=name: sums.counts.append(name)
                 )
 
-    def watch_outputs(module: nn.Module, _: object, outputs: object) -> None:
+    def watch_outputs(called: str, _: object, outputs: object) -> None:
         # FSDP2 gathers at the first gradient.
-        once = [f"{places[module][0]} reached"]
+        once = [f"{called} reached"]
         for one in tree_leaves(outputs):
             if getattr(one, "requires_grad", False):
-                one.register_hook(lambda _: calls.append(once.pop()) if once else None)
+                one.register_hook(lambda _: sums.calls.append(once.pop()) if once else None)
 
-    hook, output_hook = map(torch.compiler.disable, (watch, watch_outputs))
-    places: dict[nn.Module, tuple[str, list[tuple[nn.Module, str, str]]]] = {}
-    module: nn.Module
     for called, module in model.named_modules():
-        if issubclass(type(module), FSDPModule):
+        # Hooks of a module miss methods of register_fsdp_forward_method.
+        group = fsdp_group_of(fsdp_state_of(module)) if isinstance(module, FSDPModule) else None
+        if group is not None:
             parameters = [
-                (owner, attribute, names[id(parameter)])
-                for owner in _own_modules(module)
-                for attribute, parameter in owner.named_parameters(recurse=False)
+                (owner, attribute, names[id(one)])
+                for owner, attribute, one in own_parameters(module)
             ]
-            places[module] = called, parameters
-            module.register_forward_pre_hook(hook)
-            module.register_forward_hook(output_hook)
+            for method, hook in (
+                ("pre_forward", watch),
+                ("post_forward", watch_outputs),
+            ):
+                note = partial(hook, called, parameters)
+                setattr(group, method, partial(_then, getattr(group, method), note))
 
 
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those inside it, without FSDP modules."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _own_modules(child)
+def _then(call: Any, note: Any, *arguments: object) -> Any:
+    """The result of a call, which ``note`` gets as well."""
+    found = call(*arguments)
+    note(found)
+    return found
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -302,16 +300,8 @@ class _SumScatter(ReduceScatter):
             LEFT_OUT[found] = True
         return found
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: Any = False,
-    ) -> None:
-        self.check(input_tensor.dtype, op)
-        self._sums.scatter(output_tensor, input_tensor)
+    def reduce(self, output: Tensor, input: Tensor, group: Any, op: Any) -> None:
+        self._sums.scatter(output, input)
 
     def check(self, dtype: torch.dtype, op: Any = None) -> None:
         _check_dtype(dtype)

@@ -81,7 +81,11 @@ class ReduceScatter:
         """
 
     def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor:
         self.check(dtype)
         return torch.empty(*size, dtype=dtype, device=device)
@@ -95,9 +99,12 @@ class ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         self.check(input_tensor.dtype, op)
-        shards = check_group(group, "the reduce-scatter of FSDP2")
-        shards.scatter_partial_sum(output_tensor, input_tensor, op)
+        self.reduce(output_tensor, input_tensor, group, op)
         return Work([output_tensor]) if async_op else None
+
+    def reduce(self, output: Tensor, input: Tensor, group: Any, op: Any) -> None:
+        shards = check_group(group, "the reduce-scatter of FSDP2")
+        shards.scatter_partial_sum(output, input, op)
 
 
 def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:
@@ -112,7 +119,7 @@ def set_reduce_scatter(name: str, module: Any, comm: ReduceScatter) -> None:
 
 def _check_replicas(name: str, module: nn.Module) -> bool:
     found = False
-    for parameter in _own_parameters(module):
+    for *_, parameter in own_parameters(module):
         if not isinstance(parameter, DTensor):
             continue
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -146,12 +153,13 @@ def _check_replicas(name: str, module: nn.Module) -> bool:
     return found
 
 
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that FSDP holds with the module: not those of FSDP modules inside it."""
-    yield from module.parameters(recurse=False)
+def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters that FSDP holds with the module, not with those inside it, and where."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield module, name, parameter
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _own_parameters(child)
+            yield from own_parameters(child)
 
 
 def _label(name: str) -> str:
@@ -170,7 +178,7 @@ def _keep_gradients(module: nn.Module, dtype: torch.dtype | None) -> None:
         earlier.remove()
 
     def keep(module: nn.Module, _: object) -> None:
-        parameters = list(_own_parameters(module))
+        parameters = [parameter for *_, parameter in own_parameters(module)]
         # FSDP requires one dtype for all gradients of a module.
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             for parameter in parameters:
