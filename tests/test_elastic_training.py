@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.elastic import GradientAccumulator
@@ -33,10 +34,24 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "elastic.py"
 HOURS = 6 * 3600.0
-# A node whose start or whose heartbeats a busy machine delays must not be a lost one.
+# A node whose heartbeats a busy machine delays must not be a lost one.
 RENDEZVOUS = (
-    "last_call_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=40,read_timeout=900"
+    "last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=60,read_timeout=900,"
+    "join_timeout=3600"
 )
+# On a busy machine the imports of one take minutes longer than those of another: the last call for
+# nodes begins when all five can join. The one that is killed must not have the store.
+AGENT = """
+import sys, time
+from pathlib import Path
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+node, folder, *arguments = sys.argv[1:]
+Path(folder, f"agent{node}").touch()
+while len(list(Path(folder).glob("agent*"))) < 5:
+    time.sleep(0.1)
+run.main(arguments)
+"""
 
 
 def example() -> ModuleType:
@@ -92,16 +107,26 @@ def train(
         module.GradientAccumulator = lambda model, count, mesh, seed: GradientAccumulator(  # type: ignore[attr-defined]
             model, count, seed=seed
         )
+    # Ranks write their shards, as gathers of all states take as long as the steps.
+    make_digest = module.digest
+    module.DTensor, module.digest = (), lambda *_: ""  # type: ignore[attr-defined]
     folder.mkdir()
     parsed = module.parse(["--schedule", schedule, "--folder", str(folder), *options])
 
-    def keep(step: int, state: dict[str, Tensor]) -> None:
-        torch.save(state, folder / f"{step}.pt")
-
     def run(rank: int, sizes: tuple[int, ...], until: int) -> None:
-        module.train(parsed, sizes, until, keep if rank == 0 else None)
+        def keep(step: int, state: dict[str, Any]) -> None:
+            shards = {
+                name: (
+                    isinstance(one, DTensor),
+                    one.to_local() if isinstance(one, DTensor) else one,
+                )
+                for name, one in state.items()
+            }
+            torch.save(shards, folder / f"{step}-{rank}.pt")
 
-    until = 0
+        module.train(parsed, sizes, until, keep)
+
+    until, states = 0, []
     for sizes, steps in parsed.schedule:
         until += steps
         run_ranks(
@@ -112,9 +137,24 @@ def train(
             timeout=HOURS,
             collective_timeout=HOURS,
         )
+        states += [whole_state(folder, step, sizes) for step in range(until - steps + 1, until + 1)]
     log = json.loads((folder / "log.json").read_text())
-    states = [torch.load(folder / f"{step}.pt") for step in range(1, until + 1)]
+    for step, (state, line) in enumerate(zip(states, log, strict=True), 1):
+        line["digest"] = make_digest(state, log[:step])
     return [(state, values_of(line)) for state, line in zip(states, log, strict=True)]
+
+
+def whole_state(folder: Path, step: int, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """What all ranks wrote after a step: of each replica the same."""
+    ranks = [torch.load(folder / f"{step}-{rank}.pt") for rank in range(math.prod(sizes))]
+    found: dict[str, Tensor] = {}
+    for name, (sharded, _) in ranks[0].items():
+        every = [one[name][1] for one in ranks]
+        width = sizes[-1] if sharded else 1
+        for first in range(0, len(every), width):
+            whole = torch.cat(every[first : first + width]) if sharded else every[first]
+            assert_bitwise_equal(whole, found.setdefault(name, whole), f"step {step}, {name}")
+    return found
 
 
 def values_of(line: dict[str, str]) -> tuple[str, str, str]:
@@ -187,10 +227,11 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """The agent of a node with one rank."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
+        *(sys.executable, "-c", AGENT, str(node), str(folder / f"agents{steps}")),
+        *("--nnodes", nodes),
         *("--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
-        *("--rdzv-conf", RENDEZVOUS),
+        *("--rdzv-conf", f"{RENDEZVOUS},is_host={int(node == 0)}"),
         *(str(SCRIPT), "--steps", str(steps), "--micro-batches", "8", "--folder", str(folder)),
         *("--timeout", "180"),
         *options,
@@ -214,6 +255,7 @@ def run_nodes(folder: Path, steps: int, nodes: str, *options: str) -> list[int]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    (folder / f"agents{steps}").mkdir()
     agents = [launch(folder, node, port, steps, nodes, *options * (node == 4)) for node in range(5)]
     try:
         return [agent.wait() for agent in agents]
