@@ -115,7 +115,7 @@ class GradientAccumulator:
         # Those of the last round, whose memory gets the means.
         self._gradients: dict[str, Tensor] = {}
         # Parameters not frozen in the step, and those that this rank's micro-batches use. Of those
-        # not watched, all with a gradient are used.
+        # not watched, all with one are used.
         self._trained: set[str] = set()
         self._used: set[str] = set()
         # What rounds of the step do: one list, if collectives match.
@@ -170,14 +170,14 @@ class GradientAccumulator:
                 "its log states; call reset on every rank, and begin the step again"
             )
         self._used |= {*self._sums.counts, *(found.keys() - self._sums.watched.keys())}
-        for name, parameter in self._parameters.items():
-            if id(parameter) in self._sums.reached and name not in found:
-                found[name] = torch.zeros_like(parameter)
-        # Flat gradients of the same parameters are added.
-        self._sequences.add(" ".join([*self._sums.calls, *sorted(found)]))
         if self._over_ddp:
+            for name, parameter in self._parameters.items():
+                if id(parameter) in self._sums.reached and name not in found:
+                    found[name] = torch.zeros_like(parameter)
             with torch.no_grad():
                 self._sums.add_buckets(found[name] for name in self._parameters if name in found)
+        # Flat gradients of the same parameters are added.
+        self._sequences.add(" ".join([*self._sums.calls, *sorted(found)]))
         self._gradients = found if last else {}
         self._round += 1
         for name in found:
@@ -223,25 +223,24 @@ class GradientAccumulator:
                 f"no gradient was reduced in round {self._round}; call backward once in it, "
                 "without no_sync, and with set_requires_gradient_sync(True)"
             )
-        for name in found:
-            if self._over_ddp and id(self._parameters[name]) not in reached:
+        counts = Counter(self._sums.counts)
+        for name in found if self._over_ddp else ():
+            counts[name] = reached[id(self._parameters[name])]
+            if not counts[name]:
                 raise ElasticError(
                     f"parameter {name!r} has a gradient that DDP did not reduce in round "
                     f"{self._round}; freeze parameters before DDP is constructed, and have DDP "
                     "ignore none that is trained"
                 )
         # Without zeros, FSDP2 adds gradients of different parameters that ranks use.
-        counts, watched = Counter(self._sums.counts), self._sums.watched
-        idle = (watched.keys() & self._trained) - counts.keys()
+        idle = (self._sums.watched.keys() & self._trained) - counts.keys()
         if idle and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ElasticError(
                 f"no gradient of parameter {min(idle)!r} in round {self._round}, and FSDP2 of "
                 f"torch {torch.__version__} would add those of other parameters to it; use every "
                 "parameter in each micro-batch, freeze it, or use torch 2.13 or newer"
             )
-        repeated = {
-            name for name in found if counts[name] + reached[id(self._parameters[name])] > 1
-        }
+        repeated = {name for name, times in counts.items() if times > 1}
         if repeated:
             raise ElasticError(
                 f"parameter {min(repeated)!r} got several gradients in round {self._round}, "

@@ -51,7 +51,7 @@ class LeafSums:
         self._blocks: list[tuple[int, Sequence[Tensor]]] = []
         # How often DDP's buckets of the round had each parameter, by ``id``.
         self.reached: Counter[int] = Counter()
-        # Gradients of the round, and the whole parameters of FSDP modules that were called.
+        # Gradients of the round, and the whole parameters of called FSDP modules.
         self.counts: list[str] = []
         self.watched: dict[str, Tensor] = {}
         # Whether gradients are reduced now, and whether some are of no finished round.
@@ -200,7 +200,7 @@ def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
     def watch(called: str, parameters: list[Any], _: object) -> None:
         sums.calls.append(f"{called} called")
         for owner, attribute, name in parameters:
-            # FSDP2 has put the whole parameter here.
+            # FSDP2 put the whole parameter here.
             parameter = getattr(owner, attribute)
             if parameter.requires_grad and sums.watched.get(name) is not parameter:
                 sums.watched[name] = parameter
@@ -232,7 +232,7 @@ def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
 
 
 def _then(call: Any, note: Any, *arguments: object) -> Any:
-    """The result of a call, which ``note`` gets as well."""
+    """The result of a call, which ``note`` gets too."""
     found = call(*arguments)
     note(found)
     return found

@@ -154,7 +154,7 @@ def _check_replicas(name: str, module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """The parameters that FSDP holds with the module, not with those inside it, and where."""
+    """Parameters that FSDP holds with the module, not with those inside it, and where."""
     for name, parameter in module.named_parameters(recurse=False):
         yield module, name, parameter
     for child in module.children():
