@@ -35,22 +35,17 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "elastic.py"
 HOURS = 6 * 3600.0
 # A node whose heartbeats a busy machine delays must not be a lost one.
-RENDEZVOUS = (
-    "last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=60,read_timeout=900,"
-    "join_timeout=3600"
-)
-# On a busy machine the imports of one take minutes longer than those of another: the last call for
-# nodes begins when all five can join. The one that is killed must not have the store.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=60,read_timeout=900,join_timeout=3600"
+# All five nodes begin, however late one is; later nobody waits for the lost one.
 AGENT = """
-import sys, time
+import sys
+from datetime import timedelta
 from pathlib import Path
 from torch.distributed import run
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
-node, folder, *arguments = sys.argv[1:]
-Path(folder, f"agent{node}").touch()
-while len(list(Path(folder).glob("agent*"))) < 5:
-    time.sleep(0.1)
-run.main(arguments)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+lost = Path(sys.argv.pop(1))
+RendezvousTimeout.last_call = property(lambda _: timedelta(seconds=5 if lost.exists() else 3600))
+run.main()
 """
 
 
@@ -227,10 +222,10 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """The agent of a node with one rank."""
     command = [
-        *(sys.executable, "-c", AGENT, str(node), str(folder / f"agents{steps}")),
-        *("--nnodes", nodes),
+        *(sys.executable, "-c", AGENT, str(folder / "lost"), "--nnodes", nodes),
         *("--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
+        # The store is not on the node that is killed.
         *("--rdzv-conf", f"{RENDEZVOUS},is_host={int(node == 0)}"),
         *(str(SCRIPT), "--steps", str(steps), "--micro-batches", "8", "--folder", str(folder)),
         *("--timeout", "180"),
@@ -255,9 +250,10 @@ def run_nodes(folder: Path, steps: int, nodes: str, *options: str) -> list[int]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    (folder / f"agents{steps}").mkdir()
     agents = [launch(folder, node, port, steps, nodes, *options * (node == 4)) for node in range(5)]
     try:
+        agents[-1].wait()
+        (folder / "lost").touch()
         return [agent.wait() for agent in agents]
     finally:
         for agent in agents:
