@@ -13,9 +13,13 @@ from meshplan import _require_torch as _require_torch
 from meshplan._lazy_imports import make_lazy
 
 if TYPE_CHECKING:
-    from meshplan.elastic._gradients import GradientAccumulator as GradientAccumulator
+    from meshplan.elastic._gradients import (
+        GradientAccumulator as GradientAccumulator,
+    )
     from meshplan.elastic._micro_batches import MicroBatches as MicroBatches
-    from meshplan.elastic._micro_batches import MicroBatchSampler as MicroBatchSampler
+    from meshplan.elastic._micro_batches import (
+        MicroBatchSampler as MicroBatchSampler,
+    )
     from meshplan.elastic._micro_batches import seed_micro_batch as seed_micro_batch
 
 if not TYPE_CHECKING:  # so that type checkers find misspelt names

@@ -169,7 +169,10 @@ class GradientAccumulator:
                 f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
                 "its log states; call reset on every rank, and begin the step again"
             )
-        self._used |= {*self._sums.counts, *(found.keys() - self._sums.watched.keys())}
+        self._used |= {
+            *self._sums.counts,
+            *(found.keys() - self._sums.watched.keys()),
+        }
         if self._over_ddp:
             for name, parameter in self._parameters.items():
                 if id(parameter) in self._sums.reached and name not in found:
@@ -401,4 +404,7 @@ class GradientAccumulator:
         """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
         every = self._gather(mine, torch.int64)
         rows = [every[at : at + len(mine)] for at in range(0, len(every), len(mine))]
-        return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)
+        return next(
+            ((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]),
+            None,
+        )

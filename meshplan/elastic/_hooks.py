@@ -21,7 +21,11 @@ from meshplan.elastic._combine import TreeSum, block_sizes
 from meshplan.errors import ElasticError
 from meshplan.execute._wire import split_equally
 from meshplan.integrations.ddp import check_bucket
-from meshplan.integrations.fsdp import ReduceScatter, own_parameters, set_reduce_scatter
+from meshplan.integrations.fsdp import (
+    ReduceScatter,
+    own_parameters,
+    set_reduce_scatter,
+)
 
 # A rank without a leaf brings -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
 # the other leaves. All ranks of a round then send messages of one size.
@@ -59,7 +63,12 @@ class LeafSums:
 
     def begin(self, first: int, *, repeated: bool, last: bool) -> None:
         """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
-        self._first, self._repeated, self._last, self._blocks = first, repeated, last, []
+        self._first, self._repeated, self._last, self._blocks = (
+            first,
+            repeated,
+            last,
+            [],
+        )
         self._turns.clear()
         self.calls.clear()
         self.reached.clear()

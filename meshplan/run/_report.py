@@ -77,7 +77,10 @@ def build(
     if state != "running":
         notes += [f"{format_ranks(ranks)}: {what}" for what, ranks in missing.items() if ranks]
     meshes = [
-        {"axes": dict(zip(one.axes, one.sizes, strict=True)), "ranks": list(one.ranks)}
+        {
+            "axes": dict(zip(one.axes, one.sizes, strict=True)),
+            "ranks": list(one.ranks),
+        }
         for one in layouts
     ]
     report = {

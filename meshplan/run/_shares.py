@@ -154,7 +154,11 @@ class Shares:
                             one: ranks if ranks[0] == self.rank else ()
                             for one, ranks in share.sets.items()
                         }
-                        post |= {"sets": sets, "kind": kind, "tensors": len(share.keys)}
+                        post |= {
+                            "sets": sets,
+                            "kind": kind,
+                            "tensors": len(share.keys),
+                        }
                     first = number is not None and share.count is not None
                     if "sets" in post or first:
                         tensors = [local[one.at[0]][one.at[1]] for one in share.parts]
@@ -172,7 +176,13 @@ class Shares:
             number = None
         if number is None and not whole:
             return None
-        head = {"unit": unit, "step": step, "link": number, "last": last, "idle": idle}
+        head = {
+            "unit": unit,
+            "step": step,
+            "link": number,
+            "last": last,
+            "idle": idle,
+        }
 
         def make() -> Message:
             for post, share, read in reads:

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshplan._bits import FLOATS, bytes_of, element_index, element_text, max_ulps
+from meshplan._bits import (
+    FLOATS,
+    bytes_of,
+    element_index,
+    element_text,
+    max_ulps,
+)
 from meshplan._message_text import format_runs
 from meshplan._torch import AsyncCollectiveTensor
 from meshplan.testing._ranks import RankGroup

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from meshplan._bits import bytes_of, flatten, tensor_of
 from meshplan._torch import device_types_of
-from meshplan.errors import GroupStateError, MeshplanError, SignatureMismatchError
+from meshplan.errors import (
+    GroupStateError,
+    MeshplanError,
+    SignatureMismatchError,
+)
 from meshplan.flatten._create import rest_at_end
 from meshplan.testing._segments import LeafRange, cover_range
 

@@ -233,7 +233,11 @@ class NcclModelProcessGroup(PythonProcessGroup):
             # The ring of each chunk starts at another rank, so a slice may hold several orders.
             ring = order.ring_order(nodes)
             pieces = [
-                (max(start, begin), min(stop, end), order.ring_tree(ring, chunk))
+                (
+                    max(start, begin),
+                    min(stop, end),
+                    order.ring_tree(ring, chunk),
+                )
                 for start, stop, chunk in order.ring_chunks(numel, size, tensor.element_size())
                 if start < end and begin < stop
             ]

@@ -298,7 +298,11 @@ class _RankShard:
         return _RankShard(values, active, dtype, ranks, [record["size"] for record in records])
 
     def sum(self) -> Tensor:
-        return _tree_sum(_leaves(self.values, self.active, self.dtype), self.ranks, self.sizes)
+        return _tree_sum(
+            _leaves(self.values, self.active, self.dtype),
+            self.ranks,
+            self.sizes,
+        )
 
     def count(self) -> Tensor:
         return self.ranks.sum_integers(self.active.sum(dtype=torch.int64)).to(self.dtype)
