@@ -162,7 +162,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--strict",
         action="store_true",
-        help="treat files of directories and patterns as if named; read tests and libraries too",
+        help="treat all files as if named: fail if one is not judged; read tests and libraries too",
     )
     group.add_argument(
         "--exit-zero",

@@ -35,7 +35,7 @@ def add(verbs: Any) -> None:
         metavar="FILE",
         help="write the report, as JSON, after each compared step",
     )
-    shows = "write a web page: the result, findings with fixes, a drawing of the meshes"
+    shows = "write a web page: findings, fixes and a drawing of the meshes"
     option("--html", metavar="FILE", help=shows)
     adds = "write a certificate, with a link for each step, for meshplan compare"
     option("--certify", metavar="FILE", help=adds)
