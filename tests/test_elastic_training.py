@@ -36,7 +36,7 @@ SCRIPT = ROOT / "examples" / "elastic.py"
 HOURS = 6 * 3600.0
 # A node whose heartbeats a busy machine delays must not be a lost one.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=60,read_timeout=900,join_timeout=3600"
-# All five nodes begin, however late one is; later nobody waits for the lost one.
+# All five nodes begin, however late one is; later none waits for the lost one.
 AGENT = """
 import sys
 from datetime import timedelta
