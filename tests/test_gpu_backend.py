@@ -1,24 +1,29 @@
 """The backend on a GPU. Run by ``make test-gpu``; skipped where there is none.
 
-NCCL refuses two ranks on one GPU. There, two ranks reduce through the memory that they share, or
-over a backend that carries CUDA tensors through the host; NCCL is inside groups of one rank.
+NCCL refuses two ranks on one GPU. There, ranks reduce through the memory that they share, over gloo,
+or over a backend that carries CUDA tensors through the host; NCCL is inside groups of one rank.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
@@ -275,7 +280,13 @@ def run_on_gpus(program: Callable[[int], Any], ranks: int) -> list[Any]:
 
 # One GPU, two ranks.
 
-SHARED = [("through_host", "exchange"), ("gloo", "one_shot"), ("gloo", "two_shot")]
+GLOO = "cpu:gloo,cuda:gloo"
+SHARED = [
+    ("through_host", "exchange"),
+    (GLOO, "exchange"),
+    ("gloo", "one_shot"),
+    ("gloo", "two_shot"),
+]
 
 
 @pytest.mark.parametrize(("inner", "path"), SHARED)
@@ -327,6 +338,132 @@ def late(rank: int) -> list[Any]:
 
 def test_completion_and_timeouts_are_those_of_the_device() -> None:
     assert run_on_gpus(late, 2) == [[False, "MP503", True, True]] * 2
+
+
+# One GPU, jobs of several ranks, gloo inside.
+
+
+def begin(rank: int, *sizes: int) -> DeviceMesh:
+    """A mesh of the job, whose default group is one of the backend."""
+    store, ranks = os.environ["MESHPLAN_TEST_STORE"], torch.Size(sizes).numel()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "meshplan",
+        store=dist.FileStore(f"{store}.meshplan", ranks),
+        rank=rank,
+        world_size=ranks,
+        pg_options=meshplan.BackendOptions(inner=GLOO),
+    )
+    return init_device_mesh("cuda", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+
+
+def redistribute(rank: int) -> list[str]:
+    """Which redistributions over two axes have other bits than one reduction over all ranks."""
+    mesh = begin(rank, 2, 2)
+    meshplan.install()
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        leaves = [leaf.to(dtype) for leaf in leaves_of(4)]
+        total = reduce_leaves(leaves, "sum", (2, 2))
+        mine = DTensor.from_local(leaves[rank].cuda(), mesh, [Partial(), Partial()])
+        for name, placements, expected in (
+            ("replicas", [Replicate(), Replicate()], total),
+            ("shards", [Shard(0), Shard(0)], total.view(4, -1)[rank]),
+            ("both", [Replicate(), Shard(0)], total.view(2, -1)[rank % 2]),
+        ):
+            if not have_equal_bits(mine.redistribute(mesh, placements).to_local(), expected):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+def test_redistributions_are_one_reduction() -> None:
+    assert run_on_gpus(redistribute, 4) == [[]] * 4
+
+
+def train_hsdp(rank: int) -> tuple[list[int], str]:
+    """The bits of this rank's shards, and what is found when one bit of rank 3 was flipped."""
+    mesh = begin(rank, 2, 2)
+    model = layers()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.manual_seed(4 * step + rank)
+        model(torch.randn(8, 256, device="cuda")).square().mean().backward()
+        meshplan.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    meshplan.verify_replicas(model)
+    shards = [one.to_local().detach().view(-1) for one in model.parameters()]  # type: ignore[attr-defined]
+    bits = torch.cat(shards).view(torch.int32).tolist()
+    if rank == 3:
+        shards[2].view(torch.int32)[77] ^= 1
+    try:
+        meshplan.verify_replicas(model)
+    except meshplan.MeshplanError as error:
+        return bits, error.code
+    return bits, "nothing"
+
+
+def test_replicas_agree_and_a_flipped_bit_is_found() -> None:
+    found = run_on_gpus(train_hsdp, 4)
+    assert [code for _, code in found] == ["MP705"] * 4
+    assert found[0][0] == found[2][0] != found[1][0] == found[3][0]
+
+
+def train_elastic(rank: int, *sizes: int) -> tuple[list[tuple[float, float]], list[Tensor]]:
+    """Losses and norms of three steps of the example, with dropout, on 5 micro-batches; the shards
+    of parameters and optimizer states.
+    """
+    mesh = begin(rank, *sizes)
+    where = Path(__file__).parents[1] / "examples" / "elastic.py"
+    spec = importlib.util.spec_from_file_location("elastic_example", where)
+    assert spec is not None
+    assert spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    sys.modules["elastic_example"] = example
+    spec.loader.exec_module(example)
+    kind: Any = torch.nn.Transformer
+    mask = kind.generate_square_subsequent_mask
+    kind.generate_square_subsequent_mask = partial(mask, device="cuda")
+    model, optimizer = example.build(mesh, torch.bfloat16)
+    accumulator = example.GradientAccumulator(model, 5, mesh, seed=example.SEED)
+    sampler = example.MicroBatchSampler(
+        accumulator.micro_batches, example.SAMPLES, example.BATCH, seed=example.SEED
+    )
+    texts = example.read_samples()
+    batches = (torch.stack([texts[i] for i in chosen]).cuda() for chosen in sampler)
+    log = []
+    for _ in range(3):
+        log.append(example.elastic_step(model, accumulator, batches))
+        optimizer.step()
+        optimizer.zero_grad()
+    # ``full_tensor`` of DTensor dies over gloo, in plain torch too.
+    state = [
+        value.to_local().detach().cpu()
+        for parameter in model.parameters()
+        for value in (parameter, *optimizer.state[parameter].values())
+        if isinstance(value, DTensor)
+    ]
+    return log, state
+
+
+def test_the_number_of_ranks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    whole = []
+    for sizes in ((1,), (2,), (3,), (2, 2)):
+        program = partial(lambda sizes, rank: train_elastic(rank, *sizes), sizes)
+        found = run_on_gpus(program, torch.Size(sizes).numel())
+        logs, states = zip(*found, strict=True)
+        assert logs.count(logs[0]) == len(logs)
+        for replica in range(0, len(found), sizes[-1]):
+            shards = zip(*states[replica : replica + sizes[-1]], strict=True)
+            whole.append((logs[0], [torch.cat(parts) for parts in shards]))
+    log, state = whole[0]
+    for its_log, its_state in whole[1:]:
+        assert its_log == log
+        assert all(have_equal_bits(a, b) for a, b in zip(its_state, state, strict=True))
 
 
 # One GPU, one rank, NCCL inside.

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from meshplan._calls import is_unsent
 from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
-from meshplan.execute._gloo import break_connections
+from meshplan.execute._gloo import break_connections, is_gloo
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
 from meshplan.flatten import RollCall, find_missing, format_failure, is_across_jobs
@@ -44,7 +44,7 @@ def raise_failure(
         raise error
     found = error
     if not is_unsent(error):
-        if on_cpu:
+        if on_cpu or is_gloo(device_type, groups):
             break_connections(groups)
         name = "" if groups.whole is None else groups.whole.group_name
         roll = find_missing(groups.levels[0], groups.members, device_type, started, name, call)

@@ -57,24 +57,28 @@ from meshplan.record import CALL_WORD
 
 # Of messages that no rank sends.
 _TAG = 0x6D706D
-_known: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
+_known: WeakKeyDictionary[ProcessGroup, dict[str, bool]] = WeakKeyDictionary()
 
 
-def is_gloo(tensor: Tensor, groups: StepGroups) -> bool:
-    """Whether tensors like this one travel over gloo in ``groups``."""
-    return tensor.device.type == "cpu" and all(_over_gloo(group) for group in groups.levels)
+def is_gloo(device_type: str, groups: StepGroups) -> bool:
+    """Whether tensors on such a device travel over gloo in ``groups``: those on GPUs as copies in
+    the host's memory, because gloo's all-gather into one tensor dies of an address of a GPU
+    (pytorch#152645).
+    """
+    return all(_over_gloo(group, device_type) for group in groups.levels)
 
 
-def _over_gloo(group: ProcessGroup) -> bool:
-    found = _known.get(group)
+def _over_gloo(group: ProcessGroup, device_type: str) -> bool:
+    known = _known.setdefault(group, {})
+    found = known.get(device_type)
     if found is None:
         try:
-            backend = backend_of(group, torch.device("cpu"))
+            backend = backend_of(group, torch.device(device_type))
             found = group.size() > 1 and backend.name() == "gloo"
-        except RuntimeError:
+        except (AttributeError, RuntimeError):
             # A group that is written in Python has no backend.
             found = False
-        _known[group] = found
+        known[device_type] = found
     return found
 
 
@@ -84,7 +88,7 @@ def break_connections(groups: StepGroups) -> None:
     would otherwise only fail at the timeout of the group.
     """
     memory = torch.empty(1, dtype=torch.uint8, device="cpu")
-    for group in filter(_over_gloo, groups.all):
+    for group in (one for one in groups.all if _over_gloo(one, "cpu")):
         for peer in range(group.size()):
             # A wait that ends early closes the connections to all ranks. It takes one to a rank
             # that is still connected.

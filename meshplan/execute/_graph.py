@@ -39,7 +39,7 @@ def trace_reduction(
     is_complex: bool,
     calls: str,
 ) -> Outcome:
-    """Put the reduction of a real CPU summand over gloo into the graph that torch traces. With
+    """Put the reduction of a real summand over gloo into the graph that torch traces. With
     ``is_complex``, its last dim holds real and imaginary parts. The operator takes a ticket by the
     name ``calls`` when it runs.
     """
@@ -73,7 +73,8 @@ def define_operator(run: _Run) -> None:
         'str calls="") -> Tensor',
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    OPERATORS.impl("reduction", reduction, "CPU")  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA"):
+        OPERATORS.impl("reduction", reduction, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake("meshplan::reduction", _result, lib=OPERATORS)
 
 

@@ -255,7 +255,7 @@ class BoundReduction:
         key = tensor.device, tensor.dtype, tensor.shape, registry.changes
         chosen = None if traced else self._chosen.get(key)
         if chosen is None:
-            over_gloo = is_gloo(tensor, groups)
+            over_gloo = is_gloo(tensor.device.type, groups)
             captured = traced and is_captured(tensor)
             how = self.path, self.one_shot, traced, captured, over_gloo, self.strict
             request = PathRequest(self.step, groups, tensor, *how)
@@ -375,7 +375,7 @@ def compare_headers(
     on other backends, and none where torch traces.
     """
     groups = StepGroups(group)
-    if is_traced(tensor) or not is_gloo(tensor, groups):
+    if is_traced(tensor) or not is_gloo(tensor.device.type, groups):
         return ()
     wire = GlooWire(groups, (groups.rank, header), ticket)
     _guarded(wire.compare, groups, tensor.device.type, purpose)
@@ -473,6 +473,9 @@ def _run_counted(
 
 
 def _run_path(path: Path, summand: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
+    if isinstance(wire, GlooWire) and summand.device.type != "cpu":
+        reduced = _run_path(path, summand.cpu(), step, groups, wire)
+        return Outcome(_ops.wait_tensor(reduced.tensor).to(summand.device), wire.log)
     if summand.numel() == 0 and not path.shares_memory:
         wire.compare()
         shard = select_shard(summand, step, groups.position)

@@ -54,6 +54,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.execute._failures import raise_failure
+from meshplan.execute._gloo import is_gloo
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
 from meshplan.flatten import registry, this_rank
@@ -195,6 +196,9 @@ class ReplicaChannel:
         self.size = layout.world_size
         self.position = layout.ranks.index(this_rank())
         self._device = torch.device(mesh.device_type)
+        if is_gloo(mesh.device_type, StepGroups(self._group)):
+            # Its messages between two ranks take no address of a GPU.
+            self._device = torch.device("cpu")
         # A mesh has only the type of its devices; this rank's is the current one.
         if self._device.type != "cpu":
             index = torch.accelerator.current_device_index()

@@ -47,11 +47,11 @@ def held(side: SideStream) -> int:
     return sum(call.holds_memory for call in side._calls)
 
 
-def emulated_group(path: str | None = None) -> Any:
+def emulated_group(path: str | None = None, inner: str = "emulated") -> Any:
     """A group over the emulated backend, in a process of its own."""
     torch.set_num_threads(1)
     emulated.emulate()
-    options = BackendOptions(inner="emulated", path=path)
+    options = BackendOptions(inner=inner, path=path)
     return dist.new_group(backend="meshplan", pg_options=options)
 
 
@@ -72,9 +72,9 @@ def same(found: Tensor, expected: Tensor) -> bool:
 # Bits.
 
 
-def reduce_everything(rank: int) -> dict[str, Any]:  # noqa: C901 - a list of calls
+def reduce_everything(rank: int, inner: str = "emulated") -> dict[str, Any]:  # noqa: C901 - a list
     ranks = 3
-    group = emulated_group()
+    group = emulated_group(inner=inner)
     leaves, others = leaves_of(ranks), leaves_of(ranks, 1, 40_011)
     total, other = sum_of(leaves), sum_of(others)
     right: dict[str, bool] = {}
@@ -156,6 +156,12 @@ def reduce_everything(rank: int) -> dict[str, Any]:  # noqa: C901 - a list of ca
 
 def test_every_reduction_has_the_contracts_bits_and_no_host_waits() -> None:
     assert run_ranks(reduce_everything, 3) == [{"wrong": [], "waits": {}}] * 3
+
+
+def test_gloo_is_given_no_address_of_a_gpu() -> None:
+    """Its all-gather dies of one; the copies in the host's memory make the host wait."""
+    found = run_ranks(lambda rank: reduce_everything(rank, "cpu:gloo,cuda:gloo"), 3)
+    assert [one["wrong"] for one in found] == [[]] * 3
 
 
 # Order. Each program returns whether its result was right.
