@@ -98,8 +98,9 @@ def find_call_site() -> CallSite:
     if "DTensor" not in parts:
         library = next((one for one in _LIBRARIES if one in parts), "")
     if frame is None:
-        # Autograd's threads for devices have no frame at all.
-        library = library or _CPP * (inner is None)
+        if inner is None:
+            # Autograd's threads for devices have no frame at all, and no name that is theirs.
+            return CallSite(f"a thread without Python ({_CPP})", left, _CPP)
         return CallSite(f"thread {threading.current_thread().name}{through}", left, library)
     code = frame.f_code
     if _SPMD_TYPES in code.co_filename:
