@@ -275,9 +275,9 @@ def plot(runs: dict[str, list[Step]], title: str, path: Path) -> None:
 
     names = list(runs["plain"][0].differing)
     figure, axes = plt.subplots(
-        2, 2, figsize=(13, 9), height_ratios=(3, 1.3), layout="constrained", dpi=110
+        2, 2, figsize=(9, 7.5), height_ratios=(3, 1), layout="constrained", dpi=160
     )
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title)
     images = []
     for axis, (run, steps) in zip(axes[0], runs.items(), strict=True):
         shares = [[step.differing[name] for step in steps] for name in names]
@@ -293,9 +293,9 @@ def plot(runs: dict[str, list[Step]], title: str, path: Path) -> None:
                 extent=(0.5, len(steps) + 0.5, len(names) - 0.5, -0.5),
             )
         )
-        total = sum(share > 0 for row in shares for share in row)
-        axis.set_title(f"{run}: replicas differ in {total} of {len(names) * len(steps)} checks")
-        axis.set_yticks(range(len(names)), names, fontsize=7)
+        checks = [share > 0 for row in shares for share in row]
+        axis.set_title(f"{run}: replicas differ in {sum(checks)} of {len(checks)} checks", size=10)
+        axis.set_yticks(range(len(names)), [] if images[1:] else names, fontsize=8)
         axis.set_xlabel("step")
     figure.colorbar(images[0], ax=axes[0], label="share of elements with other bits (green: none)")
     styles = {"plain": ("#b5332e", "-"), "meshplan": ("#1f6f8b", "--")}
@@ -305,12 +305,11 @@ def plot(runs: dict[str, list[Step]], title: str, path: Path) -> None:
         axes[1][0].plot(xs, [s.loss for s in steps], line, color=colour, label=run)
         axes[1][1].plot(xs, [s.seconds * 1e3 for s in steps], line, color=colour, label=run)
     axes[1][0].set(xlabel="step", ylabel="loss")
-    axes[1][1].set(xlabel="step", ylabel="step of the slowest rank (ms)", yscale="log")
+    axes[1][1].set(xlabel="step", ylabel="slowest rank (ms)", yscale="log")
     for axis in axes[1]:
         axis.legend()
         axis.grid(alpha=0.3)
     figure.savefig(path)
-    plt.close(figure)
 
 
 def write(

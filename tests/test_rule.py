@@ -14,14 +14,14 @@ from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, format_rule_page
 
 
-def rule(codes: Sequence[str], all_: bool, output_format: str) -> str:
+def rule(codes: Sequence[str], all_: bool = False, output_format: str = "text") -> str:
     return explain_rules(Namespace(codes=codes, all=all_, output_format=output_format))
 
 
 class TestRule(TestCase):
     def test_page_of_a_rule_is_printed(self) -> None:
         self.assertExpectedInline(
-            rule(["MP190"], False, "text"),
+            rule(["MP190"]),
             """\
 # unused-ignore (MP190)
 
@@ -61,7 +61,7 @@ $ meshplan lint meshplan.toml --domain-size 8 --select MP190 --output-format con
 
 ## Fix
 
-Take the comment out, or the code from its list.
+Remove the comment, or remove the code from its list.
 
 ## Source
 
@@ -71,7 +71,7 @@ Take the comment out, or the code from its list.
 
     def test_page_of_an_error_is_printed(self) -> None:
         self.assertExpectedInline(
-            rule(["mp212"], False, "text"),
+            rule(["mp212"]),
             """\
 # TopologyInputError (MP212)
 
@@ -85,20 +85,20 @@ An invalid description of a cluster: a file, an output or variables.
 
 ## Why
 
-A mistake in the call or in its input; raised before anything is sent.
+An argument or an input is invalid. No message has been sent.
 
 ## Fix
 
-The message has the problem, the invalid value, and a valid one.
+Follow the message, or see [When something fails](../faults.md).
 """,
         )
 
     def test_pages_name_the_kind_of_each_error(self) -> None:
-        pages = rule(["MP000", "MP412", "MP501"], False, "text")
+        pages = rule(["MP000", "MP412", "MP501"])
         lines = [
             line
             for line in pages.splitlines()
-            if line.startswith(("#", "Raised", "The state", "A mistake", "Each"))
+            if line.startswith(("#", "Raised", "The job", "An argument", "Each"))
         ]
         self.assertExpectedInline(
             "\n".join(lines),
@@ -107,26 +107,26 @@ The message has the problem, the invalid value, and a valid one.
 Raised as `meshplan.errors.MeshplanError`, a kind of `Exception`.
 ## What
 ## Why
-Each of its children has a code of its own.
+Each subclass has a code of its own.
 ## Fix
 # ContractTypeError (MP412)
 Raised as `meshplan.errors.ContractTypeError`, a kind of `TypeError`.
 ## What
 ## Why
-A mistake in the call or in its input; raised before anything is sent.
+An argument or an input is invalid. No message has been sent.
 ## Fix
 # GroupAgreementError (MP501)
 Raised as `meshplan.errors.GroupAgreementError`, a kind of `RuntimeError`.
 ## What
 Raised on every member that took part; no member has created the group.
 ## Why
-The state of the job or of the cluster, not of the call.
+The job or the cluster is in a state that makes the call fail.
 ## Fix""",
         )
 
     def test_all_pages_are_printed(self) -> None:
         self.assertExpectedInline(
-            rule([], True, "text"),
+            rule([], True),
             """\
 rules of meshplan lint
   MP101  error    jagged-reduction         Groups that must agree are placed on nodes in different ways; replicas may differ.
@@ -226,7 +226,7 @@ errors of meshplan
             (["MP110"], False),
         ):
             with pytest.raises(PolicyError) as caught:
-                rule(codes, all_, "text")
+                rule(codes, all_)
             said.append(str(caught.value))
         self.assertExpectedInline(
             "\n".join(said),
@@ -239,7 +239,7 @@ MP402: no rule or error 'MP110'; similar: MP101, MP111, MP108""",
 
 
 def test_several_pages_are_printed_once_each_in_order() -> None:
-    pages = rule(["MP305", "MP101", "conflicting-variables"], False, "text")
+    pages = rule(["MP305", "MP101", "conflicting-variables"])
     assert pages == format_rule_page("MP305") + "\n" + format_rule_page("MP101")
     found = json.loads(rule(["MP305", "MP101"], False, "json"))
     assert [one["code"] for one in found] == ["MP305", "MP101"]

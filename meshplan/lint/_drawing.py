@@ -39,27 +39,21 @@ _MAX_MESHES, _MAX_PANELS, _MAX_TEXT = 12, 3, 2000
 _MAX_NODES, _MAX_CELLS, _MAX_RANKS = 24, 576, 144
 _FONT = "ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace"
 _SVG_STYLE = """\
-.mp .page{{fill:{page}}}
-.mp text{{fill:{ink}}}
-.mp .soft{{fill:{soft}}}
-.mp .node{{fill:{node};stroke:{line}}}
-.mp .cell text{{fill:#14171a;text-anchor:middle;font-size:11px;pointer-events:none}}
-.mp .differs rect{{stroke:{bad};stroke-width:2.5}}
-.mp .differs text{{font-weight:bold;text-decoration:underline}}
+.mp .page{fill:#fff}
+.mp text{fill:#1b1f24}
+.mp .soft{fill:#57606a}
+.mp .node{fill:#f3f5f7;stroke:#8c959f}
+.mp .cell text{fill:#14171a;text-anchor:middle;font-size:11px;pointer-events:none}
+.mp .differs rect{stroke:#b3001b;stroke-width:2.5}
+.mp .differs text{font-weight:bold;text-decoration:underline}
+@media (prefers-color-scheme:dark){
+.mp .page{fill:#0f1318}
+.mp text{fill:#e6edf3}
+.mp .soft{fill:#9da7b3}
+.mp .node{fill:#21272f}
+.mp .differs rect{stroke:#ff4d4d}
+}
 """
-_LIGHT, _DARK = (
-    dict(
-        zip(
-            ("page", "ink", "soft", "node", "line", "bad"),
-            colours.split(),
-            strict=True,
-        )
-    )
-    for colours in (
-        "#fff #1b1f24 #57606a #f3f5f7 #8c959f #b3001b",
-        "#0f1318 #e6edf3 #9da7b3 #21272f #6e7681 #ff4d4d",
-    )
-)
 _PAGE_STYLE = """\
 :root{color-scheme:light dark}
 body{margin:2rem auto;padding:0 1.5rem;max-width:76rem;font:15px/1.5 system-ui,sans-serif;\
@@ -230,12 +224,10 @@ class _Canvas:
     def finish(self) -> str:
         """The document."""
         width, height = self.width, self.y + _GAP
-        light = _SVG_STYLE.format(**_LIGHT)
-        dark = f"@media (prefers-color-scheme:dark){{\n{_SVG_STYLE.format(**_DARK)}}}\n"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mp" width="{width}" '
             f'height="{height}" viewBox="0 0 {width} {height}" font-family="{_FONT}" role="img" '
-            f'aria-label="meshes">\n<style>\n{light}{dark}</style>\n'
+            f'aria-label="meshes">\n<style>\n{_SVG_STYLE}</style>\n'
             f'<rect class="page" width="100%" height="100%"/>\n{"".join(self.parts)}</svg>\n'
         )
 

@@ -2,8 +2,8 @@
 
 The linter, rule pages, reports and ``meshplan run`` take their texts from `FIXES`. A fix is offered
 only if it reaches the reductions of that program: tests run it (`tests/test_lint_programs.py` names
-them), and the cost has a remark if the program itself was not run. For all programs another mesh or
-launch is a fix too, which is judged before it is offered.
+them). The cost notes a program that was not run itself. Another mesh or launch is a fix for every
+program, and is judged before it is offered.
 """
 
 from __future__ import annotations
@@ -65,27 +65,21 @@ _COST = "the layout stays; every reduction adds in one fixed order"
 _BACKEND = "torch.distributed.init_process_group('meshplan')"
 
 
-def _use_backend(name: str) -> ProgramFix:
-    cost = f"one line, {_COST}; not yet run with {name}"
-    return ProgramFix(name, "backend", f"call {_BACKEND} in the training script", cost)
+def _use_backend(name: str, *, tried: bool = False) -> ProgramFix:
+    untried = "" if tried else f"; not yet run with {name}"
+    action = f"call {_BACKEND} in the training script"
+    return ProgramFix(name, "backend", action, f"one word, {_COST}{untried}")
 
 
 FIXES: Mapping[str, ProgramFix] = {
     "dtensor": ProgramFix(
-        "PyTorch, DTensor",
+        "DTensor",
         "install()",
         "call meshplan.install() in the training script",
         f"two lines, {_COST}",
     ),
-    **{
-        key: ProgramFix(
-            f"PyTorch, {key.upper()}",
-            "backend",
-            f"call {_BACKEND} in the training script",
-            f"one word, {_COST}",
-        )
-        for key in ("fsdp2", "ddp")
-    },
+    "fsdp2": _use_backend("FSDP2", tried=True),
+    "ddp": _use_backend("DDP", tried=True),
     "torchtitan": ProgramFix(
         "torchtitan",
         "backend",
@@ -139,15 +133,15 @@ FIXES: Mapping[str, ProgramFix] = {
 }
 """By program; by framework (``dtensor``, ``fsdp2``, ``ddp``) where the program is torch."""
 
-_MODULES: Mapping[str, Program] = {
-    "megatron": "megatron",
-    "nemo": "megatron",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "deepspeed": "deepspeed",
-    "colossalai": "colossalai",
-    "horovod": "horovod",
-}
+_MODULES: tuple[Program, ...] = (
+    "megatron",
+    "nemo",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "colossalai",
+    "horovod",
+)
 _WORD = re.compile(r"(?<![a-z0-9_])(megatron|vllm|sglang|deepspeed|horovodrun)(?![a-z0-9])", re.I)
 
 
@@ -157,8 +151,11 @@ def is_reached(program: Program) -> bool:
 
 
 def find_fix(program: Program, framework: str = "dtensor") -> ProgramFix:
-    """The row for a program, which is that of its framework if the program is torch."""
+    """The row of a program, or of its framework if the program is torch."""
     return FIXES[framework if program == "torch" else program]
+
+
+_CODE = re.compile(r"\S+ = \S+|\S*[(=]\S+|--\S+|\w+Strategy")
 
 
 def format_fix_list() -> str:
@@ -166,17 +163,17 @@ def format_fix_list() -> str:
     names: dict[str, list[str]] = {}
     for fix in FIXES.values():
         untried = ", not yet run with these" if "not yet run" in fix.cost else ""
-        action = fix.action or "only other sizes or another launch"
+        action = _CODE.sub(r"`\g<0>`", fix.action or "only other sizes or another launch")
+        action = re.sub(r"docs/\S+md", r"[\g<0>](../../../\g<0>)", action)
         names.setdefault(f"{action}{untried}", []).append(fix.name)
     return "\n".join(f"    * {', '.join(of)}: {action}" for action, of in names.items())
 
 
 def find_program_of_modules(modules: frozenset[str], *, torch_reduces: bool) -> Program:
-    """The program that Python with imports of these top-level modules belongs to. If torch reduces,
-    by DTensor, FSDP2 or DDP, an import of another library leaves open which of the two reduces
-    along a mesh.
+    """The program of Python that imports these top-level modules. It is unknown if torch reduces
+    and another library is imported: either may reduce along a mesh.
     """
-    others = [program for module, program in _MODULES.items() if module in modules]
+    others = [program for program in _MODULES if program in modules]
     if torch_reduces:
         return "unknown" if others else "torch"
     return others[0] if others else "unknown"
@@ -187,4 +184,5 @@ def find_program_of_text(text: str) -> Program:
     found = _WORD.search(text)
     if found is None:
         return "unknown"
-    return _MODULES[found[1].lower().removesuffix("run")]
+    word = found[1].lower()
+    return next(one for one in _MODULES if word.startswith(one))

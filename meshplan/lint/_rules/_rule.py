@@ -209,22 +209,21 @@ def format_rule_page(code: str) -> str:
     )
 
 
+_CAUSES = {
+    "RuntimeError": "The job or the cluster is in a state that makes the call fail.",
+    "Exception": "Each subclass has a code of its own.",
+}
+
+
 def _format_error_page(cls: type[MeshplanError]) -> str:
     summary = re.sub(r"``([^`]*)``", r"`\1`", inspect.cleandoc(cls.__doc__ or ""))
-    if issubclass(cls, ValueError | TypeError):
-        builtin = "ValueError" if issubclass(cls, ValueError) else "TypeError"
-        why = "A mistake in the call or in its input; raised before anything is sent."
-    elif issubclass(cls, RuntimeError):
-        builtin, why = (
-            "RuntimeError",
-            "The state of the job or of the cluster, not of the call.",
-        )
-    else:
-        builtin, why = "Exception", "Each of its children has a code of its own."
+    summary = re.sub(r"\n {4}(\w+):", r"\n* `\1`:", summary.replace("Attributes:", "Attributes:\n"))
+    builtin = next(one.__name__ for one in cls.__mro__ if one.__module__ == "builtins")
+    why = _CAUSES.get(builtin, "An argument or an input is invalid. No message has been sent.")
     return (
         f"# {cls.__name__} ({cls.code})\n\n"
         f"Raised as `meshplan.errors.{cls.__name__}`, a kind of `{builtin}`.\n\n"
         f"## What\n\n{summary}\n\n"
         f"## Why\n\n{why}\n\n"
-        "## Fix\n\nThe message has the problem, the invalid value, and a valid one.\n"
+        "## Fix\n\nFollow the message, or see [When something fails](../faults.md).\n"
     )
