@@ -37,7 +37,7 @@ def installation(package: Path | None = None) -> Installation:
         if direct.get("dir_info", {}).get("editable") and source and source.resolve() == folder:
             again = f"pip install --no-deps --editable {shlex.quote(str(folder))}"
             return Installation(f"editable install of {folder}", why, again)
-        # A build leaves metadata in the source tree, which is no installation.
+        # A build leaves metadata in the source tree, not an installation.
         if Path(str(found.locate_file(""))).resolve() == folder and not is_tree:
             again = "in a clone of the repository: pip install --force-reinstall --no-deps ."
             control, origin = direct.get("vcs_info", {}), ""

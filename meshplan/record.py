@@ -73,7 +73,7 @@ class UnreadableRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank brings."""
+    """Facts of one rank."""
 
     fields: tuple[tuple[str, str], ...]  # in order; empty for a record of another version
     version: int = VERSION  # of the release that wrote it

@@ -98,15 +98,15 @@ def test_first_difference_is_described() -> None:
         """\
 dtype differs: torch.float32, expected torch.float64
 shape differs: (2, 3), expected (3, 2)
-2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulps apart
-1 of 1 elements differ; first at flat index 0, index (): 1.0 (0x3f800000), expected 1.0000001192092896 (0x3f800001), 1 ulps apart
-1 of 1 elements differ; first at flat index 0, index (): -1.401298464324817e-45 (0x80000001), expected 1.401298464324817e-45 (0x00000001), 2 ulps apart
-1 of 2 elements differ; first at flat index 1, index (1,): 2.0 (0x4000), expected 2.015625 (0x4001), 1 ulps apart
+2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulp apart
+1 of 1 elements differ; first at flat index 0, index (): 1.0 (0x3f800000), expected 1.0000001192092896 (0x3f800001), 1 ulp apart
+1 of 1 elements differ; first at flat index 0, index (): -1.401298464324817e-45 (0x80000001), expected 1.401298464324817e-45 (0x00000001), 2 ulp apart
+1 of 2 elements differ; first at flat index 1, index (1,): 2.0 (0x4000), expected 2.015625 (0x4001), 1 ulp apart
 1 of 1 elements differ; first at flat index 0, index (0,): nan (0x7fc00000), expected nan (0x7fc00001), NaN
 1 of 2 elements differ; first at flat index 1, index (1,): -1 (0xff), expected 4 (0x04)
 1 of 1 elements differ; first at flat index 0, index (0,): True (0x01), expected False (0x00)
-1 of 2 elements differ; first at flat index 1, index (0, 1): 2.0 (0x40000000), expected -2.0 (0xc0000000), 2147483648 ulps apart
-gradient of layer 3: 2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulps apart""",
+1 of 2 elements differ; first at flat index 1, index (0, 1): 2.0 (0x40000000), expected -2.0 (0xc0000000), 2147483648 ulp apart
+gradient of layer 3: 2 of 6 elements differ; first at flat index 3, index (1, 0): 0.0 (0x00000000), expected -0.0 (0x80000000), 0 ulp apart""",
     )
 
 

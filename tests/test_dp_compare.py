@@ -147,9 +147,9 @@ def test_differing_gradients_are_listed() -> None:
         """\
 gradients of 4 of 4 parameters differ in their bits:
   a: 1 of 2 elements, max_abs_diff 0.5, max_rel_diff 0.25, max_ulps 2097152
-    1 of 2 elements differ; first at flat index 1, index (1,): 2.5 (0x40200000), expected 2.0 (0x40000000), 2097152 ulps apart
+    1 of 2 elements differ; first at flat index 1, index (1,): 2.5 (0x40200000), expected 2.0 (0x40000000), 2097152 ulp apart
   b: 1 of 1 elements, max_abs_diff 1, max_rel_diff 2, max_ulps 2113929216
-    1 of 1 elements differ; first at flat index 0, index (0,): -0.5 (0xbf000000), expected 0.5 (0x3f000000), 2113929216 ulps apart
+    1 of 1 elements differ; first at flat index 0, index (0,): -0.5 (0xbf000000), expected 0.5 (0x3f000000), 2113929216 ulp apart
   c: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the candidate
   d: 1 of 1 elements, max_abs_diff inf, max_rel_diff inf, max_ulps None; no gradient in the reference
 gradients of 3 of 4 parameters differ (rtol=0.3, atol=0):

@@ -59,7 +59,7 @@ class TestTexts(TestCase):
 MP705: replicas differ at step 300 in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, fsdp
     rank 0 (ddp=0, fsdp=0), rank 1 (ddp=0, fsdp=1), rank 2 (ddp=0, fsdp=2), rank 3 (ddp=0, fsdp=3) and 3 more: the reference
-    rank 5 (ddp=1, fsdp=1): 2 of 12 elements differ, first at index (1, 3): 1.0000001192092896 (0x3f800001), on rank 0 1.0 (0x3f800000), at most 1 ulps apart
+    rank 5 (ddp=1, fsdp=1): 2 of 12 elements differ, first at index (1, 3): 1.0000001192092896 (0x3f800001), on rank 0 1.0 (0x3f800000), at most 1 ulp apart
 only rank 5 differs: test its hardware and memory, and go back to an earlier checkpoint
 replicas differ in 1 of 7 tensors, on mesh (ddp=2, fsdp=4)
   w: float32[3]: differs along ddp, though replicated along ddp, fsdp

@@ -74,7 +74,7 @@ class VerdictTest(expecttest.TestCase):
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
   not observed: NVLink domains: no GPU
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+  fix: then call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
   report: run.json
 """,
         )
@@ -121,7 +121,7 @@ class VerdictTest(expecttest.TestCase):
   not observed: NVLink domains: no GPU
   fix: run the job again: another step of the same rank points to its hardware, the same step to the job
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+  fix: then call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
 """,
         )
         assert find_status(report(DIFFERENCE, reductions=[])) == 3
@@ -147,7 +147,7 @@ class VerdictTest(expecttest.TestCase):
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:9 main (FSDP2, backward)
   not observed: NVLink domains: no GPU
   fix: run the same command with --backend meshplan, and compare the two verdicts
-  fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+  fix: then call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
 """,
         )
 
@@ -216,16 +216,16 @@ class VerdictTest(expecttest.TestCase):
             fixes = [
                 one
                 for one in format_verdict(report(reductions=found)).split("\n")
-                if "keep it" in one
+                if ": then " in one
             ]
             lines += [f"{name}: {one.strip()}" for one in fixes or ["none"]]
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-dtensor: fix: to keep it, call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
-mixed: fix: to keep it, call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
-lightning: fix: to keep it, use DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' in the training script (one line, the layout stays; every reduction adds in one fixed order)
-vllm: fix: to keep it, set VLLM_PLUGINS=meshplan where vLLM starts (one variable, the layout stays; every reduction adds in one fixed order; passes of torch.compile that fuse all-reduces bypa...""",
+dtensor: fix: then call meshplan.install() in the training script (two lines, the layout stays; every reduction adds in one fixed order)
+mixed: fix: then call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order)
+lightning: fix: then use DDPStrategy or ModelParallelStrategy with process_group_backend='meshplan' in the training script (one line, the layout stays; every reduction adds in one fixed order)
+vllm: fix: then set VLLM_PLUGINS=meshplan where vLLM starts (one variable, the layout stays; every reduction adds in one fixed order; passes of torch.compile that fuse all-reduces bypass it)""",
         )
 
     def test_full_report_fits_a_terminal(self) -> None:

@@ -113,7 +113,7 @@ def _noted(name: str) -> Any:
 
 
 class _NotedShard(ShardHooks):
-    """Called as the shards of ``dtensor`` are."""
+    """Has the methods of DTensor's shards."""
 
     _notes: _Notes
     _mesh: _Mesh

@@ -85,8 +85,8 @@ def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class MeshplanProcessGroup(DerivingProcessGroup):
-    """A group whose reductions run under a contract; see ``BackendOptions``. ``made`` is what torch
-    knows of it; without a ``BackendOptions``, ``defaults`` apply, or those of the default group.
+    """A group whose reductions run under a contract; see ``BackendOptions``. ``made`` holds
+    torch's options. Without ``BackendOptions``, ``defaults`` apply, or those of the default group.
     ``origin``: the group that torch has created, if this one is derived from it. Raises
     BackendError if torch does not know the inner backend, BackendTypeError for options of another
     type or backend.

@@ -132,7 +132,7 @@ def reduce_partial_sums(
     ticket: Ticket,
 ) -> None:
     """Write the reduction of all ranks' partial sums to ``tensor``, divided and rounded once. A
-    rank without a partial sum brings another dtype or divisor: an error on all ranks.
+    rank without a partial sum passes another dtype or divisor: an error on all ranks.
     """
     value = partial_sum.value
     if value.is_cuda:

@@ -280,7 +280,7 @@ class BoundTable:
 
 
 def _is_watched() -> bool:
-    """Whether operators and spans are seen: by modes, by torch's profiler, or by Nsight."""
+    """Whether operators and spans are observed: by modes, by torch's profiler, or by Nsight."""
     on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(dispatch_modes()) or profiler_enabled() or on_cuda
 

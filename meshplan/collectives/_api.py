@@ -95,7 +95,7 @@ def deterministic_all_reduce(
 
     Raises:
         ContractTypeError, ContractError, PolicyError, ContractStateError: an unsupported argument.
-            They are checked first, whatever the state of the process groups.
+            They are checked first, in any state of the process groups.
         GroupStateError: no process group in a job of several ranks, or a rank outside the group.
         AxisNameError: ``group`` names no axis of its mesh.
         GroupAgreementError, GroupCreationError: at the first use of a group.

@@ -132,7 +132,7 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
 
 
 def check_summand(tensor: Tensor, options: ReductionOptions) -> None:
-    """Refuse a tensor that cannot be reduced with these options, whatever the state of the process
+    """Refuse a tensor that cannot be reduced with these options, in any state of the process
     groups. Raises ContractTypeError if it is not dense, for ``avg`` of integers, or if the contract
     does not define the op for the dtype.
     """

@@ -226,7 +226,7 @@ def find_other_length(
     shard, spec = values.get("local_tensor"), values.get("current_spec")
     if shard is None or spec is None or place is None or local_tensor_mode() is not None:
         return None
-    # Shards that are no chunks have no order.
+    # Shards other than chunks have no order.
     for dim, axes in shard_order_of(spec) or ():
         length, shape = (size := spec.shape[dim]), tuple(shard.shape)
         plain = dim in dims and all(type(spec.placements[axis]) is Shard for axis in axes)

@@ -27,7 +27,7 @@ from meshplan.integrations.fsdp import (
     set_reduce_scatter,
 )
 
-# A rank without a leaf brings -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
+# A rank without a leaf sends -0.0: x + -0.0 is x, also if x is -0.0, so that the tree is that of
 # the other leaves. All ranks of a round then send messages of one size.
 _NO_LEAF = -0.0
 # Of DDP's gradients that travel together; DDP's own buckets change after the first backward.

@@ -137,7 +137,7 @@ class PathRequest:
             return 1, "exchange", 0
         assert step.contract is not None
         assert step.op is not None
-        # A graph brings the real and the imaginary parts of complex numbers.
+        # A graph passes the real and the imaginary parts of complex numbers.
         dtype = self.tensor.dtype.to_real() if self.tensor.is_complex() else self.tensor.dtype
         name = name_of(dtype)
         ratio = step.contract.partial(step.op, name).nbytes // dtype.itemsize
@@ -374,7 +374,7 @@ def check_one_shot(switch: bool | None) -> None:
 
 
 def check_contract(contract: object) -> None:
-    """Raise ContractError if it is no contract."""
+    """Raise ContractError if it is not a contract."""
     if not isinstance(contract, Contract):
         raise ContractError(
             f"contract={contract!r} is not a contract; pass contract=meshplan.Contract()"

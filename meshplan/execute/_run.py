@@ -370,9 +370,9 @@ def _guarded(
 def compare_headers(
     tensor: Tensor, group: ProcessGroup, header: Header, purpose: Purpose, ticket: int
 ) -> tuple[str, ...]:
-    """Compare, over gloo, what all ranks bring to a collective that is no planned reduction. Raises
-    SignatureMismatchError on every rank if two headers differ. Returns the collectives issued: none
-    on other backends, and none where torch traces.
+    """Compare the headers of all ranks over gloo, for a collective outside planned reductions.
+    Raises SignatureMismatchError on every rank if two headers differ. Returns the collectives
+    issued: none on other backends, and none where torch traces.
     """
     groups = StepGroups(group)
     if is_traced(tensor) or not is_gloo(tensor.device.type, groups):

@@ -298,7 +298,7 @@ def connect_devices(
 
 
 def _device_offer(find: Callable[[], Device]) -> tuple[Device | None, Record]:
-    """This rank's device and what it brings, or why it brings none."""
+    """This rank's device and memory, or why it shares none."""
     reason = kernel.why_not()
     if reason is not None:
         return None, Record.of(no=reason)

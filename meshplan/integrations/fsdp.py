@@ -1,7 +1,7 @@
 """FSDP2 over the backend: HSDP with one rounding of each gradient.
 
 FSDP2 reduces gradients over the shards and then over the replicas. Each reduction rounds its
-result: 16-bit gradients, and averages over numbers that are no powers of two, are rounded twice.
+result: 16-bit gradients, and averages over numbers other than powers of two, are rounded twice.
 After ``apply``, the bits are those of one reduction over (replicas, shards).
 
     fully_shard(model, mesh=mesh["ddp", "fsdp"])

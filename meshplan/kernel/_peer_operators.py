@@ -92,7 +92,7 @@ def _reduce(
     found.reduce(message, out, mode, parts, how, ticket)
     if OBSERVING.observer is not None:
         seconds, dtype = time.perf_counter() - started, name_of(message.dtype)
-        # Of a caller that is no graph, it is a part of what that counts.
+        # If the caller is not a graph, it is a part of what that counts.
         what = f"{'reduce_scatter' if parts else 'all_reduce'} {op} of a compiled graph"
         count_contract(what, dtype, math.prod(shape), message.nbytes, seconds)
 

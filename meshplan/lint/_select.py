@@ -186,7 +186,7 @@ def _add_reasons(finding: Finding, wrong: Sequence[Ignore]) -> Finding:
 
 
 def _find_targets(text: str) -> list[int]:
-    """The line that a comment on each line applies to: itself, or the next that is no comment."""
+    """The line that a comment on each line applies to: itself, or the next that is not one."""
     lines = text.split("\n")
     found = list(range(1, len(lines) + 1))
     for i in range(len(lines) - 2, -1, -1):

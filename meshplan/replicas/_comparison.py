@@ -423,7 +423,7 @@ def format_elements(found: Elements, reference: int) -> str:
             "a second comparison found no difference: the tensor changes while it is compared; "
             "wait for the code that writes to it"
         )
-    ulps = "" if found.max_ulps is None else f", at most {found.max_ulps} ulps apart"
+    ulps = "" if found.max_ulps is None else f", at most {found.max_ulps} ulp apart"
     return (
         f"{found.count} of {found.numel} elements differ, first at index {found.index}: "
         f"{found.value}, on rank {reference} {found.reference}{ulps}"

@@ -123,7 +123,7 @@ _DIVIDED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 @functools.lru_cache(maxsize=4096)
 def _part_of(filename: str) -> str | None:
-    """The part of torch or another library that is no caller; ``None`` for callers."""
+    """The part of torch or of another library; ``None`` for callers."""
     if filename.startswith(_MESHPLAN):
         return _OWN
     if filename.startswith(_TORCH):

@@ -67,7 +67,7 @@ class RunSettings(NamedTuple):
 def log_value(name: str, value: Tensor | float) -> None:
     """Add a value, such as the loss, to the next link of the certificate of ``meshplan run``.
 
-    A DTensor counts as a whole; for shards that are no DTensor, pass
+    A DTensor counts as a whole; for shards that are not a DTensor, pass
     ``DTensor.from_local(shard, mesh, placements)``. Any other value must have the same bits on all
     ranks that log it, else it is listed as not certified. Without ``--certify`` nothing happens.
     The value is copied, and no rank waits.

@@ -192,7 +192,7 @@ class Ledger:
             lines.append(f"{format_ranks(members)}: {text}" if elements else format_ranks(members))
         first["text"] = "\n".join(lines)
         first["elements"] = max((one.count for one in elements), default=None)
-        first["largest"] = None if ulps is None else f"{ulps} ulp{'' if ulps == 1 else 's'}"
+        first["largest"] = None if ulps is None else f"{ulps} ulp"
         first["cause"] = advise((divergence,), "")[0]
 
     def find_clear(self, gone: Set[int] = frozenset()) -> set[int]:

@@ -171,7 +171,7 @@ def _list_fixes(report: Report) -> Iterator[str]:
     layouts = [f"or {one['fix']}" for one in errors if one["fix"]]
     if cause not in ("never equal", "unequal steps") and _list_outside(report) and fix.action:
         yield "run the same command with --backend meshplan, and compare the two verdicts"
-        yield f"to keep it, {fix.action} ({fix.cost})"
+        yield f"then {fix.action} ({fix.cost})"
         yield from layouts[:1]
 
 

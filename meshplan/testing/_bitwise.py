@@ -79,7 +79,7 @@ def first_difference(actual: Tensor, expected: Tensor) -> str | None:
     ulps = ""
     if real in FLOATS:
         has_nan = any(bool(one.view(real).isnan()) for one in pair)
-        ulps = ", NaN" if has_nan else f", {max_ulps(*pair)} ulps apart"
+        ulps = ", NaN" if has_nan else f", {max_ulps(*pair)} ulp apart"
     return (
         f"{count} of {differs.numel()} elements differ; first at flat index {flat}, "
         f"index {element_index(flat, found_bits.shape)}: {found_text}, expected {wanted_text}{ulps}"

@@ -102,7 +102,7 @@ class HostPlan:
 
     @property
     def block(self) -> int | None:
-        """Ranks of each host but the last, which may have fewer, if ranks fill host after host."""
+        """Ranks per host, if ranks fill the hosts in sequence. The last may have fewer."""
         size = self.per_host[0]
         even = all(count == size for count in self.per_host[:-1]) and self.per_host[-1] <= size
         plain = self.given is None and self.order == "block" and not any(self.kinds)

@@ -7,7 +7,7 @@ bytes for groups of a power of two.
 
 A reduce-scatter orders the message such that each owner of a part of the schedule ends with its own
 shard. In groups of other sizes some ranks own no part: their shards end with the owners of others,
-and one message more brings each of them to its rank.
+and one more message sends each of them to its rank.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class HalvedReduction:
         group: ProcessGroup,
         wire: Wire,
         *,
-        numel: int,  # elements that each rank brings
+        numel: int,  # elements that each rank passes
         # Where parts of the message begin, in elements, and its length: ``parts + 1`` numbers.
         # ``None``: equal parts of ``numel``.
         cuts: Sequence[int] | None = None,

@@ -371,7 +371,7 @@ class MeshReader(Reader):
             self._contracts.append(_Contract(path, given, self.moment, place))
         for one in given:
             if "init_device_mesh" in (one, getattr(one, "last", None)):
-                why = f"init_device_mesh is passed on, and its calls are not read; {RUN}"
+                why = f"init_device_mesh is passed on: its calls cannot be read; {RUN}"
                 self.notes.append((node.lineno, why))
         if name in _MAKERS:
             return self._add_root(node, lambda: self._read_mesh(name, given, node))

@@ -339,7 +339,7 @@ class GpuTable:
         for row in cut[:8]:
             self._note_missing(f"{len(row.cells)} of {width} cells can be read", row)
         if len(cut) > 8:
-            self._note_missing(f"{len(cut) - 8} more rows of which not all cells can be read")
+            self._note_missing(f"{len(cut) - 8} more rows with cells that cannot be read")
         nics = parser.nic_rows.values()
         expected = max(len(parser.nics), width - len(self.gpus))
         if parser.header and len(nics) < expected:
