@@ -387,7 +387,7 @@ class OrderedThread:
         return Work(future=self.submit(run)) if is_async else Work(self.run(run))
 
     def run(self, function: Callable[[], _Result]) -> _Result:
-        """``function()``, in the same order; on the caller's thread where nothing is before it."""
+        """Call ``function`` in the same order, on the caller's thread if no call is before it."""
         if self._turn.server == threading.get_ident():
             return self._turn.call(function)
         with self._turn.lock:

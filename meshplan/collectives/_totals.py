@@ -157,7 +157,7 @@ def _sum_over_mesh(ranks: frozenset[int], meshes: Mapping[DeviceMesh, frozenset[
 
 
 def _device_in(group: ProcessGroup, device: torch.device | None) -> torch.device:
-    """Where ``group`` can reduce: on ``device``, or where ranks with tensors have them."""
+    """``device`` if ``group`` can reduce on it, or the device of ranks with tensors."""
     served = {each.type for each in device_types_of(group)}
     if device is not None and device.type in served:
         return device

@@ -367,7 +367,7 @@ class GradientAccumulator:
         self._checked |= names
 
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
-        """Refuse numbers that differ between ranks, on all of them."""
+        """Raise an error on all ranks if their numbers differ."""
         check_count(micro_batches)
         found = self._differing_rank([micro_batches, seed is not None, *divmod(seed or 0, 1 << 32)])
         if found:
@@ -382,7 +382,7 @@ class GradientAccumulator:
             )
 
     def _check_step(self, divisor: int) -> None:
-        """Refuse steps that differ between ranks, on all of them."""
+        """Raise an error on all ranks if their steps differ."""
         numbers = [divisor, self.micro_batches.step, len(self._sequences)]
         found = self._differing_rank([*numbers, mix(*sorted(self._sequences)) >> 1])
         if found and found[1][:2] != found[2][:2]:

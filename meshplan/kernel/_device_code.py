@@ -321,7 +321,7 @@ def _locked(path: Path, wait: float) -> Iterator[None]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, though processes and machines may stop at any time."""
+    """Write the whole file or nothing, even if the process or the machine stops."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with os.fdopen(descriptor, "wb") as file:

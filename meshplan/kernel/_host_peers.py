@@ -57,7 +57,7 @@ class MemoryHandle:
 
 
 class SharedMemory:
-    """Mapped memory of ``size`` bytes, behind a header of ``HEADER_BYTES`` that counts. ``close``
+    """Mapped memory of ``size`` bytes, the header of ``HEADER_BYTES`` included. ``close``
     unmaps it. The file of ``descriptor`` is mapped and not closed here.
     """
 

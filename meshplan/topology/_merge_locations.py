@@ -48,7 +48,7 @@ def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
 def _find_cliques(
     locations: Sequence[RankLocation], hosts: Sequence[int]
 ) -> tuple[list[int] | None, Note | None]:
-    """The clique of each rank if NCCL uses cliques; and an odd reason why it does not."""
+    """The clique of each rank if NCCL uses cliques, else an unexpected reason why not."""
     fabrics = [location.gpu.fabric if location.gpu else None for location in locations]
     usable = [fabric for fabric in fabrics if fabric is not None and fabric.usable]
     # NCCL uses cliques of multi-node NVLink only if every condition below holds on every rank. One

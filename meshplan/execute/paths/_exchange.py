@@ -22,7 +22,7 @@ from meshplan.planner import Step
 
 
 class ExchangePath(Path):
-    """See the module."""
+    """An exchange of slices."""
 
     def __init__(self, name: str = "exchange") -> None:
         self.name = name

@@ -51,7 +51,7 @@ Rounds = Generator[Sequence[Message], None, _Result]
 
 
 class HalvingPath(Path):
-    """See the module."""
+    """Recursive halving."""
 
     name = "halving"
 

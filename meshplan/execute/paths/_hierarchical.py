@@ -112,7 +112,7 @@ def _advance(chunk: _Chunk, answer: Any, results: dict[int, Any]) -> bool:
 
 
 class HierarchicalPath(Path):
-    """See the module. Plans ask for it, as an ``exchange`` in blocks; users name no blocks."""
+    """An ``exchange`` in blocks. Plans choose it and its blocks, users do not."""
 
     name = "hierarchical"
     offered = False

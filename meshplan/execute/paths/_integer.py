@@ -196,7 +196,7 @@ MOST_REPAIRED = 0.25
 
 
 class IntegerPath(Path):
-    """See the module. Sizes depend on the data, so that no graph holds it. With ``verify``,
+    """Sums of integers. Message sizes depend on the data, so no graph holds it. With ``verify``,
     checksums cover the messages.
     """
 

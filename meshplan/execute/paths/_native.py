@@ -13,9 +13,9 @@ from meshplan.planner import Step
 
 
 class NativePath(Path):
-    """See the module. An average is a sum and a division. A hierarchical step has no group of all
-    its ranks: one all-reduce over the inner group, then one over the outer, each in the backend's
-    order.
+    """The backend's all-reduce. An average is a sum and a division. A hierarchical step has no
+    group of all its ranks: one all-reduce over the inner group, then one over the outer, both in
+    the backend's order.
     """
 
     name = "native"

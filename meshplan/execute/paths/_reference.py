@@ -17,7 +17,7 @@ from meshplan.planner import Step
 
 
 class ReferencePath(Path):
-    """See the module."""
+    """The plain definition."""
 
     name = "reference"
 

@@ -190,7 +190,7 @@ class Parent:
 
 @dataclass(slots=True)
 class Arguments:
-    """The values that a call is given; ``is_complete`` unless ``*`` or ``**`` hides some."""
+    """The arguments of a call; ``is_complete`` unless ``*`` or ``**`` hides some."""
 
     positional: list[Value] = field(default_factory=list)
     named: dict[str, Value] = field(default_factory=dict)
