@@ -134,7 +134,7 @@ class _Members:
         return texts
 
     def lost_word(self, prefix: str, probe: HostProbe | DeviceProbe) -> str | None:
-        """Which word that a member wrote through its mapping is not in this rank's memory."""
+        """The first word that a member wrote and this rank's memory lacks, as text."""
         seed = secrets.token_hex(16)
         probe.write(seed)
         # A member's seed comes when its words are written.
