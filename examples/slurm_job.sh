@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint the mesh, probe the backend on the GPUs of the job, then train:
+# Lint the mesh, then train; --probe shows in which order each group of the job adds:
 #   sbatch --export=ALL,MESH=ddp=2,fsdp=8 slurm_job.sh
 # Needs train.py in this directory, and meshplan with torch in the environment.
 #SBATCH --job-name=train
@@ -13,14 +13,8 @@ set -euo pipefail
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${hosts%%$'\n'*}
 
-start() {
-  local name=$1
-  shift
-  srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
-    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-$name" --rdzv-endpoint "$head:${PORT:-29500}" "$@"
-}
-
-# Each ends the job if it finds groups that may differ, or do differ.
+# Ends the job if groups may differ.
 meshplan lint --mesh "$MESH" --node-size "$SLURM_GPUS_ON_NODE"
-start probe -m meshplan probe --mesh "$MESH"
-start train train.py
+srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:${PORT:-29500}" \
+  -m meshplan run --probe --report run.json train.py

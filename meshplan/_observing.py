@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -27,9 +27,11 @@ class Origin(Protocol):
 class _Observing:
     """Who counts."""
 
-    __slots__ = ("falls_through", "observer")
+    __slots__ = ("before", "falls_through", "observer")
 
     def __init__(self) -> None:
+        # Called with the group and the device of a reduction that this thread is about to issue.
+        self.before: Callable[[Any, Any], None] | None = None
         # Returns the caller of the reduction that this thread begins.
         self.observer: Callable[[], Origin] | None = None
         # Whether the frame of a redistribution runs a reduction that the policy leaves to torch.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REDUCES = re.compile(r"(all_reduce(_coalesced)?|reduce|reduce_scatter\w*)_?")
+REDUCES = re.compile(r"(all_?reduce(_coalesced)?|reduce|reduce_scatter\w*)_?")
 # Objects whose reductions are the backend's; others of these names are meshplan's own.
 BACKENDS = ("dist", "_ops", "funcol", "distributed", "c10d", "_c10d_functional", "pg", "group")
 

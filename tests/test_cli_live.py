@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,12 @@ from expecttest import TestCase
 
 from meshplan.cli._ranks import find_live_cluster
 from meshplan.errors import GroupAgreementError, TopologyError
-from tests.test_probe import free_port
+
+
+def free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("localhost", 0))
+        return int(probing.getsockname()[1])
 
 
 def live(*words: str, ranks: int, per_host: int) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The job files for Slurm and Kubernetes lint, probe and train, here on two nodes of one machine."""
+"""The job files for Slurm and Kubernetes lint, train and probe, here on two nodes of one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pages import ROOT
-from tests.test_probe import free_port
+from tests.test_cli_live import free_port
 
 yaml = pytest.importorskip("yaml")
 pytestmark = pytest.mark.full
@@ -64,10 +64,10 @@ def slurm(folder: Path, mesh: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_slurm_job_lints_probes_and_trains(folder: Path) -> None:
+def test_slurm_job_lints_trains_and_probes(folder: Path) -> None:
     done = slurm(folder, "ddp=2,fsdp=2")
     assert done.returncode == 0, done.stderr
-    assert "4 ranks" in done.stdout
+    assert "probe: ranks 0-3 (1 group of 4 ranks): v1/tree/wide/once" in done.stderr
     assert done.stdout.count("trained with the sum 4.0") == 4
 
 
@@ -90,7 +90,7 @@ def containers() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     # What the file repeats is the same everywhere.
     assert str(job["spec"]["completions"]) == str(job["spec"]["parallelism"]) == variables["NODES"]
     assert str(train["resources"]["limits"]["nvidia.com/gpu"]) == variables["GPUS"]
-    assert lint["command"][2:] == ["--mesh", variables["MESH"], "--node-size", variables["GPUS"]]
+    assert lint["command"][-2:] == ["--node-size", variables["GPUS"]]
     assert lint["image"] == train["image"]
     # A pod of an indexed job has the job's name and its index as its name.
     host = variables["HEAD"].split(":")[0]
@@ -98,12 +98,11 @@ def containers() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     return lint, train, variables
 
 
-def test_kubernetes_job_lints_probes_and_trains(folder: Path) -> None:
+def test_kubernetes_job_lints_trains_and_probes(folder: Path) -> None:
     lint, train, _ = containers()
     linted = subprocess.run(lint["command"], cwd=folder, env=environment(folder), timeout=300)
     assert linted.returncode == 0
     settings = {
-        "MESH": "ddp=2,fsdp=2",
         "NODES": "2",
         "GPUS": "2",
         "HEAD": f"localhost:{free_port()}",
@@ -121,4 +120,5 @@ def test_kubernetes_job_lints_probes_and_trains(folder: Path) -> None:
     ]
     printed = "".join(pod.communicate(timeout=300)[0] for pod in pods)
     assert [pod.returncode for pod in pods] == [0, 0], printed
+    assert "probe: ranks 0-3 (1 group of 4 ranks): v1/tree/wide/once" in printed
     assert printed.count("trained with the sum 4.0") == 4

@@ -47,6 +47,7 @@ NOT_RUN = {
     ): "installs a clone: tests/test_documents.py",
     ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
     ("docs/run.md", "meshplan run"): "a mention",
+    ("docs/lint.md", "meshplan run --probe"): "tests/run/test_probe.py",
     ("docs/run.md", "meshplan compare plain.json fixed.json"): "tests/test_run_jobs.py",
     (
         "docs/lint.md",

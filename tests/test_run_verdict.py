@@ -31,8 +31,13 @@ REPORT: dict[str, Any] = {
     "not_observed": ["NVLink domains: no GPU"],
     "meshes": [{"axes": {"dp": 4}, "ranks": [0, 1, 2, 3]}],
     "reductions": [OUTSIDE],
-    "steps": {"taken": {"0": 20, "1": 20, "2": 20, "3": 20}, "compared": 5, "not_compared": 15},
-    "replicas": {"tensors": 12, "compared": 60, "first_difference": None},
+    "steps": {
+        "taken": {"0": 20, "1": 20, "2": 20, "3": 20},
+        "compared": 5,
+        "not_compared": 15,
+        "every": 100,
+    },
+    "replicas": {"compared": 60, "first_difference": None},
     "hazards": [],
     "settings_that_differ": {},
 }
@@ -41,6 +46,16 @@ HAZARD = {
     "severity": "error",
     "text": "replicas may differ: the 8 groups are placed on nodes in 5 different ways",
     "fix": "order the axes as --mesh fsdp=5,ddp=8 (no GPU is left out)",
+}
+PROBE = {
+    "group": "dp",
+    "group_size": 4,
+    "backend": "nccl",
+    "groups": 1,
+    "contracts": ["v1/tree/wide/once"],
+    "members_agree": True,
+    "size_changes_bits": False,
+    "siblings_agree": True,
 }
 DIFFERENCE = {
     "step": 4,
@@ -69,7 +84,7 @@ class VerdictTest(expecttest.TestCase):
             """\
 [meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
-  steps: 20 on each rank; 5 compared, 15 not
+  steps: 20 on each rank; 5 compared, 15 not (pass --every 1 to compare more)
   outside the contract: 1 call site
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
   not observed: NVLink domains: no GPU
@@ -93,6 +108,23 @@ class VerdictTest(expecttest.TestCase):
   fix: or order the axes as --mesh fsdp=5,ddp=8 (no GPU is left out)""",
         )
 
+    def test_probes_without_a_contract_are_named_first(self) -> None:
+        none = {"group": "fsdp", "groups": 2, "contracts": [], "size_changes_bits": True}
+        rows = [
+            PROBE,
+            PROBE | none | {"siblings_agree": False},
+            PROBE | {"groups": 3, "contracts": ["v1/tree/wide/once", "v1/rank/wide/once"]},
+            PROBE | {"group": "ep", "contracts": [], "members_agree": False},
+        ]
+        lines = format_verdict(report(probes=rows)).splitlines()
+        found = format_verdict(report(probes=[rows[0]])).splitlines()
+        self.assertExpectedInline(
+            "\n".join(one for one in lines + found if "probe" in one),
+            """\
+  probe: fsdp (2 groups of 4 ranks): no contract, size changes bits, siblings differ; ep (1 group of 4 ranks): no contract, members differ; dp (1 group of 4 ranks): v1/tree/wide/once; dp ...
+  probe: dp (1 group of 4 ranks): v1/tree/wide/once""",
+        )
+
     def test_job_under_the_contract(self) -> None:
         found = report(backend="meshplan", reductions=[OUTSIDE | {"contract": "v1/tree/wide/once"}])
         self.assertExpectedInline(
@@ -100,7 +132,7 @@ class VerdictTest(expecttest.TestCase):
             """\
 [meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
   job: 4 ranks on 2 hosts, mesh dp=4, backend meshplan, torch 2.13.0
-  steps: 20 on each rank; 5 compared, 15 not
+  steps: 20 on each rank; 5 compared, 15 not (pass --every 1 to compare more)
   every reduction of floating-point numbers ran under the contract
   not observed: NVLink domains: no GPU
 """,
@@ -115,7 +147,7 @@ class VerdictTest(expecttest.TestCase):
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0, 2-3 against rank 1; 1 of 4,096 elements; largest difference 1 ulp
   cause: one rank holds other bits than all others
-  steps: 20 on each rank; 5 compared, 15 not
+  steps: 20 on each rank; 5 compared, 15 not (pass --every 1 to compare more)
   outside the contract: 1 call site
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:41 main (C++, such as DDP's reducer)
   not observed: NVLink domains: no GPU
@@ -142,7 +174,7 @@ class VerdictTest(expecttest.TestCase):
   job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
   ranks 0-1 against ranks 2-3; 1 of 4,096 elements; largest difference 1 ulp
   cause: the same summands were added in different orders
-  steps: 20 on each rank; 5 compared, 15 not
+  steps: 20 on each rank; 5 compared, 15 not (pass --every 1 to compare more)
   outside the contract: 1 call site
     all_reduce sum of float32 over dp (4 ranks): 1,200 calls, job/train.py:9 main (FSDP2, backward)
   not observed: NVLink domains: no GPU
@@ -154,7 +186,7 @@ class VerdictTest(expecttest.TestCase):
     def test_rank_that_skipped_a_step(self) -> None:
         unequal = [{"tensors": 2, "taken": {"20": [0, 2, 3], "19": [1]}}]
         steps = {"taken": {"0": 20, "1": 19, "2": 20, "3": 20}, "unequal": unequal}
-        found = report(DIFFERENCE, steps=steps | {"compared": 19, "not_compared": 1})
+        found = report(DIFFERENCE, steps=steps | {"compared": 19, "not_compared": 1, "every": 1})
         self.assertExpectedInline(
             format_verdict(found),
             """\
@@ -171,7 +203,12 @@ class VerdictTest(expecttest.TestCase):
         )
 
     def test_stages_with_different_steps(self) -> None:
-        steps = {"taken": {"0": 20, "1": 20, "2": 20, "3": 19}, "compared": 19, "not_compared": 1}
+        steps = {
+            "taken": {"0": 20, "1": 20, "2": 20, "3": 19},
+            "compared": 19,
+            "not_compared": 1,
+            "every": 1,
+        }
         differing = {
             "threads": {"1": [0, 1], "2": [2, 3]},
             "allow_tf32": {"True": [0], "False": [1, 2, 3]},
@@ -191,8 +228,8 @@ class VerdictTest(expecttest.TestCase):
 
     def test_failed_job_in_which_nothing_was_compared(self) -> None:
         found = report(state="failed", error="ValueError: a\nb", reductions=[], meshes=[])
-        found["replicas"] = {"tensors": 0, "compared": 0, "first_difference": None}
-        found["steps"] = {"taken": {}, "compared": 0, "not_compared": 0}
+        found["replicas"] = {"compared": 0, "first_difference": None}
+        found["steps"] = {"taken": {}, "compared": 0, "not_compared": 0, "every": 1}
         self.assertExpectedInline(
             format_verdict(found),
             """\
@@ -236,9 +273,17 @@ vllm: fix: then set VLLM_PLUGINS=meshplan where vLLM starts (one variable, the l
             meshes=REPORT["meshes"] * 50,
             reductions=[OUTSIDE] * 50,
             hazards=[HAZARD | {"text": "h" * 500}] * 50,
-            steps={"taken": {str(n): n for n in range(500)}, "compared": 1, "not_compared": 0},
+            steps={
+                "taken": {str(n): n for n in range(500)},
+                "compared": 1,
+                "not_compared": 1,
+                "every": 2,
+            },
             settings_that_differ={str(n): {"1": [0], "2": [1, 2, 3]} for n in range(50)},
             not_observed=["w" * 100] * 50,
+            probes=[PROBE] * 50,
+            certificate={"file": "c", "ended": [], "not_certified": [], "links": 1, "tensors": 1}
+            | {"last": "0" * 32},
         )
         lines = format_verdict(found, "run.json").splitlines()
         assert len(lines) == MOST_LINES

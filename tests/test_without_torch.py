@@ -142,7 +142,6 @@ def test_listed_modules_import_torch() -> None:
         """\
 cli/_doctor_run.py
 cli/_links_run.py
-cli/_probe_run.py
 cli/_ranks.py
 lint/_record.py
 planner/_problem.py""",
@@ -195,7 +194,7 @@ def test_missing_torch_is_reported(tmp_path: Path) -> None:
         for call in calls
     ]
     ranks = "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')"
-    verbs = [["probe", "--mesh", "ddp=2"], ["links"], ["lint", "--live", "--mesh", "ddp=2"]]
+    verbs = [["links"], ["lint", "--live", "--mesh", "ddp=2"]]
     found = run([*tried, ranks, *verbs, ["doctor"]], tmp_path, hidden=("torch",))
     *told, doctor = [f"{status} {out}{error}" for status, out, error, _ in found]
     assert "host, as ranks identify it: " in doctor
@@ -213,8 +212,7 @@ def test_missing_torch_is_reported(tmp_path: Path) -> None:
 0 MP610: this module of meshplan needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
 0 MP610: this module of meshplan needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
 0 MP610: this module of meshplan needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
-0 2 meshplan: rank 0: MP610: meshplan probe needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
-2 meshplan: rank 0: MP610: meshplan links needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
+0 2 meshplan: rank 0: MP610: meshplan links needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
 2 meshplan: MP610: meshplan lint --live needs torch, which is not installed; pip install 'torch>=2.11', or choose the extra [torch]. The verbs lint, topo, rule, plan and simulate run without it
 """,
     )

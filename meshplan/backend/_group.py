@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshplan._calls import GroupCalls, Ticket, keep_calls
+from meshplan._observing import OBSERVING
 from meshplan._torch import (
     REDUCE_SCATTER_SINGLE,
     DistributedBackendOptions,
@@ -434,6 +435,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 collective, shape = "reduce_scatter", (self.size(), *shape)
             return run_as_one(again, collective, op, shape, first.dtype, lambda: self)
         refuse_forked()
+        if OBSERVING.before is not None:
+            OBSERVING.before(self, written[0].device)
         lane = self._lane_on(written[0].device)
         on_device = None if lane is None else lane.find_group()
         if writes:

@@ -22,7 +22,6 @@ _VERBS = (
     "links",
     "lint",
     "plan",
-    "probe",
     "rule",
     "run",
     "simulate",

@@ -1,4 +1,4 @@
-"""Checks and errors of the verbs that torchrun starts on all ranks of a job."""
+"""Checks and errors of what torchrun starts on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from meshplan.cli._output import complain
-from meshplan.errors import LayoutError, MeshplanError, PolicyError
+from meshplan.errors import MeshplanError, PolicyError
 
 
 def require_launcher(
@@ -29,15 +29,19 @@ def check_timeout(timeout: float) -> None:
         raise PolicyError(f"--timeout: use a positive number of seconds, got {timeout:g}")
 
 
-def run_on_ranks(verb: str, example: str, timeout: float, measure: Callable[[bool], int]) -> int:
+def run_links(timeout: float, measure: Callable[[bool], int]) -> int:
     """Call ``measure`` with whether this is rank 0; its exit status, or 2 on an error."""
     # Only rank 0 reports an invalid command: the error is the same on all ranks.
     rank = os.environ.get("RANK") or "0"
     try:
-        require_launcher(os.environ, f"meshplan {verb}", example)
+        require_launcher(
+            os.environ,
+            "meshplan links",
+            "links --output-file links.json",
+        )
         check_timeout(timeout)
         return measure(rank == "0")
-    except (PolicyError, LayoutError) as error:
+    except PolicyError as error:
         if rank == "0":
             complain(f"meshplan: {error}\n")
     except (MeshplanError, RuntimeError, ValueError, OSError) as error:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from meshplan._needs_torch import import_with_torch
-from meshplan.cli._launch import run_on_ranks
+from meshplan.cli._launch import run_links
 from meshplan.cli._options import add_timeout, add_verb
 from meshplan.cli._output import complain, save, say, try_to_open
 from meshplan.errors import PolicyError
@@ -17,12 +17,7 @@ def add(verbs: Any) -> None:
     parser = add_verb(
         verbs,
         "links",
-        lambda given: run_on_ranks(
-            "links",
-            "links --output-file links.json",
-            given.timeout,
-            partial(_measure, given),
-        ),
+        lambda given: run_links(given.timeout, partial(_measure, given)),
         "measure latencies and bandwidths between the ranks of a job",
         description="Run with torchrun on all ranks of an otherwise idle job. Times exchanges "
         "and recursive halving between the ranks of a domain, of a node and of several nodes, and "

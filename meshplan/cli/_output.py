@@ -122,9 +122,9 @@ def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
             complain("\r\x1b[K")
 
 
-def format_table(rows: Sequence[Sequence[str]], *, ruled: bool = True) -> list[str]:
-    """The rows as lines of equal columns; with ``ruled``, a line below the first row. On a terminal
-    that is too narrow, each row is a list of its cells with their heads.
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines of equal columns, and a line below the first row. On a terminal that is too
+    narrow, each row is a list of its cells with their heads.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = _find_columns()
@@ -138,10 +138,10 @@ def format_table(rows: Sequence[Sequence[str]], *, ruled: bool = True) -> list[s
                 *(f"  {h}: {c}" for h, c in zip(heads, cells, strict=True) if c),
             )
         ]
-    rule = [["-" * width for width in widths]] if ruled else []
+    rule = ["-" * width for width in widths]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [rows[0], *rule, *rows[1:]]
+        for row in [rows[0], rule, *rows[1:]]
     ]
 
 

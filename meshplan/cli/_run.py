@@ -46,6 +46,8 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="compare gradients before each compared step",
     )
+    adds = "before the first reduction of each group, test which contract its sums match"
+    option("--probe", action="store_true", help=adds)
     refuses = "exit with 3 if replicas differ or a reduction is outside the contract"
     option("--strict", action="store_true", help=refuses)
     creates = "create all process groups with it: every reduction under the contract"
@@ -77,6 +79,7 @@ def run(given: argparse.Namespace) -> int:
             html=given.html,
             backend=given.backend,
             certify=given.certify,
+            probe=given.probe,
         )
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:

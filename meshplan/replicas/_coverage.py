@@ -449,6 +449,8 @@ def _watch(
         return reduction()
     dtype, op, report = tensors[0].dtype, _op_name(op), _report
     any_order = op in _ANY_ORDER or not (dtype.is_floating_point or dtype.is_complex)
+    if OBSERVING.before is not None and not any_order:
+        OBSERVING.before(group, tensors[0].device)
     caller = _observing.find_origin()
     if not isinstance(caller, _Caller):
         # No coverage counts, or the block has just ended.

@@ -1,8 +1,8 @@
 """A job observed from its start, without a change of its code.
 
 ``observe(settings)`` hooks torch in this process. After observed optimizer steps words of
-replicas go to rank 0, which compares them and writes the report. The job issues no collective
-for it, creates no group, and waits for no rank before its end.
+replicas go to rank 0, which compares them and writes the report. Except for the probe's, the job
+issues no collective for it, creates no group, and waits for no rank before its end.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class RunSettings(NamedTuple):
     html: str | None = None
     backend: str | None = None  # ``None`` leaves the job's own
     certify: str | None = None
+    probe: bool = False  # the same on all ranks
 
     @classmethod
     def parse(cls, text: str) -> RunSettings:

@@ -21,7 +21,11 @@ import torch
 from meshplan._bits import tensor_of
 from meshplan._message_text import format_first, format_runs
 from meshplan.errors import Divergence, Elements
-from meshplan.replicas._comparison import Difference, advise, format_elements
+from meshplan.replicas._comparison import (
+    Difference,
+    advise,
+    format_elements,
+)
 from meshplan.run._chain import Chain
 from meshplan.run._words import format_words
 
@@ -56,6 +60,7 @@ class Ledger:
         self.finals: dict[int, Message] = {}
         self.taken: dict[int, dict[str, int]] = {}
         self.sets: dict[str, _TensorSet] = {}
+        self.probes: dict[tuple[Any, ...], dict[int, Message]] = {}  # by members, and by rank
         self.chain = Chain(world_size)
         self.first: Message | None = None
         self._held = 0  # posts of steps that not all holders have posted
@@ -71,6 +76,9 @@ class Ledger:
         if "final" in message:
             self.finals[rank] = message["final"]
             self.chain.advance(self.finals.keys())
+        if "probe" in message:
+            one = message["probe"]
+            self.probes.setdefault((one["backend"], *one["ranks"]), {})[rank] = one
         taken = self.taken.setdefault(rank, {})
         taken.update(message.get("taken", {}))
         questions = []
@@ -133,7 +141,13 @@ class Ledger:
         self._answers = dict.fromkeys(ranks)
         return [(rank, self._question) for rank in ranks]
 
-    def _locate(self, name: str, one: _TensorSet, step: int, classes: list[list[int]]) -> _Search:
+    def _locate(
+        self,
+        name: str,
+        one: _TensorSet,
+        step: int,
+        classes: list[list[int]],
+    ) -> _Search:
         """Find the first tensor that differs, and its elements."""
         first = self.first = {
             "step": step,
@@ -163,7 +177,10 @@ class Ledger:
         answers = yield asked, about | {"what": "blocks"}
         differing = _find_differing([found["blocks"] for found in answers])
         blocks = differing[: max(1, VALUE_BYTES // answers[0]["block_bytes"])]
-        first |= {"of": answers[0]["numel"], "at_least": blocks != differing}
+        first |= {
+            "of": answers[0]["numel"],
+            "at_least": blocks != differing,
+        }
         answers = yield asked, about | {"what": "values", "blocks": blocks}
         pairs = zip(asked[1:], answers[1:], strict=True)
         elements = [_compare_elements(rank, blocks, answers[0], other) for rank, other in pairs]
@@ -217,7 +234,12 @@ class Ledger:
             counts = {rank: self.taken.get(rank, {}).get(name, 0) for rank in held}
             ended = set(one.ranks) <= set(self.finals)
             if one.kind == "parameter" and ended and len(set(counts.values())) > 1:
-                unequal.append({"tensors": one.tensors, "taken": group_by_value(counts)})
+                unequal.append(
+                    {
+                        "tensors": one.tensors,
+                        "taken": group_by_value(counts),
+                    }
+                )
         return {
             "taken": {str(rank): count for rank, count in taken.items()},
             "unequal": unequal,
@@ -226,17 +248,38 @@ class Ledger:
         }
 
     def describe_replicas(self) -> Message:
-        """``replicas`` of the report; ``tensors`` are those of the rank with the most."""
-        sets = self.sets.values()
-        held = dict.fromkeys(range(self.world_size), 0)
-        for one in sets:
-            for rank in one.ranks if one.kind == "parameter" else ():
-                held[rank] += one.tensors
+        """``replicas`` of the report."""
         return {
-            "tensors": max(held.values()),
-            "compared": sum(one.tensors * one.compared for one in sets),
+            "compared": sum(one.tensors * one.compared for one in self.sets.values()),
             "first_difference": self.first,
         }
+
+    def describe_probes(self) -> list[Message]:
+        """``probes`` of the report: siblings, which have one label, are one row."""
+        siblings: dict[tuple[Any, ...], list[list[Message]]] = {}
+        for (backend, *ranks), found in self.probes.items():
+            if found.keys() == set(ranks):
+                key = found[ranks[0]]["group"], len(ranks), backend
+                siblings.setdefault(key, []).append([found[rank] for rank in ranks])
+        rows = []
+        for (group, size, backend), groups in siblings.items():
+            words = [{one["words"] for one in members} for members in groups]
+            agree = len(set.union(*words)) == 1
+            changes = [one["size_changes_bits"] for members in groups for one in members]
+            rows.append(
+                {
+                    "group": group,
+                    "group_size": size,
+                    "backend": backend,
+                    "groups": len(groups),
+                    # The first member looks for them. Other bits are those of another contract.
+                    "contracts": groups[0][0]["contracts"] if agree else [],
+                    "size_changes_bits": any(changes),
+                    "members_agree": all(len(one) == 1 for one in words),
+                    "siblings_agree": agree,
+                }
+            )
+        return rows
 
     def find_unposted(self) -> list[str]:
         """Sets that were never compared, because their holders have other lists of tensors."""

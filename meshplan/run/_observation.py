@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshplan._observing import OBSERVING
 from meshplan._torch import default_store
 from meshplan._uncompiled import never_compiled
 from meshplan.replicas._coverage import coverage
@@ -42,6 +43,7 @@ from meshplan.run._holders import (
     remember_modules_and_meshes,
 )
 from meshplan.run._ledger import KINDS
+from meshplan.run._probe import Probe
 from meshplan.run._report import build, read_settings, write_file
 from meshplan.run._shares import Item, Shares
 from meshplan.run._signals import is_of_handler
@@ -70,6 +72,7 @@ class Observation:
         self._certificate = CertificateFile(certify) if certify is not None else None
         self._offsets: dict[int, int] = {}  # by unit: steps before this process
         self._exchange: Exchange | None = None
+        self._probe = Probe(self._note)
         self._backend, self.rank = "", 0
         # A unit is the number of an optimizer, whose parameters step together.
         self._by_optimizer: Any = weakref.WeakKeyDictionary()
@@ -92,10 +95,12 @@ class Observation:
                 return
             self._starting = True
             try:
+                # A rank that fails below issues the probe's sums too.
+                if self._coverage.open_step is None:
+                    self._coverage.start().open_step = self._reductions
                 self._start()
             finally:
                 self._starting = False
-        self._coverage.start().open_step = self._reductions
 
     def _start(self) -> None:
         self._backend, self.rank = dist.get_backend(), dist.get_rank()
@@ -145,6 +150,7 @@ class Observation:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and look at what it wrote."""
+        assert self._exchange is not None
         nested = _is_nested(sys._getframe())
         if nested:
             self._nested.add(optimizer)
@@ -152,6 +158,7 @@ class Observation:
             return
         unit = self._unit_of(optimizer)
         self._steps[unit] += 1
+        self._probe.collect(self._exchange.post)
         if unit == 0:
             self._step_times[1:] = [time.monotonic()]
         self._look(optimizer, 0, ("parameter", "optimizer state", "buffer"))
@@ -260,7 +267,10 @@ class Observation:
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None
-        times, steps = self._step_times, self._steps[0] - 1 if self._steps else 0
+        times, steps = (
+            self._step_times,
+            self._steps[0] - 1 if self._steps else 0,
+        )
         own = {
             "backend": self._backend,
             "rows": self._list_reductions(),
@@ -271,6 +281,7 @@ class Observation:
         with self._exchange.lock:
             ledger = self._exchange.ledger
             report, self.judged = build(ledger, own, state, error)
+            report["steps"]["every"] = self.settings.every
             if self.settings.certify is not None:
                 chain = ledger.chain.describe()
                 report["certificate"] = {"file": self.settings.certify} | chain
@@ -292,6 +303,7 @@ class Observation:
         assert self._exchange is not None
         if not self._steps:
             self._note("no optimizer step was seen (compiled steps are not)")
+        self._probe.finish(self._exchange.post, _FAILED_SECONDS)
         # What one rank cannot describe does not cost the verdict.
         final = {"notes": self.notes, "rows": self._list_reductions()}
         taken = {str(unit): count for unit, count in enumerate(self._steps)}
@@ -336,6 +348,8 @@ def observe(settings: RunSettings) -> Observation:
 
         return observe_step
 
+    if settings.probe:
+        OBSERVING.before = one._probe.begin
     if settings.gradients:  # also in the certificate
         register_optimizer_step_pre_hook(hook(Observation.before_step))
     register_optimizer_step_post_hook(hook(Observation.after_step))

@@ -96,6 +96,7 @@ def build(
         "not_observed": notes,
         "meshes": meshes,
         "reductions": ran,
+        "probes": ledger.describe_probes(),
         "steps": ledger.describe_steps(),
         "replicas": ledger.describe_replicas(),
         "hazards": hazards,
@@ -120,7 +121,9 @@ def _key(row: dict[str, Any]) -> str:
     return repr([value for name, value in row.items() if name not in ("calls", "elements")])
 
 
-def _find_differing(hellos: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
+def _find_differing(
+    hellos: Mapping[int, Any],
+) -> dict[str, dict[str, list[int]]]:
     """Setting -> value -> ranks."""
     settings = {rank: hello["settings"] for rank, hello in hellos.items()}
     found = {

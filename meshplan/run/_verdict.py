@@ -29,7 +29,7 @@ from meshplan.run._report import write_file
 MOST_LINES = 20
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
 # Each line has an indent.
-_MOST = {"rows": 3, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}
+_MOST = {"rows": 2, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}
 _MOST_ROWS = 200  # of the page
 
 Report = Mapping[str, Any]
@@ -55,7 +55,11 @@ _CAUSES = {
 
 def format_verdict(report: Report, saved: str | None = None) -> str:
     """The verdict in at most ``MOST_LINES`` lines; ``saved`` is the name of the report's file."""
-    lines = [format_head(report), *_describe_job(report), *_list_findings(report)]
+    lines = [
+        format_head(report),
+        *_describe_job(report),
+        *_list_findings(report),
+    ]
     lines += [f"fix: {fix}" for fix in islice(_list_fixes(report), _MOST["fixes"])]
     lines += _describe_certificate(report.get("certificate"))
     lines += [f"report: {saved}"] if saved else []
@@ -111,10 +115,10 @@ def _list_findings(report: Report) -> Iterator[str]:
     if outside:
         yield f"outside the contract: {_count(len(outside), 'call site')}"
         yield from map(_describe_reduction, outside[: _MOST["rows"]])
-        if len(outside) > _MOST["rows"]:
-            yield f"  and {len(outside) - _MOST['rows']} more"
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
+    if probes := sorted(report.get("probes", ()), key=lambda row: len(row["contracts"])):
+        yield f"probe: {'; '.join(map(_describe_probe, probes))}"
     # Warnings are about time, and in the report.
     hazards = [one for one in report["hazards"] if one["severity"] == "error"]
     for one in hazards[: _MOST["hazards"]]:
@@ -146,8 +150,10 @@ def _describe_steps(steps: Report) -> str:
         return "no optimizer step was seen"
     most_first = {number: ranks[number] for number in sorted(ranks, key=int, reverse=True)}
     taken = _list_values(most_first) if len(ranks) > 1 else f"{min(ranks)} on each rank"
+    rest = steps.get("every", 1) > 1 and steps["not_compared"] > 0
+    more = " (pass --every 1 to compare more)" * rest
     unequal = ", though these hold the same parameters" if steps.get("unequal") else ""
-    return f"{taken}{unequal}; {steps['compared']} compared, {steps['not_compared']} not"
+    return f"{taken}{unequal}; {steps['compared']} compared, {steps['not_compared']} not{more}"
 
 
 def _list_values(values: Mapping[str, list[int]]) -> str:
@@ -156,8 +162,25 @@ def _list_values(values: Mapping[str, list[int]]) -> str:
 
 def _describe_reduction(row: Report) -> str:
     what = f"{row['call']} {row['op']} of {row['dtype']} over {row['group'] or 'a group'}"
-    ranks, calls = _count(row["group_size"], "rank"), _count(row["calls"], "call")
+    ranks, calls = (
+        _count(row["group_size"], "rank"),
+        _count(row["calls"], "call"),
+    )
     return f"  {what} ({ranks}): {calls}, {row['site']}"
+
+
+def _describe_probe(row: Report) -> str:
+    first, *others = row["contracts"] or ["no contract"]
+    parts = [f"{first} and {len(others)} more" if others else first]
+    parts += ["size changes bits"] * row["size_changes_bits"]
+    parts += ["members differ"] * (not row["members_agree"])
+    if row["groups"] > 1:
+        parts.append(f"siblings {'agree' if row['siblings_agree'] else 'differ'}")
+    groups, ranks = (
+        _count(row["groups"], "group"),
+        _count(row["group_size"], "rank"),
+    )
+    return f"{row['group']} ({groups} of {ranks}): {', '.join(parts)}"
 
 
 def _list_fixes(report: Report) -> Iterator[str]:
@@ -221,9 +244,15 @@ def write_verdict(
         parts.append(f"<h2>Meshes</h2>\n<figure>\n{picture}</figure>\n")
     unseen = "".join(f"<li>{quote(one)}</li>\n" for one in report["not_observed"])
     for title, body in (
-        ("First difference of replicas", _describe_ranks(report["replicas"])),
+        (
+            "First difference of replicas",
+            _describe_ranks(report["replicas"]),
+        ),
         ("Hazards", "".join(write_findings(findings))),
-        ("Reductions by call site", _tabulate_reductions(report["reductions"])),
+        (
+            "Reductions by call site",
+            _tabulate_reductions(report["reductions"]),
+        ),
         ("Settings", _tabulate_settings(report)),
         ("Not observed", unseen and f"<ul>\n{unseen}</ul>"),
     ):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshplan import _require_torch as _require_torch
 from meshplan._lazy_imports import make_lazy
+from meshplan.replicas._inputs import order_sensitive as order_sensitive
 from meshplan.testing._bitwise import (
     assert_bitwise_equal as assert_bitwise_equal,
 )
@@ -17,7 +18,6 @@ from meshplan.testing._bitwise import first_difference as first_difference
 from meshplan.testing._bitwise import (
     replica_fingerprints as replica_fingerprints,
 )
-from meshplan.testing._inputs import order_sensitive as order_sensitive
 from meshplan.testing._reference import reference_reduce as reference_reduce
 from meshplan.testing._reference import (
     reference_reduce_tensors as reference_reduce_tensors,
