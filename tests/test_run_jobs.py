@@ -77,7 +77,7 @@ def agrees(run: Run) -> str:
 def test_observed_job_is_unchanged(tmp_path: Path, job: str) -> None:
     ranks, head = CASES[job]
     alone = torchrun(tmp_path, job, ranks)
-    observed = torchrun(tmp_path, job, ranks, "--every", "2")
+    observed = torchrun(tmp_path, job, ranks, "--every", "2", "--probe")
     assert alone.status == 0, alone.errors
     assert len(alone.printed) == ranks
     assert (observed.status, observed.printed) == (alone.status, alone.printed), observed.errors

@@ -186,7 +186,7 @@ class VerdictTest(expecttest.TestCase):
     def test_rank_that_skipped_a_step(self) -> None:
         unequal = [{"tensors": 2, "taken": {"20": [0, 2, 3], "19": [1]}}]
         steps = {"taken": {"0": 20, "1": 19, "2": 20, "3": 20}, "unequal": unequal}
-        found = report(DIFFERENCE, steps=steps | {"compared": 19, "not_compared": 1, "every": 1})
+        found = report(DIFFERENCE, steps=steps | {"compared": 19, "not_compared": 1})
         self.assertExpectedInline(
             format_verdict(found),
             """\
@@ -203,12 +203,7 @@ class VerdictTest(expecttest.TestCase):
         )
 
     def test_stages_with_different_steps(self) -> None:
-        steps = {
-            "taken": {"0": 20, "1": 20, "2": 20, "3": 19},
-            "compared": 19,
-            "not_compared": 1,
-            "every": 1,
-        }
+        steps = {"taken": {"0": 20, "1": 20, "2": 20, "3": 19}, "compared": 19, "not_compared": 1}
         differing = {
             "threads": {"1": [0, 1], "2": [2, 3]},
             "allow_tf32": {"True": [0], "False": [1, 2, 3]},
@@ -229,7 +224,7 @@ class VerdictTest(expecttest.TestCase):
     def test_failed_job_in_which_nothing_was_compared(self) -> None:
         found = report(state="failed", error="ValueError: a\nb", reductions=[], meshes=[])
         found["replicas"] = {"compared": 0, "first_difference": None}
-        found["steps"] = {"taken": {}, "compared": 0, "not_compared": 0, "every": 1}
+        found["steps"] = {"taken": {}, "compared": 0, "not_compared": 0}
         self.assertExpectedInline(
             format_verdict(found),
             """\

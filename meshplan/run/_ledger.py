@@ -78,7 +78,9 @@ class Ledger:
             self.chain.advance(self.finals.keys())
         if "probe" in message:
             one = message["probe"]
-            self.probes.setdefault((one["backend"], *one["ranks"]), {})[rank] = one
+            # Several groups may have the same ranks.
+            key = one["name"], one["backend"], *one["ranks"]
+            self.probes.setdefault(key, {})[rank] = one
         taken = self.taken.setdefault(rank, {})
         taken.update(message.get("taken", {}))
         questions = []
@@ -247,17 +249,10 @@ class Ledger:
             "not_compared": max(0, max(taken.values(), default=0) - compared),
         }
 
-    def describe_replicas(self) -> Message:
-        """``replicas`` of the report."""
-        return {
-            "compared": sum(one.tensors * one.compared for one in self.sets.values()),
-            "first_difference": self.first,
-        }
-
     def describe_probes(self) -> list[Message]:
         """``probes`` of the report: siblings, which have one label, are one row."""
         siblings: dict[tuple[Any, ...], list[list[Message]]] = {}
-        for (backend, *ranks), found in self.probes.items():
+        for (_, backend, *ranks), found in self.probes.items():
             if found.keys() == set(ranks):
                 key = found[ranks[0]]["group"], len(ranks), backend
                 siblings.setdefault(key, []).append([found[rank] for rank in ranks])

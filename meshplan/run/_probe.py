@@ -72,8 +72,8 @@ class Probe:
             leaves = [make_leaf(dtype, group.rank(), group.size()) for dtype in DTYPES]
             sums = [one.repeat(n).to(device) for one, n in product(leaves, REPEATS)]
             calls = [partial(group.allreduce, [one], options) for one in sums]
-            # An unsupported dtype raises on all members. If a group has failed, the reduction of
-            # the job raises too.
+            # Members wait for a rank that stops above: its reduction fails. An unsupported dtype
+            # raises on all of them here, and after a failure of the group its reduction does.
             try:
                 works = [within("counted", one) for one in calls]
             except Exception as error:
@@ -81,7 +81,8 @@ class Probe:
                     raise
                 self._note_failure(ranks, error)
                 return
-        make = partial(describe, group.rank(), group.name(), ranks, sums)
+        about = group.rank(), group.group_name, group.name()
+        make = partial(describe, *about, ranks, sums)
         self._pending.append((ranks, works, make))
 
     def _note_failure(self, ranks: tuple[int, ...], why: object) -> None:
@@ -121,16 +122,18 @@ def _is_probed(group: Any, device: torch.device) -> bool:
         return False
     try:
         dist.get_process_group_ranks(group)
-    except (
-        KeyError,
-        ValueError,
-        RuntimeError,
-    ):  # torch does not know it
+    except Exception:  # torch does not know it
         return False
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def describe(place: int, backend: str, ranks: tuple[int, ...], sums: list[Tensor]) -> Message:
+def describe(
+    place: int,
+    name: str,
+    backend: str,
+    ranks: tuple[int, ...],
+    sums: list[Tensor],
+) -> Message:
     """A message on the sums of a group, in which this rank is at ``place``."""
     rows = [one.cpu().view(-1, PATTERN) for one in sums]
     columns = [torch.cat(one) for one in zip(*[iter(rows)] * len(REPEATS), strict=True)]
@@ -141,6 +144,7 @@ def describe(place: int, backend: str, ranks: tuple[int, ...], sums: list[Tensor
     contracts = find_contracts(firsts, len(ranks)) if not (place or changes) else []
     return {
         "probe": {
+            "name": name,
             "ranks": ranks,
             "group": label or format_ranks(ranks),
             "backend": backend,

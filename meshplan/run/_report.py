@@ -98,7 +98,10 @@ def build(
         "reductions": ran,
         "probes": ledger.describe_probes(),
         "steps": ledger.describe_steps(),
-        "replicas": ledger.describe_replicas(),
+        "replicas": {
+            "compared": sum(one.tensors * one.compared for one in ledger.sets.values()),
+            "first_difference": ledger.first,
+        },
         "hazards": hazards,
         "settings": read_settings(),
         "settings_that_differ": _find_differing(ledger.hellos),
@@ -121,9 +124,7 @@ def _key(row: dict[str, Any]) -> str:
     return repr([value for name, value in row.items() if name not in ("calls", "elements")])
 
 
-def _find_differing(
-    hellos: Mapping[int, Any],
-) -> dict[str, dict[str, list[int]]]:
+def _find_differing(hellos: Mapping[int, Any]) -> dict[str, dict[str, list[int]]]:
     """Setting -> value -> ranks."""
     settings = {rank: hello["settings"] for rank, hello in hellos.items()}
     found = {

@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def first(self) -> Any:
-        return self.ledger.describe_replicas()["first_difference"]
+        return self.ledger.first
 
 
 def values(seed: int = 0) -> dict[str, Tensor]:

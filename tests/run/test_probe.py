@@ -38,42 +38,32 @@ def add(contracts: Sequence[Contract], members: int, last: Contract | None = Non
     return sums
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "v1/tree/wide/once",
-        "v1/tree/wide/node",
-        "v1/tree/float64/once",
-        "v1/rank/wide/once",
-        "v1/rank/wide/node",
-        "v1/exact/wide/once",
-    ],
+NAMES = (
+    "tree/wide/once tree/wide/node tree/float64/once rank/wide/once rank/wide/node exact/wide/once"
 )
+
+
+@pytest.mark.parametrize("name", [f"v1/{one}" for one in NAMES.split()])
 def test_contract_is_told_from_the_others(name: str) -> None:
     contract = Contract.of_id(name)
-    found = describe(0, "gloo", tuple(range(5)), add([contract] * 2, 5))["probe"]
+    found = describe(0, "1", "gloo", tuple(range(5)), add([contract] * 2, 5))["probe"]
     # To round each sum of float64 to float32 is to add in float32.
     assert found["contracts"] in ([name], [name, name.replace("wide", "float64")])
     assert not found["size_changes_bits"]
 
 
-def test_order_of_one_size_is_no_contract() -> None:
+def test_one_contract_matches_all_sizes_and_dtypes() -> None:
     tree, rank = Contract(), Contract("rank")
-    found = describe(0, "gloo", tuple(range(5)), add([tree, tree], 5, last=rank))["probe"]
-    assert found["size_changes_bits"]
-    assert found["contracts"] == []
-
-
-def test_each_dtype_has_to_match() -> None:
-    found = describe(0, "gloo", tuple(range(5)), add([Contract(), Contract("rank")], 5))["probe"]
-    assert found["contracts"] == []
-    assert not found["size_changes_bits"]
+    sizes = describe(0, "1", "gloo", tuple(range(5)), add([tree, tree], 5, last=rank))["probe"]
+    dtypes = describe(0, "1", "gloo", tuple(range(5)), add([tree, rank], 5))["probe"]
+    assert (sizes["size_changes_bits"], dtypes["size_changes_bits"]) == (True, False)
+    assert sizes["contracts"] == dtypes["contracts"] == []
 
 
 def post(ledger: Ledger, ranks: tuple[int, ...], contract: str, label: str = "fsdp") -> None:
     sums = add([Contract(contract)] * 2, len(ranks))
     for place, rank in enumerate(ranks):
-        message = describe(place, "nccl", ranks, sums)
+        message = describe(place, "1", "nccl", ranks, sums)
         message["probe"]["group"] = label
         ledger.add(rank, message)
 
@@ -97,9 +87,9 @@ def test_group_is_reported_once_all_members_have_posted() -> None:
     ledger, ranks = Ledger(4), (0, 1, 2, 3)
     sums = [add([Contract(order)] * 2, 4) for order in ("tree", "tree", "tree", "rank")]
     for place in ranks[:3]:
-        ledger.add(place, describe(place, "nccl", ranks, sums[place]))
+        ledger.add(place, describe(place, "1", "nccl", ranks, sums[place]))
     assert ledger.describe_probes() == []
-    ledger.add(3, describe(3, "nccl", ranks, sums[3]))
+    ledger.add(3, describe(3, "1", "nccl", ranks, sums[3]))
     (found,) = ledger.describe_probes()
     assert not found["members_agree"]
 
@@ -171,7 +161,7 @@ def test_groups_may_begin_in_another_order_on_each_rank() -> None:
 
     results, report = observe_ranks(job, 2, "probe", collective_timeout=10)
     assert results == [([float(torch.tensor(0.1) + torch.tensor(1.1))] * 3, True)] * 2
-    assert [row["group"] for row in report["probes"]] == ["ranks 0-1"]
+    assert [(row["group"], row["groups"]) for row in report["probes"]] == [("ranks 0-1", 3)]
 
 
 @pytest.mark.processes
