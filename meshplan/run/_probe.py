@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshplan._inputs import order_sensitive
 from meshplan._observing import within
 from meshplan._torch import disable_current_modes
 from meshplan._uncompiled import never_compiled
@@ -28,7 +29,6 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import ContractError
 from meshplan.kernel import integers
 from meshplan.orders import ORDERS
-from meshplan.replicas._inputs import order_sensitive
 from meshplan.replicas._verify import digest
 from meshplan.run._holders import find_layouts, name_groups
 from meshplan.run._ledger import Message, format_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshplan import _require_torch as _require_torch
+from meshplan._inputs import order_sensitive as order_sensitive
 from meshplan._lazy_imports import make_lazy
-from meshplan.replicas._inputs import order_sensitive as order_sensitive
 from meshplan.testing._bitwise import (
     assert_bitwise_equal as assert_bitwise_equal,
 )
