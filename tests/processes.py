@@ -26,8 +26,8 @@ import torch.distributed as dist
 import meshplan
 
 _FORK = multiprocessing.get_context("fork")
-# Seconds for gloo to connect the ranks, and how often it may try: once in some ten thousand times
-# one of its constructors does not return.
+# Seconds for gloo to connect the ranks, and how often it may try: its constructors have a share of
+# the machine's time, and the group's timeout may be short.
 BRING_UP = 100.0
 ATTEMPTS = 3
 
@@ -73,11 +73,10 @@ def run_ranks(
 ) -> list[Any]:
     """``[function(rank) for rank in range(world_size)]``, each call in its own process.
 
-    The default group is initialised before and destroyed after (unless ``init`` is false; the
-    environment then holds what ``init_method="env://"`` needs with a file store at
-    ``MESHPLAN_TEST_STORE``). No rank leaves its groups before each of them has returned: a peer may
-    still be connecting to it. A rank that raises, dies or does not finish within ``timeout``
-    seconds fails the call, with all tracebacks; no process is left behind.
+    The default group is initialised before and destroyed after, unless ``init`` is false; there may
+    be a file store at ``MESHPLAN_TEST_STORE``. No rank leaves its groups before each of them has
+    returned: a peer may still be connecting to it. A rank that raises, dies or does not finish
+    within ``timeout`` seconds fails the call, with all tracebacks; no process is left behind.
     """
     with forked_ranks(function, world_size, backend if init else None, collective_timeout) as ranks:
         return _collect(*ranks, timeout)
@@ -129,6 +128,7 @@ def _fork(
 ) -> Ranks:
     pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     end, stay = _FORK.Pipe(duplex=False)
+    all_forked, fork_more = _FORK.Pipe(duplex=False)
     processes = [
         _FORK.Process(
             target=child,
@@ -142,15 +142,16 @@ def _fork(
                 sender,
                 end,
                 stay,
+                all_forked,
+                fork_more,
             ),
         )
         for rank, (_, sender) in enumerate(pipes)
     ]
     for process in processes:
         process.start()
-    for _, sender in pipes:
-        sender.close()
-    end.close()
+    for connection in (*(sender for _, sender in pipes), end, all_forked, fork_more):
+        connection.close()
     return processes, [receiver for receiver, _ in pipes], stay, store
 
 
@@ -257,8 +258,11 @@ def child(
     sender: Connection,
     end: Connection,
     stay: Connection,
+    all_forked: Connection,
+    fork_more: Connection,
 ) -> None:
     stay.close()
+    fork_more.close()
     stacks = open(f"{store}.stacks.{os.getpid()}", "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
@@ -277,6 +281,9 @@ def child(
     os.environ["MESHPLAN_TEST_STORE"] = store
     # Without it gloo resolves the machine's name, which may be a question to a name server.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # What serves a store in the parent names each rank that connects, under a lock of the C library.
+    # In a rank that is forked meanwhile the copy of that lock stays locked, and it waits forever.
+    all_forked.poll(None)
     try:
         if backend is not None:
             dist.init_process_group(
