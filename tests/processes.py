@@ -19,6 +19,7 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ import torch.distributed as dist
 import meshplan
 
 _FORK = multiprocessing.get_context("fork")
-# Seconds for gloo to connect the ranks, and how often it may try: its constructors have a share of
-# the machine's time, and the group's timeout may be short.
+# Seconds for gloo to connect the ranks, whatever timeout the group has afterwards, and how often it
+# may try.
 BRING_UP = 100.0
 ATTEMPTS = 3
+# Its name since torch 2.15.
+set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
 
 @cache
@@ -102,7 +105,8 @@ def forked_ranks(
     """
     load_what_ranks_load()
     late: list[str] = []
-    for _ in range(ATTEMPTS):
+    # Nothing of meshplan runs before a group of gloo is there: no hang of ours is tried again.
+    for _ in range(ATTEMPTS if backend == "gloo" else 1):
         with tempfile.TemporaryDirectory() as folder:
             ranks = _fork(function, world_size, backend, collective_timeout, f"{folder}/store")
             try:
@@ -114,7 +118,6 @@ def forked_ranks(
                 for process in ranks[0]:
                     process.kill()
                     process.join()
-        # Nothing of meshplan runs before a group is there.
         sys.stderr.write("\n".join(["not connected:", *late, ""]))
     raise AssertionError("\n".join(late))
 
@@ -228,6 +231,34 @@ def wait_for(name: str, ranks: int, seconds: float = 200.0) -> None:
         time.sleep(0.02)
 
 
+def shorten(seconds: float) -> None:
+    """Set the timeout of the groups that this rank has: first uses are bounded by a longer one."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def patience(ranks: int) -> Iterator[None]:
+    """No time passes in votes and roll calls before ``ranks`` ranks wait in one.
+
+    So none of them is late, however busy the machine is. Once in a job.
+    """
+    # The tests on a GPU import this module where what it needs may be missing.
+    votes = importlib.import_module("meshplan.flatten._agree")
+    first, folder = time.monotonic(), Path(os.environ["MESHPLAN_TEST_STORE"]).parent
+
+    def monotonic() -> float:
+        return first if len(list(folder.glob("asleep.*"))) < ranks else time.monotonic()
+
+    def sleep(seconds: float) -> None:
+        arrive("asleep")
+        time.sleep(seconds)
+
+    clock = mock.Mock(wraps=time, monotonic=monotonic, sleep=sleep)
+    with mock.patch.object(votes, "time", clock):
+        yield
+
+
 def open_links() -> list[str]:
     """What the descriptors of this process lead to; threads may close some meanwhile."""
     links = []
@@ -291,11 +322,13 @@ def child(
                 rank=rank,
                 world_size=world_size,
                 init_method=f"file://{store}",
-                timeout=timedelta(seconds=collective_timeout),
+                timeout=timedelta(seconds=max(collective_timeout, BRING_UP)),
             )
             # gloo lets a rank go on before its peers have connected to it; were it to finish
             # first, their connecting would fail.
             dist.barrier()
+            if collective_timeout < BRING_UP:
+                shorten(collective_timeout)
             sender.send(("ready", None))
         value = function(rank)
         sender.send(("returned", value))

@@ -6,8 +6,13 @@ import time
 from multiprocessing.context import ForkProcess
 
 import pytest
+from torch.distributed import distributed_c10d as c10d
 
-from tests.processes import run_ranks
+from meshplan.flatten._agree import vote
+from meshplan.record import Record
+from tests.processes import patience, run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def test_no_rank_begins_before_all_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +27,15 @@ def test_no_rank_begins_before_all_are_forked(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ForkProcess, "start", start_late)
     assert min(run_ranks(lambda _: time.monotonic(), 3, init=False)) > forked[-1]
+
+
+def test_no_rank_that_comes_is_late_for_a_vote() -> None:
+    def ranks(rank: int) -> tuple[int, ...]:
+        if rank == 2:
+            return (2,)
+        store, token = c10d._get_default_store(), Record.of(vote="same")
+        with patience(2):
+            time.sleep(rank)
+            return vote(store, "a", ranks=range(3), rank=rank, token=token, timeout=0.1).missing
+
+    assert run_ranks(ranks, 3) == [(2,)] * 3

@@ -23,7 +23,7 @@ from meshplan.errors import (
 from meshplan.replicas import ReplicaCheck, ReplicaReport, _comparison, verify_replicas
 from meshplan.replicas._tensors import TensorSource
 from meshplan.testing import order_sensitive
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, patience, run_ranks, shorten, wait_for
 from tests.traffic import Sent
 
 pytestmark = pytest.mark.processes
@@ -320,8 +320,10 @@ replicas that drift apart are reduced in different orders: use meshplan.install(
             mesh = DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("a",))
             first = ""
             if rank != 1:
-                with pytest.raises(GroupAgreementError) as caught:
+                shorten(1.0)
+                with patience(2), pytest.raises(GroupAgreementError) as caught:
                     verify_replicas(torch.ones(1), mesh)
+                shorten(200.0)
                 assert caught.value.missing == (1,)
                 first = str(caught.value)
             synchronise("first")
@@ -330,16 +332,17 @@ replicas that drift apart are reduced in different orders: use meshplan.install(
                     verify_replicas(torch.ones(1), mesh)
             assert verify_replicas(torch.ones(1), mesh) is not None
             if rank != 1:
+                shorten(3.0)
                 with pytest.raises(CollectiveError, match="rank 1 did not report it too"):
                     verify_replicas(torch.ones(1), mesh)
             synchronise("second")
             return first
 
-        found = run_ranks(ranks, 3, collective_timeout=3.0)
+        found = run_ranks(ranks, 3)
         assert found[0] == found[2]
         self.assertExpectedInline(
             found[0],
-            """MP501: replicas could not be compared: rank 1 did not come within 3 s to the first reduction over ranks 2, 0, 1, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: replicas could not be compared: rank 1 did not come within 1 s to the first reduction over ranks 2, 0, 1, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 

@@ -17,7 +17,7 @@ from meshplan.flatten._agree import Signatures
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, patience, run_ranks, shorten, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -64,16 +64,17 @@ MP703: rank 1 came to a reduction over ranks 0, 1, 2 with tensor float64[4], cal
                 if rank == 2:
                     wait_for("the error", 2)
                     return ""
-                with pytest.raises(GroupAgreementError) as caught:
+                shorten(1.0)
+                with patience(2), pytest.raises(GroupAgreementError) as caught:
                     d.full_tensor()
             arrive("the error")
             return str(caught.value)
 
-        found = run_ranks(ranks, 3, collective_timeout=3.0)
+        found = run_ranks(ranks, 3)
         assert found[0] == found[1]
         self.assertExpectedInline(
             found[0],
-            """MP501: rank 2 did not come within 3 s to a reduction over ranks 0, 1, 2, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: rank 2 did not come within 1 s to a reduction over ranks 0, 1, 2, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 
