@@ -239,7 +239,7 @@ def shorten(seconds: float) -> None:
 
 @contextmanager
 def patience(ranks: int) -> Iterator[None]:
-    """No time passes in votes and roll calls before ``ranks`` ranks wait in one.
+    """No time passes in votes and roll calls before ``ranks`` ranks wait in one or leave this block.
 
     So none of them is late, however busy the machine is. Once in a job.
     """
@@ -256,7 +256,10 @@ def patience(ranks: int) -> Iterator[None]:
 
     clock = mock.Mock(wraps=time, monotonic=monotonic, sleep=sleep)
     with mock.patch.object(votes, "time", clock):
-        yield
+        try:
+            yield
+        finally:
+            arrive("asleep")
 
 
 def open_links() -> list[str]:

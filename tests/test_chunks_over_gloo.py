@@ -27,7 +27,7 @@ from meshplan.topology import Topology
 from tests.clock import clock
 from tests.faults.jobs import attempt, die, run_job
 from tests.marks import full
-from tests.processes import run_ranks
+from tests.processes import patience, run_ranks, shorten
 from tests.test_collectives import groups_of, run, shard, step
 from tests.traffic import count_sent
 
@@ -252,9 +252,11 @@ def test_death_in_a_later_chunk_is_an_error_on_every_rank(
 
         if rank == 1:
             _hierarchical.finish_partials = third  # type: ignore[assignment]
-        return attempt(lambda: run(torch.ones(100_000), wanted, groups))
+        shorten(6.0)
+        with patience(3):
+            return attempt(lambda: run(torch.ones(100_000), wanted, groups))
 
-    outcomes = run_job(ranks, 4, collective_timeout=6.0)
+    outcomes = run_job(ranks, 4)
     assert outcomes[1].exit_code == -9
     for outcome in (outcomes[0], *outcomes[2:]):
         assert not outcome.failure, outcome.failure

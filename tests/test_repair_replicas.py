@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 from meshplan._bits import bytes_of
 from meshplan.errors import CollectiveError, MeshplanError
-from meshplan.replicas import ReplicaRepair
-from meshplan.replicas._comparison import ReplicaChannel
+from meshplan.replicas import ReplicaRepair, _comparison
+from meshplan.replicas._comparison import Difference
 from meshplan.replicas._tensors import named_tensors
-from tests.processes import run_ranks
+from tests.processes import arrive, patience, run_ranks, shorten, wait_for
 
 pytestmark = pytest.mark.processes
 SPECIAL = (float("nan"), -0.0, float("inf"), 1e-42)
@@ -268,8 +267,17 @@ def leave_before_copying(rank: int) -> str:
     model = Model()
     flip(model.weight) if rank == 2 else None
     optimizer = torch.optim.SGD(model.parameters())
-    leaves = mock.patch.object(ReplicaChannel, "send", side_effect=KeyError) if rank == 0 else None
-    with leaves or nullcontext():
+
+    def difference() -> Difference:
+        if rank == 0:
+            dist.destroy_process_group()
+            arrive("left")
+            raise KeyError
+        wait_for("left", 1)
+        shorten(1.0)
+        return Difference()
+
+    with patience(2), mock.patch.object(_comparison, "Difference", difference):
         try:
             meshplan.repair_replicas(model, optimizer)
         except KeyError:
@@ -281,5 +289,5 @@ def leave_before_copying(rank: int) -> str:
 
 @pytest.mark.full
 def test_ranks_that_left_before_their_copies_are_reported() -> None:
-    found = run_ranks(leave_before_copying, 3, collective_timeout=3.0)
+    found = run_ranks(leave_before_copying, 3)
     assert found == ["left", "MP504 (0,)", "MP504 (0,)"]

@@ -122,7 +122,7 @@ def end() -> None:
     dist.destroy_process_group()
 
 
-def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 60.0) -> int:
+def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 200.0) -> int:
     """A new default group of those of ``ranks``, in that order; this process's rank in it."""
     folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
     dist.init_process_group(
@@ -136,7 +136,7 @@ def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 60.0
     return dist.get_rank()
 
 
-def join_over_tcp(rank: int, world_size: int, *, timeout: float = 60.0) -> list[dist.TCPStore]:
+def join_over_tcp(rank: int, world_size: int, *, timeout: float = 200.0) -> list[dist.TCPStore]:
     """The default group of all processes over a TCP store that rank 0 serves while it is held."""
     port = Path(os.environ["MESHPLAN_TEST_STORE"]).with_name("port")
     held = []

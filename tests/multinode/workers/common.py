@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import meshplan
 from meshplan.testing import order_sensitive
+from tests.processes import BRING_UP, shorten
 
 FOLDER = Path(os.environ["MESHPLAN_TEST_FOLDER"])
 RANK = int(os.environ["RANK"])
@@ -43,9 +44,10 @@ def wait_for_message(what: str, seconds: float) -> None:
 def start(seconds: float = 60.0) -> None:
     """The default group, over gloo."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=max(seconds, BRING_UP)))
     # gloo lets a rank continue before its peers have connected to it.
     dist.barrier()
+    shorten(seconds)
 
 
 def run(function: Callable[[], Any]) -> None:
