@@ -32,6 +32,7 @@ import meshplan.dtensor
 from meshplan.contract import Contract, Op
 from meshplan.testing import bits, reference_reduce
 from meshplan.topology import Topology
+from tests.processes import set_timeout
 
 DOORS = ("seam", "functions", "backend")
 # Seconds that no wait of a passing test takes.
@@ -40,7 +41,6 @@ LONG = 200.0
 PER_GROUP, PER_CALL = 100_000, 1_000
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
-_set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)
 
 
 def call_values(
@@ -127,7 +127,7 @@ class Door:
             mesh = init_device_mesh("cpu", (group.size(),))
             # torch gives groups of meshes half an hour.
             group = mesh.get_group(0)
-        _set_timeout(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
         return Member(0, group, mesh)
 
     def open_another(
@@ -154,7 +154,7 @@ class Door:
         if self.name == "seam":
             self._install(seconds)
         for member in members:
-            _set_timeout(timedelta(seconds=seconds), member.group)
+            set_timeout(timedelta(seconds=seconds), member.group)
 
     def _install(self, seconds: float, contract: Contract | None = None) -> None:
         self._seconds = seconds

@@ -9,11 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import meshplan
 from tests.marks import full
-from tests.processes import arrive, run_ranks, wait_for
+from tests.processes import arrive, run_ranks, shorten, wait_for
 
 pytestmark = pytest.mark.processes
 BAND, SUM = dist.ReduceOp.BAND, dist.ReduceOp.SUM
@@ -91,7 +90,7 @@ def test_failed_inner_reduction_stops_the_group(how: str, late: int) -> None:
 
     def ranks(rank: int) -> tuple[list[str], list[str]]:
         dist.all_reduce(torch.ones(3))
-        _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+        shorten(2.0)
         if rank == late:
             wait_for("failed", 2)
         first = fail(how)

@@ -28,6 +28,7 @@ from tests.processes import forked_ranks, nothing_stays_in_shared_memory, open_l
 
 # Seconds: a job that waited so long would not end in time. It is the bound of what must not wait.
 NEVER = 3600.0
+_LONG = timedelta(seconds=200)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def end() -> None:
     dist.destroy_process_group()
 
 
-def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 200.0) -> int:
+def join(name: object, ranks: Sequence[int], rank: int) -> int:
     """A new default group of those of ``ranks``, in that order; this process's rank in it."""
     folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
     dist.init_process_group(
@@ -130,13 +131,13 @@ def join(name: object, ranks: Sequence[int], rank: int, *, timeout: float = 200.
         rank=list(ranks).index(rank),
         world_size=len(ranks),
         init_method=f"file://{folder}/again{name}",
-        timeout=timedelta(seconds=timeout),
+        timeout=_LONG,
     )
     dist.barrier()
     return dist.get_rank()
 
 
-def join_over_tcp(rank: int, world_size: int, *, timeout: float = 200.0) -> list[dist.TCPStore]:
+def join_over_tcp(rank: int, world_size: int) -> list[dist.TCPStore]:
     """The default group of all processes over a TCP store that rank 0 serves while it is held."""
     port = Path(os.environ["MESHPLAN_TEST_STORE"]).with_name("port")
     held = []
@@ -147,9 +148,7 @@ def join_over_tcp(rank: int, world_size: int, *, timeout: float = 200.0) -> list
     while not port.exists():
         time.sleep(0.01)
     store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout)
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_LONG)
     dist.barrier()
     return held
 

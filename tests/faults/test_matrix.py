@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -21,12 +19,12 @@ from meshplan.flatten import _missing
 from meshplan.topology import Link, Links, Topology
 from tests.faults.jobs import NEVER, die, end, join, right_bits, run_job, stop_for
 from tests.marks import full
+from tests.processes import set_timeout
 
 pytestmark = pytest.mark.processes
 
 SECONDS = 8.0
 ODD = 1
-SET_TIMEOUT = getattr(dist, "set_timeout", c10d._set_pg_timeout)
 FAULTS = ("killed", "stopped", "late", "shape", "contract")
 PATHS = ("peers", "exchange", "halving", "hierarchical")
 PLANNED = {
@@ -53,7 +51,7 @@ def world_of(ranks: int, path: str) -> int:
 def mesh_of(world: int) -> DeviceMesh:
     mesh = init_device_mesh("cpu", (world,))
     # Torch gives groups of mesh axes half an hour, whatever the default group was given.
-    SET_TIMEOUT(timedelta(seconds=SECONDS), mesh.get_group(0))
+    set_timeout(timedelta(seconds=SECONDS), mesh.get_group(0))
     return mesh
 
 

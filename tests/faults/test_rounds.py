@@ -16,9 +16,9 @@ from meshplan.execute._provenance import CollectiveLog
 from meshplan.flatten import _missing
 from meshplan.planner import Step
 from tests.faults.jobs import die, end, run_job, stop_for
-from tests.faults.test_matrix import SECONDS, SET_TIMEOUT, Found, attempt
+from tests.faults.test_matrix import SECONDS, Found, attempt
 from tests.marks import full, longest
-from tests.processes import arrive, wait_for
+from tests.processes import arrive, set_timeout, wait_for
 from tests.test_collectives import groups_of, run, step
 
 pytestmark = pytest.mark.processes
@@ -87,7 +87,7 @@ def run_fault(fault: str, name: str, odd: int, where: float) -> None:
         # Without it half an hour: the end of a rank is found out without a timeout.
         if fault != "killed":
             for group in groups.all:
-                SET_TIMEOUT(timedelta(seconds=SECONDS), group)
+                set_timeout(timedelta(seconds=SECONDS), group)
         arrive("ready")
         wait_for("ready", world)
         at = int(where * messages) if rank == odd else -1
