@@ -28,6 +28,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full, longest
 from tests.processes import run_ranks
+from tests.steps import make_step
 from tests.traffic import Issued, Sent, counts
 
 pytestmark = pytest.mark.processes
@@ -36,17 +37,7 @@ GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 
 
 def step(path: str, op: str = "sum", sizes: tuple[int, ...] = (3,), **more: Any) -> Step:
-    options: dict[str, Any] = {"contract": Contract()} | more
-    return Step(
-        kind="reduce_scatter" if "scatter" in more else "all_reduce",
-        axes=tuple(range(len(sizes))),
-        sizes=sizes,
-        move="P -> R",
-        why="a test",
-        op=op,  # type: ignore[arg-type]
-        path=path,  # type: ignore[arg-type]
-        **options,
-    )
+    return make_step(sizes, path=path, op=op, **more)
 
 
 def run(

@@ -8,7 +8,6 @@ import re
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
-from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.dtensor._config import Config
 from meshplan.dtensor._partial import PlannedPartial
@@ -30,10 +28,10 @@ from meshplan.execute import clear_report, report
 from meshplan.flatten import Block, Group, GroupRegistry, _group_table, _join, registry
 from meshplan.flatten._create import group_name
 from meshplan.layout import Layout
-from meshplan.planner import Step
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import arrive, patience, run_ranks, wait_for
+from tests.steps import make_step
 
 pytestmark = pytest.mark.processes
 
@@ -218,20 +216,8 @@ def test_blocks_of_several_axes_and_the_whole_group_beside_them() -> None:
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_hierarchical_step_looks_up_groups_once(scatter: bool) -> None:
-    cut: dict[str, Any] = {"kind": "all_reduce"}
-    if scatter:
-        cut = {"kind": "reduce_scatter", "scatter": ((1, 0),)}
-    step = Step(
-        axes=(0, 1, 2),
-        sizes=(2, 2, 2),
-        move="P, P, P -> R",
-        why="a test",
-        op="sum",
-        path="exchange",
-        contract=Contract(),
-        inner=2,
-        **cut,
-    )
+    cut = {"scatter": ((1, 0),)} if scatter else {}
+    step = make_step((2, 2, 2), inner=2, **cut)
 
     def ranks(rank: int) -> tuple[bool, int, int, str]:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))

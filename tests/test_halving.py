@@ -30,6 +30,7 @@ from meshplan.execute._wire import Wire
 from meshplan.execute.paths._halving import PATH, HalvedReduction
 from meshplan.planner import Step, halving_schedule, merge_axes
 from meshplan.testing import assert_bitwise_equal, order_sensitive
+from tests import steps
 from tests.marks import full
 from tests.processes import run_ranks
 from tests.traffic import count_halving, count_sent
@@ -155,17 +156,7 @@ def test_partials_of_blocks_are_combined_further(dtype: str) -> None:
 
 def make_step(shape: tuple[int, ...], op: Op = "sum", **more: Any) -> Step:
     ranks = math.prod(shape)
-    fields: dict[str, Any] = {"kind": "all_reduce", "contract": Contract()} | more
-    return Step(
-        axes=tuple(range(len(shape))),
-        sizes=shape,
-        move="",
-        why="a test",
-        op=op,
-        divisor=ranks if op == "avg" else None,
-        path="exchange",
-        **fields,
-    )
+    return steps.make_step(shape, op=op, divisor=ranks if op == "avg" else None, **more)
 
 
 def reduce(tensor: Tensor, step: Step, **options: Any) -> Tensor:

@@ -29,6 +29,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.marks import full
 from tests.processes import arrive, run_ranks, wait_for
+from tests.steps import make_step
 
 pytestmark = pytest.mark.processes
 
@@ -41,11 +42,6 @@ CONTRACTS = Contract(), Contract(order="rank"), Contract(order="exact")
 def world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def make_step(ranks: int, **given: Any) -> Step:
-    how: dict[str, Any] = {"kind": "all_reduce", "op": "sum", "contract": Contract(), **given}
-    return Step(axes=(0,), sizes=(ranks,), move="P -> R", why="a test", path="exchange", **how)
 
 
 def why_of(step: Step, tensor: Tensor, strict: bool = False) -> str:
@@ -67,7 +63,7 @@ def reduce_everywhere(near: int, rank: int) -> list[list[bool]]:
             ((), ((0, 0),)),
         ):
             kind = "reduce_scatter" if scatter else "all_reduce"
-            step = make_step(ranks, kind=kind, op=op, contract=contract, scatter=scatter)
+            step = make_step((ranks,), kind=kind, op=op, contract=contract, scatter=scatter)
             how: Any = {"world_size": ranks, "dtype": dtype, "specials": True}
             leaves = [order_sensitive(numel, rank=r, **how) for r in range(ranks)]
             found[-1].append(FIRST in why_of(step, leaves[rank], strict))
@@ -92,7 +88,7 @@ def test_bits_do_not_depend_on_the_links(ranks: int, near: int, first: bool) -> 
 
 def run_graphs(rank: int) -> None:
     HOSTS[world()] = Hosts(2, *SLOW)
-    groups, step = StepGroups(world()), make_step(4)
+    groups, step = StepGroups(world()), make_step((4,))
 
     def reduce(tensor: Tensor) -> Tensor:
         found = run_reduction(tensor, step, groups, purpose=PURPOSE, path="auto")
@@ -183,7 +179,7 @@ def count_bytes(near: int, dtype: torch.dtype, rank: int) -> int:
 
     with mock.patch.object(_gloo, "start_messages", count):
         tensor, groups = torch.ones(1 << 16, dtype=dtype), StepGroups(world())
-        run_reduction(tensor, make_step(ranks), groups, purpose=PURPOSE, path="auto")
+        run_reduction(tensor, make_step((ranks,)), groups, purpose=PURPOSE, path="auto")
     return sum(sent)
 
 

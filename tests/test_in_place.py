@@ -32,6 +32,7 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.marks import full
 from tests.processes import arrive, run_ranks, wait_for
+from tests.steps import make_step
 from tests.traffic import count_sent
 
 pytestmark = pytest.mark.processes
@@ -40,16 +41,7 @@ FUNCTIONAL = ("all_to_all_single", "all_gather_into_tensor")
 
 
 def step(ranks: int, op: str = "sum", **more: Any) -> Step:
-    options: dict[str, Any] = {"contract": Contract(), "sizes": (ranks,)} | more
-    return Step(
-        kind="all_reduce",
-        axes=tuple(range(len(options["sizes"]))),
-        move="P -> R",
-        why="a test",
-        op=op,  # type: ignore[arg-type]
-        path="exchange",
-        **options,
-    )
+    return make_step(more.pop("sizes", (ranks,)), op=op, **more)
 
 
 def run(tensor: Tensor, wanted: Step) -> tuple[Tensor, tuple[str, ...]]:

@@ -45,23 +45,15 @@ from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal
 from tests.marks import full, longest
 from tests.processes import run_ranks
+from tests.steps import make_step
 from tests.test_exact import EXACT, check_cases, draw_leaves
 
 CHECKED = "integer_checksum"
 
 
 def step(ranks: int, op: Op = "sum", contract: Contract = EXACT, **more: Any) -> Step:
-    return Step(
-        kind="reduce_scatter" if more else "all_reduce",
-        axes=tuple(range(len(more.get("sizes", "1")))),
-        move="",
-        why="a test",
-        op=op,
-        divisor=ranks if op == "avg" else None,
-        path="exchange",
-        contract=contract,
-        **({"sizes": (ranks,)} | more),
-    )
+    how = {"op": op, "divisor": ranks if op == "avg" else None, "contract": contract}
+    return make_step(more.pop("sizes", (ranks,)), **how, **more)
 
 
 def scaled(

@@ -23,6 +23,7 @@ from meshplan.execute import Purpose, StepGroups, _choose, _deferred, _run, run_
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from tests.processes import run_ranks
+from tests.steps import make_step
 
 pytestmark = pytest.mark.processes
 
@@ -32,15 +33,7 @@ Groups = Callable[[], StepGroups]
 
 
 def step(**more: Any) -> Step:
-    given: dict[str, Any] = {
-        "kind": "all_reduce",
-        "sizes": (WORLD,),
-        "op": "sum",
-        "path": "exchange",
-        "contract": Contract(),
-        **more,
-    }
-    return Step(axes=tuple(range(len(given["sizes"]))), move="", why="", **given)
+    return make_step(more.pop("sizes", (WORLD,)), **more)
 
 
 SCATTER: dict[str, Any] = {"kind": "reduce_scatter", "scatter": ((0, 0),)}

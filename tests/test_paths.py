@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
-from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.dtensor import current_config
 from meshplan.errors import FallbackRefusedError, PolicyError, SignatureMismatchError
@@ -56,6 +55,7 @@ from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology._links import CPU_LINKS
 from tests.processes import run_ranks
+from tests.steps import make_step
 
 pytestmark = pytest.mark.processes
 
@@ -117,15 +117,7 @@ def registered(path: Path) -> Iterator[None]:
 
 
 def step(ranks: int, path: str = "exchange", **more: Any) -> Step:
-    options: dict[str, Any] = {"sizes": (ranks,), "kind": "all_reduce", "op": "sum"} | more
-    return Step(
-        axes=tuple(range(len(options["sizes"]))),
-        move="",
-        why="a test",
-        path=path,
-        contract=Contract(),
-        **options,
-    )
+    return make_step(more.pop("sizes", (ranks,)), path=path, **more)
 
 
 # The group's methods, by the names that the report gives to their collectives.

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import meshplan
-from meshplan.contract import Contract
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.execute._provenance import Event, _Events
-from meshplan.planner import Step
 from tests.processes import run_ranks
+from tests.steps import make_step
 
 P, R = Partial(), Replicate()
 
@@ -232,16 +231,7 @@ def test_report_shows_the_executed_path() -> None:
 
         # A collective says that it is one.
         meshplan.clear_report()
-        step = Step(
-            kind="all_reduce",
-            axes=(0,),
-            sizes=(4,),
-            move="P -> R",
-            why="a test",
-            op="sum",
-            path="exchange",
-            contract=Contract(),
-        )
+        step = make_step((4,))
         purpose = Purpose("all_reduce", "planned", "world", kind="collective")
         run_reduction(torch.ones(2), step, StepGroups(dist.group.WORLD), purpose=purpose)
         (entry,) = meshplan.report(json=True)["entries"]

@@ -13,18 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
-from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.dtensor import current_config
 from meshplan.dtensor._config import Config
 from meshplan.errors import FallbackRefusedError, GroupAgreementError, PolicyError
 from meshplan.execute import PATHS, Purpose, StepGroups, one_shot_switch, run_reduction
 from meshplan.flatten import _connect
-from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
 from tests.marks import full
 from tests.processes import run_ranks
+from tests.steps import make_step
 
 P, R, S = Partial(), Replicate(), Shard
 NAME = "MESHPLAN_USE_1STAGE_ALLREDUCE"
@@ -230,16 +229,7 @@ class TestForcedOneShot(TestCase):
                     d.full_tensor()
                 (entry,) = meshplan.report().entries
                 messages.append(entry["why"])
-            step = Step(
-                kind="all_reduce",
-                axes=(0,),
-                sizes=(4,),
-                move="P -> R",
-                why="a test",
-                op="sum",
-                path="exchange",
-                contract=Contract(),
-            )
+            step = make_step((4,))
             with pytest.raises(FallbackRefusedError) as caught:
                 run_reduction(
                     torch.ones(2),
