@@ -149,6 +149,10 @@ class GroupCalls:
             number = self._counts[lane] = self._counts.get(lane, 0) + 1
         return Ticket(self, lane, number)
 
+    def count(self, lane: str) -> int:
+        """How many tickets were taken."""
+        return self._counts.get(lane, 0)
+
     def give_back(self, lane: str, number: int) -> None:
         """Let the next call have this number again, if it was the last one."""
         with self._lock:

@@ -78,6 +78,12 @@ def members(
         return dict(zip(come, pool.map(member, come), strict=True))
 
 
+@pytest.fixture(autouse=True)
+def one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have run since before the first vote; they have no default group to tell."""
+    monkeypatch.setattr(_agree, "started_before", bool)
+
+
 @pytest.fixture(params=["hash", "file", "tcp"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
     if request.param == "hash":
@@ -106,6 +112,34 @@ def test_late_rank_does_not_join_a_finished_vote(store: dist.Store) -> None:
     # The late rank and the retry of the first one take part in the next round.
     second = members(store, (0, 1), {1: 0.0, 0: 0.2})
     assert all(v.unanimous for v in second.values())
+
+
+def test_late_rank_reads_the_verdict_on_its_own_call_once(store: dist.Store) -> None:
+    def give_up(call: int | str) -> VoteResult:
+        prefix, _ = open_round(store, "group", 0, call)
+        here = {"ranks": (0, 1), "rank": 0, "token": Record.of(vote="same")}
+        return vote(store, prefix, timeout=0.1, call=call, **here)
+
+    calls: tuple[int | str, ...] = ("a 1", "b 1", "a 1", 7)
+    verdicts = [give_up(call) for call in calls]
+    # Equal meshes have equal words: the verdicts are taken in order.
+    for call, number in (("b 1", 1), ("a 1", 0), ("a 1", 2), (7, 3)):
+        found = open_round(store, "group", 1, call)
+        assert found == (f"meshplan/group/{number}", verdicts[number])
+    for call in ("a 1", 8, 0, ""):
+        prefix, past = open_round(store, "group", 1, call)
+        assert int(prefix.rpartition("/")[2]) >= len(calls)
+        assert past is None
+
+
+def test_verdict_of_an_earlier_job_is_of_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(_agree, "_job", (0, object, 0.0))
+    first, second, moment = mock.Mock(), mock.Mock(), time.time()
+    for job in (first, second):
+        monkeypatch.setattr(_agree, "dist", job)
+        heeded = [_agree.started_before(at) for at in (0.0, moment, time.time() + 1.0)]
+        assert heeded == [False, job is first, True]
 
 
 def test_differing_tokens_are_named_without_waiting(store: dist.Store) -> None:

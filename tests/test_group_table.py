@@ -68,7 +68,7 @@ def test_nothing_outlives_the_default_group(book: GroupTable, again: bool) -> No
     memory = Memory()
     book.add(KEY, sharing(group, memory))
     book.add_shortcut("shortcut", group)
-    book.add_meeting("meeting")
+    book.meetings.add("meeting")
     first = book.signatures("group", mock.Mock)
     assert book.signatures("group", mock.Mock) is first
     dist.destroy_process_group()
@@ -78,7 +78,7 @@ def test_nothing_outlives_the_default_group(book: GroupTable, again: bool) -> No
     assert len(book) == 0
     assert book.alive(KEY) is None
     assert book.short("shortcut") is None
-    assert not book.has_met("meeting")
+    assert not book.meetings
     assert not memory.alive
     assert book.signatures("group", mock.Mock) is not first
 
@@ -153,13 +153,13 @@ def test_shortcuts_and_agreements_are_bounded(book: GroupTable) -> None:
     group = created()
     for number in range(2 * _group_table.MAX_SHORTCUTS + 1):
         book.add_shortcut(number, group)
-    assert book.shortcuts == 1
+    assert len(book._shortcuts) == 1
     assert book.short(2 * _group_table.MAX_SHORTCUTS) == group
     for number in range(_group_table.MAX_MEETINGS):
         assert book.why_no_meeting() is None
-        book.add_meeting(number)
+        book.meetings.add(number)
     # None was forgotten: its members would not agree on it again.
-    assert all(book.has_met(number) for number in range(_group_table.MAX_MEETINGS))
+    assert book.meetings == set(range(_group_table.MAX_MEETINGS))
     assert book.why_no_meeting() == (
         "1024 different reductions in blocks were agreed on, which is the limit; "
         "call meshplan.shutdown() between phases that use different meshes"

@@ -134,9 +134,9 @@ def test_prepare_creates_all_groups_of_plans() -> None:
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
         with meshplan.installed(topology=TWO_NODES):
             groups = meshplan.prepare(mesh)
-            before = len(registry())
+            before = len(registry()._table)
             summand(mesh, (8,), torch.float32).full_tensor()
-            return [group.ranks for group in groups], before, len(registry())
+            return [group.ranks for group in groups], before, len(registry()._table)
 
     for rank, (groups, before, after) in enumerate(run_ranks(ranks, 8)):
         first = rank // 4 * 4

@@ -65,45 +65,55 @@ def assert_same_fate(found: dict[int, list[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "world_size"),
+    ("door", "world_size", "groups", "missed"),
     [
-        ("seam", 2),
-        ("seam that exchanges placements", 2),
-        ("functions", 3),
-        ("backend", 2),
-        full("seam", 3),
-        full("seam that exchanges placements", 3),
-        full("functions", 2),
-        full("backend", 3),
+        ("seam", 2, 1, 1),
+        ("seam that exchanges placements", 2, 1, 1),
+        ("seam that exchanges placements", 3, 2, 1),
+        ("functions", 3, 1, 1),
+        ("backend", 2, 1, 1),
+        full("seam that exchanges placements", 3, 1, 1),
+        *(full("seam that exchanges placements", 2, *how) for how in ((2, 2), (3, 1), (2, 3))),
+        *(full(door, 2, 2, 2) for door in ("seam", "functions")),
+        full("backend", 3, 1, 1),
     ],
 )
-def test_rank_late_to_the_first_reduction_joins_no_later_one(door: str, world_size: int) -> None:
-    """The others give its call up and go on. It gets their error for that call, and goes on."""
+def test_rank_late_to_the_first_reductions_joins_no_later_one(
+    door: str, world_size: int, groups: int, missed: int
+) -> None:
+    """The others give its first calls up and go on. It gets their errors for these, and goes on.
+
+    Call n is on group n modulo their number.
+    """
     late = world_size - 1
     placement = None if "placements" in door else Topology.unknown(world_size)
     through = Door(door.partition(" ")[0], topology=placement)
 
     def ranks(rank: int) -> dict[int, Result]:
-        member = through.open(BOUND if rank == late else SECONDS)
+        seconds = LONG if rank == late else SECONDS
+        members = [through.open(seconds)]
+        members += [through.open_another(number, seconds) for number in range(1, groups)]
         if rank == late:
             wait_for("gave up", world_size - 1)
-        found = {1: reduce(through, member, 1)}
-        if rank != late:
-            arrive("gave up")
-            through.wait_at_most(BOUND, member)
-        for call in (2, 3):
-            found[call] = reduce(through, member, call)
+        found = {}
+        for call in range(missed + groups + 1):
+            if call == missed and rank != late:
+                arrive("gave up")
+                # Less than the late rank would wait in a group in which it is alone.
+                through.wait_at_most(BOUND, *members)
+            found[call] = reduce(through, members[call % groups], call)
         return found
 
     results = run(through, world_size, ranks)
-    how = readings(results)
+    how = {call: readings(results, call % groups)[call] for call in results[0]}
     assert_same_fate(how)
-    assert how[1] == ["MP501"] * world_size, how
-    if placement is not None:
-        assert [found[1].missing for found in results] == [(late,)] * world_size
-    # A group of the backend may stop, as torch's own do.
-    if door != "backend":
-        assert how[2] == how[3] == ["right"] * world_size, how
+    for call, fates in how.items():
+        if call < missed:
+            assert fates == ["MP501"] * world_size, how
+            assert [found[call].missing for found in results] == [(late,)] * world_size
+        elif door != "backend":
+            # A group of the backend may stop, as torch's own do.
+            assert fates == ["right"] * world_size, how
 
 
 @pytest.mark.parametrize("door", DOORS)

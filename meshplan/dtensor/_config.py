@@ -128,11 +128,6 @@ class Config:
         """
         return sharing_of(self.path, device_type, self.one_shot)
 
-    @property
-    def named_axes(self) -> tuple[str, ...]:
-        """The axes that have a policy of their own."""
-        return () if isinstance(self.policy, str) else tuple(name for name, _ in self.policy)
-
     def _record(self) -> Record:
         policy = self.policy
         if not isinstance(policy, str):

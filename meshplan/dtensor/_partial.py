@@ -99,26 +99,24 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(result)
 
 
-def use_up_tickets(
+def unplanned_calls(
     mesh: DeviceMesh, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
-) -> None:
-    """Count the reductions of a redistribution that no plan was made for.
-
-    The error may be of this rank alone. Its peers then go on with these calls.
-    """
+) -> list[tuple[GroupCalls, str]]:
+    """Who counts each reduction of a redistribution that no plan was made for, and its lane."""
     axes: dict[str, list[int]] = {}
     for axis, (before, after) in enumerate(zip(src, dst, strict=True)):
         if type(before) is Partial and not after.is_partial() and mesh.size(axis) > 1:
             # One reduction adds all that is summed or averaged.
             op = "sum" if before.reduce_op == "avg" else before.reduce_op
             axes.setdefault(op, []).append(axis)
-    if mesh.get_coordinate() is not None and local_tensor_mode() is None:
-        beside = is_worker_thread()
-        for chosen in axes.values():
-            order = layout.group_of(this_rank(), chosen)
-            calls_of(*map(mesh.get_group, chosen), order=order, beside=beside).take(
-                _lane(mesh, beside)
-            )
+    if mesh.get_coordinate() is None or local_tensor_mode() is not None:
+        return []
+    beside, lane = is_worker_thread(), _lane(mesh, is_worker_thread())
+    orders = [layout.group_of(this_rank(), chosen) for chosen in axes.values()]
+    return [
+        (calls_of(*map(mesh.get_group, chosen), order=order, beside=beside), lane)
+        for chosen, order in zip(axes.values(), orders, strict=True)
+    ]
 
 
 def _lane(mesh: DeviceMesh, beside: bool) -> str:
@@ -148,7 +146,7 @@ class PlannedPartial(PartialHooks):
     axes: tuple[int, ...]  # that it finishes, those of size 1 included
     _layout: Layout
     _config: Config
-    _asked: str
+    asked: str
     # Of the last call. Equal meshes share a carrier, but no groups: see ``_known``.
     _last: _MeshGroups | None
     _known: dict[tuple[GroupCalls, bool], _MeshGroups]
@@ -168,7 +166,7 @@ class PlannedPartial(PartialHooks):
             ("axes", axes),
             ("_layout", layout),
             ("_config", config),
-            ("_asked", asked),
+            ("asked", asked),
             ("_last", None),
             ("_known", {}),
         ):
@@ -247,10 +245,6 @@ class PlannedPartial(PartialHooks):
             calls=found.calls.name,
         )
 
-    @property
-    def asked(self) -> str:
-        return self._asked
-
     def _any_group(self) -> ProcessGroup:
         bound = None if self._last is None else self._last.bound
         pg = None if bound is None else bound.handles[0].process_group()
@@ -282,7 +276,7 @@ class PlannedPartial(PartialHooks):
             if step.gather_axes:
                 # Other ranks, who count no calls of this group.
                 groups.append(self._find(mesh, step.gather_axes, 0))
-        purpose = Purpose(self._asked, step.line(self._layout), self._text(groups))
+        purpose = Purpose(self.asked, step.line(self._layout), self._text(groups))
         found.bound = bound = BoundReduction(
             step,
             purpose,
@@ -298,13 +292,17 @@ class PlannedPartial(PartialHooks):
         return bound, pgs
 
     def _compare(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, bound: BoundReduction, more: str = ""
+        self,
+        tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        bound: BoundReduction,
+        more: str = "",
     ) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         contract = self.step.contract
         mine = Record.of(
             tensor=f"{dtype}{list(tensor.shape)}",
-            call=self._asked,
+            call=self.asked,
             step=self.step.brief(self._layout),
             contract=contract and contract.id,
             audit=more or None,

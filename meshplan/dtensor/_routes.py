@@ -29,7 +29,7 @@ from meshplan._torch import (
     thread_of_mesh,
 )
 from meshplan.dtensor._config import Config
-from meshplan.dtensor._partial import PlannedPartial
+from meshplan.dtensor._partial import PlannedPartial, unplanned_calls
 from meshplan.errors import FallbackRefusedError, TopologyError
 from meshplan.execute import Event
 from meshplan.flatten import default_timeout, discover, is_worker_thread, this_rank
@@ -62,16 +62,6 @@ class _GatheredCluster:
 
     cluster: Cluster | None
     by_request: bool  # in ``prepare`` or ``install``, and not in some reduction
-    # Configurations with its topology, by the key of those without.
-    configs: dict[str, Config] = field(default_factory=dict)
-
-    def complete(self, config: Config) -> Config:
-        if self.cluster is None:
-            return config
-        known = self.configs.get(config.key)
-        if known is None:
-            known = self.configs[config.key] = replace(config, topology=self.cluster.topology)
-        return known
 
 
 # Owned by this module; an entry goes with its default group.
@@ -87,13 +77,20 @@ def discovered_cluster() -> Cluster | None:
 
 def with_gathered_topology(config: Config) -> Config:
     """``config`` with the gathered topology, if it has none of its own."""
-    world = dist.group.WORLD
-    gathered = None if config.topology is not None or world is None else _GATHERED.get(world)
-    return config if gathered is None else gathered.complete(config)
+    cluster = None if config.topology is not None else discovered_cluster()
+    return config if cluster is None else _with(config, topology=cluster.topology)
+
+
+@lru_cache(maxsize=64)
+def _with(config: Config, **changed: Any) -> Config:
+    return replace(config, **changed)
 
 
 def with_topology_for(
-    config: Config, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
+    config: Config,
+    device_mesh: DeviceMesh,
+    src: Sequence[Placement],
+    dst: Sequence[Placement],
 ) -> Config:
     """``config`` with the gathered topology, if it has none of its own. If none was gathered yet
     and this redistribution makes every rank of the job wait for every other, they gather it now,
@@ -104,17 +101,24 @@ def with_topology_for(
     world = dist.group.WORLD
     worker = is_worker_thread()
     if worker:
-        config = _of_worker_thread(config)
+        config = _with(config, worker_thread=True)
     if config.topology is not None or world is None:
         return config
     gathered = _GATHERED.get(world)
     if worker:
-        return gathered.complete(config) if gathered and gathered.by_request else config
+        return with_gathered_topology(config) if gathered and gathered.by_request else config
     if gathered is None:
+        layout = mesh_entry(device_mesh).layout
         if layout.world_size != world.size() or not _reduces_over_all(layout, src, dst):
             return config
-        gathered = _gather_once(world, config.timeout, "the first reduction", by_request=False)
-    return gathered.complete(config)
+        made = unplanned_calls(device_mesh, layout, src, dst)
+        # In words of all ranks. Along several axes they know the names of their own groups only:
+        # equal meshes have equal words, and ranks find verdicts in the order of their calls.
+        wide = [device_mesh.get_group(i) for i, size in enumerate(layout.sizes) if size > 1]
+        name = wide[0].group_name if len(wide) == 1 else layout
+        call = f"{name} {[(lane, calls.count(lane)) for calls, lane in made]}"
+        _gather_once(world, config.timeout, "the first reduction", call)
+    return with_gathered_topology(config)
 
 
 def gather_topology(
@@ -130,23 +134,16 @@ def gather_topology(
     if gathered is None:
         if layout is not None and layout.world_size != world.size():
             return config
-        gathered = _gather_once(
-            world, config.timeout if timeout is None else timeout, what, by_request=True
-        )
+        wait = config.timeout if timeout is None else timeout
+        gathered = _gather_once(world, wait, what, "")
     if not gathered.by_request:
         gathered.by_request = True
         change_facts()
-    return gathered.complete(config)
+    return with_gathered_topology(config)
 
 
-@lru_cache(maxsize=64)
-def _of_worker_thread(config: Config) -> Config:
-    return replace(config, worker_thread=True)
-
-
-def _gather_once(
-    world: ProcessGroup, timeout: float | None, what: str, *, by_request: bool
-) -> _GatheredCluster:
+def _gather_once(world: ProcessGroup, wait: float | None, what: str, call: str) -> _GatheredCluster:
+    by_request = not call
     # One process simulates all ranks: there are no other hosts to ask.
     if local_tensor_mode() is not None:
         return _GatheredCluster(None, by_request)
@@ -155,20 +152,17 @@ def _gather_once(
         gathered = _GATHERED.get(world)
         if gathered is None:
             simulated = dist.get_backend() == "fake"
-            gathered = _GatheredCluster(
-                None if simulated else _gather(world, timeout, what), by_request
-            )
-            _GATHERED[world] = gathered
+            cluster = None if simulated else _gather(world, wait, what, call)
+            gathered = _GATHERED[world] = _GatheredCluster(cluster, by_request)
             change_facts()
     return gathered
 
 
-def _gather(world: ProcessGroup, timeout: float | None, what: str) -> Cluster:
+def _gather(world: ProcessGroup, timeout: float | None, what: str, call: str) -> Cluster:
     wait = default_timeout(device_types_of(world)[0].type) if timeout is None else timeout
-    store = default_store()
     # Torch may be tracing, and these values must be computed outside of the trace.
     with disable_current_modes():
-        cluster = discover(store, this_rank(), world.size(), wait, what=what)
+        cluster = discover(default_store(), this_rank(), world.size(), wait, what=what, call=call)
     if this_rank() == 0:
         _LOG.info("%s; %s", cluster.origin, cluster.topology)
         for one in cluster.notes:
@@ -296,7 +290,7 @@ def find_route(
 def _check_named_axes(config: Config, device_mesh: DeviceMesh, layout: Layout) -> None:
     """Refuse a policy for an axis that neither the mesh nor its root nor a flattened mesh has."""
     root = root_mesh_of(device_mesh)
-    for name in config.named_axes:
+    for name in () if isinstance(config.policy, str) else dict(config.policy):
         if name not in layout.axes and name not in flattened_meshes_of(root):
             mesh_entry(root).layout.axis_index(name)
 

@@ -51,7 +51,7 @@ from meshplan.dtensor._guards import (
     safe_runs,
     watch_shards,
 )
-from meshplan.dtensor._partial import PlannedPartial, use_up_tickets
+from meshplan.dtensor._partial import PlannedPartial, unplanned_calls
 from meshplan.dtensor._routes import (
     FACTS,
     KEPT_ORDER,
@@ -237,7 +237,9 @@ def planned_transform_infos(
         return _decide(transform_infos, device_mesh, src_placements, dst_placements)
     except Exception:
         layout = mesh_entry(device_mesh).layout
-        use_up_tickets(device_mesh, layout, src_placements, dst_placements)
+        # The error may be of this rank alone. Its peers then go on with these calls.
+        for calls, lane in unplanned_calls(device_mesh, layout, src_placements, dst_placements):
+            calls.take(lane)
         raise
 
 
@@ -300,7 +302,7 @@ def _decide(
                 return watch_shards(mesh, infos, config.strict)
     else:
         mesh = mesh_entry(device_mesh)
-        config = with_topology_for(config, mesh.layout, src, dst)
+        config = with_topology_for(config, device_mesh, src, dst)
         _plan(decision, mesh, config, device_mesh, traced)
         steps = decision.steps(device_mesh)
         for event in decision.events:

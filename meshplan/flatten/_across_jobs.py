@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from meshplan._torch import Store, default_group, default_store
-from meshplan.errors import GroupStateError
 
 # An entry goes with its group, which is destroyed by whoever created it.
 _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
@@ -33,17 +32,6 @@ def store_of(group: ProcessGroup | None) -> Store:
     """The store that the members of ``group`` agree through; ``None``: of a group to be created."""
     found = None if group is None else _STORES.get(group)
     return default_store() if found is None else found
-
-
-def refuse_second_group(group: ProcessGroup) -> None:
-    """Raise GroupStateError if the ranks belong to several jobs, which cannot create
-    another group.
-    """
-    if group in _STORES:
-        raise GroupStateError(
-            f"the group {group.group_name} has ranks of several jobs, which cannot create the "
-            "second group that async_op=True needs; leave it out"
-        )
 
 
 def rank_in(group: ProcessGroup) -> int:

@@ -8,7 +8,7 @@ none does.
 
 A vote that said no stays in the store. The next try, and a later default group on the same store,
 walk past finished votes to the first open one, so processes that failed differently need no common
-counter. A rank that comes after the others gave up waiting for it walks past that vote too, and
+counter. A rank that comes after the others gave up on it reads that verdict, in the same call, or
 joins their next try; a rank that comes after a refusal reads the refusal.
 
 Each member does a handful of store operations; all keys are read only if a vote fails.
@@ -20,15 +20,22 @@ tensors to a backend that would hang on them, at the cost of a vote for each red
 from __future__ import annotations
 
 import json
+import math
+import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from meshplan._calls import restarted_before
 from meshplan._torch import Store
 from meshplan.errors import GroupAgreementError, SignatureMismatchError
 from meshplan.record import Record, differences
@@ -76,7 +83,7 @@ class VoteResult:
     veto: tuple[int, str] | None = None  # global rank and reason of a member that refused
     # The text of the member that decided a unanimous vote, where the vote has an answer.
     answer: str = ""
-    call: int = 0  # in which ranks are missing; 0: in none
+    call: int | str = 0  # in which ranks are missing, if in one
     # When the member that gave up had waited for half of its time, in seconds since the epoch. A
     # process that started later was not in this job.
     began: float = 0.0
@@ -85,6 +92,11 @@ class VoteResult:
     def unanimous(self) -> bool:
         """Whether all members arrived with the same token."""
         return not (self.missing or self.tokens or self.veto)
+
+    def gave_up_on(self, rank: int, call: int | str) -> bool:
+        """Whether this process is ``rank``, on which the members gave up in ``call``."""
+        named = bool(call) and call == self.call and rank in self.missing
+        return named and started_before(self.began)
 
     def dumps(self) -> str:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -99,13 +111,51 @@ class VoteResult:
         return cls(**{one.name: (found | lists)[one.name] for one in fields(cls)})
 
 
-def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | None]:
+# A process, the default group of its last vote, and since when it votes there: 0 for its first.
+_job: tuple[int, Callable[[], object], float] = 0, object, math.inf
+
+
+def _job_began() -> float:
+    global _job
+    process, world = os.getpid(), dist.group.WORLD
+    if world is not None and (_job[0] != process or _job[1]() is not world):
+        _job = process, weakref.ref(world), time.time() if _job[0] == process else 0.0
+    return _job[2]
+
+
+def started_before(moment: float) -> bool:
+    """Whether this process ran at ``moment``, in seconds since the epoch, in the same job, and has
+    counted its calls since before. Else a note of that time in the store may be of other calls.
+    """
+    found = process_stat(os.getpid())
+    if found is None or not _job_began() < moment or not restarted_before(moment):
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[1]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age < moment
+
+
+def process_stat(number: int) -> tuple[str, str] | None:
+    """State and start time of a process; ``None`` if it does not exist."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may contain anything.
+    words = text.rpartition(")")[2].split()
+    return words[0], words[19]
+
+
+def open_round(
+    store: Store, name: str, rank: int, call: int | str = 0
+) -> tuple[str, VoteResult | None]:
     """Enter the first vote on ``name`` that this rank may take part in. Returns its key prefix,
-    which ends in its number, and the verdict if a member has refused for all before this rank came.
+    which ends in its number, and its verdict if that holds for this rank too: before it came, a
+    member refused for all, or the others gave up on it in the ``call`` that needs the vote.
     """
     # Not the rank alone: a restarted process has the rank of the one that died, and must not take
     # a vote which that one has entered for its own.
     mine = uuid.uuid4().hex
+    _job_began()
     number = 0
     while True:
         prefix = f"meshplan/{name}/{number}"
@@ -113,9 +163,10 @@ def open_round(store: Store, name: str, rank: int) -> tuple[str, VoteResult | No
         verdict = None
         if store.check([f"{prefix}/verdict"]):
             verdict = VoteResult.loads(store.get(f"{prefix}/verdict").decode())
-            # A yes, or a list of missing ranks, was for those who were there. A refusal holds for
-            # every rank, however late.
-            if verdict.veto is None:
+            # A yes was for those who were there. So was a list of missing ranks, but for a missing
+            # one in the same call: the others are in later calls, and would not come to this one.
+            # A refusal holds for every rank, however late.
+            if verdict.veto is None and not verdict.gave_up_on(rank, call):
                 continue
         # Written once: a vote in which this rank was before, even one that was never decided
         # because a process died in the middle, is over for it.
@@ -150,8 +201,9 @@ def vote(
     # Called on the member that decides, once all have arrived with one token. It must return the
     # same on any member: all read it.
     answer: Callable[[], str] | None = None,
-    # Members in different calls differ, as with different tokens. 0, in no call, differs from none.
-    call: int = 0,
+    # That needs the vote. Members in calls of different numbers differ, as with different tokens;
+    # 0, in no call, differs from none.
+    call: int | str = 0,
     # This rank may have been counted, in a vote in which the store did not answer it.
     again: bool = False,
 ) -> VoteResult:
@@ -167,8 +219,9 @@ def vote(
     if veto is not None:
         return _decide(store, prefix, VoteResult(veto=(rank, veto)))
     # Before the counts: a rank that finds a count complete may read the records of all.
-    store.set(f"{prefix}/token/{rank}", token.adding(call=call).pack() if call else packed)
-    if call and store.compare_set(f"{prefix}/call", "", f"{call}") != f"{call}".encode():
+    number = call if isinstance(call, int) else 0
+    store.set(f"{prefix}/token/{rank}", token.adding(call=number).pack() if number else packed)
+    if number and store.compare_set(f"{prefix}/call", "", f"{number}") != f"{number}".encode():
         store.set(f"{prefix}/unlike", f"{rank}")
     # The token's own count goes first: who sees the total complete sees every token counted.
     if not again:
@@ -260,16 +313,16 @@ def roll_call(
     called the roll before this rank came (then the first are those that did not answer them,
     without this rank); and each rank that has reported it, with its ``note``.
     """
-    prefix, _ = open_round(store, f"failed/{name}", rank)
-    head, _, number = prefix.rpartition("/")
-    before = f"{head}/{int(number) - 1}"
-    if int(number) and store.check([f"{before}/verdict"]):
-        # The others gave this rank up and went on. It returns their verdict: to wait for ranks that
-        # do not call again would only use up its own time.
-        absent = VoteResult.loads(store.get(f"{before}/verdict").decode()).missing
-        if rank in absent:
-            others = tuple(r for r in absent if r != rank)
-            return others, True, ((rank, note), *_notes(store, before, ranks))
+    prefix, past = open_round(
+        store,
+        f"failed/{name}",
+        rank,
+        "the roll",
+    )
+    if past is not None:
+        # To wait for ranks that do not call again would only use up its own time.
+        others = tuple(r for r in past.missing if r != rank)
+        return others, True, ((rank, note), *_notes(store, prefix, ranks))
     store.set(f"{prefix}/note/{rank}", note)
     verdict = vote(
         store,
@@ -278,6 +331,7 @@ def roll_call(
         rank=rank,
         token=Record.of(group="failed"),
         timeout=wait,
+        call="the roll",
     )
     return verdict.missing, False, _notes(store, prefix, ranks)
 
@@ -293,7 +347,7 @@ def _judge(
     ranks: Sequence[int],
     token: str,
     answer: Callable[[], str] | None,
-    call: int,
+    call: int | str,
     timeout: float,
 ) -> VoteResult:
     # To add 0 is to read. One number decides a vote on which all agree; the records of all ranks

@@ -90,12 +90,14 @@ class _Members:
             token=token,
             timeout=self.wait,
             veto=veto,
+            call=self.agreed,
         )
 
     def offers(self, mine: Record) -> tuple[str, dict[int, Record] | str | VoteResult]:
         """The round's prefix; and each member's offer, why they share nothing, or a verdict."""
-        prefix, refused = open_round(self.store, f"peers/{self.name}{self.agreed}", self.rank)
-        verdict = refused or self.vote(prefix, mine)
+        name = f"peers/{self.name}{self.agreed}"
+        prefix, past = open_round(self.store, name, self.rank, self.agreed)
+        verdict = past or self.vote(prefix, mine)
         if verdict.missing:
             return prefix, verdict
         # A vote without tokens is one on equal offers.

@@ -37,18 +37,20 @@ def discover(
     what: str = "the gathering of where ranks sit",
     # Finds this rank's place; from its environment by default.
     place: Callable[[], RankLocation] | None = None,
+    # That needs the places, in words that all ranks have; empty: none does.
+    call: str = "",
 ) -> Cluster:
     """Gather the places of all ranks of the job into the cluster, the same on all ranks. Every rank
     calls it equally often. Raises GroupAgreementError, which names the missing ranks on all that
     came, GroupStateError if the store does not answer, or TopologyInputError for an invalid place.
     """
     store = AnsweringStore(store, timeout)
-    prefix, _ = open_round(store, f"places/{world_size}", rank)
+    prefix, past = open_round(store, f"places/{world_size}", rank, call)
     mine = place() if place is not None else locate_rank(os.environ)
     # Before the vote: who sees all ranks there sees all places.
     store.set(f"{prefix}/place/{rank}", json.dumps(mine.to_json(), separators=(",", ":")))
     ranks = tuple(range(world_size))
-    verdict = vote(
+    verdict = past or vote(
         store,
         prefix,
         ranks=ranks,
@@ -56,6 +58,7 @@ def discover(
         token=Record.of(vote="place"),
         timeout=timeout,
         answer=partial(_gathered, store, prefix, world_size),
+        call=call,
     )
     if not verdict.unanimous:
         raise refusal(verdict, ranks, rank, timeout, what)

@@ -164,7 +164,8 @@ class GroupTable:
         self._groups: dict[GroupKey, GroupEntry] = {}
         # The same groups by what a caller has at hand, which is hashed faster than many ranks are.
         self._shortcuts: dict[Hashable, GroupEntry] = {}
-        self._meetings: set[Hashable] = set()
+        # What members have agreed on, once.
+        self.meetings: set[Hashable] = set()
         # By ranks and use, in debug mode only.
         self._signatures: dict[str, Signatures] = {}
 
@@ -172,11 +173,6 @@ class GroupTable:
         with self._lock:
             self.follow_default_group()
             return len(self._groups)
-
-    @property
-    def shortcuts(self) -> int:
-        """How many there are."""
-        return len(self._shortcuts)
 
     def follow_default_group(self) -> None:
         """Drop all, if it is of a default group that is not the default group any more."""
@@ -285,25 +281,16 @@ class GroupTable:
         found = [created[name].bare() for name in sorted(created)]
         return [group for group in found if group is not None]
 
-    def has_met(self, meeting: Hashable) -> bool:
-        """Whether this round was added."""
-        return meeting in self._meetings
-
     def why_no_meeting(self) -> str | None:
         """Why no further agreement can be added; ``None`` if one can."""
         # No agreement is forgotten to make room: ranks have agreed with different others, and a
         # rank that had forgotten would wait for those that have not.
-        if len(self._meetings) < MAX_MEETINGS:
+        if len(self.meetings) < MAX_MEETINGS:
             return None
         return (
             f"{MAX_MEETINGS} different reductions in blocks were agreed on, which is the limit; "
             "call meshplan.shutdown() between phases that use different meshes"
         )
-
-    def add_meeting(self, meeting: Hashable) -> None:
-        """Remember that members have agreed on something."""
-        with self._lock:
-            self._meetings.add(meeting)
 
     def signatures(self, name: str, make: Callable[[], Signatures]) -> Signatures:
         """The signatures of ``name``, made once."""
@@ -326,5 +313,5 @@ class GroupTable:
         # Handles compare it by identity: from here on none of them is current.
         self.life = object()
         self._shortcuts.clear()
-        self._meetings.clear()
+        self.meetings.clear()
         self._signatures.clear()

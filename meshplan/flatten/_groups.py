@@ -165,8 +165,11 @@ class GroupRegistry:
         if group is not None and (apart or group.pg is pg):
             return group
         refuse_forked()
-        if apart:
-            across_jobs.refuse_second_group(pg)
+        if apart and across_jobs.is_across_jobs(pg):
+            raise GroupStateError(
+                f"the group {pg.group_name} has ranks of several jobs, which cannot create the "
+                "second group that async_op=True needs; leave it out"
+            )
         ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
         backend = str(getattr(c10d, WORLD).pg_map[pg][0])
         usable = possible_sharing(peers, device_type, backend)
@@ -207,7 +210,7 @@ class GroupRegistry:
         calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
         key = (calls, layout, tuple(axes), beside)
         with self._alone(key):
-            if self._table.has_met(key):
+            if key in self._table.meetings:
                 return
             wait = default_timeout(mesh.device_type) if timeout is None else timeout
             backend = _backend_name(mesh, axes)
@@ -228,7 +231,7 @@ class GroupRegistry:
                         objection=self._table.why_no_meeting(),
                         call=call,
                     )
-            self._table.add_meeting(key)
+            self._table.meetings.add(key)
 
     def compare(self, group: Group, device_type: str, signature: Record) -> None:
         """Compare ``signature`` with the other members of ``group``: the debug mode. All members
@@ -280,9 +283,6 @@ class GroupRegistry:
         self._table.unlock_fork()
         self._locks = KeyedLock()
 
-    def __len__(self) -> int:
-        return len(self._table)
-
     @contextmanager
     def _alone(self, key: object) -> Iterator[None]:
         """Only one thread at a time makes the group of ``key``, in whatever form."""
@@ -313,6 +313,7 @@ class GroupRegistry:
             in_place=has_main_place(),
             timeout=timeout,
             use=key.use,
+            call=call,
         )
         if why:
             # What torch made may be used by other threads for other meshes.

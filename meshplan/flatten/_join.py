@@ -43,6 +43,7 @@ from meshplan.flatten._agree import (
     gave_up_on,
     open_round,
     seconds_left,
+    started_before,
     vote,
     wait_for_ranks,
 )
@@ -60,7 +61,6 @@ from meshplan.flatten._missing import (
     keep_processes,
     note_process,
     roll_call_seconds,
-    started_before,
 )
 from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
@@ -140,6 +140,7 @@ def agree_on_place(
     in_place: bool,
     timeout: float,
     use: str,
+    call: int,
 ) -> str:
     """Agree with the other members on whose groups the calling threads use; each rank has one
     thread. Returns why they use groups of their own; empty if all use those of the main thread.
@@ -150,9 +151,15 @@ def agree_on_place(
     if backend != "fake":
         store = AnsweringStore(store_of(None), timeout)
         name = f"{group_name(ranks, backend, device_type, use)}/place"
-        prefix, refused = open_round(store, name, rank)
-        verdict = refused or vote(
-            store, prefix, ranks=ranks, rank=rank, token=token, timeout=timeout
+        prefix, past = open_round(store, name, rank, call)
+        verdict = past or vote(
+            store,
+            prefix,
+            ranks=ranks,
+            rank=rank,
+            token=token,
+            timeout=timeout,
+            call=call,
         )
         if verdict.missing or verdict.veto is not None:
             raise refusal(verdict, ranks, rank, timeout)
@@ -345,14 +352,11 @@ def agree_on(
     # Members may come in different calls: one has given up on the others, or failed alone, and gone
     # on. Those that are behind raise, so that their next call is that of the others, who wait.
     while True:
-        # The others may have raised for this call, and have gone on to another one. Looked for
-        # first: a round that this rank enters and leaves without a vote would be lost for it.
-        past = gave_up_on(store, name, rank, call) if call else None
+        prefix, verdict = (left.prefix, None) if left else open_round(store, name, rank, call)
         # The store answers again.
         unanswered.pop(name, None)
-        if past is not None and started_before(past.began):
-            raise refusal(past, ranks, rank, timeout)
-        prefix, verdict = (left.prefix, None) if left else open_round(store, name, rank)
+        if verdict is not None and verdict.missing:
+            raise refusal(verdict, ranks, rank, timeout)
         try:
             verdict = verdict or vote(
                 store,
@@ -504,7 +508,10 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
             turns = []
             for _ in range(_TIMED_TURNS):
                 started = time.perf_counter()
-                for work in (pg.send([rows[0]], to, _TAG), pg.recv([rows[1]], come, _TAG)):
+                for work in (
+                    pg.send([rows[0]], to, _TAG),
+                    pg.recv([rows[1]], come, _TAG),
+                ):
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
                 turns.append(time.perf_counter() - started)
             # The others hold times in which a rank had no core.

@@ -12,21 +12,17 @@ import json
 import os
 import re
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshplan._aborts import THIS_THREAD
-from meshplan._calls import restarted_before
 from meshplan._torch import Store, default_group
 from meshplan.flatten._across_jobs import is_across_jobs, rank_in, store_of
-from meshplan.flatten._agree import roll_call
+from meshplan.flatten._agree import process_stat, roll_call
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._create import default_timeout
 from meshplan.flatten._threads import is_forked
@@ -38,7 +34,7 @@ ProcessState = Literal["ended", "stopped", "alive", "unknown"]
 def note_process(store: Store, rank: int) -> None:
     """Note in ``store`` which process is global rank ``rank``: this one."""
     number = os.getpid()
-    found = _stat(number)
+    found = process_stat(number)
     if found is not None:
         _, started = found
         try:
@@ -72,27 +68,6 @@ def _numbering(group: ProcessGroup | None) -> ProcessGroup:
     return group if group is not None and is_across_jobs(group) else default_group()
 
 
-# The first one of this process that has come here.
-_default_group: weakref.ref[ProcessGroup] | None = None
-
-
-def started_before(moment: float) -> bool:
-    """Whether this process ran at ``moment``, in seconds since the epoch, has one job, and has
-    counted its calls since before. Else a note of that time in the store may be of other calls.
-    """
-    global _default_group
-    world = dist.group.WORLD
-    if _default_group is None and world is not None:
-        _default_group = weakref.ref(world)
-    found = _stat(os.getpid())
-    if found is None or _default_group is None or _default_group() is not world:
-        return False
-    if not restarted_before(moment):
-        return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(found[1]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age < moment
-
-
 def process_state(store: Store, rank: int) -> ProcessState:
     """What the process of global rank ``rank`` does; ``unknown`` unless it is on this host."""
     return _state(store.get(_key(rank))) if store.check([_key(rank)]) else "unknown"
@@ -105,7 +80,7 @@ def _state(note: bytes) -> ProcessState:
             return "unknown"
     except OSError:
         return "unknown"
-    found = _stat(number)
+    found = process_stat(number)
     # A number is given to another process once the first one has ended.
     if found is None or found[1] != started or found[0] in "ZX":
         return "ended"
@@ -114,17 +89,6 @@ def _state(note: bytes) -> ProcessState:
 
 def _key(rank: int) -> str:
     return f"meshplan/process/{rank}"
-
-
-def _stat(number: int) -> tuple[str, str] | None:
-    """State and start time of a process; ``None`` if it does not exist."""
-    try:
-        text = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return None
-    # The name, in parentheses, may contain anything.
-    words = text.rpartition(")")[2].split()
-    return words[0], words[19]
 
 
 def format_failure(failure: BaseException) -> str:

@@ -86,7 +86,7 @@ def test_an_idle_group_takes_no_more_than_one_of_gloo(ranks: int) -> None:
 
 def end_groups(rank: int) -> list[Any]:
     """What is left of groups that have reduced: of one, while it is held, and of all."""
-    before, entries = used(), len(registry())
+    before, entries = used(), len(registry()._table)
     group = dist.new_group(backend="meshplan")
     dist.barrier()
     idle = added(before)
@@ -96,7 +96,7 @@ def end_groups(rank: int) -> list[Any]:
     mapped = used()[2] - before[2]
     dist.destroy_process_group(group)
     held = settle(before, idle[0])
-    found: list[Any] = [mapped > 0, held[0] - idle[0], held[2], len(registry()) - entries]
+    found: list[Any] = [mapped > 0, held[0] - idle[0], held[2], len(registry()._table) - entries]
     # A rank whose peer has dropped the group has fewer connections.
     dist.barrier()
     # The thread of asynchronous calls ends with the object.

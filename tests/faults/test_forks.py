@@ -110,7 +110,7 @@ def test_exit_of_a_fork_leaves_its_parent_unharmed(path: str) -> None:
                 right_bits(mesh)
             for leave in (
                 lambda: f"destroyed {meshplan.shutdown()}",
-                lambda: f"forgot {len(registry())}",
+                lambda: f"forgot {len(registry()._table)}",
                 lambda: "left",
             ):
                 found.append(in_a_fork(leave))
