@@ -184,7 +184,8 @@ class Door:
         if contract is not None:
             self._install(self._seconds, contract)
         try:
-            summand = DTensor.from_local(tensor, member.mesh, [Partial(op)], run_check=False)
+            placements = [Partial(op)] * member.mesh.ndim
+            summand = DTensor.from_local(tensor, member.mesh, placements, run_check=False)
             return summand.full_tensor()
         finally:
             if contract is not None:

@@ -10,15 +10,20 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshplan
 from meshplan import deterministic_all_reduce_coalesced
 from meshplan._calls import calls_of
 from meshplan.contract import Contract
+from meshplan.flatten import _join
+from meshplan.flatten._connect import connect
+from meshplan.kernel import why_not
 from meshplan.topology import Topology
 from tests.doors import DOORS, LONG, Door, Member, Result, attempt, call_values, expected_words
 from tests.marks import full
@@ -74,7 +79,8 @@ def assert_same_fate(found: dict[int, list[str]]) -> None:
         ("backend", 2, 1, 1),
         full("seam that exchanges placements", 3, 1, 1),
         *(full("seam that exchanges placements", 2, *how) for how in ((2, 2), (3, 1), (2, 3))),
-        *(full(door, 2, 2, 2) for door in ("seam", "functions")),
+        *(full(door, 2, 2, 2) for door in ("seam", "functions", "seam in a thread")),
+        full("seam over axes that exchanges placements", 4, 2, 2),
         full("backend", 3, 1, 1),
     ],
 )
@@ -93,15 +99,28 @@ def test_rank_late_to_the_first_reductions_joins_no_later_one(
         seconds = LONG if rank == late else SECONDS
         members = [through.open(seconds)]
         members += [through.open_another(number, seconds) for number in range(1, groups)]
-        if rank == late:
-            wait_for("gave up", world_size - 1)
+        if "over axes" in door:
+            # Equal meshes.
+            meshes = [init_device_mesh("cpu", (2, 2)) for _ in members]
+            members = [one._replace(mesh=mesh) for one, mesh in zip(members, meshes, strict=True)]
         found = {}
-        for call in range(missed + groups + 1):
-            if call == missed and rank != late:
-                arrive("gave up")
-                # Less than the late rank would wait in a group in which it is alone.
-                through.wait_at_most(BOUND, *members)
-            found[call] = reduce(through, members[call % groups], call)
+
+        def work() -> None:
+            if rank == late:
+                wait_for("gave up", world_size - 1)
+            for call in range(missed + groups + 1):
+                if call == missed and rank != late:
+                    arrive("gave up")
+                    # Less than the late rank would wait in a group in which it is alone.
+                    through.wait_at_most(BOUND, *members)
+                found[call] = reduce(through, members[call % groups], call)
+
+        if "thread" in door:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
         return found
 
     results = run(through, world_size, ranks)
@@ -114,6 +133,32 @@ def test_rank_late_to_the_first_reductions_joins_no_later_one(
         elif door != "backend":
             # A group of the backend may stop, as torch's own do.
             assert fates == ["right"] * world_size, how
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no compiled library")
+def test_rank_late_to_the_memory_of_a_group_joins_no_later_call() -> None:
+    """It has agreed on the group with the others, which then give up on it."""
+    through, world_size = Door("functions"), 2
+
+    def ranks(rank: int) -> dict[int, Result]:
+        late = rank == 1
+        members = [through.open(LONG if late else SECONDS)]
+        members.append(through.open_another(1, LONG if late else SECONDS))
+
+        def connect_late(*given: Any, **options: Any) -> Any:
+            wait_for("gave up", 1)
+            return connect(*given, **options)
+
+        with mock.patch.object(_join, "connect", connect_late if late else connect):
+            found = {0: reduce(through, members[0], 0)}
+        if not late:
+            arrive("gave up")
+            through.wait_at_most(BOUND, *members)
+        return found | {call: reduce(through, members[call % 2], call) for call in (1, 2)}
+
+    results = run(through, world_size, ranks)
+    how = [readings(results, call % 2)[call] for call in range(3)]
+    assert how == [["MP501"] * 2, ["right"] * 2, ["right"] * 2], results
 
 
 @pytest.mark.parametrize("door", DOORS)
