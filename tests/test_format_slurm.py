@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import yaml
 from expecttest import TestCase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,7 +120,7 @@ b
 a
 top
 line 2: topology racks
-line 7: sizes of blocks: 2,4 hosts
+line 5: sizes of blocks: 2,4 hosts
 line 10: block a: 2 hosts
 line 12: block b: 2 hosts
 line 13: topology net
@@ -199,9 +200,9 @@ def test_consecutive_hosts_become_a_range(first: int, more: int, width: int) -> 
         ("BlockName=a Nodes=n[1\n", 1),
         ("# one\nBlockName= Nodes=n1\n", 2),
         ("BlockName=a Nodes=n[0-999999]\nBlockName=b Nodes=n[0-999999]\n", 2),
-        ("- topology: a\n  nonsense\n", 2),
+        ("- topology: a\n  nonsense: [\n", 3),
         ("- topology: a\n\tblock: a\n", 2),
-        ("- topology: a\n  block: &x a\n", 2),
+        ("- topology: a\n  block: *x\n", 2),
         ("- topology: a\n  nodes: n[3-1]\n", 2),
         ("nothing", None),
     ],
@@ -222,10 +223,17 @@ def test_any_hostlist_is_expanded_or_refused(text: str) -> None:
 
 
 def test_name_with_a_newline_is_noted_in_one_line() -> None:
-    found = read(
-        "- topology: r\racks\n  block:\n    block_sizes: [1]\n    blocks:\n      - block: a\n        nodes: n[1-2]\n"
-    )
-    assert [note.message for note in found.notes if note.line == 1] == ["topology r acks"]
+    found = read('- topology: "r\\racks"\n')
+    assert [note.message for note in found.notes] == ["topology r acks"]
+
+
+def test_keys_of_yaml_may_have_any_order() -> None:
+    found = read(YAML)
+    assert found.blocks == (("a", "n[1-2]"), ("b", "n[3-4]"))
+    ordered = read(yaml.safe_dump(yaml.safe_load(YAML), sort_keys=True))
+    assert (ordered.blocks, ordered.names) == (found.blocks, found.names)
+    messages = [sorted(note.message for note in one.notes) for one in (ordered, found)]
+    assert messages[0] == messages[1]
 
 
 def job(tasks: str, order: str, hosts: str = "n[1-3]", **more: str) -> dict[str, str]:

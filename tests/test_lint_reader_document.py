@@ -149,14 +149,27 @@ def test_yaml_is_read_by_the_plain_installation() -> None:
     with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     assert any(one.startswith("pyyaml") for one in project["dependencies"])
-    # It is loaded for YAML only.
+    # It is loaded for YAML and JSON only.
     script = (
         "import sys; from meshplan.lint._read_jobs import read_jobs\n"
-        "for name in ('a.toml', 'a.json', 'a.sh', 'a.py'): read_jobs(name, 'parallel = 8')\n"
+        "for name in ('a.toml', 'a.sh', 'a.py'): read_jobs(name, 'parallel = 8')\n"
         "assert 'yaml' not in sys.modules\n"
         "read_jobs('a.yaml', 'parallel: 8'); assert 'yaml' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_json_has_the_place_of_each_of_two_equal_keys() -> None:
+    part = '{"data_parallel_replicate_degree": 8,\n\t"data_parallel_shard_degree": 5}'
+    text = f'{{"face": "\\ud83d\\ude00", "a": {{"parallelism": {part}}},\n"b": {{"parallelism": {part}}}}}'
+    jobs = read_jobs("a.json", text.replace(part, part.replace("5", "4"), 1)).jobs
+    assert [job.layout.sizes for job in jobs] == [(8, 4), (8, 5)]
+    assert [job.source.line for job in jobs] == [1, 3]
+    (_, second) = jobs
+    assert second.rewrite is not None
+    written = second.rewrite(Layout.of(dp_replicate=5, dp_shard=8))
+    assert written is not None
+    assert [job.layout.sizes for job in read_jobs("a.json", written).jobs] == [(8, 4), (5, 8)]
 
 
 @pytest.mark.parametrize(

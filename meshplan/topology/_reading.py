@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meshplan.errors import TopologyInputError
+
+MAX_DEPTH = 32  # of YAML
 # GPU or rank indices as in the input, each group ascending, groups by their first index.
 Groups = tuple[tuple[int, ...], ...]
 
@@ -62,6 +65,27 @@ class Reading:
             "complete": self.complete,
             "notes": [str(note) for note in self.notes],
         }
+
+
+def compose_yaml(text: str) -> list[Any]:
+    """The nodes of all documents of a text. Offsets of marks do not count a byte-order mark."""
+    import yaml  # here, because few inputs are YAML
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text, depth = text.removeprefix("\ufeff"), 0
+    try:
+        # The C library recurses without a limit of its own, and would end the process.
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise TopologyInputError("YAML that is nested too deep")
+        return [*yaml.compose_all(text, Loader=loader)]
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise TopologyInputError(f"not YAML: {error.problem}", line=line) from None
+    except (yaml.YAMLError, ValueError):
+        raise TopologyInputError("not YAML: a character that it does not allow") from None
 
 
 def find_components(members: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Groups:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from meshplan.errors import TopologyInputError
 from meshplan.lint._job import JobFile
 from meshplan.lint._readers import command
 from meshplan.lint._readers._degrees import (
@@ -16,8 +16,9 @@ from meshplan.lint._readers._degrees import (
     Setting,
     read_document,
 )
-from meshplan.lint._readers._numbers import Edit, Whole, find_line, is_whole
+from meshplan.lint._readers._numbers import Edit, Whole, is_whole
 from meshplan.lint._readers._toml import find_entries, load
+from meshplan.topology._reading import MAX_DEPTH, compose_yaml
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
@@ -28,13 +29,13 @@ _MARK = re.compile(
 _COMMAND = re.compile(
     r"(?:extra_)?args?|arguments|command|cmd|entrypoint|run|script|setup|commands|model_args"
 )
-_JSON_KEY = re.compile(r'"([^"\\]*)"\s*:\s*(-?\d+)?')
+# Two escapes of JSON for one character, which YAML does not know.
+_PAIR = re.compile(r"\\u[dD][89abAB]\w{2}\\u[dD][c-fC-F]\w{2}")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 # OmegaConf's ${oc.env:NAME,8}, and ${NAME:8}: a variable of the environment and its default.
 _DEFAULT = re.compile(r"\$\{(?:oc\.env:\w+,[ \t]*|[A-Z]\w*:)(\d{1,12})\}")
 # Between the words of tensorParallelSize.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_MAX_DEPTH = 32
 _MAX_NODES = 1 << 14
 
 
@@ -50,12 +51,7 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
         LayoutError: sizes that the framework would refuse.
         PolicyError: not well-formed TOML.
     """
-    if name.endswith(".toml"):
-        settings = [*_read_toml(name, text)]
-    elif name.endswith(".json"):
-        settings = [*_read_json(text)]
-    else:
-        settings = [*_read_yaml(text)]
+    settings = [*_read_toml(name, text)] if name.endswith(".toml") else [*_read_yaml(text)]
     insert = partial(_insert, text, name.rpartition(".")[2])
     found = read_document(Document(name, text, "document", _resolve(settings), insert), world_size)
     keys = {key for one in settings for key in one.path.split(".")}
@@ -126,51 +122,20 @@ def _read_toml(name: str, text: str) -> Iterator[Setting]:
     return walk(document, (), 1)
 
 
-def _read_json(text: str) -> Iterator[Setting]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    found: dict[str, list[re.Match[str]]] = {}
-    for place in _JSON_KEY.finditer(text):
-        found.setdefault(place[1], []).append(place)
-    pending: list[tuple[str, Any]] = [("", document)]
-    for path, value in pending:
-        if isinstance(value, dict):
-            pending += [(f"{path}.{key}" if path else str(key), one) for key, one in value.items()]
-            continue
-        if isinstance(value, list):
-            pending += [(f"{path}.{i}", one) for i, one in enumerate(value)]
-            continue
-        key = path.rpartition(".")[2]
-        places = found.get(key, [])
-        if len(places) == 1 and places[0][2] and is_whole(value):
-            value = Whole.at(value, *places[0].span(2))
-        line = find_line(text, places[0].start()) if places else 1
-        yield Setting(_normalize(path), value, line, key)
-
-
 def _read_yaml(text: str) -> Iterator[Setting]:
+    """The settings of YAML, which JSON is a part of."""
     import yaml  # here, because few files need it
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        # `compose_all` descends by recursion in C, and ends the process if texts nest too deeply.
-        depth = 0
-        for event in yaml.parse(text.removeprefix("\ufeff"), Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_DEPTH:
-                return
-        documents = [*yaml.compose_all(text.removeprefix("\ufeff"), Loader=loader)]
-    except (yaml.YAMLError, RecursionError, ValueError):
+        documents = compose_yaml(_PAIR.sub("?" * 12, text))
+    except TopologyInputError:
         return
     shift = len(text) - len(text.removeprefix("\ufeff"))
     pending: list[tuple[tuple[str, ...], Any, int]] = [((), one, 1) for one in documents]
     for path, node, line in pending:
         if isinstance(node, yaml.MappingNode):
             # Anchors may name a node any number of times.
-            if len(path) < _MAX_DEPTH and len(pending) < _MAX_NODES:
+            if len(path) < MAX_DEPTH and len(pending) < _MAX_NODES:
                 pending += [
                     ((*path, str(key.value)), value, key.start_mark.line + 1)
                     for key, value in node.value

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Note, Reading
+from meshplan.topology._reading import Note, Reading, compose_yaml
 
 _CLIQUE = "nvidia.com/gpu.clique"
 # The first that a node has names the GPUs that NVLink joins with its own.
@@ -28,7 +28,6 @@ _COUNT = "nvidia.com/gpu.count"
 _LIST = re.compile(r'"kind"\s{0,20}:\s{0,20}"(?:NodeList|Node|List)"')
 # YAML as kubectl writes it: keys of the list, or of its only item, are not indented.
 _YAML_LIST = re.compile(r"^kind:[ \t]{1,20}[\"']?(?:NodeList|Node|List)[\"']?[ \t]*$", re.M)
-_MOST_DEEP = 64
 _SHOWN = 64  # cliques in the notes before "... N more"
 _LARGEST = 4096  # GPUs of one host
 MAX_GPUS = 1 << 22
@@ -115,21 +114,10 @@ def _parse_yaml(text: str) -> Any:
     """The first document; every scalar is a text, as the values of labels are."""
     import yaml  # here, because few inputs are YAML
 
-    loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    depth = 0
     try:
-        # The C library recurses without a limit of its own.
-        for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MOST_DEEP:
-                raise TopologyInputError("YAML that is nested too deep")
-        return yaml.load(text, Loader=loader)
+        return yaml.constructor.BaseConstructor().construct_document(compose_yaml(text)[0])
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        raise TopologyInputError(f"not YAML: {error.problem}", line=line) from None
-    except yaml.YAMLError:
-        raise TopologyInputError("not YAML: a character that it does not allow") from None
+        raise TopologyInputError(f"not YAML: {error.problem}") from None
 
 
 def _parse_host(item: Any, index: int) -> tuple[str, str, int]:

@@ -3,17 +3,17 @@
 Source: the manual pages topology.conf(5), topology.yaml(5) and scontrol(1). One NVLink switch
 system joins a block of topology/block; a switch of topology/tree is one of the network. Neither
 lists GPUs, so ``domains`` and ``nodes`` are ``None`` and notes have the hosts. ``blocks`` has those
-of each block, which the node list of a job turns into domains. ``topology.yaml`` is read line by
-line, without YAML: ``key: value``, ``- item`` and comments by indentation, and nothing else.
+of each block, which the node list of a job turns into domains.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Note, Reading
+from meshplan.topology._reading import Note, Reading, compose_yaml
 
 MAX_HOSTS = 1_000_000
 """Hosts that one list may have."""
@@ -27,7 +27,6 @@ _CONF = re.compile(
 )
 _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
-_ITEM = re.compile(r"( *+)((?:- ++)*+)(?:([A-Za-z_]\w{0,40}):(?:\s+(.*))?|(\S.*))$", re.ASCII)
 _CONF_KEYS = {
     "blockname",
     "blocksizes",
@@ -38,6 +37,7 @@ _CONF_KEYS = {
 }
 # Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
 _SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
+_NAMES = {"block", "switch", "ring", "name"}  # keys of topology.yaml with the name of a thing
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.
 _Piece = str | list[tuple[int, int, int]]
@@ -153,33 +153,28 @@ def _read_conf(text: str) -> Reading:
 def _read_yaml(text: str) -> Reading:
     """Keys that name a thing, and the ``nodes`` and ``children`` after it, at any depth."""
     outline = _Outline()
-    sizes: list[str] | None = None
-    for line, content in _split_lines(text):
-        content = re.split(r"(?:^|\s)#", content, maxsplit=1)[0].rstrip()
-        if not content or content in {"---", "..."}:
-            continue
-        key, value = _split_key(content, line)
-        if not key and sizes is not None:
-            sizes.append(value)
-            continue
-        outline.add_sizes(",".join(sizes or ()), line - 1)
-        sizes = [] if key == "block_sizes" and not value else None
-        outline.add_key(key, value, line)
-    outline.add_sizes(",".join(sizes or ()), None)
-    return outline.make_reading("Slurm topology.yaml")
+    pending: list[tuple[str, Any, int]] = [("", one, 1) for one in reversed(compose_yaml(text))]
+    # Anchors may name a node any number of times.
+    for _ in range(_MOST_LINES):
+        if not pending:
+            return outline.make_reading("Slurm topology.yaml")
+        key, node, line = pending.pop()
+        outline.add_key(key, _format_node(node), line)
+        items = [("", one, line) for one in node.value] if node.id == "sequence" else []
+        if node.id == "mapping":
+            items = [(one.value, inner, one.start_mark.line + 1) for one, inner in node.value]
+            # The name of a thing first: a program may have sorted the keys.
+            items.sort(key=lambda item: (item[0] != "topology", item[0] not in _NAMES))
+        pending += reversed(items)
+    raise TopologyInputError(f"more than {_MOST_LINES:,} values")
 
 
-def _split_key(content: str, line: int) -> tuple[str, str]:
-    """Key and value of a line; the key is empty for an item of a list."""
-    item = _ITEM.match(content)
-    if "\t" in content[: len(content) - len(content.lstrip())]:
-        raise TopologyInputError("YAML is indented by blanks, got a tab", line=line)
-    if item is None or (not item[3] and not item[2]):
-        raise TopologyInputError(f"expected 'key: value', got {content[:60]!r}", line=line)
-    value = (item[4] or item[5] or "").strip().strip("'\"")
-    if value.startswith(tuple("{&*|>!%@")):
-        raise TopologyInputError(f"{value[0]} of YAML is not supported", line=line)
-    return item[3] or "", value
+def _format_node(node: Any) -> str:
+    """A text, or a list of texts with commas."""
+    if node.id == "scalar":
+        return str(node.value)
+    items = node.value if node.id == "sequence" else ()
+    return ",".join(one.value for one in items if one.id == "scalar")
 
 
 def _split_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -250,7 +245,7 @@ class _Outline:
 
     def add_key(self, key: str, value: str, line: int) -> None:
         if key == "block_sizes":
-            self.add_sizes(value.strip("[]"), line)
+            self.add_sizes(value, line)
         elif key == "topology":
             self.topologies += 1
             if self.topologies <= _SHOWN:
@@ -259,7 +254,7 @@ class _Outline:
             self.views.append([])
         elif key == "cluster_default" and value.lower() == "true":
             self.default = len(self.views) - 1
-        elif key in {"block", "switch", "ring", "name"} and value:
+        elif key in _NAMES and value:
             self.add("torus" if key == "name" else key, value, line)
         elif key in {"nodes", "children"} and value:
             self.add_children(value, "host" if key == "nodes" else "switch", line)
