@@ -8,14 +8,14 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import find_components
+from meshplan.topology._reading import find_components, freeze
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -112,8 +112,18 @@ class RankLocation:
     @classmethod
     def from_json(cls, found: Any) -> RankLocation:
         """The location from the value that ``to_json`` returns."""
-        location: RankLocation = _decode(cls, found)
-        return location
+        try:
+            known = freeze(found)
+            if (gpu := known.get("gpu")) is not None:
+                fabric = gpu.get("fabric")
+                fabric = None if fabric is None else Fabric(**fabric)
+                known["gpu"] = Gpu(**{**gpu, "fabric": fabric})
+            return cls(**known)
+        except (TypeError, AttributeError) as error:
+            raise TopologyInputError(
+                f"not a valid RankLocation of a rank: {str(found)[:80]!r}; do all ranks run one "
+                "version of meshplan?"
+            ) from error
 
 
 def select_devices(text: str | None, ids: Sequence[str]) -> list[int | str]:
@@ -144,13 +154,6 @@ def select_devices(text: str | None, ids: Sequence[str]) -> list[int | str]:
     return found
 
 
-_RECORDS = {"Gpu": Gpu, "Fabric": Fabric}
-_TYPES = {
-    **{"str": str, "Vendor": str, "tuple[str, ...]": str},
-    **{"int": int, "bool": bool, "tuple[int, ...]": int},
-}
-
-
 def _encode(record: Any) -> dict[str, Any]:
     kept = {f.name: getattr(record, f.name) for f in fields(record)}
     kept = {f.name: kept[f.name] for f in fields(record) if kept[f.name] != f.default}
@@ -158,34 +161,6 @@ def _encode(record: Any) -> dict[str, Any]:
         name: _encode(v) if is_dataclass(v) else list(v) if isinstance(v, tuple) else v
         for name, v in kept.items()
     }
-
-
-def _decode(kind: Any, found: Any) -> Any:
-    types = {f.name: str(f.type) for f in fields(kind)}
-    required = {f.name for f in fields(kind) if f.default is MISSING}
-    if not isinstance(found, dict) or not required <= found.keys() <= types.keys():
-        raise _make_error(kind, found)
-    values: dict[str, Any] = {}
-    for name, value in found.items():
-        wanted = types[name].removesuffix(" | None")
-        if value is None and wanted != types[name]:
-            values[name] = None
-        elif wanted in _RECORDS:
-            values[name] = _decode(_RECORDS[wanted], value)
-        else:
-            listed = wanted.startswith("tuple")
-            members = value if listed and isinstance(value, list) else [value]
-            if not all(isinstance(member, _TYPES[wanted]) for member in members):
-                raise _make_error(kind, {name: value})
-            values[name] = tuple(members) if listed else value
-    return kind(**values)
-
-
-def _make_error(kind: Any, found: Any) -> TopologyInputError:
-    return TopologyInputError(
-        f"not a valid {kind.__name__} of a rank: {str(found)[:80]!r}; do all ranks run one version "
-        "of meshplan?"
-    )
 
 
 # Reads one AMD GPU from the files of the kernel's driver in /sys.

@@ -14,14 +14,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.layout import Integers
 from meshplan.topology._links import Links
-from meshplan.topology._reading import Note
+from meshplan.topology._reading import Note, freeze
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ def pack_cluster(cluster: Cluster) -> str:
 def unpack_cluster(text: str) -> Cluster:
     """The cluster from a text of ``pack_cluster``."""
     try:
-        known = _freeze(json.loads(zlib.decompress(base64.b85decode(text))))
+        known = freeze(json.loads(zlib.decompress(base64.b85decode(text))))
         placed = Topology(*known.pop("topology"))
         notes = tuple(SourcedNote(source, Note(*note)) for source, note in known.pop("notes"))
         return Cluster(placed, notes, **known)
@@ -307,10 +306,3 @@ def unpack_cluster(text: str) -> Cluster:
             f"the published location of the ranks cannot be read ({error}); do all ranks run one "
             "version of meshplan?"
         ) from error
-
-
-def _freeze(value: Any) -> Any:
-    """The value of JSON with tuples in place of its lists."""
-    if isinstance(value, dict):
-        return {name: _freeze(one) for name, one in value.items()}
-    return tuple(map(_freeze, value)) if isinstance(value, list) else value

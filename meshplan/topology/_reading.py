@@ -105,3 +105,10 @@ def find_components(members: Iterable[int], pairs: Iterable[tuple[int, int]]) ->
     for member in sorted(parent):
         groups.setdefault(find_root(member), []).append(member)
     return tuple(sorted(tuple(group) for group in groups.values()))
+
+
+def freeze(value: Any) -> Any:
+    """The value of JSON with tuples in place of its lists."""
+    if isinstance(value, dict):
+        return {name: freeze(one) for name, one in value.items()}
+    return tuple(map(freeze, value)) if isinstance(value, list) else value
