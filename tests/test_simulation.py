@@ -87,10 +87,8 @@ def drawn(seed: int, number: int, numel: int, dtype: torch.dtype) -> Tensor:
 class Scalars:
     """The same in loops over ranks and elements, by the trees that ``tests/test_nccl_order.py`` tests."""
 
-    def __init__(
-        self, layout: Layout, nodes: list[int], algorithm: str, sort: bool, numel: int
-    ) -> None:
-        self.layout, self.nodes, self.algorithm, self.sort = layout, nodes, algorithm, sort
+    def __init__(self, layout: Layout, nodes: list[int], algorithm: str, numel: int) -> None:
+        self.layout, self.nodes, self.algorithm = layout, nodes, algorithm
         self.numel = numel
         self.cells = list(itertools.product(*map(range, layout.sizes)))
         self.rank = dict(zip(self.cells, layout.ranks, strict=True))
@@ -113,8 +111,7 @@ class Scalars:
                     for other in self.cells
                     if all(other[i] == cell[i] for i in range(len(cell)) if i not in axes)
                 ]
-                if self.sort:
-                    members.sort(key=self.rank.__getitem__)
+                members.sort(key=self.rank.__getitem__)
                 rows = [held[member] for member in members]
                 if averaged > 1:
                     rows = [row * torch.tensor(1 / averaged, dtype=dtype) for row in rows]
@@ -190,7 +187,7 @@ def test_vectorized_simulation_matches_scalars(random: Random) -> None:
     numel, seed = random.randint(1, 40), random.randint(0, 3)
     layout = Layout(tuple(sizes), ranks=tuple(ranks))
     alone = [i for i, text in enumerate(src) if text != "R" and i not in reduced]
-    for algorithm, sort in itertools.product(ALGORITHMS, (True, False)):
+    for algorithm in ALGORITHMS:
         found = simulate(
             layout,
             Topology.of(nodes),
@@ -199,10 +196,9 @@ def test_vectorized_simulation_matches_scalars(random: Random) -> None:
             dtype=dtype,
             numel=numel,
             seed=seed,
-            sort_ranks=sort,
             src=src,
         )
-        held = Scalars(layout, nodes, algorithm, sort, numel).run(steps, src, dtype, seed)
+        held = Scalars(layout, nodes, algorithm, numel).run(steps, src, dtype, seed)
         assert (found.replicas, found.differing, found.ulps) == compare_replicas(held, alone)
 
 
@@ -289,7 +285,7 @@ def test_worst_set_of_replicas_is_reported() -> None:
     nodes = [0, 0, 0, *[1] * 7, *[2] * 5, *[3] * 15, *[4] * 12, 5, 5, 5]
     steps, src = [(1,), (2,)], ["S(0)", "P", "P"]
     found = simulate(layout, Topology.of(nodes), steps, algorithm="tree", numel=200, src=src)
-    held = Scalars(layout, nodes, "tree", True, 200).run(steps, src, torch.float32, 0)
+    held = Scalars(layout, nodes, "tree", 200).run(steps, src, torch.float32, 0)
     assert (found.replicas, found.differing, found.ulps) == compare_replicas(held, [0])
     shares = [
         compare_replicas({cell: row for cell, row in held.items() if cell[0] == tp}, [])[1]
@@ -343,16 +339,14 @@ def test_share_matches_a_simulation(random: Random) -> None:
     world = math.prod(sizes)
     nodes = sorted(random.choices(range(random.randint(1, 9)), k=world))
     layout = Layout(tuple(sizes), ranks=tuple(random.sample(range(world), k=world)))
-    topology, sort = Topology.of(nodes), random.random() < 0.5
+    topology = Topology.of(nodes)
     axes = sorted(random.sample(range(3), k=random.choice((1, 2))))
     along = [i for i in range(3) if i not in axes]
     # Every chunk of the ring is as large as any other, and aligned.
     numel = 8 * math.prod(sizes[i] for i in axes)
-    shares = predict_divergence(layout, axes, along, topology, numel=numel, sort_ranks=sort)
+    shares = predict_divergence(layout, axes, along, topology, numel=numel)
     for algorithm in ALGORITHMS:
-        found = simulate(
-            layout, topology, [axes], algorithm=algorithm, numel=numel, sort_ranks=sort
-        )
+        found = simulate(layout, topology, [axes], algorithm=algorithm, numel=numel)
         assert shares[algorithm] == found.differing
 
 

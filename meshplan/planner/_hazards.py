@@ -181,7 +181,7 @@ class Siblings:
         axes: tuple[int, ...],
         topology: Topology,
         *,
-        sort_ranks: bool,
+        sort_ranks: bool = True,
         channels: int | None = None,
     ) -> None:
         self.sizes = tuple(s for i, s in enumerate(layout.sizes) if i not in axes)

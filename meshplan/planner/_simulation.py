@@ -20,7 +20,6 @@ from meshplan._dtypes import itemsize, name_of
 from meshplan.errors import PlacementError, PolicyError, TopologyError
 from meshplan.layout import Integers, Layout
 from meshplan.planner import nccl_order as order
-from meshplan.planner._group_facts import GroupFacts, find_groups
 from meshplan.planner._hazards import (
     ALGORITHMS,
     Algorithm,
@@ -28,14 +27,14 @@ from meshplan.planner._hazards import (
     find_distinct_rows,
 )
 from meshplan.planner._path_costs import Cost
-from meshplan.planner._plan import NOMINAL_ELEMENTS
-from meshplan.planner._planner import plan
 from meshplan.planner._problem import Problem, Spec, check_reach, check_steps
 from meshplan.topology import Link, Links, Topology
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor.placement_types import Placement
+
+    from meshplan.planner._group_facts import GroupFacts
 
 
 # Sums of rows in the order of a group, every addition rounded to the dtype; and their bits.
@@ -64,13 +63,11 @@ def predict_divergence(
     topology: Topology,
     *,
     numel: int = 4096,
-    sort_ranks: bool = True,
 ) -> dict[Algorithm, float]:
     """The largest share of elements of float32 in which two siblings with the same inputs along
     ``along`` differ in bits, for each algorithm: 0 if all add in one order. ``numel`` is the most
-    elements, spread evenly over a large message of N(0, 1), the same draws in each call;
-    ``sort_ranks`` is as in `hazards`. Empty if the nodes are unknown, or for groups of more than
-    ``MAX_MEMBERS`` ranks.
+    elements, spread evenly over a large message of N(0, 1), the same draws in each call. Empty if
+    the nodes are unknown, or for groups of more than ``MAX_MEMBERS`` ranks.
     """
     # Every element is added as in the first channel. In each set of siblings the first is compared
     # with one sibling of each other node placement. The work grows with the size of a group, not of
@@ -79,7 +76,7 @@ def predict_divergence(
     size = math.prod(layout.sizes[i] for i in reduced)
     if not topology.known or size > MAX_MEMBERS:
         return {}
-    siblings = Siblings(layout, reduced, topology, sort_ranks=sort_ranks, channels=1)
+    siblings = Siblings(layout, reduced, topology, channels=1)
     pairs = _pair_patterns(siblings, layout.axis_indices(along)) if size > 2 else []
     # Limit the work: keep the pairs of the first patterns, at least two patterns.
     allowed = max(_MAX_ROWS // size, 2)
@@ -272,7 +269,6 @@ def simulate(
     dtype: torch.dtype | str = "float32",
     numel: int = 4096,
     seed: int = 0,
-    sort_ranks: bool = True,
     src: Sequence[Placement | str] | None = None,
 ) -> Simulation:
     """Run all-reduces sequentially in the order of the NCCL model, on one channel.
@@ -286,7 +282,6 @@ def simulate(
         dtype: float32, bfloat16, float16 or float64; torch's, or a name.
         numel: elements of the message. The order in a ring depends on the position of an element.
         seed: of the inputs, which are N(0, 1) and do not depend on the order of the steps.
-        sort_ranks: as in `hazards`.
         src: the placement on each axis before the first step: ``P`` or ``P(avg)`` on every axis
             that is reduced. Ranks along ``R`` hold equal inputs and should agree; along any other
             axis that no step names, every rank has inputs and a result of its own. By default, the
@@ -319,7 +314,7 @@ def simulate(
         )
     problem = _make_problem(layout, steps, src)
     sequence = check_steps(problem, steps)
-    stages = _Stages(problem, topology, algorithm, sort_ranks, name)
+    stages = _Stages(problem, topology, algorithm, name)
     for axes in sequence:
         stages.append(axes)
     stages.check_size(numel)
@@ -370,14 +365,12 @@ class _Stages:
         problem: Problem,
         topology: Topology,
         algorithm: Algorithm,
-        sort_ranks: bool,
         dtype: str,
     ) -> None:
         self.problem = problem
         self.layout = problem.layout
         self.topology = topology
         self.algorithm = algorithm
-        self.sort_ranks = sort_ranks
         self.dtype = dtype
         self.stages: list[_Stage] = []
         own = [
@@ -390,9 +383,7 @@ class _Stages:
 
     def append(self, axes: tuple[int, ...]) -> None:
         sizes, labels = self.layout.sizes, self.layout.axes
-        siblings = Siblings(
-            self.layout, axes, self.topology, sort_ranks=self.sort_ranks, channels=1
-        )
+        siblings = Siblings(self.layout, axes, self.topology, channels=1)
         rows = self.held.transpose(*siblings.outer, *axes).reshape(-1, siblings.size)
         orders = siblings.associations(self.algorithm, np.arange(len(rows)))
         number, first = find_distinct_rows(np.concatenate([rows, orders[:, None]], axis=1))
@@ -594,6 +585,10 @@ def predict_plan(problem: Problem) -> Prediction:
     """The cost of meshplan's plan once its groups exist; ``PlacementError`` unless every axis is
     replicated, or goes from partial to replicated.
     """
+    # Imported here, as in `predict_backend`: the linter simulates, and predicts no cost.
+    from meshplan.planner._group_facts import find_groups
+    from meshplan.planner._planner import plan
+
     _check(problem)
     planned = plan(problem)
     if not planned.candidates:
@@ -626,6 +621,9 @@ def predict_backend(
     protocol. ``AxisNameError``, and ``PlacementError`` if the redistribution is not an all-reduce
     or the steps do not complete it.
     """
+    from meshplan.planner._group_facts import find_groups
+    from meshplan.planner._plan import NOMINAL_ELEMENTS
+
     _check(problem)
     groups = find_groups(problem.layout, problem.topology)
     elements = NOMINAL_ELEMENTS if problem.shape is None else math.prod(problem.shape)
