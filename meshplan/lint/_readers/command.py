@@ -216,6 +216,11 @@ _VALUE = re.compile(
     r"(?:\"([^\"]*)\"|'([^']*)'|\(((?:[^()$]++|\$\((?:[^()]++|\((?:[^()]++|\([^()]*+\))*+\))*+\)|\$)*+)\))",
     re.M,
 )
+# What sets a variable, besides an assignment: loops, `read`, and arithmetic.
+_SETTER = re.compile(
+    r"\b(?:for|select)[ \t]++(?P<item>\w++)[ \t]++in\b|\bread[ \t]++(?P<read>[^\n;|<&]{1,200})"
+    r"|\b(?P<sum>[A-Za-z_]\w*+)[ \t]*+(?:[-+*/%]=|\+\+)"
+)
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
@@ -269,6 +274,10 @@ class Script:
                 value = self._take_part(word, found)
                 value = value if value.text else self._find_quoted(i) or value
                 self._assigned.setdefault(found[1], []).append(value)
+        for setter in _SETTER.finditer(text):
+            for name in re.findall(r"[A-Za-z_]\w*", setter[setter.lastgroup or 0]):
+                # No word of a script is only this: a value that is unknown.
+                self._assigned.setdefault(name, []).append(Word("$", *setter.span()))
         self._variables: dict[str, Word | None] = {}
         self._done: set[str] = set()
         self._is_unsure = _make_test([])
