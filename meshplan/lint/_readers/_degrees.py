@@ -162,7 +162,8 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
     for part, axis, one in _find_settings(document, mesh):
         group = groups.setdefault(part, {})
         before = group.setdefault(axis, one)
-        if axis and document.kind == "command":
+        # Of one path: in several documents of a file.
+        if axis and (document.kind == "command" or before.path == one.path):
             group[axis] = _merge(before, one)
             if one.line in document.commands:
                 lines.setdefault(part, {}).setdefault(axis, set()).add(one.line)
@@ -181,7 +182,7 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
 
 
 def _merge(before: Setting, one: Setting) -> Setting:
-    """A degree that a script has twice."""
+    """A degree that a file has twice."""
     if isinstance(before.value, Computed) or before.value == one.value:
         return before
     if isinstance(one.value, Computed):

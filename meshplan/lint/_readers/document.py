@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshplan.errors import TopologyInputError
 from meshplan.lint._job import JobFile
@@ -131,16 +131,14 @@ def _read_yaml(text: str) -> Iterator[Setting]:
     except TopologyInputError:
         return
     shift = len(text) - len(text.removeprefix("\ufeff"))
+    known: dict[Any, _Items] = {}
     pending: list[tuple[tuple[str, ...], Any, int]] = [((), one, 1) for one in documents]
     for path, node, line in pending:
         if isinstance(node, yaml.MappingNode):
             # Anchors may name a node any number of times.
             if len(path) < MAX_DEPTH and len(pending) < _MAX_NODES:
-                pending += [
-                    ((*path, str(key.value)), value, key.start_mark.line + 1)
-                    for key, value in node.value
-                    if isinstance(key, yaml.ScalarNode)
-                ]
+                items = _list_items(node, known)
+                pending += [((*path, key), *item) for key, item in items.items()]
             continue
         if isinstance(node, yaml.SequenceNode) and len(pending) < _MAX_NODES:
             pending += [((*path, str(i)), one, line) for i, one in enumerate(node.value)]
@@ -160,3 +158,24 @@ def _read_yaml(text: str) -> Iterator[Setting]:
             elif kind in ("bool", "null"):
                 value = None if kind == "null" else text_of.lower() in ("true", "yes", "on")
         yield Setting(_normalize(*path), value, line, path[-1])
+
+
+_Items: TypeAlias = dict[str, tuple[Any, int]]
+
+
+def _list_items(node: Any, known: dict[Any, _Items], depth: int = 0) -> _Items:
+    """The values of a mapping with their lines, by key: the last of equal keys, and before its own
+    those of the mappings that it merges (``<<``).
+    """
+    if node not in known and depth < MAX_DEPTH:
+        known[node] = merged = _Items()  # for a mapping that merges itself
+        own: _Items = {}
+        for key, value in node.value:
+            if key.tag.endswith(":merge"):
+                others = value.value if value.id == "sequence" else [value]
+                for one in reversed([one for one in others if one.id == "mapping"]):
+                    merged |= _list_items(one, known, depth + 1)
+            elif key.id == "scalar":
+                own[key.value] = value, key.start_mark.line + 1
+        known[node] = {**merged, **own}
+    return known.get(node, {})
