@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from expecttest import TestCase
 
-from meshplan.cli import _nccl
-from meshplan.cli._nccl import find_driver_version, find_nccl_version, read_variables
+from meshplan.cli import _lint_run
+from meshplan.cli._lint_run import find_driver_version, find_nccl_version, read_variables
 from meshplan.errors import PolicyError
 
 
@@ -38,13 +38,13 @@ def test_installed_nccl_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", version)
     assert find_nccl_version(None) == (2, 27, 3)
-    monkeypatch.setattr(_nccl, "_PACKAGES", ())
+    monkeypatch.setattr(_lint_run, "_PACKAGES", ())
     assert find_nccl_version(None) is None
 
 
 def test_version_of_the_driver_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "version"
-    monkeypatch.setattr(_nccl, "_DRIVER", file)
+    monkeypatch.setattr(_lint_run, "_DRIVER", file)
     assert find_driver_version(None) is None
     file.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"

@@ -196,6 +196,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from meshplan.cli._lint_output import run_lint
+    from meshplan.cli._lint_run import run_lint
 
     return run_lint(given)
