@@ -82,8 +82,7 @@ class _Run:
         """The exit status."""
         if self.errors:
             return 2
-        worst = self.report.find_worst()
-        fails = worst is not None and SEVERITIES.index(worst) >= self.level
+        fails = any(SEVERITIES.index(one.severity) >= self.level for one in self.report.findings)
         fails |= bool(self.report.list_inputs("not judged")) and not self.report.allow_unjudged
         return 1 if fails and not exit_zero else 0
 

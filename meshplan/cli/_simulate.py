@@ -117,7 +117,10 @@ def add(verbs: Any) -> None:
 
 def simulate_or_predict(given: argparse.Namespace) -> str:
     if given.cost:
-        return predict_costs(given) + "\n"
+        if given.seed is not None:
+            raise PolicyError("--cost uses no random numbers; leave out --seed")
+        predict = _predict_clusters if given.mesh is None else _predict_mesh
+        return predict(given, read_dtype(given.dtype), _Model(given)) + "\n"
     for option, value in (("--links", given.links), ("--gpu", given.gpu)):
         if value is not None:
             raise PolicyError(f"{option} needs --cost; pass --cost too")
@@ -298,13 +301,6 @@ class _Row:
         if self is plan or not plan.low:
             return []
         return [float(f"{one:.2g}") for one in (self.low / plan.high, self.high / plan.low)]
-
-
-def predict_costs(given: argparse.Namespace) -> str:
-    if given.seed is not None:
-        raise PolicyError("--cost uses no random numbers; leave out --seed")
-    predict = _predict_clusters if given.mesh is None else _predict_mesh
-    return predict(given, read_dtype(given.dtype), _Model(given))
 
 
 def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:

@@ -119,10 +119,6 @@ class LintReport:
         """The inputs that ended in a state."""
         return tuple(one for one in self.inputs if one.state == state)
 
-    def find_worst(self) -> Severity | None:
-        """The highest severity among the findings; ``None`` if there are none."""
-        return max((f.severity for f in self.findings), key=SEVERITIES.index, default=None)
-
 
 def join_names(names: Sequence[str]) -> str:
     """``a, b and c``."""

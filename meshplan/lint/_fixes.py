@@ -76,7 +76,9 @@ class _Search:
                 "the groups with most traffic span no more domains",
             )
         yield from self._suggest_reduce_order()
-        yield from self._suggest_integration()
+        integration = find_fix(self.job.program, self.job.framework)
+        if integration.action:
+            yield Fix(integration.action, integration.cost)
         for sized in itertools.islice(
             filter(self._is_better, list_other_sizes(self.layout, self.axes)),
             _MOST_SIZES,
@@ -97,12 +99,6 @@ class _Search:
     def _adds_no_finding(self, job: Job, topology: Topology | None = None) -> bool:
         cluster = self.facts.cluster if topology is None else Cluster(topology)
         return JobFacts(job, cluster, is_trial=True).codes <= self.facts.trial.codes
-
-    def _suggest_integration(self) -> Iterator[Fix]:
-        """The row of the table of programs."""
-        found = find_fix(self.job.program, self.job.framework)
-        if found.action:
-            yield Fix(found.action, found.cost)
 
     def _suggest_reduce_order(self) -> Iterator[Fix]:
         job = self.job

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from meshplan._message_text import shorten
 from meshplan.errors import LayoutError, MeshplanError
@@ -22,12 +22,6 @@ READERS = ("config", "document", "python", "command")
 
 
 _Read = Callable[..., JobFile]
-
-
-class _Reader(Protocol):
-    read: _Read
-
-    def recognises(self, name: str, text: str) -> bool: ...
 
 
 class RankOptions(NamedTuple):
@@ -108,14 +102,14 @@ def read_arguments(
 
 def _read(name: str, text: str, options: RankOptions) -> JobFile | None:
     for module in READERS:
-        reader = cast(_Reader, import_module(f"meshplan.lint._readers.{module}"))
+        reader: Any = import_module(f"meshplan.lint._readers.{module}")
         if reader.recognises(name, text):
             if len(text) > MAX_CHARACTERS:
                 raise LayoutError(
                     f"{name}: longer than {MAX_CHARACTERS >> 10} thousand characters; "
                     "pass the file that describes the job, or the mesh with --mesh"
                 )
-            read = reader.read
+            read: _Read = reader.read
             if module == "python":
                 read = partial(read, arguments=options.arguments)
             world_size = options.world_size

@@ -616,11 +616,6 @@ _INNER = re.compile(
 )
 
 
-def is_open_degree(value: object) -> bool:
-    """Whether the value of a key may be the size of an axis of several ranks."""
-    return isinstance(value, Computed) or (is_whole(value) and value not in (0, 1))
-
-
 def check_unread(
     found: Degrees,
     order: Iterable[str],
@@ -638,7 +633,11 @@ def check_unread(
     for one in found.document.settings:
         prefix, _, key = one.path.rpartition(".")
         is_inside = section.fullmatch(prefix) is not None
-        if key in keys or not is_open_degree(one.value):
+        # The value may be the size of an axis of several ranks.
+        is_open = isinstance(one.value, Computed) or (
+            is_whole(one.value) and one.value not in (0, 1)
+        )
+        if key in keys or not is_open:
             continue
         if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
