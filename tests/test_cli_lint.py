@@ -218,7 +218,8 @@ class TestInputs:
         Path("configs/other.toml").write_text('[model]\nmesh = "ddp=8,fsdp=5"\n')
         code, out, _ = lint("configs/other.toml", "--domain-size", "8")
         assert code == 1
-        assert "not judged configs/other.toml: line 2: ddp = 8 is written in a format" in out
+        assert "not judged: ddp = 8 is written in a format" in out
+        assert "  at configs/other.toml:2\n" in out
 
     def test_ignore_comments_are_honoured(self, lint: Any) -> None:
         comment = "# meshplan: ignore[MP1] the loss is reduced elsewhere\n"
@@ -255,7 +256,7 @@ class TestInputs:
             assert (code, err) == (1, "")
             assert "warning MP191: not judged: " in out
             assert "at train.py:4\n" in out
-            assert "\nnot judged train.py: line 4: DP is not a constant" in out
+            assert out.count("DP is not a constant") == 1
 
     def test_open_sizes_are_filled_from_the_cluster(self, lint: Any) -> None:
         Path("job.toml").write_text(TITAN.replace("degree = 5", "degree = -1"))
@@ -565,10 +566,10 @@ def test_one_broken_file_of_a_directory_does_not_hide_the_others(lint: Any) -> N
     words = ("a", "--hosts", "5", "--node-size", "8", "--output-format", "concise")
     code, out, err = lint(*words, "--strict")
     assert "a/job.toml:4: error MP101" in out
-    assert "a/broken.py: not judged: line 1: cannot be parsed as Python" in out
-    assert "a/comment.toml: not judged: line 8: an ignore comment needs a reason" in out
+    assert "a/broken.py:1: warning MP191 not judged: cannot be parsed as Python" in out
+    assert "a/comment.toml:8: warning MP191 not judged: an ignore comment needs a reason" in out
     # The hosts do not suit this mesh, whoever named the file.
-    assert "a/small.toml: not judged: line 4: 5 hosts of 8 GPUs have 40 ranks" in out
+    assert "a/small.toml:4: warning MP191 not judged: 5 hosts of 8 GPUs have 40 ranks" in out
     assert (code, err.count("\n")) == (2, 1)
     assert lint("a", "--strict")[0] == 2
     code, out, err = lint(*words)
@@ -601,7 +602,7 @@ def test_files_of_directories_are_quiet(lint: Any) -> None:
         code, out, _ = lint(*names, "--node-size", "8", "--strict")
         assert code == 1
         assert "error MP101" in out
-        assert "not judged configs/sizes.yaml" in out
+        assert "  at configs/sizes.yaml:1\n" in out
     # Only directories below the named one count.
     Path("tests/repo").mkdir()
     Path("tests/repo/train.py").write_text(TRAIN)

@@ -175,7 +175,7 @@ def test_unreadable_input_is_an_error(lint: Any) -> None:
         status, out, err = lint("good.py", name, *WHERE, "--allow-unjudged")
         assert (status, err.count("\n")) == (2, 1)
         assert "judged good.py:3" in out
-        assert f"not judged {name}: " in out
+        assert f"  at {name}" in out
 
 
 class TestTopologies:
@@ -340,12 +340,12 @@ checked 4 files, 2 meshes; no mesh in a.py, b.py
     <testcase name="no mesh" classname="a.py" file="a.py">
       <skipped message="no mesh"/>
     </testcase>
+    <testcase name="no mesh" classname="b.py" file="b.py">
+      <skipped message="no mesh"/>
+    </testcase>
     <testcase name="not judged" classname="open.py" file="open.py">
       <failure type="not judged" message="line 3: n is not a constant (and 1 more)">line 3: n is not a constant
 line 4: m</failure>
-    </testcase>
-    <testcase name="no mesh" classname="b.py" file="b.py">
-      <skipped message="no mesh"/>
     </testcase>
     <testcase name="not judged" classname="--mesh dp=8">
       <failure type="not judged" message="the node of each rank is unknown">the node of each rank is unknown</failure>
@@ -383,24 +383,6 @@ line 4: m</failure>
     }
    },
    {
-    "level": "error",
-    "message": {
-     "text": "not judged: open.py\\nline 3: n is not a constant\\nline 4: m"
-    },
-    "locations": [
-     {
-      "physicalLocation": {
-       "artifactLocation": {
-        "uri": "open.py"
-       }
-      }
-     }
-    ],
-    "descriptor": {
-     "id": "not-judged"
-    }
-   },
-   {
     "level": "note",
     "message": {
      "text": "no mesh: b.py"
@@ -416,6 +398,24 @@ line 4: m</failure>
     ],
     "descriptor": {
      "id": "no-mesh"
+    }
+   },
+   {
+    "level": "error",
+    "message": {
+     "text": "not judged: open.py\\nline 3: n is not a constant\\nline 4: m"
+    },
+    "locations": [
+     {
+      "physicalLocation": {
+       "artifactLocation": {
+        "uri": "open.py"
+       }
+      }
+     }
+    ],
+    "descriptor": {
+     "id": "not-judged"
     }
    },
    {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from meshplan.lint._programs import Program
@@ -12,6 +13,7 @@ Severity = Literal["info", "warning", "error"]
 """How severe a finding is."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """All of ``Severity``, ascending."""
+_LINE = re.compile(r"line \d+: ")  # before the reason why a mesh was not judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,15 @@ class LintReport:
     def list_inputs(self, state: InputState) -> tuple[LintInput, ...]:
         """The inputs that ended in a state."""
         return tuple(one for one in self.inputs if one.state == state)
+
+    def list_unjudged(self) -> Iterator[LintInput]:
+        """The inputs that were not judged, each with the reasons that no finding has."""
+        told = {(one.source.file or one.source.option, one.message) for one in self.findings}
+        for one in self.list_inputs("not judged"):
+            said = {why: f"not judged: {_LINE.sub('', why)}" for why in one.why}
+            left = tuple(why for why in one.why if (one.name, said[why]) not in told)
+            if left or not one.why:
+                yield replace(one, why=left)
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ def render_github(report: LintReport) -> str:
     """
     commands = [_write_command(finding, report.texts) for finding in report.findings]
     command = "warning" if report.allow_unjudged else "error"
-    for one in report.list_inputs("not judged"):
+    for one in report.list_unjudged():
         place = f"file={_escape_property(make_relative(one.name))}," if one.is_file else ""
         text = "\n".join([f"not judged: {format_name(one)}", *map(escape_line, one.why)])
         commands.append(f"::{command} {place}title=not judged::{_escape_data(text)}")
@@ -69,7 +69,7 @@ def render_junit(report: LintReport) -> str:
     Without findings, each judged mesh is a passed test. An input that was not judged is a failed
     test, or a skipped one if that is allowed. An input without a mesh is a skipped test.
     """
-    inputs = [one for one in report.inputs if one.state != "judged"]
+    inputs = [*report.list_inputs("no mesh"), *report.list_unjudged()]
     failed = [one for one in inputs if one.state == "not judged" and not report.allow_unjudged]
     names = report.judged or (() if inputs else ("lint",))
     cases = [_write_finding(finding) for finding in report.findings] or [

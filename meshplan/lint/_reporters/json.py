@@ -127,8 +127,7 @@ def _make_invocation(report: LintReport) -> dict[str, Any]:
         "executionSuccessful": True,
         "toolExecutionNotifications": [
             _make_notification(given, level if given.state == "not judged" else "note")
-            for given in report.inputs
-            if given.state != "judged"
+            for given in (*report.list_inputs("no mesh"), *report.list_unjudged())
         ],
     }
 

@@ -154,8 +154,7 @@ def render_concise(report: LintReport) -> str:
         for found in report.findings
     ]
     lines += [
-        f"{format_name(one)}: not judged: {format_reason(one)}"
-        for one in report.list_inputs("not judged")
+        f"{format_name(one)}: not judged: {format_reason(one)}" for one in report.list_unjudged()
     ]
     if has_files_without_mesh(report):
         lines.append(format_checked(report))
@@ -203,7 +202,7 @@ def _write_lines(report: LintReport) -> Iterator[_Line]:
         yield []
     for judged in report.judged:
         yield [("judged ", "dim"), (escape_line(judged), "")]
-    for one in report.list_inputs("not judged"):
+    for one in report.list_unjudged():
         yield [
             ("not judged ", "bold red"),
             (f"{format_name(one)}: {format_reason(one)}", ""),
