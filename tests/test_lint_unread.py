@@ -78,3 +78,15 @@ def test_many_unknown_keys_take_time_in_proportion(name: str) -> None:
     before = time.process_time()
     read_jobs(name, write(name, {"tensor_model_parallel_size": 2, **keys})[: 1 << 18])
     assert time.process_time() - before < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "ici_mesh_shape = (-1, 8)\n"),
+        ("a.yaml", "ici_mesh_shape: [-1, 8]\n"),
+        ("a.yaml", "ici_mesh_shape:\n  - 1\n  - 8\n"),
+    ],
+)
+def test_shape_is_not_judged_whatever_its_first_size(name: str, text: str) -> None:
+    assert [one.source.line for one in read_jobs(name, text).skipped] == [1]

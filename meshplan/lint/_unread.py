@@ -15,7 +15,7 @@ from meshplan.errors import LayoutError
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Skipped
 from meshplan.lint._readers._frameworks import FRAMEWORKS
-from meshplan.lint._readers._numbers import INSTEAD, find_line
+from meshplan.lint._readers._numbers import INSTEAD, find_line, is_whole
 from meshplan.lint._readers._values import find_callee, parse, read_string
 
 _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
@@ -57,7 +57,9 @@ def suggest_degree(key: str) -> str:
     return suggest_key(key, _DEGREES)
 
 
-_NUMBER = r"-?\d+(?![\w.])|auto\b|\$\{?\w+|[\[(][ \t]*\d|(?:choice|range)\("
+_NUMBER = (
+    r"-?\d+(?![\w.])|auto\b|\$\{?\w+|(?:[\[(][ \t]*|\n[ \t]{0,40}-[ \t])-?\d|(?:choice|range)\("
+)
 # In YAML and JSON of a sweep: a table of the values that it tries.
 _SWEEP = r"(?:\{?\s{0,40}[\"']?(?:values?|choices|min)[\"']?[ \t]*:\s{0,40}(?:-[ \t])?)?"
 # Keys with values in TOML, YAML, JSON, Hydra's overrides and shells; options with values.
@@ -111,7 +113,7 @@ def find_unread_in_text(name: str, text: str) -> Skipped | None:
         if near := suggest_degree(key):
             return Skipped(where, f"{shorten(key)} is not a key of any program{near}")
         if is_size(key) and not (is_vocabulary and len(key) < 5):
-            shown = f"{key} = {value}" if pair["key"] else f"--{key} {value}"
+            shown = f"{key} = {value.strip()}" if pair["key"] else f"--{key} {value}"
             return _skip_degree(where, shown)
     if skipped := _find_allocation(name, bare):
         return skipped
@@ -199,12 +201,10 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
 
 def _is_degree(value: ast.expr) -> bool:
     """Whether it is an integer other than 0 and 1, or a shape."""
-    if isinstance(value, ast.Tuple | ast.List):
-        return bool(value.elts) and all(map(_is_whole, value.elts))
-    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
-        return _is_whole(value.operand)
-    return isinstance(value, ast.Constant) and _is_whole(value) and value.value not in (0, 1)
-
-
-def _is_whole(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and type(value.value) is int
+    try:
+        found = ast.literal_eval(value)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return False
+    if isinstance(found, tuple | list):
+        return bool(found) and all(map(is_whole, found))
+    return is_whole(found) and found not in (0, 1)
