@@ -373,7 +373,12 @@ def _judge_every_size(
     if found is not None:
         file = read(found.nodes * per_node)
         jobs = (
-            replace(job, roles=job.given, every_size=found.note, is_open=found.is_open)
+            replace(
+                job,
+                roles=job.given,
+                every_size=found.note,
+                is_open=found.is_open,
+            )
             for job in file.jobs
         )
         one.file = replace(own, jobs=tuple(jobs), skipped=file.skipped)
@@ -489,7 +494,10 @@ def _apply_options(job: Job, given: argparse.Namespace, roles: Mapping[str, Role
 
 
 def _reread(
-    job: Job, given: argparse.Namespace, roles: Mapping[str, Role], layout: Layout
+    job: Job,
+    given: argparse.Namespace,
+    roles: Mapping[str, Role],
+    layout: Layout,
 ) -> tuple[Job, ...] | None:
     """The jobs of a file with another mesh in it, with the options applied."""
     assert job.reread is not None
@@ -636,7 +644,10 @@ def find_driver_version(given: str | None) -> str | None:
         _read_version(given, "--driver", "550.54.15")
         return given
     try:
-        match = re.search(r"Kernel Module.{0,80}?\b(\d{3,4}\.\d+(?:\.\d+)?)", _DRIVER.read_text())
+        match = re.search(
+            r"Kernel Module.{0,80}?\b(\d{3,4}\.\d+(?:\.\d+)?)",
+            _DRIVER.read_text(),
+        )
     except OSError:
         return None
     return match[1] if match else None

@@ -123,11 +123,13 @@ class LintReport:
 
     def list_unjudged(self) -> Iterator[LintInput]:
         """The inputs that were not judged, each with the reasons that no finding has."""
-        told = {(one.source.file or one.source.option, one.message) for one in self.findings}
+        told = {
+            (one.source.file or one.source.option, one.message.removeprefix("not judged: "))
+            for one in self.findings
+        }
         for one in self.list_inputs("not judged"):
-            said = {why: f"not judged: {_LINE.sub('', why)}" for why in one.why}
-            left = tuple(why for why in one.why if (one.name, said[why]) not in told)
-            if left or not one.why:
+            left = tuple(why for why in one.why if (one.name, _LINE.sub("", why)) not in told)
+            if left:
                 yield replace(one, why=left)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshplan.errors import MeshplanError
 from meshplan.layout import Layout
@@ -87,14 +87,6 @@ class JobFile:
     takes_arguments: bool = False  # whether it is a program with all options that follow ``--``
     # Meshes of one axis of unknown size: no other group must agree
     one_axis: tuple[Source, ...] = ()
-
-    def with_source(self, source: Source) -> JobFile:
-        """A copy with ``source`` as the source of all jobs and skipped meshes."""
-        return replace(
-            self,
-            jobs=tuple(replace(job, source=source) for job in self.jobs),
-            skipped=tuple(replace(one, source=source) for one in self.skipped),
-        )
 
 
 def add_source(source: Source, error: MeshplanError) -> MeshplanError:

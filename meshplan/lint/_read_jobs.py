@@ -97,7 +97,12 @@ def read_arguments(
             f"no axis size in the arguments '{' '.join(shown.split())}'; use, for example, "
             "--tensor-model-parallel-size 8, --tp 8 or --dp 4"
         )
-    return found.with_source(Source(option=shown))
+    source = Source(option=shown)
+    return replace(
+        found,
+        jobs=tuple(replace(job, source=source) for job in found.jobs),
+        skipped=tuple(replace(one, source=source) for one in found.skipped),
+    )
 
 
 def _read(name: str, text: str, options: RankOptions) -> JobFile | None:

@@ -66,15 +66,12 @@ def _read_prefix(selector: str) -> str:
         return ""
     if given.startswith("MP") and any(code.startswith(given) for code in RULES):
         return given
-    raise PolicyError(f"no rule has the selector {selector[:40]!a}; {_suggest_selector(given)}")
-
-
-def _suggest_selector(given: str) -> str:
-    usage = "use a code (MP101), a prefix (MP1) or ALL"
+    hint = usage = "use a code (MP101), a prefix (MP1) or ALL"
     if given in ERRORS:
-        return f"{given} is an error, which cannot be ignored; {usage}"
-    near = [code for code in find_near_codes(given) if code in RULES][:3]
-    return f"{usage}; similar: {', '.join(near)}" if near else usage
+        hint = f"{given} is an error, which cannot be ignored; {usage}"
+    elif near := [code for code in find_near_codes(given) if code in RULES][:3]:
+        hint = f"{usage}; similar: {', '.join(near)}"
+    raise PolicyError(f"no rule has the selector {selector[:40]!a}; {hint}")
 
 
 _START = r"#[ \t]*meshplan[ \t]*:[ \t]*"

@@ -585,7 +585,7 @@ def predict_plan(problem: Problem) -> Prediction:
     """The cost of meshplan's plan once its groups exist; ``PlacementError`` unless every axis is
     replicated, or goes from partial to replicated.
     """
-    # Imported here, as in `predict_backend`: the linter simulates, and predicts no cost.
+    # Imported here: the linter simulates, and predicts no cost.
     from meshplan.planner._group_facts import find_groups
     from meshplan.planner._planner import plan
 

@@ -68,7 +68,7 @@ class Reading:
 
 
 def compose_yaml(text: str) -> list[Any]:
-    """The nodes of all documents of a text. Offsets of marks do not count a byte-order mark."""
+    """The nodes of all documents of a text. Offsets do not count a byte-order mark."""
     import yaml  # here, because few inputs are YAML
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -163,7 +163,8 @@ class Class:
     @property
     def is_open(self) -> bool:
         """Whether a class from elsewhere may set its attributes."""
-        return any(_is_foreign(base) for one in self.line for base in one.bases)
+        bases = [base for one in self.line for base in one.bases if not isinstance(base, Class)]
+        return not all(isinstance(base, Path) and base.last in _BASES for base in bases)
 
     @cached_property
     def fields(self) -> list[str]:
@@ -198,11 +199,6 @@ class Arguments:
 
     def __iter__(self) -> Iterator[Value]:
         return iter((*self.positional, *self.named.values()))
-
-
-def _is_foreign(base: Value) -> bool:
-    is_known = isinstance(base, Path) and base.last in _BASES
-    return not is_known and not isinstance(base, Class)
 
 
 def join(values: Sequence[Value]) -> Value:

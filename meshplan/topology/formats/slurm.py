@@ -37,7 +37,12 @@ _CONF_KEYS = {
 }
 # Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
 _SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
-_NAMES = {"block", "switch", "ring", "name"}  # keys of topology.yaml with the name of a thing
+_NAMES = {
+    "block",
+    "switch",
+    "ring",
+    "name",
+}  # keys of topology.yaml with the name of a thing
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.
 _Piece = str | list[tuple[int, int, int]]
@@ -163,7 +168,7 @@ def _read_yaml(text: str) -> Reading:
         items = [("", one, line) for one in node.value] if node.id == "sequence" else []
         if node.id == "mapping":
             items = [(one.value, inner, one.start_mark.line + 1) for one, inner in node.value]
-            # The name of a thing first: a program may have sorted the keys.
+            # Names first: a program may have sorted the keys.
             items.sort(key=lambda item: (item[0] != "topology", item[0] not in _NAMES))
         pending += reversed(items)
     raise TopologyInputError(f"more than {_MOST_LINES:,} values")
