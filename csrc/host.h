@@ -44,7 +44,7 @@ class HostBlock {
   }
 
   void copy(void* to, const void* from, i64 bytes, const Team&) const {
-    if (bytes > 0) std::memcpy(to, from, std::size_t(bytes));
+    if (bytes > 0 && to != from) std::memcpy(to, from, std::size_t(bytes));
   }
   void fill(void* to, u8 value, i64 bytes) const {
     if (bytes > 0) std::memset(to, value, std::size_t(bytes));

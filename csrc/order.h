@@ -72,14 +72,6 @@ struct RankOrder {
   }
 };
 
-#define MP_KNOWN(name, code, Found) case Order::name:
-
-MP_FN bool is_order(Order order) {
-  switch (order) { MP_ORDERS(MP_KNOWN) return true; }
-  return false;
-}
-#undef MP_KNOWN
-
 #define MP_CASE(name, code, Found) \
   case Order::name:               \
     return Found::list(into, shape, axes), true;

@@ -165,16 +165,6 @@ def assert_same_sums(found: Tensor, wanted: Tensor, name: str) -> None:
     assert_bitwise_equal(reduce_leaves([found], "sum", (1,)), wanted, name)
 
 
-def test_accumulation_on_each_rank_has_other_bits() -> None:
-    """What data parallelism does: a sum on each rank, and the sum of these."""
-    leaves = leaves_of(13, 999)
-    wanted = reduce_leaves(leaves, "sum", (13,))
-    for ranks in range(1, 13):
-        added = [torch.stack(leaves[rank::ranks]).sum(0) for rank in range(ranks)]
-        differing = bits(reduce_leaves(added, "sum", (ranks,))) != bits(wanted)
-        assert differing.float().mean() > 0.1, ranks
-
-
 def test_few_sums_are_kept() -> None:
     """At most log2(n) + 1 of n leaves, the new one included, from any leaf on."""
     for start in range(9):

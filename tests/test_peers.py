@@ -219,12 +219,14 @@ def test_size_never_changes_a_bit() -> None:
         for numel in (limit - 1, limit, limit + 1, 3 * tile - 1, 3 * tile + 1, 20 * tile + 5):
             leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
             whole = reduce_leaves(leaves, "sum", (3,))
-            found = [reduced(leaves[rank], 3, path) for path in ("auto", *PATHS)]
-            for one in found:
-                assert_bitwise_equal(one, whole)
+            for path in ("auto", *PATHS):
+                assert_bitwise_equal(reduced(leaves[rank], 3, path), whole)
             for start, stop in ((0, 1), (1, numel // 2), (numel // 3, numel)):
                 part = reduced(leaves[rank][start:stop], 3, "auto")
                 assert_bitwise_equal(part, whole[start:stop])
+            rows = torch.stack(leaves)[:, : numel // 3 * 3].view(3, 3, -1)
+            found = reduced(rows[rank].view(-1), 3, "leaves", parts=(numel // 3,) * 3)
+            assert_bitwise_equal(found, rows[:, rank].reshape(-1), f"leaves of {numel}")
 
     run_ranks(ranks, 3)
 
@@ -282,7 +284,7 @@ def test_compiled_and_eager_ranks_reduce_together() -> None:
     assert graphs[0] == []
 
 
-@pytest.mark.parametrize("path", [*PATHS, "scatter"])
+@pytest.mark.parametrize("path", [*PATHS, "scatter", "leaves"])
 @pytest.mark.parametrize("why", ["late", "differs"])
 def test_failed_call_leaves_poison(path: str, why: str) -> None:
     """Every byte, on every rank, also of the one that comes when the others have given up."""
@@ -293,8 +295,8 @@ def test_failed_call_leaves_poison(path: str, why: str) -> None:
         # Several steps.
         numel = 3 * kernel.region_bytes(3) // 4
         here = torch.ones(numel, dtype=torch.int32)
-        parts = (numel // 3, numel // 3, numel - 2 * (numel // 3)) if path == "scatter" else ()
-        out = torch.ones(parts[rank], dtype=torch.int32) if parts else here
+        parts = () if path in PATHS else (numel // 3,) * 3
+        out = here[: numel // 3].clone() if path == "scatter" else here
         odd = why == "differs" and rank == 1
         how = Arithmetic("max" if odd else "sum", (3,), "tree", "wide", "once", None)
         if why == "late" and rank == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "csrc", folder)
     path = folder / "order.h"
     text = path.read_text()
-    place = "#define MP_KNOWN(name"
+    place = "#define MP_CASE(name"
     for old, new in (LINE, (place, STRUCT.lstrip() + place)):
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -108,8 +109,9 @@ def by_hand(leaves: list) -> torch.Tensor:
 def test_codes_match_the_library() -> None:
     if not kernel.available():
         pytest.skip("no compiled library")
-    has = _library.library().mp_has_order
-    assert {code for code in range(256) if has(code)} == {
+    fold, one = _library.library().mp_fold, (ctypes.c_int * 1)(1)
+    calls = {code: (None, None, 1, 0, 0, 0, code, 0, 0, one, 1, 0, 0) for code in range(256)}
+    assert {code for code, call in calls.items() if fold(*call) == 0} == {
         o.code for o in orders.ORDERS.values() if o.compiled
     }
 

@@ -39,6 +39,7 @@ from meshplan.backend._reductions import (
     agree_on_policy,
     check_blocks,
     check_equal_blocks,
+    is_watched,
     read_operation,
     reduce_all,
     reduce_blocks,
@@ -52,7 +53,7 @@ from meshplan.backend._work import (
 )
 from meshplan.collectives._lanes import OrderedThread, Work
 from meshplan.collectives._options import ReductionOptions, check_destination
-from meshplan.collectives._reduction import list_kinds, reduce_tensor
+from meshplan.collectives._reduction import bind, list_kinds
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import first_use, registry
@@ -247,27 +248,28 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     @_counts_refused
     def exchange_rows(self, rows: Tensor) -> Tensor:
-        """Send row r to rank r; the rows for this rank, in the order of ranks."""
-        how = ReductionOptions("sum", "exchange", self.options.contract, False, leaves=True)
-        opts, found, lengths = (
-            dist.ReduceScatterOptions(),
-            [rows],
-            (rows[0].numel(),) * len(rows),
-        )
+        """Send row r to rank r; the rows for this rank, in the order of ranks. They overwrite
+        ``rows`` if that is contiguous.
+        """
+        if self.size() == 1:
+            return rows
+        # The kernel for GPUs has no exchange.
+        path = "exchange" if rows.is_cuda else "auto"
+        how = ReductionOptions("sum", path, self.options.contract, False, leaves=True)
+        found = rows.detach().contiguous()
+        flat = found.view(-1)
+        lengths = (found[0].numel(),) * self.size()
+        opts = dist.ReduceScatterOptions()
         opts.asyncOp = False
 
         def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
-            flat, args = (
-                rows.detach().reshape(-1),
-                (how, group, "exchange of leaves", ticket),
-            )
-            found.append(reduce_tensor(flat, *args, dim=0, lengths=lengths))
+            request = "exchange of leaves"
+            bound, groups = bind(flat, how, group, request, ticket, dim=0, lengths=lengths)
+            if is_watched() or not bound.run_into(flat, flat, ticket.word):
+                flat.copy_(bound.run(flat, groups, ticket.word))
 
-        if self.size() > 1:
-            self._begin(in_caller_mode(run, found), [rows], opts, writes=False)
-            if rows.is_cuda:  # Its memory belongs to the stream of the group for reductions.
-                found[-1].record_stream(torch.cuda.current_stream(rows.device))
-        return found[-1].view_as(rows)
+        self._begin(in_caller_mode(run, [found]), [found[0]], opts)
+        return found
 
     def _find_lane(self, call: int) -> dist.ProcessGroup:
         """The inner group for reductions of CPU tensors, which all ranks create in ``call``."""

@@ -219,7 +219,7 @@ class BoundTable:
         ``None`` if none like it was run before, or if operators or spans are watched.
         """
         found = self._bound.get((kind, op.op, message.dtype, message.shape))
-        if found is None or not _can_repeat(message, out) or _is_watched():
+        if found is None or not _can_repeat(message, out) or is_watched():
             return None
         return partial(self._repeat, found, kind, message, out, op)
 
@@ -247,10 +247,8 @@ class BoundTable:
             summand = summand.reshape(-1)
             cut = {"dim": 0, "lengths": (out.numel(),) * lane.size()}
         if operation.factor is None and lane.size() > 1 and _can_repeat(message, out):
-            how, request = (
-                options_of(operation, options),
-                _request(kind, operation),
-            )
+            how = options_of(operation, options)
+            request = _request(kind, operation)
             found, groups = bind(summand, how, lane, request, ticket, **cut)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
@@ -279,7 +277,7 @@ class BoundTable:
             self.first(kind, message, out, operation)(lane, ticket)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether operators and spans are observed: by modes, by torch's profiler, or by Nsight."""
     on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(dispatch_modes()) or profiler_enabled() or on_cuda
@@ -397,13 +395,9 @@ def _record_inner(
         ranks=group.size(),
     )
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    numbers, sizes = (
-        sum(t.numel() for t in strided),
-        sum(t.nbytes for t in strided),
-    )
     record(
         event,
-        elements=numbers,
-        nbytes=sizes,
+        elements=sum(t.numel() for t in strided),
+        nbytes=sum(t.nbytes for t in strided),
         seconds=time.perf_counter() - started,
     )

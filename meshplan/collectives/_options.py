@@ -44,7 +44,7 @@ class ReductionOptions:
     # Compare the first and then every ``audit``-th call with the plain definition.
     audit: int | None = None
     divisor: int | None = None  # of an average; ``None``: the number of ranks
-    leaves: bool = False  # a reduce-scatter by path ``exchange`` that returns the leaves of its sum
+    leaves: bool = False  # a reduce-scatter of equal shards that returns the leaves of its sum
 
     @property
     def native(self) -> bool:

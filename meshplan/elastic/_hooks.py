@@ -63,12 +63,10 @@ class LeafSums:
 
     def begin(self, first: int, *, repeated: bool, last: bool) -> None:
         """Begin a round, or a step if ``first``, the micro-batch of rank 0, is 0."""
-        self._first, self._repeated, self._last, self._blocks = (
-            first,
-            repeated,
-            last,
-            [],
-        )
+        self._first = first
+        self._repeated = repeated
+        self._last = last
+        self._blocks = []
         self._turns.clear()
         self.calls.clear()
         self.reached.clear()
@@ -95,11 +93,14 @@ class LeafSums:
             shards.reduce_scatter_single(output, input).wait()
             self._blocks = [(self._width, [output])]
             return
-        replica = self.replicas[0].rank() if self.replicas else 0
-        tree = TreeSum(self._contract, self._first + replica * self._width)
-        for row in shards.exchange_rows(input.view(self._width, -1)):
-            tree.add([row])
-        self._blocks = tree.take_blocks()
+        rows = shards.exchange_rows(input.view(self._width, -1))
+        self._blocks = [(1, [row]) for row in rows]
+        # Replicas exchange sums, which are fewer.
+        for group in self.replicas:
+            tree = TreeSum(self._contract, self._first + group.rank() * self._width)
+            for row in rows:
+                tree.add([row])
+            self._blocks = tree.take_blocks()
 
     def add(self, name: object, output: Tensor) -> None:
         """Add the leaves of a round; in the last one, write the sums to ``output``."""
@@ -113,10 +114,8 @@ class LeafSums:
             )
         self.calls.append(f"{name} reduced")
         self._turns[name] += 1
-        tree = self._trees.setdefault(
-            (name, self._turns[name]),
-            TreeSum(self._contract),
-        )
+        key = name, self._turns[name]
+        tree = self._trees.setdefault(key, TreeSum(self._contract))
         for group in self.replicas:
             blocks = self._exchange(group, [block for _, (block,) in blocks])
         for size, block in blocks:

@@ -89,18 +89,14 @@ class BoundReduction:
         audit: int | None = None,  # compare the first and then every so many calls
         ranks: Callable[[], tuple[int, ...]] | None = None,  # as in ``StepGroups``
     ) -> None:
-        self.step, self.purpose, self.handles, self._ranks = (
-            step,
-            purpose,
-            handles,
-            ranks,
-        )
-        self.path, self.strict, self.one_shot, self.audit = (
-            path,
-            strict,
-            one_shot,
-            audit,
-        )
+        self.step = step
+        self.purpose = purpose
+        self.handles = handles
+        self._ranks = ranks
+        self.path = path
+        self.strict = strict
+        self.one_shot = one_shot
+        self.audit = audit
         self._chosen: dict[tuple[Any, ...], ChosenPath] = {}
 
     def groups(self) -> StepGroups | None:
@@ -447,8 +443,7 @@ def _in_graph(
         path, step = chosen.path, chosen.step
     else:
         path = get_path(name)
-    if summand.requires_grad:
-        summand = summand.detach()
+    summand = summand.detach()
     header = _header(summand, step, groups, path, is_complex)
     if not calls:
         return _run_counted(summand, step, groups, path, GlooWire(groups, header))

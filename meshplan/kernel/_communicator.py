@@ -37,7 +37,7 @@ PEER_MODES: tuple[PeerMode, ...] = get_args(PeerMode)
 """All of ``PeerMode``."""
 # Of a communicator: those prepared for the calls that were used last.
 MAX_CALLS = 256
-_MODES = (*PEER_MODES, "scatter")
+_MODES = (*PEER_MODES, "scatter", "leaves")
 # Its nanoseconds, added to any clock, fit into 63 bits.
 _LONGEST_SECONDS = 2**32
 # No two ranks write to one line.
@@ -72,9 +72,9 @@ class Arithmetic(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    mode: str  # ``one_shot``, ``two_shot`` or ``scatter``
+    mode: str  # of ``PEER_MODES``, ``scatter``, or on CPUs ``leaves``: a scatter that adds none
     shape: tuple[int, ...]  # shape and dtype are of the message, which is contiguous
-    # For ``scatter``: elements of each rank's part of the message; else empty.
+    # For the last two: elements of each rank's part of the message; else empty.
     parts: tuple[int, ...]
     dtype: torch.dtype
     how: Arithmetic
@@ -111,7 +111,7 @@ def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
     nbytes = math.prod(key.shape) * item
     if key.mode == "one_shot":
         starts = [nbytes]
-    elif key.mode == "scatter":
+    elif key.parts:
         starts = [0, *(item * elements for elements in accumulate(key.parts))]
     else:
         # Parts are whole lines: each starts as aligned as the message, so that words stay wide.
@@ -120,7 +120,7 @@ def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
         starts = [min(place * width, nbytes) for place in range(ranks + 1)]
     call.starts[: len(starts)] = starts
     call.signature.words[:WORDS] = pack_words(
-        kind="reduce_scatter" if key.mode == "scatter" else "all_reduce",
+        kind="reduce_scatter" if key.parts else "all_reduce",
         path=key.mode,
         dtype=name_of(key.dtype),
         shape=key.shape,

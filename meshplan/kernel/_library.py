@@ -17,7 +17,7 @@ from meshplan._installation import installation
 
 # These numbers and structs are those of csrc/entry.cpp, csrc/region.h, csrc/peer.h and
 # csrc/device_call.h.
-ABI = 12
+ABI = 13
 MAX_PEERS = 72
 """Ranks of a communicator at most."""
 MAX_BLOCKS = 32
@@ -144,7 +144,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [_INT, *[_POINTER] * 4, _INT64, _INT, _INT, _INT, _UINT64],
     ),
     "mp_peer_bytes": (_UINT64, [_INT, _INT, _UINT, _INT]),
-    "mp_has_order": (_INT, [_UINT]),
     "mp_peer_reduce": (_INT, [_POINTER] * 6),
 }
 

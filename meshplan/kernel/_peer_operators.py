@@ -21,7 +21,7 @@ from meshplan.definition import refuse_flushing_thread
 from meshplan.errors import ContractTypeError
 from meshplan.kernel._communicator import Arithmetic, communicator
 from meshplan.kernel._fold_operator import OPERATORS
-from meshplan.kernel._host_peers import LARGE_BYTES, large_pages
+from meshplan.kernel._host_peers import large_pages
 
 _SMALLEST_SUBNORMAL = math.ulp(0.0)
 # Both operators end with these: the fields of ``Arithmetic``, mode and communicator; and the ticket
@@ -33,7 +33,7 @@ _ARGUMENTS = (
 
 
 def _empty(message: Tensor, parts: list[int], *call: Any) -> Tensor:
-    if parts:
+    if parts and call[6] != "leaves":
         return message.new_empty(parts[communicator(call[7]).rank])
     return torch.empty_like(message, memory_format=torch.contiguous_format)
 
@@ -41,7 +41,7 @@ def _empty(message: Tensor, parts: list[int], *call: Any) -> Tensor:
 def _peer_reduce(message: Tensor, parts: list[int], *call: Any) -> Tensor:
     message = message.contiguous()
     out = _empty(message, parts, *call)
-    if out.nbytes >= LARGE_BYTES and out.device.type == "cpu":
+    if out.is_cpu:
         large_pages(out)
     _reduce(message, out, tuple(parts), *call)
     return out
@@ -83,7 +83,7 @@ def _reduce(
     rounds = message.dtype.is_floating_point and op not in ("max", "min")
     if rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0 and message.device.type == "cpu":
         refuse_flushing_thread()
-    if parts:
+    if parts and mode != "leaves":
         mode = "scatter"
     elif mode == "auto":
         mode = found.faster_mode(message.nbytes)

@@ -62,7 +62,7 @@ class Step:
     reach: Reach | None = None
     # For a hierarchical ``exchange``: the unit of ``count_chunks``, in bytes.
     chunk: int = 0
-    # For a flat ``exchange``: a rank's shard is the leaves of its sum, in order.
+    # For a flat ``exchange``, or on CPUs: a rank's shard is the leaves of its sum, in order.
     leaves: bool = False
     # src, dst: for ``slice`` and ``torch``: the placements before and after.
     src: Spec | None = None

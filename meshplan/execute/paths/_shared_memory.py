@@ -60,6 +60,8 @@ class SharedMemoryPath(Path):
         # Peers compare the message's shape, which must be the summand's.
         message = torch.cat(parts).view(tensor.shape)
         finished = self._reduce(message, [part.numel() for part in parts], step, groups, wire)
+        if step.leaves:
+            return Outcome(finished, wire.log)
         shard = select_shard(tensor, step, groups.flat.rank())
         found, pending = gather_shard(finished, shard.shape, groups, wire)
         return Outcome(found, wire.log, pending)
@@ -73,22 +75,17 @@ class SharedMemoryPath(Path):
     ) -> Callable[[Tensor, Tensor, int], None]:
         """The kernel's call without an operator: reduces its first tensor into its second one, both
         contiguous. Its last argument is the word of its ticket. In a ``reduce_scatter`` the second
-        tensor is this rank's shard, and the shards are blocks of the flat summand.
+        tensor is this rank's shard, or its leaves, and shards are blocks of the flat summand.
         """
-        contract = step.contract
-        assert contract is not None
-        assert step.op is not None
-        how = Arithmetic(
-            step.op,
-            tuple(step.sizes),
-            contract.order,
-            contract.accumulate,
-            contract.rounding,
-            step.divisor,
+        mode = "leaves" if step.leaves else "scatter" if step.lengths else self.name
+        key = CallKey(
+            mode,
+            shape,
+            step.lengths,
+            dtype,
+            _arithmetic(step),
         )
-        mode = "scatter" if step.lengths else self.name
-        call = peers.prepare(CallKey(mode, shape, step.lengths, dtype, how))
-        return partial(peers.run, call)
+        return partial(peers.run, peers.prepare(key))
 
     def _reduce(
         self,
@@ -98,25 +95,32 @@ class SharedMemoryPath(Path):
         groups: StepGroups,
         wire: Wire,
     ) -> Tensor:
-        contract, peers = step.contract, groups.peers
-        assert contract is not None
-        assert peers is not None
+        assert groups.peers is not None
         result: Tensor = wire.issue(
             torch.ops.meshplan.peer_reduce,
             message,
             parts,
-            step.op,
-            list(step.sizes),
-            contract.order,
-            contract.accumulate,
-            contract.rounding,
-            step.divisor,
-            self.name,
-            peers.name,
+            *_arithmetic(step),
+            "leaves" if step.leaves else self.name,
+            groups.peers.name,
             wire.calls,
             wire.call,
         )
         return result
+
+
+def _arithmetic(step: Step) -> Arithmetic:
+    contract = step.contract
+    assert contract is not None
+    assert step.op is not None
+    return Arithmetic(
+        step.op,
+        tuple(step.sizes),
+        contract.order,
+        contract.accumulate,
+        contract.rounding,
+        step.divisor,
+    )
 
 
 ONE_SHOT = SharedMemoryPath("one_shot")
