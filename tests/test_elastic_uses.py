@@ -341,8 +341,18 @@ class Inputs(Branches):
         return torch.stack([layer(x).sum() * 3**at for at, layer in enumerate(self.layers)]).sum()
 
 
+class Gathered(Branches):
+    """Gathers layers by hand, of which one rank has the shards of the other layer then."""
+
+    def forward(self, g: int) -> Tensor:
+        for layer in (self.layers, self.layers[::-1])[g % 2]:
+            layer.unshard()
+        x = torch.full((2, 6), g + 1.0)
+        return torch.stack([layer(x).square().sum() for layer in self.layers]).sum()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs, Encoders])
+@pytest.mark.parametrize("kind", [Branches, Twice, Heads, Inputs, Encoders, Gathered])
 def test_micro_batches_that_reduce_different_gradients_are_refused(
     kind: type[nn.Module], ranks: int
 ) -> None:
@@ -354,9 +364,9 @@ def test_micro_batches_that_reduce_different_gradients_are_refused(
         return refuse(partial(step, model, GradientAccumulator(model, M, mesh)))
 
     text = (
-        "MP902: micro-batches of the step call different FSDP modules, or their backward reaches "
-        "different calls; call and reach the same ones in the same order in each, or shard a module "
-        "that differs with its parent"
+        "MP902: micro-batches of the step call or unshard different FSDP modules, or their backward "
+        "reaches different calls; do the same in the same order in each, or shard a module that "
+        "differs with its parent"
     )
     assert run_ranks(run, ranks, backend="meshplan") == [text] * ranks
 

@@ -395,8 +395,8 @@ class GradientAccumulator:
         if found or len(self._sequences) > 1:
             # Several ranks would reduce those of each other.
             raise ElasticError(
-                "micro-batches of the step call different FSDP modules, or their backward reaches "
-                "different calls; call and reach the same ones in the same order in each, or shard "
+                "micro-batches of the step call or unshard different FSDP modules, or their "
+                "backward reaches different calls; do the same in the same order in each, or shard "
                 "a module that differs with its parent"
             )
 

@@ -200,8 +200,8 @@ def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
     """List the gradients that this rank computes for parameters of FSDP modules.
 
     FSDP2 reduces zeros for the others, and once more for each call of a module but the last one in
-    the backward. A parameter is watched from the first forward of its module on. Calls, and those
-    that the backward reaches, are listed too.
+    the backward. A parameter is watched from the first forward of its module on. Listed too are
+    calls, those that the backward reaches, and ``unshard``: else ranks may gather two modules.
     """
     names = {id(one): name for name, one in model.named_parameters()}
 
@@ -223,6 +223,9 @@ def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
             if getattr(one, "requires_grad", False):
                 one.register_hook(lambda _: sums.calls.append(once.pop()) if once else None)
 
+    def watch_unshard(called: str, _: object, __: object) -> None:
+        sums.calls.append(f"{called} gathered")
+
     for called, module in model.named_modules():
         # Hooks of a module miss methods of register_fsdp_forward_method.
         group = fsdp_group_of(fsdp_state_of(module)) if isinstance(module, FSDPModule) else None
@@ -231,17 +234,18 @@ def watch_gradients(model: nn.Module, sums: LeafSums) -> None:
                 (owner, attribute, names[id(one)])
                 for owner, attribute, one in own_parameters(module)
             ]
-            for method, hook in (
-                ("pre_forward", watch),
-                ("post_forward", watch_outputs),
+            for target, method, hook in (
+                (group, "pre_forward", watch),
+                (group, "post_forward", watch_outputs),
+                (module, "unshard", watch_unshard),
             ):
                 note = partial(hook, called, parameters)
-                setattr(group, method, partial(_then, getattr(group, method), note))
+                setattr(target, method, partial(_then, getattr(target, method), note))
 
 
-def _then(call: Any, note: Any, *arguments: object) -> Any:
+def _then(call: Any, note: Any, *arguments: object, **options: object) -> Any:
     """The result of a call, which ``note`` gets too."""
-    found = call(*arguments)
+    found = call(*arguments, **options)
     note(found)
     return found
 
