@@ -210,11 +210,6 @@ def test_sixty_steps_do_not_depend_on_the_number_of_ranks(
     if kind == "FSDP2":
         schedule = "2x4:20,7x1:20,1x5:20"
         assert_same_steps(train(tmp_path / "other parts", schedule, *options), wanted)
-    if (kind, compute) == ("FSDP2", "float32"):
-        # In bfloat16 the order of few summands hardly shows.
-        plain = train(tmp_path / "plain", "8:60", *options, "--plain")
-        parts = train(tmp_path / "plain parts", "8:20,7:40", *options, "--plain")
-        assert share_of_difference(parts, plain) > 0.1
 
 
 def launch(
