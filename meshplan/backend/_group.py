@@ -254,17 +254,18 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if self.size() == 1:
             return rows
         # The kernel for GPUs has no exchange.
-        path = "exchange" if rows.is_cuda else "auto"
+        path = "auto" if rows.is_cpu and self.options.path == "auto" else "exchange"
         how = ReductionOptions("sum", path, self.options.contract, False, leaves=True)
         found = rows.detach().contiguous()
         flat = found.view(-1)
-        lengths = (found[0].numel(),) * self.size()
         opts = dist.ReduceScatterOptions()
         opts.asyncOp = False
 
         def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
-            request = "exchange of leaves"
-            bound, groups = bind(flat, how, group, request, ticket, dim=0, lengths=lengths)
+            lengths = (found[0].numel(),) * self.size()
+            bound, groups = bind(
+                flat, how, group, "exchange of leaves", ticket, dim=0, lengths=lengths
+            )
             if is_watched() or not bound.run_into(flat, flat, ticket.word):
                 flat.copy_(bound.run(flat, groups, ticket.word))
 
@@ -339,7 +340,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if not is_forked():
             self._thread.join()
         self._bound.clear()
-        everything = dist.group.WORLD is self or dist.group.WORLD is None
+        everything = dist.group.WORLD in (self, None)
         # Functions of meshplan reduce over this group itself. One that hangs there holds its
         # memory, and no caller waits for it after ``abort``.
         if not self._thread.is_aborted:
