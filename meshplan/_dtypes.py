@@ -9,7 +9,13 @@ if TYPE_CHECKING:
 
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 _BYTES = {
-    1: ("bool", "int8", "uint8", *(f"float8_{form}" for form in _FLOAT8), "float4_e2m1fn_x2"),
+    1: (
+        "bool",
+        "int8",
+        "uint8",
+        *(f"float8_{form}" for form in _FLOAT8),
+        "float4_e2m1fn_x2",
+    ),
     2: ("int16", "uint16", "float16", "bfloat16"),
     4: ("int32", "uint32", "float32", "complex32"),
     8: ("int64", "uint64", "float64", "complex64"),

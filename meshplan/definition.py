@@ -360,7 +360,11 @@ def check_leaves(
         )
     first = leaves[0]
     for i, leaf in enumerate(leaves):
-        if (leaf.shape, leaf.dtype, leaf.device) != (first.shape, first.dtype, first.device):
+        if (leaf.shape, leaf.dtype, leaf.device) != (
+            first.shape,
+            first.dtype,
+            first.device,
+        ):
             raise ContractTypeError(
                 f"leaf {i} is {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}, leaf 0 is "
                 f"{first.dtype} {tuple(first.shape)} on {first.device}; all leaves must match"
@@ -437,7 +441,11 @@ def _divide_and_round(
 
 
 def _fold(
-    leaves: Sequence[Tensor], op: str, shape: Sequence[int], contract: Contract, dtype: torch.dtype
+    leaves: Sequence[Tensor],
+    op: str,
+    shape: Sequence[int],
+    contract: Contract,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The sum or product in the accumulator's dtype; of one leaf, possibly that leaf itself."""
     refuse_flushed_subnormals(leaves[0])

@@ -185,7 +185,10 @@ class PathRequest:
         if inner > 1:
             return HIERARCHICAL, "; ranks of a host reduce first"
         if inner == 0:
-            return REFERENCE, "; one all-gather costs less than an exchange of this size"
+            return (
+                REFERENCE,
+                "; one all-gather costs less than an exchange of this size",
+            )
         if between == "halving":
             return (
                 HALVING,

@@ -56,7 +56,12 @@ from meshplan.flatten._join import (
     refusal,
     share_memory,
 )
-from meshplan.flatten._threads import check_turn, has_main_place, is_worker_thread, refuse_forked
+from meshplan.flatten._threads import (
+    check_turn,
+    has_main_place,
+    is_worker_thread,
+    refuse_forked,
+)
 from meshplan.kernel import Communicator
 from meshplan.record import Record
 
@@ -112,7 +117,16 @@ class GroupRegistry:
         beside, rank = is_worker_thread(), this_rank()
         ranks = layout.group_of(rank, axes) or ()
         calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
-        shortcut = (calls, layout, tuple(axes), block, backend, mesh.device_type, peers, beside)
+        shortcut = (
+            calls,
+            layout,
+            tuple(axes),
+            block,
+            backend,
+            mesh.device_type,
+            peers,
+            beside,
+        )
         group = self._table.short(shortcut)
         if group is not None:
             check_turn(group, lent=group.lent)
@@ -122,7 +136,14 @@ class GroupRegistry:
         wait = default_timeout(mesh.device_type) if timeout is None else timeout
         with first_use(wait):
             name = agree_on_name(
-                mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
+                mesh,
+                layout,
+                axes,
+                calls,
+                rank=rank,
+                timeout=wait,
+                backend=backend,
+                call=call,
             )
             token = token.adding(calls=name)
             # Over one axis a mesh has a group of its own. Over several, equal meshes may share one
@@ -216,7 +237,14 @@ class GroupRegistry:
             backend = _backend_name(mesh, axes)
             with first_use(wait):
                 name = agree_on_name(
-                    mesh, layout, axes, calls, rank=rank, timeout=wait, backend=backend, call=call
+                    mesh,
+                    layout,
+                    axes,
+                    calls,
+                    rank=rank,
+                    timeout=wait,
+                    backend=backend,
+                    call=call,
                 )
                 if backend != "fake":
                     # The whole group's name: a rank that would reduce over that is found as well.
@@ -321,7 +349,12 @@ class GroupRegistry:
             group = replace(group, thread=f"the thread's own: {why}")
         else:
             group = self._table.alive(main) or self._join(
-                existing_group(mesh, axes, key.ranks, key.backend), main, rank, timeout, token, call
+                existing_group(mesh, axes, key.ranks, key.backend),
+                main,
+                rank,
+                timeout,
+                token,
+                call,
             )
             group = replace(
                 group, thread="the main thread's, which waits for this thread", lent=True
