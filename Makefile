@@ -60,7 +60,7 @@ demo: $(READY) ## the main job: 40 ranks, a jagged mesh, plain DTensor and meshp
 	$(TORCHRUN) --standalone --nproc-per-node 40 examples/jagged_mesh.py
 
 # Each test belongs to one of test, test-full, test-dist and test-gpu, by its marker.
-test: setup ## tests of every part: about five minutes on two cores
+test: setup ## tests of every part: about ten minutes on two cores
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
 test-full: setup $(TRAINERS) ## the longer tests: sanitizers, compilers, 40 ranks, faults, wheels, random cases

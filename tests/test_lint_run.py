@@ -70,15 +70,12 @@ def test_script_without_hazard_passes(lint: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (
-            "x = 1\nimport no_such_package\n",
-            "line 2: the package no_such_package is not installed here; install it",
-        ),
+        ("x = 1\nimport no_such_package\n", ":2: warning MP191 not judged: the package no_such_"),
         (
             "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9/')\n",
             "has no network",
         ),
-        ("import torch\n[torch.ones(1 << 31) for _ in range(2)]\n", "line 2: the script stopped"),
+        ("import torch\n[torch.ones(1 << 31) for _ in range(2)]\n", ":2: warning MP191 not judged"),
         ("import os\nos.abort()\n", "its process ended with status -6"),
         ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
         ("x = 1\n", "the script made no DeviceMesh before its first optimizer step"),
@@ -88,7 +85,7 @@ def test_script_that_cannot_be_recorded_is_not_judged(lint: Any, text: str, why:
     Path("train.py").write_text(text)
     status, out, _ = lint("--run", "train.py", *ASKED)
     assert status == 1
-    assert "train.py: not judged: " in out
+    assert "warning MP191 not judged: " in out
     assert why in out
 
 

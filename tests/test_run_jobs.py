@@ -132,14 +132,17 @@ def test_modelled_nccl_is_affected_and_the_backend_is_not(tmp_path: Path) -> Non
     shutil.copy2(JOBS / "jagged.py", tmp_path / "job" / "train.py")
     page = tmp_path / "run.html"
     certify = ("--every", "1", "--certify")
-    plain = torchrun(tmp_path, "job/train.py", 6, *certify, "plain.cert", "--html", str(page))
+    more = ("--probe", "--html", str(page))
+    plain = torchrun(tmp_path, "job/train.py", 6, *certify, "plain.cert", *more)
     assert page.exists(), plain.errors
     assert "(ddp=2, fsdp=3) on 3 nodes of 2" in page.read_text(encoding="utf-8")
     assert len(digests(plain)) > 1
     assert plain.report["replicas"]["first_difference"]["cause"] == "order"
-    shown, compared = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")
-    lines = [line for line in plain.verdict if not line.startswith("  certificate: ")]
-    assert len(lines) == len(plain.verdict) - 1
+    shown, compared, probed = blocks((ROOT / "docs" / "run.md").read_text(encoding="utf-8"), "")
+    apart = "  certificate: ", "  probe: "
+    lines = [line for line in plain.verdict if not line.startswith(apart)]
+    assert len(lines) == len(plain.verdict) - 2
+    assert probed.text.rstrip() in plain.verdict
     printed = "\n".join(lines).replace(f"{tmp_path}/", "")
     assert normalize(f"[meshplan] {printed}\n") == normalize(shown.text)
     for page in ("README.md", "docs/index.md"):
