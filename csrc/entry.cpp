@@ -84,7 +84,7 @@ unsigned long long mp_peer_bytes(int world, int blocks, unsigned tile, int push)
 // Reduces `in` with the peers into `out`; returns the fate, which `outcome` explains, or -1 for an
 // argument that does not exist. Waits at most timeout_ns for each peer, and not for one whose process
 // has ended; processes: as HostBlock says. A mode of 3 is a scatter of equal parts that combines nothing:
-// `out` gets the leaves of this rank's part, one after the other.
+// `out` gets the leaves of this rank's part, in the order of ranks.
 int mp_peer_reduce(const Peers* peers, const mp_peer_call* call, const void* in, void* out,
                    Outcome* outcome, const int* processes) {
   std::vector<Instruction> room;

@@ -311,15 +311,15 @@ def choose(request: PathRequest) -> ChosenPath:
     if path is HIERARCHICAL and step.inner == 1:
         inner, between, chunk = request.fastest
         step = replace(step, inner=inner, between=between, chunk=chunk)
-    backend = not path.shares_memory
-    eager = backend and not request.over_gloo and not request.traced
+    over_gloo = request.over_gloo and not path.shares_memory
+    eager = not (request.over_gloo or request.traced or path.shares_memory)
     return ChosenPath(
         path,
-        row.why(request),
+        row.why(request) + "; copied to the host for gloo" * (over_gloo and not tensor.is_cpu),
         step,
         row.fallback(request),
         wanted,
-        over_gloo=request.over_gloo and backend,
+        over_gloo=over_gloo,
         deferred=eager and is_deferred(tensor, request.groups),
         pairs=tensor.is_complex() and step.op in ("sum", "avg") and step.norm is None,
     )
