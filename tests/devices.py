@@ -25,12 +25,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from meshplan import kernel
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.flatten._connect import connect_devices
+from meshplan.flatten._join import members_of
 from meshplan.kernel import Device, DeviceCommunicator, Ipc, Regions, Transport, _device_peers
 from meshplan.kernel._driver import Driver, DriverError, DriverKind
 from meshplan.testing import bits, order_sensitive
@@ -250,11 +250,8 @@ def connect_ranks(
     with patch.object(_device_peers, "_STAGED_BYTES", staged):
         found = connect_devices(
             dist.group.WORLD.group_name,
-            c10d._get_default_store(),
+            members_of(None, tuple(ranks), 30.0),
             name,
-            tuple(ranks),
-            rank=dist.get_rank(),
-            wait=30.0,
             timeout=timeout,
             find=None if device is None else lambda: device,
             transports=transports,

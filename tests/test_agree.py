@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from meshplan.errors import GroupAgreementError
 from meshplan.flatten import _agree
-from meshplan.flatten._agree import VoteResult, open_round, roll_call, vote, wait_for_ranks
+from meshplan.flatten._agree import Members, VoteResult, open_round, roll_call, vote, wait_for_ranks
 from meshplan.record import VERSION, Record
 
 # Seconds: a test that waited so long would not end.
+SAME = Record.of(vote="same")
 NEVER = 3600.0
 
 
@@ -63,16 +64,10 @@ def members(
 
     def member(rank: int) -> VoteResult:
         time.sleep(come[rank])
-        prefix, refused = open_round(store, "group", rank)
-        return refused or vote(
-            store,
-            prefix,
-            ranks=ranks,
-            rank=rank,
-            token=Record.of(vote=(tokens or {}).get(rank, "same")),
-            timeout=timeout,
-            veto=(vetoes or {}).get(rank),
-        )
+        here = Members(store, ranks, rank, timeout)
+        prefix, refused = open_round(here, "group")
+        token = Record.of(vote=(tokens or {}).get(rank, "same"))
+        return refused or vote(here, prefix, token, veto=(vetoes or {}).get(rank))
 
     with patience(len(come)), ThreadPoolExecutor(len(come)) as pool:
         return dict(zip(come, pool.map(member, come), strict=True))
@@ -116,18 +111,18 @@ def test_late_rank_does_not_join_a_finished_vote(store: dist.Store) -> None:
 
 def test_late_rank_reads_the_verdict_on_its_own_call_once(store: dist.Store) -> None:
     def give_up(call: int | str) -> VoteResult:
-        prefix, _ = open_round(store, "group", 0, call)
-        here = {"ranks": (0, 1), "rank": 0, "token": Record.of(vote="same")}
-        return vote(store, prefix, timeout=0.1, call=call, **here)
+        here = Members(store, (0, 1), 0, 0.1, call)
+        prefix, _ = open_round(here, "group")
+        return vote(here, prefix, SAME)
 
     calls: tuple[int | str, ...] = ("a 1", "b 1", "a 1", 7)
     verdicts = [give_up(call) for call in calls]
     # Equal meshes have equal words: the verdicts are taken in order.
     for call, number in (("b 1", 1), ("a 1", 0), ("a 1", 2), (7, 3)):
-        found = open_round(store, "group", 1, call)
+        found = open_round(Members(store, (0, 1), 1, 0.1, call), "group")
         assert found == (f"meshplan/group/{number}", verdicts[number])
     for call in ("a 1", 8, 0, ""):
-        prefix, past = open_round(store, "group", 1, call)
+        prefix, past = open_round(Members(store, (0, 1), 1, 0.1, call), "group")
         assert int(prefix.rpartition("/")[2]) >= len(calls)
         assert past is None
 
@@ -162,8 +157,9 @@ def test_a_veto_is_read_by_all_without_waiting(store: dist.Store) -> None:
 def test_undecided_vote_of_a_dead_process_is_skipped() -> None:
     """A process that died in the middle leaves its arrival behind on a store that lives on."""
     store = dist.HashStore()
-    assert open_round(store, "group", 0) == ("meshplan/group/0", None)
-    assert open_round(store, "group", 0) == ("meshplan/group/1", None)
+    here = Members(store, (0, 1), 0, NEVER)
+    assert open_round(here, "group") == ("meshplan/group/0", None)
+    assert open_round(here, "group") == ("meshplan/group/1", None)
 
 
 @pytest.mark.parametrize("token", ["same", "other"])
@@ -184,15 +180,8 @@ def test_rank_that_was_not_counted_ends_its_vote_when_all_have_come(
     def member(rank: int) -> VoteResult:
         if rank:
             assert looked.wait(60.0)
-        return vote(
-            store if rank else Watched(),
-            "vote",
-            ranks=(0, 1),
-            rank=rank,
-            token=Record.of(vote=token if rank else "same"),
-            timeout=NEVER,
-            again=not rank,
-        )
+        here = Members(store if rank else Watched(), (0, 1), rank, NEVER)
+        return vote(here, "vote", Record.of(vote=token if rank else "same"), again=not rank)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(member, (0, 1)))
@@ -230,19 +219,11 @@ def test_timeout_racing_the_last_arrival_decides_once() -> None:
             barrier: threading.Barrier = barrier,
             results: list[VoteResult] = results,
         ) -> None:
-            prefix, _ = open_round(store, "group", rank)
+            here = Members(store, (0, 1), rank, 0.05)
+            prefix, _ = open_round(here, "group")
             barrier.wait()
             time.sleep(pause)
-            results.append(
-                vote(
-                    store,
-                    prefix,
-                    ranks=(0, 1),
-                    rank=rank,
-                    token=Record.of(vote="same"),
-                    timeout=0.05,
-                )
-            )
+            results.append(vote(here, prefix, SAME))
 
         threads = [threading.Thread(target=member, args=a) for a in ((0, 0.0), (1, delay))]
         for thread in threads:
@@ -257,9 +238,7 @@ def answers(store: dist.Store, ranks: tuple[int, ...], come: tuple[int, ...]) ->
     with patience(len(come)), ThreadPoolExecutor(len(come)) as pool:
         return list(
             pool.map(
-                lambda r: roll_call(
-                    store, "group", ranks=ranks, rank=r, wait=0.1, note=f"call {r}"
-                ),
+                lambda r: roll_call(Members(store, ranks, r, 0.1), "group", f"call {r}"),
                 come,
             )
         )
@@ -283,10 +262,9 @@ def test_single_silent_rank_learns_of_its_failure(store: dist.Store) -> None:
 
 def test_arrivals_at_a_vote_are_listed() -> None:
     store = dist.HashStore()
-    prefix, _ = open_round(store, "group", 0)
-    assert vote(
-        store, prefix, ranks=(0, 1, 2), rank=0, token=Record.of(vote="same"), timeout=0.1
-    ).missing == (1, 2)
+    here = Members(store, (0, 1, 2), 0, 0.1)
+    prefix, _ = open_round(here, "group")
+    assert vote(here, prefix, SAME).missing == (1, 2)
     assert wait_for_ranks(store, prefix, (0, 2), 0.1) == (2,)
     assert wait_for_ranks(store, prefix, (0,), 0.1) == ()
 
@@ -308,10 +286,11 @@ def test_another_release_is_reported_at_once_on_every_rank(store: dist.Store) ->
 
             def member(rank: int, text: str = text, late: int = late) -> tuple[str, tuple]:
                 time.sleep(0.1 * (rank == late))
-                prefix, _ = open_round(store, f"group {text} {late}", rank)
-                token = Other(text) if rank == 1 else Record.of(vote="same")
+                here = Members(store, (0, 1, 2), rank, NEVER)
+                prefix, _ = open_round(here, f"group {text} {late}")
+                token = Other(text) if rank == 1 else SAME
                 with pytest.raises(GroupAgreementError) as caught:
-                    vote(store, prefix, ranks=(0, 1, 2), rank=rank, token=token, timeout=NEVER)
+                    vote(here, prefix, token)
                 return str(caught.value), caught.value.differing
 
             with ThreadPoolExecutor(3) as pool:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from meshplan.errors import GroupStateError
 from meshplan.flatten import _answering
-from meshplan.flatten._agree import open_round, vote
+from meshplan.flatten._agree import Members, open_round, vote
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.record import Record
 
@@ -75,9 +75,10 @@ def test_errors_of_the_store_are_passed_on() -> None:
 
 def test_votes_are_held_over_it() -> None:
     store = AnsweringStore(dist.HashStore(), 5)
-    prefix, refused = open_round(store, "group", 0)
+    here = Members(store, (0,), 0, 1.0)
+    prefix, refused = open_round(here, "group")
     assert refused is None
-    assert vote(store, prefix, ranks=(0,), rank=0, token=Record.of(vote="t"), timeout=1).unanimous
+    assert vote(here, prefix, Record.of(vote="t")).unanimous
 
 
 def test_thread_ends_with_the_wrapper() -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
-from torch.distributed import distributed_c10d as c10d
 
 from meshplan import kernel
 from meshplan.contract import Contract
@@ -24,7 +23,8 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupStateError, PeerTimeoutError, SignatureMismatchError
 from meshplan.flatten import Group, _connect
 from meshplan.flatten._connect import connect_devices
-from meshplan.flatten._join import share_memory
+from meshplan.flatten._group_table import GroupKey
+from meshplan.flatten._join import members_of, share_memory
 from meshplan.kernel import DeviceCommunicator, Ipc, TransportError, _device_peers, check
 from meshplan.kernel._device_code import kernel_name
 from meshplan.kernel._device_peers import share_out, tile_bytes
@@ -287,10 +287,8 @@ memory of 3 GPUs""",
                     raise DriverError("libcuda.so.1: no such file")
                 return Emulated()
 
-            store = c10d._get_default_store()
-            return str(
-                connect_devices("", store, "x", (0, 1), rank=rank, wait=20, timeout=20, find=find)
-            )
+            members = members_of(None, (0, 1), 20.0)
+            return str(connect_devices("", members, "x", timeout=20, find=find))
 
         found = run_ranks(ranks, 2)
         assert found[0] == found[1]
@@ -347,7 +345,7 @@ two_shot of 401""",
 def group_of_two() -> Group:
     world = dist.group.WORLD
     assert world is not None
-    return Group(world, (0, 1), "default", world.group_name)
+    return Group.of(world, (0, 1), "default")
 
 
 def test_shared_device_memory_is_logged() -> None:
@@ -362,7 +360,9 @@ def test_shared_device_memory_is_logged() -> None:
         device = Emulated()
         _connect.device_of = lambda index: device  # type: ignore[assignment]
         torch.cuda.current_device = lambda: 0
-        found = share_memory(group_of_two(), "cuda", rank=rank, objection=None, wait=20, timeout=20)
+        members = members_of(None, (0, 1), 20.0)
+        key = GroupKey((0, 1), "gloo", "cuda", "always")
+        found = share_memory(group_of_two(), key, members, objection=None)
         assert isinstance(found.peers, DeviceCommunicator)
         leaves = [order_sensitive(99, rank=r, world_size=2) for r in range(2)]
         result = reduce_peers(leaves[rank], (2,), "auto", name=found.peers.name)

@@ -26,13 +26,13 @@ class Clock:
     def __init__(self, late: float) -> None:
         self.now, self.late, self.asked = 0.0, late, list[float]()
 
-    def vote(self, store: Any, prefix: str, *, timeout: float, **given: Any) -> _agree.VoteResult:
+    def vote(self, members: _agree.Members, *given: Any, **options: Any) -> _agree.VoteResult:
         """All other members come ``late``."""
-        left = _agree.seconds_left(timeout)
+        left = _agree.seconds_left(members.wait)
         self.asked.append(left)
         self.now += min(left, self.late)
-        ranks = given["ranks"]
-        return _agree.VoteResult() if left > self.late else _agree.VoteResult(missing=ranks[1:])
+        missing = () if left > self.late else members.ranks[1:]
+        return _agree.VoteResult(missing=missing)
 
     def monotonic(self) -> float:
         return self.now

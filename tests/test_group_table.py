@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -36,7 +37,7 @@ def book() -> GroupTable:
 
 def created(ranks: tuple[int, ...] = (0, 1)) -> Group:
     pg = dist.new_group(list(ranks))
-    return Group(pg, ranks, "created", pg.group_name)
+    return Group.of(pg, ranks, "created")
 
 
 class Memory:
@@ -49,7 +50,7 @@ class Memory:
 
 
 def sharing(group: Group, memory: Memory) -> Group:
-    return Group(group.pg, group.ranks, group.origin, group.name, memory)  # type: ignore[arg-type]
+    return replace(group, peers=memory)  # type: ignore[arg-type]
 
 
 def test_group_is_found_again(book: GroupTable) -> None:
@@ -131,7 +132,7 @@ def test_created_groups_are_taken_once_in_the_order_of_their_names(book: GroupTa
     assert default is not None
     for group in reversed(groups):
         book.add(KEY._replace(ranks=group.ranks), group)
-    given = Group(default, (0, 1, 2, 3), "default", default.group_name)
+    given = Group.of(default, (0, 1, 2, 3), "default")
     book.add(KEY._replace(ranks=given.ranks), given)
     taken = book.take_created()
     assert [group.name for group in taken] == sorted(group.name for group in groups)

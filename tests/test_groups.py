@@ -26,7 +26,7 @@ from meshplan.dtensor._partial import PlannedPartial
 from meshplan.errors import GroupAgreementError, GroupStateError
 from meshplan.execute import clear_report, report
 from meshplan.flatten import Block, Group, GroupRegistry, _group_table, _join, registry
-from meshplan.flatten._create import group_name
+from meshplan.flatten._group_table import GroupKey
 from meshplan.layout import Layout
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
@@ -504,7 +504,7 @@ def test_prepare_does_nothing_outside_the_mesh() -> None:
 
 def test_names_are_the_same_in_every_run() -> None:
     def ranks(rank: int) -> str:
-        return group_name((3, 1, 0, 2), "gloo", "cpu")
+        return GroupKey((3, 1, 0, 2), "gloo", "cpu", "never").group_name()
 
     (name,) = set(run_ranks(ranks, 2))
     assert name == "meshplan:d2d5429b376a19d192b234dbe4be9166cd4e4345"
@@ -540,12 +540,14 @@ def test_registry_keeps_no_group_alive() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = DeviceMesh("cpu", [1, 0])
-        pg = weakref.ref(own.get(mesh, Layout.from_mesh(mesh), (0,), token=TOKEN).pg)
-        assert pg() is not None
+        group = own.get(mesh, Layout.from_mesh(mesh), (0,), token=TOKEN)
+        pg = weakref.ref(group.pg)
     finally:
         dist.destroy_process_group()
     gc.collect()
     assert pg() is None
+    with pytest.raises(GroupStateError, match=r"created group .* of 2 ranks: 1, 0 was destroyed"):
+        _ = group.pg
 
 
 @pytest.mark.full
@@ -591,10 +593,10 @@ def test_failed_creation_on_one_member_fails_all_and_recovers(
 def test_group_destroyed_by_the_user_is_not_reused() -> None:
     def ranks(rank: int) -> tuple[bool, float]:
         mesh = DeviceMesh("cpu", [2, 1, 0])
-        first = group(mesh, 0)
+        first = group(mesh, 0).pg
         dist.barrier()
-        dist.destroy_process_group(first.pg)
+        dist.destroy_process_group(first)
         second = group(mesh, 0)
-        return second.pg is first.pg, total(second)
+        return second.pg is first, total(second)
 
     assert run_ranks(ranks, 3) == [(False, 3.0)] * 3

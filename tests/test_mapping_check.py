@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from meshplan import kernel
 from meshplan.definition import reduce_leaves
 from meshplan.flatten._connect import connect
+from meshplan.flatten._join import members_of
 from meshplan.kernel import (
     Device,
     DeviceCommunicator,
@@ -147,10 +147,10 @@ def test_shared_memory_of_the_host_is_checked(size: int) -> None:
         opened = kernel.SharedMemory.open
         if rank == size - 1:
             kernel.SharedMemory.open = other  # type: ignore[assignment, method-assign]
-        store = c10d._get_default_store()
+        members = members_of(None, tuple(range(size)), 20.0)
         said = []
         for name in ("one", "two"):
-            found = connect(store, name, tuple(range(size)), rank=rank, wait=20.0, timeout=20.0)
+            found = connect(members, name, timeout=20.0)
             said.append("shared" if isinstance(found, HostCommunicator) else str(found))
             kernel.SharedMemory.open = opened  # type: ignore[method-assign]
         return said

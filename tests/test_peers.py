@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from expecttest import TestCase
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -37,6 +36,7 @@ from meshplan.errors import (
 )
 from meshplan.flatten import _connect, _missing
 from meshplan.flatten._connect import connect
+from meshplan.flatten._join import members_of
 from meshplan.kernel import Communicator
 from meshplan.kernel._communicator import Arithmetic, _communicators
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
@@ -64,9 +64,8 @@ _held: list[Communicator] = []
 
 
 def connected(world_size: int, timeout: float = 20.0) -> Communicator:
-    store = c10d._get_default_store()
-    ranks = tuple(range(world_size))
-    found = connect(store, "test", ranks, rank=dist.get_rank(), wait=20.0, timeout=timeout)
+    members = members_of(None, tuple(range(world_size)), 20.0)
+    found = connect(members, "test", timeout=timeout)
     assert isinstance(found, Communicator), found
     # Operators find it by name, and only while it is referenced.
     _held.append(found)

@@ -6,9 +6,9 @@ import time
 from multiprocessing.context import ForkProcess
 
 import pytest
-from torch.distributed import distributed_c10d as c10d
 
 from meshplan.flatten._agree import vote
+from meshplan.flatten._join import members_of
 from meshplan.record import Record
 from tests.processes import patience, run_ranks
 
@@ -33,9 +33,8 @@ def test_no_rank_that_comes_is_late_for_a_vote() -> None:
     def ranks(rank: int) -> tuple[int, ...]:
         if rank == 2:
             return (2,)
-        store, token = c10d._get_default_store(), Record.of(vote="same")
         with patience(2):
             time.sleep(rank)
-            return vote(store, "a", ranks=range(3), rank=rank, token=token, timeout=0.1).missing
+            return vote(members_of(None, (0, 1, 2), 0.1), "a", Record.of(vote="same")).missing
 
     assert run_ranks(ranks, 3) == [(2,)] * 3

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import meshplan
 from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupAgreementError, SignatureMismatchError
-from meshplan.flatten._agree import Signatures
+from meshplan.flatten._agree import Members, Signatures
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Topology
@@ -112,8 +112,7 @@ def test_every_group_of_every_call_is_compared() -> None:
 
 def test_two_groups_of_the_same_ranks_are_compared_separately() -> None:
     store = dist.HashStore()
-    first = Signatures.of(store, "a", (0,), 0)
-    second = Signatures.of(store, "a", (0,), 0)
+    first, second = (Signatures.of(Members(store, (0,), 0, 1.0), "a") for _ in range(2))
     assert first.prefix != second.prefix
     for _ in range(3):
         assert first.compare(Record.of(call="x"), 1.0).unanimous

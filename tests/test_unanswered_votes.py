@@ -28,11 +28,11 @@ When = Literal["before it is counted", "after it is counted"]
 def unanswered(when: When, suffix: str) -> Iterator[None]:
     """The store does not answer this rank in a vote whose prefix ends in ``suffix``."""
 
-    def ask(store: Any, prefix: str, **given: Any) -> Any:
+    def ask(members: Any, prefix: str, *given: Any, **options: Any) -> Any:
         if not prefix.endswith(suffix):
-            return vote(store, prefix, **given)
+            return vote(members, prefix, *given, **options)
         if when == "after it is counted":
-            vote(store, prefix, **given)
+            vote(members, prefix, *given, **options)
         raise GroupStateError("the store did not answer", unanswered=True)
 
     with mock.patch.object(_join, "vote", ask):

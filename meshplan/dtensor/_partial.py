@@ -1,7 +1,4 @@
-"""The placement that carries a planned reduction into torch's own executor loop.
-
-Torch's executor calls a method of a step's source placement to reduce. ``PlannedPartial`` overrides
-that method and runs the planned step; torch's loop is not replaced.
+"""The placement that carries a planned reduction into torch's own executor (docs/adr/0002).
 
 In torch's ``LocalTensorMode`` one process simulates all ranks, and the groups of a mesh may hold
 shards of different sizes. An element's bits do not depend on its place in a message. So summands
@@ -308,9 +305,7 @@ class PlannedPartial(PartialHooks):
             audit=more or None,
         )
         for handle in bound.handles:
-            group = handle.group()
-            assert group is not None
-            registry().compare(group, mesh.device_type, mine)
+            registry().compare(handle.known, mesh.device_type, mine)
 
     def _blocks(self) -> tuple[Block | None, ...]:
         """The blocks of the groups that reduce; ``None`` for the whole group."""

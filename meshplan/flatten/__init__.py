@@ -13,13 +13,13 @@ from meshplan.flatten._create import Sharing as Sharing
 from meshplan.flatten._create import default_timeout as default_timeout
 from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._group_table import Block as Block
+from meshplan.flatten._group_table import Group as Group
 from meshplan.flatten._group_table import GroupHandle as GroupHandle
 from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import HOSTS as HOSTS
 from meshplan.flatten._join import TIMED_BYTES as TIMED_BYTES
-from meshplan.flatten._join import Group as Group
 from meshplan.flatten._join import Hosts as Hosts
 from meshplan.flatten._missing import RollCall as RollCall
 from meshplan.flatten._missing import find_missing as find_missing

@@ -10,11 +10,6 @@ A vote that said no stays in the store. The next try, and a later default group 
 walk past finished votes to the first open one, so processes that failed differently need no common
 counter. A rank that comes after the others gave up on it reads that verdict, in the same call, or
 joins their next try; a rank that comes after a refusal reads the refusal.
-
-Each member does a handful of store operations; all keys are read only if a vote fails.
-
-In debug mode ``Signatures`` votes before every reduction. That finds ranks that bring different
-tensors to a backend that would hang on them, at the cost of a vote for each reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,9 +49,7 @@ _FIRST_USE = threading.local()  # ``ends``: by when, of ``time.monotonic()``
 
 @contextmanager
 def first_use(timeout: float) -> Iterator[None]:
-    """One deadline for all the waits in which this thread comes to a group: for names, for votes,
-    for the creation, for memory. The outermost context sets it.
-    """
+    """One deadline for all waits of this thread for a group, which the outermost context sets."""
     before = getattr(_FIRST_USE, "ends", None)
     if before is None:
         _FIRST_USE.ends = time.monotonic() + (1 + _SHARE_AFTER_ARRIVAL) * timeout
@@ -70,6 +63,21 @@ def seconds_left(timeout: float) -> float:
     """Of ``timeout``, what the first use of a group leaves to a wait of this thread."""
     ends = getattr(_FIRST_USE, "ends", None)
     return timeout if ends is None else max(min(timeout, ends - time.monotonic()), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks that agree with each other, as one of them sees them."""
+
+    store: Store
+    ranks: tuple[int, ...]  # global, equal on all
+    rank: int  # this one
+    wait: float  # seconds to wait for the others, from this rank's arrival
+    # That needs the votes. Members in calls of different numbers differ, as with different tokens;
+    # 0, in no call, differs from none.
+    call: int | str = 0
+    # Where in the store they have noted, before the votes, that they had come at all.
+    arrivals: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,11 @@ def _job_began() -> float:
     global _job
     process, world = os.getpid(), dist.group.WORLD
     if world is not None and (_job[0] != process or _job[1]() is not world):
-        _job = process, weakref.ref(world), time.time() if _job[0] == process else 0.0
+        _job = (
+            process,
+            weakref.ref(world),
+            time.time() if _job[0] == process else 0.0,
+        )
     return _job[2]
 
 
@@ -145,13 +157,12 @@ def process_stat(number: int) -> tuple[str, str] | None:
     return words[0], words[19]
 
 
-def open_round(
-    store: Store, name: str, rank: int, call: int | str = 0
-) -> tuple[str, VoteResult | None]:
+def open_round(members: Members, name: str) -> tuple[str, VoteResult | None]:
     """Enter the first vote on ``name`` that this rank may take part in. Returns its key prefix,
     which ends in its number, and its verdict if that holds for this rank too: before it came, a
-    member refused for all, or the others gave up on it in the ``call`` that needs the vote.
+    member refused for all, or the others gave up on it in the call that needs the vote.
     """
+    store, rank = members.store, members.rank
     # Not the rank alone: a restarted process has the rank of the one that died, and must not take
     # a vote which that one has entered for its own.
     mine = uuid.uuid4().hex
@@ -166,7 +177,7 @@ def open_round(
             # A yes was for those who were there. So was a list of missing ranks, but for a missing
             # one in the same call: the others are in later calls, and would not come to this one.
             # A refusal holds for every rank, however late.
-            if verdict.veto is None and not verdict.gave_up_on(rank, call):
+            if verdict.veto is None and not verdict.gave_up_on(rank, members.call):
                 continue
         # Written once: a vote in which this rank was before, even one that was never decided
         # because a process died in the middle, is over for it.
@@ -176,10 +187,7 @@ def open_round(
 
 
 def gave_up_on(store: Store, name: str, rank: int, call: int = 0) -> VoteResult | None:
-    """The verdict of a past vote on ``name`` whose members gave up waiting for ``rank``.
-
-    With ``call``, only a verdict of that call. No vote is entered.
-    """
+    """The verdict of a past vote on ``name``, in ``call`` or any, that gave up on ``rank``."""
     number = 0
     while store.check([f"meshplan/{name}/{number}/verdict"]):
         verdict = VoteResult.loads(store.get(f"meshplan/{name}/{number}/verdict").decode())
@@ -190,37 +198,39 @@ def gave_up_on(store: Store, name: str, rank: int, call: int = 0) -> VoteResult 
 
 
 def vote(
-    store: Store,
+    members: Members,
     prefix: str,  # from ``open_round``, or a suffix of it for a second vote of the same members
-    *,
-    ranks: Sequence[int],  # the members' global ranks, equal on all
-    rank: int,
     token: Record,  # a yes needs the same on all members
-    timeout: float,
+    *,
     veto: str | None = None,  # a reason to refuse for all, at once
     # Called on the member that decides, once all have arrived with one token. It must return the
     # same on any member: all read it.
     answer: Callable[[], str] | None = None,
-    # That needs the vote. Members in calls of different numbers differ, as with different tokens;
-    # 0, in no call, differs from none.
-    call: int | str = 0,
     # This rank may have been counted, in a vote in which the store did not answer it.
     again: bool = False,
 ) -> VoteResult:
-    """Arrive with ``token``, and return what all members decide within ``timeout`` seconds of this
-    rank's arrival. Raises GroupAgreementError on every member, as soon as all have arrived, if they
-    run releases whose records have different versions.
+    """Arrive with ``token``, and return what all members decide within the wait of this rank.
+    Raises GroupAgreementError on all of them if the versions of their records differ.
     """
-    deadline = time.monotonic() + seconds_left(timeout)
+    store, ranks, rank, call = (
+        members.store,
+        members.ranks,
+        members.rank,
+        members.call,
+    )
+    deadline = time.monotonic() + seconds_left(members.wait)
     packed = token.pack()
-    judge = partial(_judge, store, prefix, ranks, packed, answer, call, timeout)
+    judge = partial(_judge, members, prefix, packed, answer)
     # A refusal needs no other rank, so none waits for its time to run out. No rank reads a yes of
     # the one that refuses.
     if veto is not None:
         return _decide(store, prefix, VoteResult(veto=(rank, veto)))
     # Before the counts: a rank that finds a count complete may read the records of all.
     number = call if isinstance(call, int) else 0
-    store.set(f"{prefix}/token/{rank}", token.adding(call=number).pack() if number else packed)
+    store.set(
+        f"{prefix}/token/{rank}",
+        token.adding(call=number).pack() if number else packed,
+    )
     if number and store.compare_set(f"{prefix}/call", "", f"{number}") != f"{number}".encode():
         store.set(f"{prefix}/unlike", f"{rank}")
     # The token's own count goes first: who sees the total complete sees every token counted.
@@ -259,9 +269,7 @@ def _read(text: bytes) -> VoteResult:
 
 
 def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
-    """Wait at most ``wait`` seconds for the other members of a vote, ``ranks`` without this one.
-    Returns the missing ranks.
-    """
+    """The other members of a vote, ``ranks``, that do not come to it within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
         left = deadline - time.monotonic()
@@ -272,25 +280,18 @@ def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float)
 
 
 def gather_texts(
-    store: Store,
-    prefix: str,
-    what: str,
-    text: str,
-    *,
-    ranks: Sequence[int],
-    rank: int,
-    wait: float,
-    decided: str,
+    members: Members, prefix: str, what: str, text: str, decided: str
 ) -> list[str] | int:
-    """Every member's text in group order, or the rank that has published none within ``wait``
-    seconds. The wait also ends when the vote ``decided`` has a verdict: a member has given up.
-    ``what`` is unique within a round.
+    """Every member's text in group order, or the rank that has published none within the wait.
+    That also ends when the vote ``decided`` has a verdict: a member has given up. ``what`` is
+    unique within a round.
     """
-    store.set(f"{prefix}/{what}/{rank}", text)
-    deadline = time.monotonic() + seconds_left(wait)
+    store = members.store
+    store.set(f"{prefix}/{what}/{members.rank}", text)
+    deadline = time.monotonic() + seconds_left(members.wait)
     found = []
     # In sequence, under one deadline: a single missing text makes the others useless.
-    for member in ranks:
+    for member in members.ranks:
         key = f"{prefix}/{what}/{member}"
         while not store.check([key]):
             if store.check([f"{decided}/verdict"]) or time.monotonic() > deadline:
@@ -301,55 +302,36 @@ def gather_texts(
 
 
 def roll_call(
-    store: Store,
-    name: str,
-    *,
-    ranks: Sequence[int],
-    rank: int,
-    wait: float,
-    note: str = "",
+    members: Members, name: str, note: str = ""
 ) -> tuple[tuple[int, ...], bool, tuple[tuple[int, str], ...]]:
-    """The ranks that have not reported a common failure within ``wait`` seconds; whether the others
-    called the roll before this rank came (then the first are those that did not answer them,
-    without this rank); and each rank that has reported it, with its ``note``.
+    """The ranks that have not reported a common failure within the wait; whether the others called
+    the roll before this rank came (then the first are those that did not answer them, without this
+    rank); and each rank that has reported it, with its ``note``.
     """
-    prefix, past = open_round(
-        store,
-        f"failed/{name}",
-        rank,
-        "the roll",
-    )
+    members, rank = replace(members, call="the roll"), members.rank
+    prefix, past = open_round(members, f"failed/{name}")
     if past is not None:
         # To wait for ranks that do not call again would only use up its own time.
         others = tuple(r for r in past.missing if r != rank)
-        return others, True, ((rank, note), *_notes(store, prefix, ranks))
-    store.set(f"{prefix}/note/{rank}", note)
-    verdict = vote(
-        store,
-        prefix,
-        ranks=ranks,
-        rank=rank,
-        token=Record.of(group="failed"),
-        timeout=wait,
-        call="the roll",
-    )
-    return verdict.missing, False, _notes(store, prefix, ranks)
+        return others, True, ((rank, note), *_notes(members, prefix))
+    members.store.set(f"{prefix}/note/{rank}", note)
+    verdict = vote(members, prefix, Record.of(group="failed"))
+    return verdict.missing, False, _notes(members, prefix)
 
 
-def _notes(store: Store, prefix: str, ranks: Sequence[int]) -> tuple[tuple[int, str], ...]:
-    keys = ((r, f"{prefix}/note/{r}") for r in ranks)
+def _notes(members: Members, prefix: str) -> tuple[tuple[int, str], ...]:
+    store = members.store
+    keys = ((r, f"{prefix}/note/{r}") for r in members.ranks)
     return tuple((r, store.get(key).decode()) for r, key in keys if store.check([key]))
 
 
 def _judge(
-    store: Store,
+    members: Members,
     prefix: str,
-    ranks: Sequence[int],
     token: str,
     answer: Callable[[], str] | None,
-    call: int | str,
-    timeout: float,
 ) -> VoteResult:
+    store, ranks = members.store, members.ranks
     # To add 0 is to read. One number decides a vote on which all agree; the records of all ranks
     # are read only if they do not.
     complete = store.add(f"{prefix}/count/{token}", 0) == len(ranks)
@@ -357,7 +339,8 @@ def _judge(
         return VoteResult(answer=answer() if answer else "")
     missing = tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"]))
     if missing:
-        return VoteResult(missing=missing, call=call, began=time.time() - timeout / 2)
+        began = time.time() - members.wait / 2
+        return VoteResult(missing=missing, call=members.call, began=began)
     tokens = {r: store.get(f"{prefix}/token/{r}").decode() for r in ranks}
     # All have arrived with one token, and the last of them has not written its verdict yet.
     if len(set(tokens.values())) == 1:
@@ -374,32 +357,25 @@ def _decide(store: Store, prefix: str, verdict: VoteResult) -> VoteResult:
 class Signatures:
     """The votes of one group: all members hold one and call ``compare`` equally often."""
 
-    store: Store
-    ranks: tuple[int, ...]
-    rank: int
+    members: Members
     prefix: str
     number: int = 0
     last: Record = field(default_factory=Record.of)
 
     @classmethod
-    def of(cls, store: Store, name: str, ranks: tuple[int, ...], rank: int) -> Signatures:
-        """For the group ``name`` of ``ranks``, on global rank ``rank``."""
-        prefix, _ = open_round(store, f"signatures/{name}", rank)
-        return cls(store, ranks, rank, prefix)
+    def of(cls, members: Members, name: str) -> Signatures:
+        """For the group ``name``."""
+        return cls(members, open_round(members, f"signatures/{name}")[0])
 
-    def compare(self, mine: Record, timeout: float) -> VoteResult:
-        """Compare ``mine`` with the other members' in a vote. Returns a verdict without tokens:
-        unanimous, or with the missing members. Raises SignatureMismatchError on every member if
-        they differ.
+    def compare(self, mine: Record, wait: float) -> VoteResult:
+        """Compare ``mine`` with the other members' in a vote. Returns a verdict without tokens.
+        Raises SignatureMismatchError on every member if they differ.
         """
-        prefix = f"{self.prefix}/{self.number}"
+        ranks, rank = self.members.ranks, self.members.rank
         verdict = vote(
-            self.store,
-            prefix,
-            ranks=self.ranks,
-            rank=self.rank,
-            token=mine,
-            timeout=timeout,
+            replace(self.members, wait=wait),
+            f"{self.prefix}/{self.number}",
+            mine,
         )
         self._forget_last()
         self.number += 1
@@ -407,11 +383,11 @@ class Signatures:
         others = {r: token for r, token in verdict.tokens.items() if token != mine}
         if others:
             who, theirs = next(iter(others.items()))
-            among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
+            among = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
             raise SignatureMismatchError(
                 f"rank {who} came to a reduction over ranks {among} with {theirs}, this rank "
-                f"{self.rank} with {mine}. Different: "
-                f"{differences({who: theirs, self.rank: mine})}. Nothing was sent: every rank must "
+                f"{rank} with {mine}. Different: "
+                f"{differences({who: theirs, rank: mine})}. Nothing was sent: every rank must "
                 "bring the same shape, dtype, operation and contract",
                 rank=who,
             )
@@ -420,8 +396,9 @@ class Signatures:
     def _forget_last(self) -> None:
         """Take the last vote out of the store: who has come to this one is done with it."""
         last = f"{self.prefix}/{self.number - 1}"
-        keys = [f"{last}/token/{self.rank}"]
-        if self.rank == self.ranks[0]:
+        members = self.members
+        keys = [f"{last}/token/{members.rank}"]
+        if members.rank == members.ranks[0]:
             keys += [
                 f"{last}/verdict",
                 f"{last}/total",
@@ -430,4 +407,4 @@ class Signatures:
         # A store that cannot delete keeps them.
         with suppress(RuntimeError, NotImplementedError):
             for key in keys if self.number else ():
-                self.store.delete_key(key)
+                members.store.delete_key(key)

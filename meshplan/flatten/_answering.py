@@ -63,7 +63,10 @@ class AnsweringStore(Store):
             self._questions = SimpleQueue()
             # Not to be waited for when the process ends.
             Thread(
-                target=_answer, args=(self._questions,), name="meshplan store", daemon=True
+                target=_answer,
+                args=(self._questions,),
+                name="meshplan store",
+                daemon=True,
             ).start()
         answers: SimpleQueue[Any] = SimpleQueue()
         self._questions.put((question, answers))
@@ -90,7 +93,9 @@ class AnsweringStore(Store):
         return answer
 
 
-def _answer(questions: SimpleQueue[tuple[_Question, SimpleQueue[Any]] | None]) -> None:
+def _answer(
+    questions: SimpleQueue[tuple[_Question, SimpleQueue[Any]] | None],
+) -> None:
     while (found := questions.get()) is not None:
         question, answers = found
         # Its own name would keep the store, and with it this thread, alive.

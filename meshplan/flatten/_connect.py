@@ -1,8 +1,7 @@
 """Memory that the members of a group share: voted on, mapped by all, voted on again.
 
-Whether a group has it, and by which transport, is one decision of all its members. A group has none
-if a member is on another host, has no compiled library or device, or cannot map it; all members
-then read the same reason.
+Where one of them is on another host, has no compiled library or device, or cannot map it, all
+members read that reason.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from itertools import groupby
 import torch
 
 from meshplan import kernel
-from meshplan._torch import Store
 from meshplan.flatten._agree import (
+    Members,
     VoteResult,
     gather_texts,
     open_round,
@@ -67,45 +66,29 @@ class SeveralHosts(str):
 
 
 @dataclass(frozen=True, slots=True)
-class _Members:
-    """The ranks that connect, their store, how long one waits, and what they have agreed on."""
+class _Sharers:
+    """The ranks that connect, and the name of the memory that they share."""
 
-    store: Store
+    members: Members
     name: str
-    ranks: tuple[int, ...]
-    rank: int
-    wait: float
-    agreed: str = ""
 
     @property
     def place(self) -> int:
-        return self.ranks.index(self.rank)
-
-    def vote(self, prefix: str, token: Record, veto: str | None = None) -> VoteResult:
-        return vote(
-            self.store,
-            prefix,
-            ranks=self.ranks,
-            rank=self.rank,
-            token=token,
-            timeout=self.wait,
-            veto=veto,
-            call=self.agreed,
-        )
+        return self.members.ranks.index(self.members.rank)
 
     def offers(self, mine: Record) -> tuple[str, dict[int, Record] | str | VoteResult]:
         """The round's prefix; and each member's offer, why they share nothing, or a verdict."""
-        name = f"peers/{self.name}{self.agreed}"
-        prefix, past = open_round(self.store, name, self.rank, self.agreed)
-        verdict = past or self.vote(prefix, mine)
+        ranks = self.members.ranks
+        prefix, past = open_round(self.members, f"peers/{self.name}{self.members.call or ''}")
+        verdict = past or vote(self.members, prefix, mine)
         if verdict.missing:
             return prefix, verdict
         # A vote without tokens is one on equal offers.
-        offers = verdict.tokens or dict.fromkeys(self.ranks, mine)
+        offers = verdict.tokens or dict.fromkeys(ranks, mine)
         for who, offer in offers.items():
             if (reason := offer.get("no")) is not None:
                 return prefix, f"rank {who}: {reason}"
-        hosts = [offers[who].get("host") for who in self.ranks]
+        hosts = [offers[who].get("host") for who in ranks]
         if len({*hosts}) > 1:
             found = SeveralHosts(
                 "its ranks are on several hosts, or in containers that cannot see each other"
@@ -117,20 +100,16 @@ class _Members:
         return prefix, offers
 
     def vote_mapped(self, prefix: str, failure: str | None) -> VoteResult:
-        return self.vote(f"{prefix}/mapped", Record.of(vote="mapped"), veto=failure)
+        return vote(
+            self.members,
+            f"{prefix}/mapped",
+            Record.of(vote="mapped"),
+            veto=failure,
+        )
 
     def exchange(self, prefix: str, text: str, what: str = "handle") -> list[str]:
         """Every member's text, in group order. Raises TransportError if a member has none."""
-        texts = gather_texts(
-            self.store,
-            prefix,
-            what,
-            text,
-            ranks=self.ranks,
-            rank=self.rank,
-            wait=self.wait,
-            decided=f"{prefix}/mapped",
-        )
+        texts = gather_texts(self.members, prefix, what, text, f"{prefix}/mapped")
         if isinstance(texts, int):
             raise TransportError(f"rank {texts} has shared no memory")
         return texts
@@ -141,22 +120,22 @@ class _Members:
         probe.write(seed)
         # A member's seed comes when its words are written.
         seeds = self.exchange(prefix, seed, "seed")
-        return lost_word(probe.take(), seeds, self.place, self.ranks)
+        return lost_word(probe.take(), seeds, self.place, self.members.ranks)
 
     def close(self, prefix: str) -> int:
         """Report that this rank maps nothing any more; returns how many ranks have."""
-        return self.store.add(f"{prefix}/closed", 1)
+        return self.members.store.add(f"{prefix}/closed", 1)
 
     def wait_closed(self, prefix: str) -> bool:
         """Report it, and wait a moment for the others; whether all have reported it."""
         try:
             closed = self.close(prefix)
             deadline = time.monotonic() + _FAREWELL_SECONDS
-            while closed < len(self.ranks):
+            while closed < len(self.members.ranks):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(_POLL_SECONDS)
-                closed = self.store.add(f"{prefix}/closed", 0)
+                closed = self.members.store.add(f"{prefix}/closed", 0)
         except RuntimeError:
             # The store has gone, and with it the job.
             return False
@@ -164,40 +143,37 @@ class _Members:
 
 
 def connect(
-    store: Store,
+    members: Members,  # whose ``call`` is a text that only those in the same call have
     name: str,  # of the communicator: the same on every member and in every run
-    ranks: tuple[int, ...],  # global ranks in group order
     *,
-    rank: int,
     objection: str | None = None,  # why this rank shares no memory
-    wait: float,  # seconds to wait for the other members now
     timeout: float,  # seconds that the communicator waits for a peer
-    agreed: str = "",  # text that only members in the same call have
 ) -> HostCommunicator | str | VoteResult:
     """Map memory of this host with the other members. Returns the communicator, the reason why
     there is none, or the verdict of a vote to which members did not come.
     """
+    ranks = members.ranks
     if not 2 <= len(ranks) <= MAX_PEERS:
         return f"a group of {len(ranks)} ranks; shared memory serves 2 to {MAX_PEERS}"
-    members = _Members(store, name, ranks, rank, wait, agreed)
-    prefix, offers = members.offers(_host_offer() if objection is None else Record.of(no=objection))
+    sharers = _Sharers(members, name)
+    prefix, offers = sharers.offers(_host_offer() if objection is None else Record.of(no=objection))
     if not isinstance(offers, dict):
         return offers
-    memory, failure = _map_memory(members, prefix)
+    memory, failure = _map_memory(sharers, prefix)
     # A mapping that succeeded may still lead elsewhere, so each member looks for the words that the
     # others wrote, before any of them may trust it.
     if memory is not None:
         size = region_bytes(len(ranks))
         regions = [memory.address + size * p for p in range(len(ranks))]
         try:
-            failure = members.lost_word(prefix, HostProbe(regions, members.place, size))
+            failure = sharers.lost_word(prefix, HostProbe(regions, sharers.place, size))
         except TransportError as error:
             failure = str(error)
-    verdict = members.vote_mapped(prefix, failure)
+    verdict = sharers.vote_mapped(prefix, failure)
     if memory is not None:
         memory.unshare()
         if verdict.unanimous:
-            return HostCommunicator(name, ranks, members.place, memory, timeout)
+            return HostCommunicator(name, ranks, sharers.place, memory, timeout)
         memory.close()
     return verdict if verdict.veto is None else "rank {}: {}".format(*verdict.veto)
 
@@ -214,11 +190,12 @@ def _host_offer() -> Record:
         return Record.of(no=error)
 
 
-def _map_memory(members: _Members, prefix: str) -> tuple[SharedMemory | None, str | None]:
+def _map_memory(sharers: _Sharers, prefix: str) -> tuple[SharedMemory | None, str | None]:
     """The memory, or why this rank has not mapped it. The first rank makes it."""
-    store, ranks, key = members.store, members.ranks, f"{prefix}/handle"
+    members, key = sharers.members, f"{prefix}/handle"
+    store, ranks = members.store, members.ranks
     try:
-        if members.place == 0:
+        if sharers.place == 0:
             memory = SharedMemory.create(len(ranks) * region_bytes(len(ranks)))
             memory.note(0, os.getpid())
             store.set(key, json.dumps(asdict(memory.handle)))
@@ -229,7 +206,7 @@ def _map_memory(members: _Members, prefix: str) -> tuple[SharedMemory | None, st
                 return None, f"rank {ranks[0]} has shared no memory"
             time.sleep(_POLL_SECONDS)
         memory = SharedMemory.open(MemoryHandle(**json.loads(store.get(key))))
-        memory.note(members.place, os.getpid())
+        memory.note(sharers.place, os.getpid())
         return memory, None
     except OSError as error:
         return None, f"no shared memory: {error}"
@@ -237,13 +214,10 @@ def _map_memory(members: _Members, prefix: str) -> tuple[SharedMemory | None, st
 
 def connect_devices(
     group_name: str,
-    store: Store,
+    members: Members,
     name: str,
-    ranks: tuple[int, ...],
     *,
-    rank: int,
     objection: str | None = None,
-    wait: float,
     timeout: float,
     timed: bool = False,
     # The device of this rank; torch's current one by default.
@@ -251,55 +225,67 @@ def connect_devices(
     # In order; IPC, then symmetric memory by default.
     transports: Sequence[Transport] | None = None,
     lanes: int = 512,  # of a block, 1 to 512
-    agreed: str = "",
 ) -> DeviceCommunicator | str | VoteResult:
     """Reach the memory of the other members' GPUs; returns as ``connect``. With ``timed``, only if
     that was timed to be faster than an exchange on these GPUs.
     """
-    if not 2 <= len(ranks) <= MAX_PEERS:
-        return f"a group of {len(ranks)} ranks; memory of GPUs serves 2 to {MAX_PEERS}"
-    members = _Members(store, name, ranks, rank, wait, agreed)
+    count = len(members.ranks)
+    if not 2 <= count <= MAX_PEERS:
+        return f"a group of {count} ranks; memory of GPUs serves 2 to {MAX_PEERS}"
+    sharers = _Sharers(members, name)
     gpu: str | None = None
     paths: TimedPaths | str | None = None
     if timed and objection is None:
         gpu = torch.cuda.get_device_name()
-        paths = timed_paths(gpu, len(ranks))
+        paths = timed_paths(gpu, count)
     limit = paths.one_shot_bytes if isinstance(paths, TimedPaths) else None
     objection = paths if isinstance(paths, str) else objection
     device, mine = None, Record.of(no=objection)
     if objection is None:
         device, mine = _device_offer(find or (lambda: device_of(torch.cuda.current_device())))
         mine = mine.adding(gpu=gpu, one_shot_bytes=limit)
-    prefix, offers = members.offers(mine)
+    prefix, offers = sharers.offers(mine)
     if not isinstance(offers, dict):
         return offers
     kinds = ("kind", "gpu", "one_shot_bytes")
     if len({tuple(offer.get(word) for word in kinds) for offer in offers.values()}) > 1:
         return "its ranks have GPUs of several kinds"
     assert device is not None
-    blocks = min(MAX_BLOCKS, *[int(offer.get("blocks") or 0) for offer in offers.values()])
+    blocks = min(
+        MAX_BLOCKS,
+        *[int(offer.get("blocks") or 0) for offer in offers.values()],
+    )
     reasons = []
     # What fails on one member is given up by all. So the vote decides, not this rank's result.
     for transport in (Ipc(), Symmetric(group_name)) if transports is None else transports:
         inside = f"{prefix}/{transport.name}"
         held, failure = _map_device(
-            members, inside, transport, device, blocks, timeout, lanes, limit
+            sharers,
+            inside,
+            transport,
+            device,
+            blocks,
+            timeout,
+            lanes,
+            limit,
         )
-        verdict = members.vote_mapped(inside, failure)
+        verdict = sharers.vote_mapped(inside, failure)
         if verdict.unanimous and isinstance(held, DeviceCommunicator):
             return held
         if held is not None:
             held.close()
         else:
             # No rank waits for this one before it gives its memory back.
-            members.close(inside)
+            sharers.close(inside)
         if verdict.veto is None:
             return verdict
         reasons.append("{}: rank {}: {}".format(transport.name, *verdict.veto))
     return "; ".join(reasons)
 
 
-def _device_offer(find: Callable[[], Device]) -> tuple[Device | None, Record]:
+def _device_offer(
+    find: Callable[[], Device],
+) -> tuple[Device | None, Record]:
     """This rank's device and memory, or why it shares none."""
     reason = kernel.why_not()
     if reason is not None:
@@ -317,7 +303,7 @@ def _device_offer(find: Callable[[], Device]) -> tuple[Device | None, Record]:
 
 
 def _map_device(
-    members: _Members,
+    sharers: _Sharers,
     prefix: str,
     transport: Transport,
     device: Device,
@@ -327,22 +313,28 @@ def _map_device(
     one_shot_bytes: int | None,
 ) -> tuple[DeviceCommunicator | Regions | None, str | None]:
     """The communicator; or the memory that there is, and why this rank has no communicator."""
-    regions, place = None, members.place
+    regions, place, members = None, sharers.place, sharers.members
     try:
         regions = transport.open(
             device,
             device_region_bytes(len(members.ranks), blocks),
             place,
-            partial(members.exchange, prefix),
-            partial(members.wait_closed, prefix),
+            partial(sharers.exchange, prefix),
+            partial(sharers.wait_closed, prefix),
         )
-        probe = DeviceProbe(device, regions.addresses, place, blocks, seconds_left(members.wait))
+        probe = DeviceProbe(
+            device,
+            regions.addresses,
+            place,
+            blocks,
+            seconds_left(members.wait),
+        )
         with device.driver.current():
-            lost = members.lost_word(prefix, probe)
+            lost = sharers.lost_word(prefix, probe)
         if lost is not None:
             return regions, lost
         communicator = DeviceCommunicator(
-            members.name,
+            sharers.name,
             members.ranks,
             place,
             device,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import hashlib
 import os
 import resource
 import sys
@@ -42,7 +41,6 @@ from meshplan._torch import (
     timeout_of,
 )
 from meshplan.errors import GroupStateError
-from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._agree import seconds_left
 from meshplan.flatten._threads import is_worker_thread
 
@@ -71,27 +69,6 @@ _EARLIER_SECONDS = 60.0
 _LOOKUPS = 8
 # What torch reads as a yes in a variable.
 _TRUE = ("1", "t", "true", "y", "yes")
-
-
-def group_name(
-    ranks: Sequence[int],
-    backend: str,
-    device_type: str,
-    use: str = "",
-    group: ProcessGroup | None = None,
-) -> str:
-    """``meshplan:`` and the SHA-1 of the ordered ranks, backend, device type and default group. It
-    is the same on every member and in every run, so that caches find compiled graphs, which hold
-    group names. ``use`` distinguishes groups that match in all that.
-    """
-    identity = f"{list(ranks)} {backend} {device_type}"
-    # Members across jobs have several default groups, which the name leaves out.
-    if group is None or not is_across_jobs(group):
-        default = default_group()
-        identity += f" {default.group_name} {default.size()}"
-    if use:
-        identity += f" {use}"
-    return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
 
 
 def possible_sharing(wanted: Sharing, device_type: str, backend: str) -> Sharing:
@@ -162,10 +139,14 @@ def descriptor_objection(backend: str, ranks: int) -> str | None:
 
 
 def create_members_only(
-    ranks: Sequence[int], backend: str, device_type: str, prefix: str, name: str
+    ranks: Sequence[int],
+    backend: str,
+    device_type: str,
+    prefix: str,
+    name: str,
 ) -> ProcessGroup:
-    """Create the group of ``ranks`` in that order. Exactly the members call this, after the vote
-    ``prefix``. Raises torch's RuntimeError or ValueError if the backend cannot connect the members.
+    """Create the group of ``ranks``, in that order, after the vote ``prefix`` of its members.
+    Raises torch's RuntimeError or ValueError if the backend cannot connect them.
     """
     with disable_current_modes(), hidden_device():
         return create_uncounted(
@@ -211,8 +192,8 @@ def create_uncounted(
     options: Any = None,
     use: str = "",
 ) -> ProcessGroup:
-    """Create a group of meshplan's in torch, which neither counts it nor returns it to who looks
-    for a group of its ranks. Raises torch's RuntimeError or ValueError as ``create_members_only``.
+    """Create a group in torch, which neither counts it nor finds it by its ranks. Raises as
+    ``create_members_only``.
     """
     # Torch waits as long for members that do not connect.
     limit = timeout
@@ -246,15 +227,18 @@ def create_uncounted(
 
 
 def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
-    """One tiny all-reduce, waited for, so that lazy connections are made now. Raises RuntimeError
-    if it timed out, or if the sum is not the number of members.
+    """One tiny all-reduce, so that lazy connections are made now. Raises RuntimeError if it fails,
+    or is wrong.
     """
     with disable_current_modes():
         device = torch.device(device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
         ones = torch.ones(1, device=device)
-        work = within("counted", partial(dist.all_reduce, ones, group=group, async_op=True))
+        work = within(
+            "counted",
+            partial(dist.all_reduce, ones, group=group, async_op=True),
+        )
         if work is not None:
             work.wait(timedelta(seconds=max(seconds_left(timeout), _LEAST_SECONDS)))
         if device.type != "cpu":
@@ -303,9 +287,8 @@ hidden_device = _BOUND_DEVICE.hidden
 
 
 def attempt_store(prefix: str, backend: str, store: Store | None = None) -> Store:
-    """A part of ``store`` (``None``: the default group's) for one creation. ``prefix`` names the
-    vote that allowed it: addresses that an earlier, failed creation left behind are never read.
-    Raises GroupStateError in a thread other than the main thread if the store cannot be cloned.
+    """A part of ``store`` (``None``: the default group's) for one creation, apart from what earlier
+    ones have left. Raises GroupStateError in a worker thread if the store cannot be cloned.
     """
     given, store = store, store or default_store()
     # The fake backend connects no ranks.

@@ -1,9 +1,7 @@
 """Where all ranks of the job sit, gathered once over the store.
 
-A vote of all ranks that is held for an answer (see ``_agree``): each rank writes its own place, the
-one that decides reads all of them, merges them and publishes one compressed answer in the verdict,
-which every rank reads. So a job of ten thousand ranks costs each rank a handful of store
-operations, and all have the same answer or none has one.
+A vote that is held for an answer (docs/adr/0007): each rank writes its own place, the one that
+decides merges all of them, and every rank reads the verdict.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from functools import partial
 
 from meshplan._torch import Store
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.flatten._agree import open_round, vote
+from meshplan.flatten._agree import Members, open_round, vote
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._join import refusal
 from meshplan.record import Record
@@ -40,28 +38,22 @@ def discover(
     # That needs the places, in words that all ranks have; empty: none does.
     call: str = "",
 ) -> Cluster:
-    """Gather the places of all ranks of the job into the cluster, the same on all ranks. Every rank
-    calls it equally often. Raises GroupAgreementError, which names the missing ranks on all that
-    came, GroupStateError if the store does not answer, or TopologyInputError for an invalid place.
+    """Gather the places of all ranks of the job into the cluster, the same on all ranks. Raises
+    GroupAgreementError, GroupStateError, or TopologyInputError for an invalid place.
     """
     store = AnsweringStore(store, timeout)
-    prefix, past = open_round(store, f"places/{world_size}", rank, call)
+    members = Members(store, tuple(range(world_size)), rank, timeout, call)
+    prefix, past = open_round(members, f"places/{world_size}")
     mine = place() if place is not None else locate_rank(os.environ)
     # Before the vote: who sees all ranks there sees all places.
-    store.set(f"{prefix}/place/{rank}", json.dumps(mine.to_json(), separators=(",", ":")))
-    ranks = tuple(range(world_size))
-    verdict = past or vote(
-        store,
-        prefix,
-        ranks=ranks,
-        rank=rank,
-        token=Record.of(vote="place"),
-        timeout=timeout,
-        answer=partial(_gathered, store, prefix, world_size),
-        call=call,
+    store.set(
+        f"{prefix}/place/{rank}",
+        json.dumps(mine.to_json(), separators=(",", ":")),
     )
+    answer = partial(_gathered, store, prefix, world_size)
+    verdict = past or vote(members, prefix, Record.of(vote="place"), answer=answer)
     if not verdict.unanimous:
-        raise refusal(verdict, ranks, rank, timeout, what)
+        raise refusal(verdict, members, what)
     if verdict.answer.startswith(_FAILED):
         raise TopologyInputError(verdict.answer.removeprefix(_FAILED))
     return unpack_cluster(verdict.answer)

@@ -6,6 +6,7 @@ keeps no group alive: torch does, until the group or the default group is destro
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from meshplan._torch import WORLD
+from meshplan._torch import WORLD, default_group
+from meshplan.errors import GroupStateError
 from meshplan.flatten import _threads
+from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._agree import Signatures
 from meshplan.flatten._create import Sharing
-from meshplan.flatten._join import Group, Origin
 from meshplan.flatten._threads import is_forked
 from meshplan.kernel import Communicator
 
@@ -44,48 +46,64 @@ class KeyedLock:
             yield
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
-    """A ``Group`` by a weak reference to the process group. It does hold the shared memory."""
+Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
 
-    pg: weakref.ref[ProcessGroup]
-    ranks: tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group whose group ranks follow mesh coordinates. It holds the memory that its ranks
+    share, and the process group by a weak reference.
+    """
+
+    held: weakref.ref[ProcessGroup]
+    ranks: tuple[int, ...]  # global ranks in group order
+    # ``created`` by meshplan, ``kept`` from another contract that created it, or found: the
+    # ``default`` group, an ``axis`` group of the mesh, a mesh that the user ``flattened``, or one
+    # that was ``given``.
     origin: Origin
-    name: str
-    peers: Communicator[Any] | None
-    no_peers: str
-    thread: str
-    lent: bool
+    name: str  # torch's name for it
+    peers: Communicator[Any] | None = None  # memory that its ranks share, if requested and possible
+    no_peers: str = ""  # why there is no such memory, if requested
+    thread: str = ""  # for a thread's group: whose it is, the main thread's or its own, and why
+    lent: bool = False  # it is the main thread's
 
     @classmethod
-    def of(cls, group: Group) -> GroupEntry:
-        return cls(weakref.ref(group.pg), *(getattr(group, name) for name in _FACTS))
+    def of(cls, pg: ProcessGroup, ranks: tuple[int, ...], origin: Origin) -> Group:
+        return cls(weakref.ref(pg), ranks, origin, pg.group_name)
 
-    def bare(self) -> Group | None:
-        """The group without shared memory, or ``None`` if it is destroyed."""
-        group = self._group(self.process_group(bare=True))
-        return group and replace(group, peers=None, no_peers="")
-
-    def group(self) -> Group | None:
-        """The group, or ``None`` if it is destroyed or a reduction in its memory has failed."""
-        return self._group(self.process_group())
-
-    def __str__(self) -> str:
-        return str(self._group(self.process_group(bare=True)))
+    @property
+    def pg(self) -> ProcessGroup:
+        """The process group. Raises GroupStateError if it was destroyed."""
+        pg = self.held()
+        if pg is None:
+            raise GroupStateError(
+                f"{self} was destroyed; call meshplan.prepare(mesh) on every rank"
+            )
+        return pg
 
     def process_group(self, bare: bool = False) -> ProcessGroup | None:
-        """The process group of ``group``, or of ``bare``; ``None`` where that is."""
+        """The process group; ``None`` if it is destroyed or, unless ``bare``, a reduction in the
+        memory of its ranks has failed.
+        """
         if not bare and self.peers is not None and not self.peers.alive:
             return None
         # A destroyed group stays an object while a caller holds it; torch's own map forgets it.
-        pg = self.pg()
+        pg = self.held()
         return None if pg is None or pg not in getattr(c10d, WORLD).pg_map else pg
 
-    def _group(self, pg: ProcessGroup | None) -> Group | None:
-        return None if pg is None else Group(pg, *(getattr(self, name) for name in _FACTS))
+    def bare(self) -> Group | None:
+        """The group without shared memory, or ``None`` if it is destroyed."""
+        if self.process_group(bare=True) is None:
+            return None
+        return replace(self, peers=None, no_peers="")
 
-
-_FACTS = ("ranks", "origin", "name", "peers", "no_peers", "thread", "lent")
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        thread = f" ({self.thread})" if self.thread else ""
+        # Torch names the group of an axis by a number, and describes it by the axis.
+        desc = getattr(self.held(), "group_desc", "")
+        name = desc.removeprefix("mesh_") if desc.startswith("mesh_") else self.name
+        return f"{self.origin} group {name} of {len(self.ranks)} ranks: {shown}{thread}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +112,13 @@ class GroupHandle:
     all ranks vote again, so that none may go on with a group found before.
     """
 
-    known: GroupEntry  # without a hold on the process group
+    known: Group
     default: weakref.ref[ProcessGroup]  # the default group that it belongs to
     book: GroupTable  # the table of the registry that has found it
     life: object  # of the table, at that time
 
-    def group(self) -> Group | None:
-        """The group; ``None`` if it or its default group is gone."""
-        return None if self.process_group() is None else self.known.group()
-
     def process_group(self) -> ProcessGroup | None:
-        """The process group of ``group``, or ``None`` where that is."""
+        """The process group; ``None`` if it or its default group is gone."""
         # As ``is_forked``, without a call: every reduction asks.
         world, parents = dist.group.WORLD, _threads.from_parent
         if self.book.life is not self.life or self.default() is not world:
@@ -146,6 +160,20 @@ class GroupKey(NamedTuple):
     peers: Sharing
     use: str = ""
 
+    def group_name(self, group: ProcessGroup | None = None) -> str:
+        """``meshplan:`` and the SHA-1 of ordered ranks, backend, device type, default group and
+        use. It is the same on every member and in every run, so that caches find compiled graphs,
+        which hold group names.
+        """
+        identity = f"{[*self.ranks]} {self.backend} {self.device_type}"
+        # Members across jobs have several default groups, which the name leaves out.
+        if group is None or not is_across_jobs(group):
+            default = default_group()
+            identity += f" {default.group_name} {default.size()}"
+        if self.use:
+            identity += f" {self.use}"
+        return f"meshplan:{hashlib.sha1(identity.encode()).hexdigest()}"
+
 
 MAX_SHORTCUTS = 1024
 MAX_MEETINGS = 1024
@@ -161,9 +189,9 @@ class GroupTable:
         self.life = object()
         self._lock = threading.RLock()
         self._default: weakref.ref[ProcessGroup] | None = None
-        self._groups: dict[GroupKey, GroupEntry] = {}
+        self._groups: dict[GroupKey, Group] = {}
         # The same groups by what a caller has at hand, which is hashed faster than many ranks are.
-        self._shortcuts: dict[Hashable, GroupEntry] = {}
+        self._shortcuts: dict[Hashable, Group] = {}
         # What members have agreed on, once.
         self.meetings: set[Hashable] = set()
         # By ranks and use, in debug mode only.
@@ -191,7 +219,7 @@ class GroupTable:
         if not self._is_of_default_group() or is_forked():
             return None
         known = self._shortcuts.get(shortcut)
-        return None if known is None else known.group()
+        return None if known is None or known.process_group() is None else known
 
     def add_shortcut(self, shortcut: Hashable, group: Group) -> None:
         """Let ``short`` find ``group``."""
@@ -199,22 +227,22 @@ class GroupTable:
             # A lost shortcut costs this rank one look-up. Other ranks need not lose theirs.
             if len(self._shortcuts) >= MAX_SHORTCUTS:
                 self._shortcuts.clear()
-            self._shortcuts[shortcut] = GroupEntry.of(group)
+            self._shortcuts[shortcut] = group
 
     def add(self, key: GroupKey, group: Group) -> None:
         """Let ``alive`` and ``kept`` find ``group``; let go of groups that were destroyed."""
         with self._lock:
             groups = [*self._groups.items()]
-        self._drop([gone for gone, known in groups if known.bare() is None])
+        self._drop([gone for gone, known in groups if known.process_group(bare=True) is None])
         with self._lock:
-            self._groups[key] = GroupEntry.of(group)
+            self._groups[key] = group
 
     def release(self, pg: ProcessGroup) -> None:
         """Forget ``pg``, and close the memory of its ranks once the call under way has ended."""
         with self._lock:
-            gone = [key for key, known in self._groups.items() if known.pg() is pg]
+            gone = [key for key, known in self._groups.items() if known.held() is pg]
             found = self._shortcuts
-            self._shortcuts = {key: one for key, one in found.items() if one.pg() is not pg}
+            self._shortcuts = {key: one for key, one in found.items() if one.held() is not pg}
         self._drop(gone)
 
     def _drop(self, keys: list[GroupKey]) -> None:
@@ -232,12 +260,13 @@ class GroupTable:
                 # A group with shared memory also serves calls that never use it.
                 others = (self._groups.get(key._replace(peers=s)) for s in ("always", "timed"))
                 known = next(filter(None, others), None)
-        group = None if known is None else known.group()
+        if known is None or known.process_group() is not None:
+            return known
         # After a destroyed group or a failed reduction no rank may use the memory again: its flags
         # are of calls that will not finish.
-        if group is None and known is not None and known.peers is not None:
+        if known.peers is not None:
             known.peers.close()
-        return group
+        return None
 
     def kept(self, key: GroupKey) -> Group | None:
         """The same group, made with or without shared memory: one process group serves both."""
@@ -246,8 +275,7 @@ class GroupTable:
             groups = list(self._groups.items())
         for found, known in groups:
             matches = not known.lent and found._replace(peers=key.peers) == key
-            group = known.bare() if matches else None
-            if group is not None:
+            if matches and (group := known.bare()) is not None:
                 return replace(group, origin="kept")
         return None
 
@@ -260,7 +288,7 @@ class GroupTable:
     def memory_of(self, pg: ProcessGroup) -> list[Communicator[Any]]:
         """The memory that was mapped for reductions over ``pg``."""
         with self._lock:
-            entries = [known for known in self._groups.values() if known.pg() is pg]
+            entries = [known for known in self._groups.values() if known.held() is pg]
         return [known.peers for known in entries if known.peers is not None]
 
     def sharing(self) -> int:
@@ -300,7 +328,7 @@ class GroupTable:
                 self._signatures[name] = make()
             return self._signatures[name]
 
-    def _created(self) -> dict[str, GroupEntry]:
+    def _created(self) -> dict[str, Group]:
         return {g.name: g for g in self._groups.values() if g.origin == "created" and not g.lent}
 
     def _is_of_default_group(self) -> bool:

@@ -1,9 +1,8 @@
 """The process groups that steps run on: reuse what exists, else create, and keep.
 
-One registry per process. What it knows belongs to one default group, as in ``_table``. It creates
-at most ``MAX_GROUPS`` groups and never destroys one behind the caller's back, for destroying is
-collective too; ``shutdown`` does. If other threads reduce concurrently with the main one, each
-mesh of theirs has groups of its own, unless the main thread waits for them: see ``_threads``.
+One registry per process. It creates at most ``MAX_GROUPS`` groups and destroys none, for that is
+collective too; ``shutdown`` does. Threads that reduce concurrently with the main one have groups of
+their own: see ``_threads``.
 """
 
 from __future__ import annotations
@@ -17,42 +16,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan._calls import calls_of, restart_calls
-from meshplan._torch import WORLD, default_group
+from meshplan._calls import GroupCalls, calls_of, restart_calls
+from meshplan._torch import default_group
 from meshplan.errors import GroupStateError
-from meshplan.flatten import _across_jobs as across_jobs
-from meshplan.flatten._agree import Signatures, first_use
-from meshplan.flatten._answering import AnsweringStore
+from meshplan.flatten._across_jobs import is_across_jobs
+from meshplan.flatten._agree import Members, Signatures, first_use
 from meshplan.flatten._create import (
     Sharing,
     capture_objection,
     default_timeout,
     descriptor_objection,
-    group_name,
-    peer_timeout,
     possible_sharing,
     rest_at_end,
     this_rank,
 )
 from meshplan.flatten._group_table import (
     Block,
-    GroupEntry,
+    Group,
     GroupHandle,
     GroupKey,
     GroupTable,
     KeyedLock,
 )
 from meshplan.flatten._join import (
-    Group,
     agree_on,
     agree_on_name,
     agree_on_place,
+    backend_name,
     drop_unanswered,
     existing_group,
     join_group,
+    members_of,
     refusal,
     share_memory,
 )
@@ -112,10 +108,12 @@ class GroupRegistry:
                 f"rank {this_rank()} is not in the mesh {layout}; only its members can reduce "
                 "over it"
             )
-        backend = _backend_name(mesh, axes)
+        backend = backend_name(mesh.get_group(axes[0]))
         peers = possible_sharing(peers, mesh.device_type, backend)
-        beside, rank = is_worker_thread(), this_rank()
-        ranks = layout.group_of(rank, axes) or ()
+        beside, ranks = (
+            is_worker_thread(),
+            layout.group_of(this_rank(), axes) or (),
+        )
         calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
         shortcut = (
             calls,
@@ -132,24 +130,14 @@ class GroupRegistry:
             check_turn(group, lent=group.lent)
             return group
         refuse_forked()
-        ranks = ranks if block is None else block.of(ranks, rank)
-        wait = default_timeout(mesh.device_type) if timeout is None else timeout
-        with first_use(wait):
-            name = agree_on_name(
-                mesh,
-                layout,
-                axes,
-                calls,
-                rank=rank,
-                timeout=wait,
-                backend=backend,
-                call=call,
-            )
-            token = token.adding(calls=name)
+        with _first_use(mesh, layout, axes, calls, timeout, call) as members:
+            token, name = token.adding(calls=calls.name), calls.name
+            if block is not None:
+                members = replace(members, ranks=block.of(ranks, members.rank))
             # Over one axis a mesh has a group of its own. Over several, equal meshes may share one
             # that torch or meshplan has: the calls of each are told apart by their tickets.
             own = f"axis {name}" if len(axes) == 1 and block is None else ""
-            key = GroupKey(ranks, backend, mesh.device_type, peers, own)
+            key = GroupKey(members.ranks, backend, mesh.device_type, peers, own)
             main = key
             if beside:
                 key = key._replace(use=f"threads of {name}")
@@ -157,11 +145,11 @@ class GroupRegistry:
                 group = self._table.alive(key)
                 if group is None:
                     if beside:
-                        group = self._for_thread(mesh, axes, key, main, rank, wait, token, call)
+                        group = self._for_thread(mesh, axes, key, main, members, token)
                     else:
-                        check_turn(f"the group of ranks {ranks}", lent=False)
-                        found = existing_group(mesh, axes, ranks, backend)
-                        group = self._join(found, key, rank, wait, token, call)
+                        check_turn(f"the group of ranks {key.ranks}", lent=False)
+                        found = existing_group(mesh, axes, key.ranks, backend)
+                        group = self._join(found, key, members, token)
                 check_turn(group, lent=group.lent)
                 self._table.add_shortcut(shortcut, group)
                 return group
@@ -186,23 +174,23 @@ class GroupRegistry:
         if group is not None and (apart or group.pg is pg):
             return group
         refuse_forked()
-        if apart and across_jobs.is_across_jobs(pg):
+        if apart and is_across_jobs(pg):
             raise GroupStateError(
                 f"the group {pg.group_name} has ranks of several jobs, which cannot create the "
                 "second group that async_op=True needs; leave it out"
             )
         ranks = tuple(dist.get_global_rank(pg, i) for i in range(pg.size()))
-        backend = str(getattr(c10d, WORLD).pg_map[pg][0])
+        backend = backend_name(pg)
         usable = possible_sharing(peers, device_type, backend)
         use = f"{'apart from' if apart else 'given'} {pg.group_name}"
         key = GroupKey(ranks, backend, device_type, usable, use)
         with self._alone(key):
             group = self._table.alive(key)
             if group is None:
-                found = None if apart else Group(pg, ranks, "given", pg.group_name)
+                found = None if apart else Group.of(pg, ranks, "given")
                 wait = default_timeout(device_type, pg)
                 with first_use(wait):
-                    group = self._join(found, key, across_jobs.rank_in(pg), wait, token, call)
+                    group = self._join(found, key, members_of(pg, ranks, wait, call), token)
             self._table.add_shortcut(shortcut, group)
             return group
 
@@ -226,59 +214,44 @@ class GroupRegistry:
         these. Raises GroupAgreementError and GroupStateError as ``get``.
         """
         refuse_forked()
-        beside, rank = is_worker_thread(), this_rank()
-        ranks = layout.group_of(rank, axes) or ()
+        beside, ranks = (
+            is_worker_thread(),
+            layout.group_of(this_rank(), axes) or (),
+        )
         calls = calls_of(*map(mesh.get_group, axes), order=ranks, beside=beside)
         key = (calls, layout, tuple(axes), beside)
         with self._alone(key):
             if key in self._table.meetings:
                 return
-            wait = default_timeout(mesh.device_type) if timeout is None else timeout
-            backend = _backend_name(mesh, axes)
-            with first_use(wait):
-                name = agree_on_name(
-                    mesh,
-                    layout,
-                    axes,
-                    calls,
-                    rank=rank,
-                    timeout=wait,
-                    backend=backend,
-                    call=call,
-                )
+            backend = backend_name(mesh.get_group(axes[0]))
+            with _first_use(mesh, layout, axes, calls, timeout, call) as members:
                 if backend != "fake":
                     # The whole group's name: a rank that would reduce over that is found as well.
-                    use = f"threads of {name}" if beside else ""
+                    use = f"threads of {calls.name}" if beside else ""
+                    whole = GroupKey(ranks, backend, mesh.device_type, "never", use)
                     agree_on(
                         None,
-                        group_name(ranks, backend, mesh.device_type, use),
-                        ranks,
-                        rank=rank,
-                        token=token.adding(calls=name, group="in blocks"),
-                        timeout=wait,
-                        objection=self._table.why_no_meeting(),
-                        call=call,
+                        whole.group_name(),
+                        members,
+                        token.adding(calls=calls.name, group="in blocks"),
+                        self._table.why_no_meeting(),
                     )
             self._table.meetings.add(key)
 
     def compare(self, group: Group, device_type: str, signature: Record) -> None:
-        """Compare ``signature`` with the other members of ``group``: the debug mode. All members
-        call this equally often, and wait as long as the timeout of their collectives. Raises
-        SignatureMismatchError on every member if they differ, GroupAgreementError if members did
-        not come.
+        """Compare ``signature`` with the other members of ``group``, as audits and the debug mode
+        do. Raises SignatureMismatchError on every member if they differ, and GroupAgreementError.
         """
         wait = default_timeout(device_type)
         name = "-".join(map(str, group.ranks))
-        if is_worker_thread() or across_jobs.is_across_jobs(group.pg):
+        if is_worker_thread() or is_across_jobs(group.pg):
             name += f" {group.name}"
 
-        def first() -> Signatures:
-            store = AnsweringStore(across_jobs.store_of(group.pg), wait)
-            return Signatures.of(store, name, group.ranks, across_jobs.rank_in(group.pg))
-
-        verdict = self._table.signatures(name, first).compare(signature, wait)
+        members = members_of(group.pg, group.ranks, wait)
+        votes = self._table.signatures(name, lambda: Signatures.of(members, name))
+        verdict = votes.compare(signature, wait)
         if not verdict.unanimous:
-            raise refusal(verdict, group.ranks, across_jobs.rank_in(group.pg), wait, "a reduction")
+            raise refusal(verdict, members, "a reduction")
 
     def memory_of(self, pg: ProcessGroup) -> list[Communicator[Any]]:
         """What the ranks of ``pg`` have mapped to reduce over it; empty if they share no memory."""
@@ -288,7 +261,7 @@ class GroupRegistry:
         """A handle for a group that ``get`` or ``of`` has just returned."""
         world = dist.group.WORLD
         assert world is not None
-        return GroupHandle(GroupEntry.of(group), weakref.ref(world), self._table, self._table.life)
+        return GroupHandle(group, weakref.ref(world), self._table, self._table.life)
 
     def shutdown(self) -> int:
         """Destroy the created groups, in name order, and forget all. Returns how many. Every rank
@@ -327,37 +300,22 @@ class GroupRegistry:
         axes: Sequence[int],
         key: GroupKey,
         main: GroupKey,
-        rank: int,
-        timeout: float,
+        members: Members,
         token: Record,
-        call: int,
     ) -> Group:
         """The main thread's group where that waits for the thread on all members, or another."""
-        why = agree_on_place(
-            key.ranks,
-            key.backend,
-            key.device_type,
-            rank=rank,
-            in_place=has_main_place(),
-            timeout=timeout,
-            use=key.use,
-            call=call,
-        )
+        why = agree_on_place(key, members, has_main_place())
         if why:
             # What torch made may be used by other threads for other meshes.
-            group = self._join(None, key, rank, timeout, token, call)
+            group = self._join(None, key, members, token)
             group = replace(group, thread=f"the thread's own: {why}")
         else:
-            group = self._table.alive(main) or self._join(
-                existing_group(mesh, axes, key.ranks, key.backend),
-                main,
-                rank,
-                timeout,
-                token,
-                call,
-            )
+            found = existing_group(mesh, axes, key.ranks, key.backend)
+            group = self._table.alive(main) or self._join(found, main, members, token)
             group = replace(
-                group, thread="the main thread's, which waits for this thread", lent=True
+                group,
+                thread="the main thread's, which waits for this thread",
+                lent=True,
             )
         self._table.add(key, group)
         return group
@@ -366,38 +324,16 @@ class GroupRegistry:
         self,
         found: Group | None,
         key: GroupKey,
-        rank: int,
-        timeout: float,
+        members: Members,
         token: Record,
-        call: int,
     ) -> Group:
         found = found or self._table.kept(key)
-        group, agreed = join_group(
-            found,
-            key.ranks,
-            key.backend,
-            key.device_type,
-            rank=rank,
-            token=token,
-            objection=None if found else self._objection(key),
-            timeout=timeout,
-            use=key.use,
-            call=call,
-        )
+        objection = None if found else self._objection(key)
+        group, agreed = join_group(found, key, members, token=token, objection=objection)
         if key.peers != "never":
             try:
-                group = share_memory(
-                    group,
-                    key.device_type,
-                    rank=rank,
-                    objection=self._peers_objection(key.device_type),
-                    wait=timeout,
-                    # In use it waits almost as long as the collectives do that it stands for.
-                    timeout=peer_timeout(key.device_type, group.pg),
-                    timed=key.peers == "timed",
-                    use=key.use,
-                    agreed=agreed,
-                )
+                objection = self._peers_objection(key.device_type)
+                group = share_memory(group, key, members, objection=objection, agreed=agreed)
             except BaseException:
                 # All ranks have the group without memory, and none may create it again.
                 if group.origin == "created":
@@ -435,6 +371,17 @@ def registry() -> GroupRegistry:
     return _REGISTRY
 
 
-def _backend_name(mesh: DeviceMesh, axes: Sequence[int]) -> str:
-    # The mesh's own groups say which backend the user chose for it.
-    return str(getattr(c10d, WORLD).pg_map[mesh.get_group(axes[0])][0])
+@contextmanager
+def _first_use(
+    mesh: DeviceMesh,
+    layout: Layout,
+    axes: Sequence[int],
+    calls: GroupCalls,
+    timeout: float | None,
+    call: int,
+) -> Iterator[Members]:
+    """The members of the groups over ``axes``, who have agreed on the name of ``calls``."""
+    wait = default_timeout(mesh.device_type) if timeout is None else timeout
+    with first_use(wait):
+        ranks = layout.group_of(this_rank(), axes) or ()
+        yield agree_on_name(mesh, layout, axes, calls, members_of(None, ranks, wait, call))

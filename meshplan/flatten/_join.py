@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +23,6 @@ from meshplan._calls import GroupCalls, restarted_before
 from meshplan._spans import span
 from meshplan._torch import (
     WORLD,
-    Store,
     default_group,
     flattened_meshes_of,
     root_mesh_of,
@@ -38,6 +36,7 @@ from meshplan.errors import (
 )
 from meshplan.flatten._across_jobs import rank_in, store_of
 from meshplan.flatten._agree import (
+    Members,
     VoteResult,
     first_use,
     gave_up_on,
@@ -53,16 +52,17 @@ from meshplan.flatten._create import (
     create_members_only,
     default_timeout,
     descriptor_objection,
-    group_name,
+    peer_timeout,
+    this_rank,
     warm_up,
 )
+from meshplan.flatten._group_table import Group, GroupKey, Origin
 from meshplan.flatten._missing import (
     format_failure,
     keep_processes,
     note_process,
     roll_call_seconds,
 )
-from meshplan.kernel import Communicator
 from meshplan.record import Record, differences
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 # Along each group of an axis, by what all members have in common: how many names were agreed on.
 # What else a member has reduced, the others need not have.
 _NAMES_AGREED: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
-_LAST = threading.local()  # ``arrivals``: where ranks noted that they had come for names
 
 
 def agree_on_name(
@@ -80,94 +79,74 @@ def agree_on_name(
     layout: Layout,
     axes: Sequence[int],
     calls: GroupCalls,
-    *,
-    rank: int,
-    timeout: float,
-    backend: str,
-    call: int,
-) -> str:
-    """Agree on the name of the groups over ``axes`` of ``mesh``, the same on all ranks that differ
-    there. If the rank that passes on the names does not come, raises GroupAgreementError on the
-    others, and on that rank if it comes after they gave up.
+    members: Members,  # of the groups over ``axes`` of ``mesh``
+) -> Members:
+    """Agree on the name of ``calls``, the same on all ranks that differ there. Returns the members,
+    with where they noted that they had come. If the rank that passes on the names does not come,
+    raises GroupAgreementError on the others, and on that rank if it comes after they gave up.
     """
-    _LAST.arrivals = None
     if calls.name:
-        return calls.name
+        return members
     # A rank knows the names of its own groups only, and those of an axis have different names. So
     # all take those of the rank at coordinate 0 of these axes: along each axis, from the last to
     # the first, the rank at coordinate 0 passes them on.
     groups = {axis: mesh.get_group(axis) for axis in axes}
     names = ", ".join(group.group_name for group in groups.values())
-    store = AnsweringStore(store_of(None), timeout)
-    deadline = time.monotonic() + seconds_left(timeout)
-    members = layout.group_of(rank, axes) or ()
+    store, rank = members.store, members.rank
+    deadline = time.monotonic() + seconds_left(members.wait)
     # With the layout: an earlier default group on the same store may have used a group's name.
     place = f"meshplan/names/{layout} {list(axes)}"
     agreed = [_NAMES_AGREED.setdefault(group, Counter()) for group in groups.values()]
     # A rank waits for one that may wait itself: the error names those that have not come at all.
-    arrivals = f"{place} {list(members)} {agreed[-1][place]}"
-    if backend != "fake":
+    arrivals = f"{place} {[*members.ranks]} {agreed[-1][place]}"
+    fake = backend_name(groups[axes[0]]) == "fake"
+    if not fake:
         store.set(f"{arrivals}/{rank}", names)
-        _LAST.arrivals = arrivals
-    for axis, group in reversed([] if backend == "fake" else [*groups.items()]):
+        members = replace(members, arrivals=arrivals)
+    for axis, group in reversed([] if fake else [*groups.items()]):
         first, *_ = layout.group_of(rank, (axis,)) or (rank,)
         key = f"{place}/{group.group_name}/{_NAMES_AGREED[group][place]}"
         if first == rank:
             store.set(key, names)
-            gave_up = f"{key}/gave up in call {call}"
-            if call and store.check([gave_up]) and started_before(float(store.get(gave_up))):
-                raise refusal(VoteResult(missing=(rank,)), members, rank, timeout)
+            gave_up = f"{key}/gave up in call {members.call}"
+            if (
+                members.call
+                and store.check([gave_up])
+                and started_before(float(store.get(gave_up)))
+            ):
+                raise refusal(VoteResult(missing=(rank,)), members)
             continue
         while not store.check([key]):
             if time.monotonic() > deadline:
-                store.set(f"{key}/gave up in call {call}", str(time.time() - timeout / 2))
-                absent = tuple(r for r in members if not store.check([f"{arrivals}/{r}"]))
-                raise refusal(VoteResult(missing=absent or (first,)), members, rank, timeout)
+                began = time.time() - members.wait / 2
+                store.set(f"{key}/gave up in call {members.call}", str(began))
+                absent = tuple(r for r in members.ranks if not store.check([f"{arrivals}/{r}"]))
+                raise refusal(VoteResult(missing=absent or (first,)), members)
             time.sleep(_POLL_SECONDS)
         names = store.get(key).decode()
     for counts in agreed:
         counts[place] += 1
     calls.agree_on(names)
-    return calls.name
+    return members
 
 
-def agree_on_place(
-    ranks: tuple[int, ...],
-    backend: str,
-    device_type: str,
-    *,
-    rank: int,
-    in_place: bool,
-    timeout: float,
-    use: str,
-    call: int,
-) -> str:
+def agree_on_place(key: GroupKey, members: Members, in_place: bool) -> str:
     """Agree with the other members on whose groups the calling threads use; each rank has one
     thread. Returns why they use groups of their own; empty if all use those of the main thread.
     ``in_place``: this rank's thread is in the main thread's place. Raises as ``GroupRegistry.get``.
     """
     token = Record.of(main_thread="waits" if in_place else "goes on")
-    tokens = dict.fromkeys(ranks, token)
-    if backend != "fake":
-        store = AnsweringStore(store_of(None), timeout)
-        name = f"{group_name(ranks, backend, device_type, use)}/place"
-        prefix, past = open_round(store, name, rank, call)
-        verdict = past or vote(
-            store,
-            prefix,
-            ranks=ranks,
-            rank=rank,
-            token=token,
-            timeout=timeout,
-            call=call,
-        )
+    tokens = dict.fromkeys(key.ranks, token)
+    if key.backend != "fake":
+        prefix, past = open_round(members, f"{key.group_name()}/place")
+        verdict = past or vote(members, prefix, token)
         if verdict.missing or verdict.veto is not None:
-            raise refusal(verdict, ranks, rank, timeout)
+            raise refusal(verdict, members)
         tokens = verdict.tokens or tokens
     going = sorted(r for r, token in tokens.items() if token.get("main_thread") == "goes on")
     if not going:
         return ""
-    shown = "every rank" if len(going) == len(ranks) else format_ranks(going)
+    shown = "every rank" if len(going) == len(key.ranks) else format_ranks(going)
     return f"the main thread of {shown} did not wait for its thread in join() without a timeout"
 
 
@@ -193,33 +172,6 @@ class Hosts(NamedTuple):
 HOSTS: WeakKeyDictionary[ProcessGroup, Hosts] = WeakKeyDictionary()
 """Of groups on several hosts that were to share memory."""
 
-Origin = Literal["created", "kept", "default", "axis", "flattened", "given"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A process group whose group ranks follow mesh coordinates."""
-
-    pg: ProcessGroup
-    ranks: tuple[int, ...]  # global ranks in group order
-    # ``created`` by meshplan, ``kept`` from another contract that created it, or found: the
-    # ``default`` group, an ``axis`` group of the mesh, a mesh that the user ``flattened``, or one
-    # that was ``given``.
-    origin: Origin
-    name: str  # torch's name for it
-    peers: Communicator[Any] | None = None  # memory that its ranks share, if requested and possible
-    no_peers: str = ""  # why there is no such memory, if requested
-    thread: str = ""  # for a thread's group: whose it is, the main thread's or its own, and why
-    lent: bool = False  # it is the main thread's
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        thread = f" ({self.thread})" if self.thread else ""
-        # Torch names the group of an axis by a number, and describes it by the axis.
-        desc = getattr(self.pg, "group_desc", "")
-        name = desc.removeprefix("mesh_") if desc.startswith("mesh_") else self.name
-        return f"{self.origin} group {name} of {len(self.ranks)} ranks: {shown}{thread}"
-
 
 @dataclass(frozen=True, slots=True)
 class _Unanswered:
@@ -241,6 +193,17 @@ def _unanswered(pg: ProcessGroup | None) -> dict[str, _Unanswered]:
     return _UNANSWERED.setdefault(pg or default_group(), {})
 
 
+def members_of(
+    pg: ProcessGroup | None,
+    ranks: tuple[int, ...],
+    wait: float,
+    call: int = 0,
+) -> Members:
+    """``ranks``, who agree through the store of ``pg`` (``None``: of a group to be created)."""
+    rank = this_rank() if pg is None else rank_in(pg)
+    return Members(AnsweringStore(store_of(pg), wait), ranks, rank, wait, call)
+
+
 def drop_unanswered(pg: ProcessGroup) -> None:
     """Destroy what this rank has created for the members of ``pg``, and none has decided on."""
     for left in _UNANSWERED.pop(pg, {}).values():
@@ -250,45 +213,31 @@ def drop_unanswered(pg: ProcessGroup) -> None:
 
 def join_group(
     found: Group | None,  # the group, if this rank has one already
-    ranks: tuple[int, ...],  # global ranks by mesh coordinate
-    backend: str,
-    device_type: str,
+    key: GroupKey,
+    members: Members,
     *,
-    rank: int,
     token: Record,  # must match on all members
     objection: str | None,  # why this rank cannot join, for all to read
-    timeout: float,  # seconds to wait for the other members
-    use: str = "",  # separates groups of the same ranks by their use
-    call: int = 0,  # the number of the call that needs the group; 0: none does
 ) -> tuple[Group, str]:
-    """Agree with the other members on the group of ``ranks``, and create it if none was found.
+    """Agree with the other members on the group of ``key``, and create it if none was found.
     Returns it and the prefix of the round in the store, which no other agreement has. Raises as
     ``GroupRegistry.get``.
     """
-    pg = found.pg if found else None
-    name = group_name(ranks, backend, device_type, use, pg)
-    if backend == "fake":
+    pg, ranks = found.pg if found else None, key.ranks
+    name = key.group_name(pg)
+    how = partial(create_members_only, ranks, key.backend, key.device_type, name=name)
+    if key.backend == "fake":
         # One process simulates one rank: there are no others to vote.
-        pg = pg or create_members_only(ranks, backend, device_type, "meshplan/fake", name)
-        return found or Group(pg, ranks, "created", name), ""
+        return found or Group.of(how(prefix="meshplan/fake"), ranks, "created"), ""
     # Also for a group that this rank has: a member without it would create one, alone.
-    how = found.origin if found else "new"
-    prefix = agree_on(
-        pg,
-        name,
-        ranks,
-        rank=rank,
-        token=token.adding(group=how),
-        timeout=timeout,
-        objection=objection,
-        call=call,
-    )
+    token = token.adding(group=found.origin if found else "new")
+    prefix = agree_on(pg, name, members, token, objection)
     if found is not None:
         return found, prefix
     with span("group"):
-        create = partial(create_members_only, ranks, backend, device_type, prefix, name)
-        pg = _connect(create, None, name, ranks, prefix, rank, timeout, device_type)
-        return Group(pg, ranks, "created", name), prefix
+        create = partial(how, prefix=prefix)
+        pg = _connect(create, None, name, members, prefix, key.device_type)
+        return Group.of(pg, ranks, "created"), prefix
 
 
 def create_beside(
@@ -302,38 +251,34 @@ def create_beside(
     """Agree with the other members of ``pg`` on a second group of them, for CPUs, and let all of
     them ``create`` it, from the prefix of the round. Raises as ``GroupRegistry.get``.
     """
-    ranks, rank = tuple(dist.get_process_group_ranks(pg)), rank_in(pg)
-    backend: str = getattr(c10d, WORLD).pg_map[pg][0]
+    ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(pg))
+    backend = backend_name(pg)
     if backend == "fake":
         return create("meshplan/fake")
     # The round of who reduces over the first one: members that differ in that meet there.
-    name = group_name(ranks, backend, "cpu", f"given {pg.group_name}", pg)
+    name = GroupKey(ranks, backend, "cpu", "never", f"given {pg.group_name}").group_name(pg)
     objection = descriptor_objection(backend, len(ranks))
-    how: dict[str, Any] = {"timeout": timeout, "objection": objection, "call": call}
+    members = members_of(pg, ranks, timeout, call)
     with first_use(timeout):
-        prefix = agree_on(pg, name, ranks, rank=rank, token=token.adding(group="new"), **how)
-        return _connect(partial(create, prefix), pg, name, ranks, prefix, rank, timeout)
+        prefix = agree_on(pg, name, members, token.adding(group="new"), objection)
+        return _connect(partial(create, prefix), pg, name, members, prefix)
 
 
-def _find_absent(missing: tuple[int, ...], timeout: float) -> tuple[int, ...]:
+def _find_absent(missing: tuple[int, ...], members: Members) -> tuple[int, ...]:
     """Of ranks missing in a vote, those that also missed the names before it; else all of them."""
-    arrivals = getattr(_LAST, "arrivals", None)
-    if arrivals is None or not missing:
+    if not members.arrivals or not missing:
         return missing
-    came = AnsweringStore(store_of(None), timeout).check  # others wait there for an absent rank
-    return tuple(r for r in missing if not came([f"{arrivals}/{r}"])) or missing
+    # Others wait there for an absent rank.
+    came = members.store.check
+    return tuple(r for r in missing if not came([f"{members.arrivals}/{r}"])) or missing
 
 
 def agree_on(
     pg: ProcessGroup | None,
     name: str,
-    ranks: tuple[int, ...],
-    *,
-    rank: int,
+    members: Members,
     token: Record,
-    timeout: float,
     objection: str | None = None,
-    call: int = 0,
 ) -> str:
     """Hold a vote on ``name``; returns its key prefix if all said yes. Raises as
     ``GroupRegistry.get``.
@@ -346,29 +291,21 @@ def agree_on(
     if left is not None and not restarted_before(left.moment):
         # After ``shutdown`` all agree again.
         left = None
-    store = AnsweringStore(store_of(pg), timeout)
+    store, ranks, rank = members.store, members.ranks, members.rank
     note_process(store, rank)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + members.wait
     # Members may come in different calls: one has given up on the others, or failed alone, and gone
     # on. Those that are behind raise, so that their next call is that of the others, who wait.
     while True:
-        prefix, verdict = (left.prefix, None) if left else open_round(store, name, rank, call)
+        prefix, verdict = (left.prefix, None) if left else open_round(members, name)
         # The store answers again.
         unanswered.pop(name, None)
         if verdict is not None and verdict.missing:
-            raise refusal(verdict, ranks, rank, timeout)
+            raise refusal(verdict, members)
         try:
-            verdict = verdict or vote(
-                store,
-                prefix,
-                ranks=ranks,
-                rank=rank,
-                token=token,
-                timeout=max(deadline - time.monotonic(), 0.0),
-                veto=objection,
-                call=call,
-                again=left is not None,
-            )
+            now = replace(members, wait=max(deadline - time.monotonic(), 0.0))
+            again = left is not None
+            verdict = verdict or vote(now, prefix, token, veto=objection, again=again)
         except GroupStateError as error:
             if error.unanswered:
                 unanswered[name] = _Unanswered(prefix, None, time.time())
@@ -378,30 +315,33 @@ def agree_on(
             # The verdict stays, for ranks that come later; what led to it is not read again. All go
             # on: no member may fail here alone.
             with suppress(RuntimeError):
-                keep_processes(store, pg, ranks, rank)
-                for key in (f"{prefix}/token/{rank}", f"{prefix}/entered/{rank}"):
+                keep_processes(members, pg)
+                for key in (
+                    f"{prefix}/token/{rank}",
+                    f"{prefix}/entered/{rank}",
+                ):
                     store.delete_key(key)
             return prefix
-        verdict = replace(verdict, missing=_find_absent(verdict.missing, timeout))
+        verdict = replace(verdict, missing=_find_absent(verdict.missing, members))
         brought = {r: token.get("call") for r, token in verdict.tokens.items()}
         calls = {r: int(number) for r, number in brought.items() if number}
-        latest = max(calls.values(), default=call)
+        latest = max(calls.values(), default=0)
         behind = [r for r, number in calls.items() if number < latest]
         places = f"places/{len(ranks)}"
         if not all(
             gave_up_on(store, name, r, calls[r]) or gave_up_on(store, places, r) for r in behind
         ):
-            raise _unlike(calls, ranks, rank)
+            raise _unlike(calls, members)
         if rank in behind:
-            raise _passed(calls, call, ranks, rank)
+            raise _passed(calls, members)
         if len(set(calls.values())) < 2:
-            raise refusal(verdict, ranks, rank, timeout)
+            raise refusal(verdict, members)
 
 
-def _passed(
-    calls: Mapping[int, int], call: int, ranks: Sequence[int], rank: int
-) -> GroupAgreementError:
+def _passed(calls: Mapping[int, int], members: Members) -> GroupAgreementError:
     """The error of a rank on which its peers gave up in an earlier step of their call."""
+    ranks, rank = members.ranks, members.rank
+    call = calls[rank]
     ahead = tuple(r for r, number in calls.items() if number > call)
     return GroupAgreementError(
         f"rank {rank} (this one) came late to call {call} of the group of ranks {_shown(ranks)}: "
@@ -412,8 +352,9 @@ def _passed(
     )
 
 
-def _unlike(calls: Mapping[int, int], ranks: Sequence[int], rank: int) -> SignatureMismatchError:
+def _unlike(calls: Mapping[int, int], members: Members) -> SignatureMismatchError:
     """The error of ranks of which one skipped or repeated a call, or failed alone in one."""
+    ranks, rank = members.ranks, members.rank
     numbers = sorted(set(calls.values()))
     shown = "; ".join(
         f"{format_ranks([r for r, number in calls.items() if number == one])} in call {one}"
@@ -430,14 +371,10 @@ def _unlike(calls: Mapping[int, int], ranks: Sequence[int], rank: int) -> Signat
 
 def share_memory(
     group: Group,
-    device_type: str,
+    key: GroupKey,
+    members: Members,
     *,
-    rank: int,
     objection: str | None,  # why this rank shares no more memory, for all to read
-    wait: float,  # seconds to wait for the other members now
-    timeout: float,  # seconds that a reduction will wait for each of them
-    timed: bool = False,  # on GPUs only if it was timed to be faster on them
-    use: str = "",
     # Key prefix of the round that agreed on the group: rounds about memory match members of the
     # same call only.
     agreed: str = "",
@@ -445,49 +382,45 @@ def share_memory(
     """The group with memory that its ranks share, or with the reason why there is none. All members
     hold it and call this. Raises GroupAgreementError if a member did not come.
     """
+    # On GPUs perhaps only if it was timed to be faster on them.
+    timed = key.peers == "timed"
     kind = "timed peers" if timed else "peers"
-    name = group_name(group.ranks, kind, device_type, use, group.pg)
-    store = AnsweringStore(store_of(group.pg), wait)
+    name = key._replace(backend=kind).group_name(group.pg)
     on_gpus = partial(connect_devices, group.pg.group_name, timed=timed)
-    meet = connect if device_type == "cpu" else on_gpus
+    meet = connect if key.device_type == "cpu" else on_gpus
     found = meet(
-        store,
+        replace(members, call=agreed),
         name,
-        group.ranks,
-        rank=rank,
         objection=objection,
-        wait=wait,
-        timeout=timeout,
-        agreed=agreed,
+        # In use it waits almost as long as the collectives do that it stands for.
+        timeout=peer_timeout(key.device_type, group.pg),
     )
     if isinstance(found, VoteResult):
-        raise refusal(found, group.ranks, rank, wait)
+        raise refusal(found, members)
     if isinstance(found, str):
         _LOG.info("[meshplan] %s: path exchange, no peers: %s", group, found)
-        if isinstance(found, SeveralHosts) and device_type == "cpu":
-            HOSTS[group.pg] = _find_hosts(group, found, rank, store, wait)
+        if isinstance(found, SeveralHosts) and key.device_type == "cpu":
+            HOSTS[group.pg] = _find_hosts(group, found, members)
         return replace(group, no_peers=found)
     limit = found.one_shot_bytes
-    _LOG.info("[meshplan] %s: %s, one_shot up to %d bytes, two_shot above", group, found, limit)
+    _LOG.info(
+        "[meshplan] %s: %s, one_shot up to %d bytes, two_shot above",
+        group,
+        found,
+        limit,
+    )
     return replace(group, peers=found)
 
 
-def _find_hosts(group: Group, found: SeveralHosts, rank: int, store: Store, wait: float) -> Hosts:
+def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
     """Time messages between hosts, and agree on the longest times."""
     if not found.round:
         return Hosts(found.near)
-    small, large = _time_messages(group.pg, found.near, wait)
+    small, large = _time_messages(group.pg, found.near, members.wait)
     mine = Record.of(small=small, large=large)
-    verdict = vote(
-        store,
-        f"{found.round}/links",
-        ranks=group.ranks,
-        rank=rank,
-        token=mine,
-        timeout=wait,
-    )
+    verdict = vote(replace(members, call=0), f"{found.round}/links", mine)
     if verdict.missing:
-        raise refusal(verdict, group.ranks, rank, wait)
+        raise refusal(verdict, members)
     # A vote without tokens is one on equal ones.
     tokens = [*verdict.tokens.values()] or [mine]
     times = [[float(token.get(size) or 0) for token in tokens] for size in ("small", "large")]
@@ -501,7 +434,10 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
     """The seconds of a small and a large message between hosts, on all ranks at once, or zeros."""
     to, come = ((pg.rank() + way) % pg.size() for way in (near, -near))
     # Ranks that wait for one that died come to the vote before the others give up on them.
-    deadline, times = time.monotonic() + seconds_left(wait) / 2, list[float]()
+    deadline, times = (
+        time.monotonic() + seconds_left(wait) / 2,
+        list[float](),
+    )
     try:
         for nbytes in TIMED_BYTES:
             rows = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
@@ -521,8 +457,16 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
     return times
 
 
+def backend_name(pg: ProcessGroup) -> str:
+    """What the user chose for ``pg``."""
+    return str(getattr(c10d, WORLD).pg_map[pg][0])
+
+
 def existing_group(
-    mesh: DeviceMesh, axes: Sequence[int], ranks: tuple[int, ...], backend: str
+    mesh: DeviceMesh,
+    axes: Sequence[int],
+    ranks: tuple[int, ...],
+    backend: str,
 ) -> Group | None:
     """A group of torch's with these ranks in this order: default, axis, or a flattened mesh. Of
     several ``axes``, the group of one may serve too: ``ranks`` may be a block of theirs.
@@ -540,8 +484,8 @@ def existing_group(
     for origin, pg in candidates:
         # The group's own rank order, not the mesh's: torch sorts the ranks of most groups.
         ordered = tuple(dist.get_process_group_ranks(pg))
-        if ordered == ranks and getattr(c10d, WORLD).pg_map[pg][0] == backend:
-            return Group(pg=pg, ranks=ranks, origin=origin, name=pg.group_name)
+        if ordered == ranks and backend_name(pg) == backend:
+            return Group.of(pg, ranks, origin)
     return None
 
 
@@ -549,13 +493,15 @@ def _connect(
     create: Callable[[], ProcessGroup],
     pg: ProcessGroup | None,  # whose members create a second one; ``None``: a group of other ranks
     name: str,
-    ranks: tuple[int, ...],
+    members: Members,
     prefix: str,
-    rank: int,
-    timeout: float,
     device_type: str = "",  # of a group that is not known to work; it is warmed up
 ) -> ProcessGroup:
-    started, store = time.perf_counter(), store_of(pg)
+    started, timeout, ranks = (
+        time.perf_counter(),
+        members.wait,
+        members.ranks,
+    )
     failure: Exception | None = None
     left = _unanswered(pg).pop(name, None)
     group = left.made if left else None
@@ -571,17 +517,17 @@ def _connect(
     # The creation of a group that is warmed up has the default group's time.
     limit = max(timeout, default_timeout(device_type)) if device_type else timeout
     # Others whose creation fails a moment later are not missing.
-    wait = min(roll_call_seconds(limit, started), seconds_left(timeout) + timeout / 16)
+    wait = min(
+        roll_call_seconds(limit, started),
+        seconds_left(timeout) + timeout / 16,
+    )
     kept = False
     try:
         verdict = vote(
-            AnsweringStore(store, timeout),
+            replace(members, call=0),
             f"{prefix}/ready",
-            ranks=ranks,
-            rank=rank,
-            token=Record.of(group="ready"),
-            timeout=timeout,
-            veto=None if failure is None else _reason(failure, store, prefix, ranks, rank, wait),
+            Record.of(group="ready"),
+            veto=None if failure is None else _reason(failure, members, pg, prefix, wait),
             again=left is not None,
         )
         kept = verdict.unanimous
@@ -609,29 +555,26 @@ def _connect(
 
 def _reason(
     failure: Exception,
-    store: Store,
+    members: Members,
+    pg: ProcessGroup | None,
     prefix: str,
-    ranks: tuple[int, ...],
-    rank: int,
     wait: float,
 ) -> str:
     """Why this rank refuses, and which ranks its failure may come from."""
-    store = AnsweringStore(store, wait)
+    store, rank = AnsweringStore(store_of(pg), wait), members.rank
     # Present, so that others that have failed do not name this rank.
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
-    missing = wait_for_ranks(store, f"{prefix}/ready", [r for r in ranks if r != rank], wait)
+    others = [r for r in members.ranks if r != rank]
+    missing = wait_for_ranks(store, f"{prefix}/ready", others, wait)
     absent = f" ({format_ranks(missing)} had not come {wait:.1f} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
 
 
 def refusal(
-    verdict: VoteResult,
-    ranks: tuple[int, ...],
-    rank: int,
-    timeout: float,
-    what: str = "the first reduction",
+    verdict: VoteResult, members: Members, what: str = "the first reduction"
 ) -> GroupAgreementError | GroupStateError:
     """What a vote that said no is to the caller."""
+    ranks, rank = members.ranks, members.rank
     if verdict.veto is not None:
         who, reason = verdict.veto
         return GroupStateError(
@@ -644,7 +587,7 @@ def refusal(
         else:
             late = format_ranks(others)
         return GroupAgreementError(
-            f"{late} did not come within {timeout:g} s to {what} over ranks "
+            f"{late} did not come within {members.wait:g} s to {what} over ranks "
             f"{_shown(ranks)}, so no rank started it; every rank of the group must make the same "
             "calls: look for a rank that died or took another branch",
             missing=verdict.missing,

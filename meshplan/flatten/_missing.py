@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from meshplan._aborts import THIS_THREAD
 from meshplan._torch import Store, default_group
 from meshplan.flatten._across_jobs import is_across_jobs, rank_in, store_of
-from meshplan.flatten._agree import process_stat, roll_call
+from meshplan.flatten._agree import Members, process_stat, roll_call
 from meshplan.flatten._answering import AnsweringStore
 from meshplan.flatten._create import default_timeout
 from meshplan.flatten._threads import is_forked
@@ -51,16 +51,12 @@ _POLL_SECONDS = 0.05
 _kept: WeakKeyDictionary[ProcessGroup, dict[int, bytes]] = WeakKeyDictionary()
 
 
-def keep_processes(
-    store: Store, group: ProcessGroup | None, ranks: Sequence[int], rank: int
-) -> None:
-    """Keep what the ``ranks`` near ``rank`` have noted in ``store``; all of them have agreed on
-    ``group``, or on one to be created.
-    """
-    near = [r for r in ranks if abs(r - rank) < _NEAR]
+def keep_processes(members: Members, group: ProcessGroup | None) -> None:
+    """Keep what the members near this rank have noted, when they have agreed on ``group``."""
+    near = [r for r in members.ranks if abs(r - members.rank) < _NEAR]
     keys = [_key(r) for r in near]
-    if store.check(keys):
-        notes = zip(near, store.multi_get(keys), strict=True)
+    if members.store.check(keys):
+        notes = zip(near, members.store.multi_get(keys), strict=True)
         _kept.setdefault(_numbering(group), {}).update(notes)
 
 
@@ -150,9 +146,8 @@ def find_missing(
     name = f"{'-'.join(map(str, ranks))} {name}"
     try:
         store = AnsweringStore(store_of(group), wait)
-        absent, late, notes = roll_call(
-            store, name, ranks=ranks, rank=rank_in(group), wait=wait, note=note
-        )
+        members = Members(store, ranks, rank_in(group), wait)
+        absent, late, notes = roll_call(members, name, note)
         states = {rank: process_state(store, rank) for rank in absent}
     except (RuntimeError, ValueError):
         if THIS_THREAD.abort is not None and THIS_THREAD.abort.requested:
@@ -179,7 +174,10 @@ def _without_store(group: ProcessGroup, ranks: tuple[int, ...], deadline: float)
         return RollCall()
     while True:
         states = {r: _state(kept[r]) if r in kept else "unknown" for r in ranks if r != own}
-        ended, stopped = _in_state(states, "ended"), _in_state(states, "stopped")
+        ended, stopped = (
+            _in_state(states, "ended"),
+            _in_state(states, "stopped"),
+        )
         done = "alive" not in states.values() or time.perf_counter() > deadline
         if ended or stopped or done:
             return RollCall(ended=ended, stopped=stopped, lost=not (ended or stopped))
