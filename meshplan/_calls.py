@@ -1,10 +1,8 @@
 """The calls of a group, which its ranks compare: counted on entry, refused once the group stopped.
 
-Ranks of a group make the same calls in the same order. A rank that fails alone, comes late or skips
-a call would bring its next call to another one of its peers, often of the same shape, and the sum
-would be of two calls. So every call takes a *ticket*, a number that counts the calls of its group
-on this rank. Headers, agreement rounds and shared memory carry it, and ranks with different tickets
-all raise instead of reducing.
+A rank that fails alone, comes late or skips a call would bring its next call to another one of its
+peers, often of the same shape. So every call takes a *ticket*, a number that counts the calls of
+its group on this rank, and ranks with different tickets all raise (docs/adr/0020).
 
 The count belongs to the process groups that the caller named, by identity and never by looks: two
 meshes of equal shape count apart, even where they reduce over one group of torch. A call that fails

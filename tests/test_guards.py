@@ -9,7 +9,7 @@ from torch.distributed.tensor._redistribute import _TransformInfo
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from meshplan._chunks import chunk_sizes, nested_chunk_sizes
-from meshplan.dtensor._guards import merge_safely
+from meshplan.dtensor._guards import split_runs
 from meshplan.layout import Layout
 
 R, P, S = Replicate(), Partial(), Shard
@@ -22,15 +22,9 @@ def info(axis: int, src: Placement, dst: Placement, size: int = 8) -> _Transform
 def list_runs_of_torch(
     infos: list[_TransformInfo], layout: Layout, rank: int = 0, flattened: bool = True
 ) -> tuple[list[list[int]], list[str]]:
-    given_runs: list[list[int]] = []
-
-    def merge(run: list[_TransformInfo]) -> list[_TransformInfo]:
-        given_runs.append([i.mesh_dim for i in run])
-        return run
-
-    steps, reasons = merge_safely(infos, layout, rank, merge, flattened)
-    assert steps == infos
-    return given_runs, reasons
+    runs, reasons = split_runs(infos, layout, rank, flattened, traced=False)
+    assert [step for run in runs for step in run] == infos
+    return [[i.mesh_dim for i in run] for run in runs if len(run) > 1], reasons
 
 
 def test_even_gathers_are_merged_and_uneven_ones_are_not() -> None:
@@ -50,7 +44,9 @@ def test_even_gathers_are_merged_and_uneven_ones_are_not() -> None:
 
 def test_runs_without_merges_are_not_split() -> None:
     uneven = [info(1, S(0), R, 3), info(0, S(0), R, 5)]
-    assert list_runs_of_torch(uneven, Layout.of(a=2, b=2), flattened=False) == ([[1, 0]], [])
+    # The next decision may differ.
+    reasons = ["all_gather over (a, b) is not merged: 5 does not split evenly on dim 0"]
+    assert list_runs_of_torch(uneven, Layout.of(a=2, b=2), flattened=False) == ([[1, 0]], reasons)
 
 
 def test_ranks_that_do_not_ascend_are_not_merged() -> None:

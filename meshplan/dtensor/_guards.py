@@ -17,7 +17,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import FrameType
@@ -45,7 +45,11 @@ from meshplan._torch.placements import ShardHooks
 from meshplan._uncompiled import never_compiled
 from meshplan.dtensor._routes import MeshEntry, change_facts, mesh_entry
 from meshplan.dtensor._tracking import ThreadState
-from meshplan.errors import FallbackRefusedError, PlacementError, ShardOrderError
+from meshplan.errors import (
+    FallbackRefusedError,
+    PlacementError,
+    ShardOrderError,
+)
 from meshplan.execute import Event, record
 from meshplan.layout import Layout
 
@@ -139,7 +143,11 @@ class _WatchedShard(ShardHooks):
 
     @never_compiled
     def replicate_to_shard(self, tensor: Tensor, mesh: DeviceMesh, axis: int, *rest: Any) -> Tensor:
-        return _mark(self._mesh, axis, super().replicate_to_shard(tensor, mesh, axis, *rest))
+        return _mark(
+            self._mesh,
+            axis,
+            super().replicate_to_shard(tensor, mesh, axis, *rest),
+        )
 
     @never_compiled
     def to_replicate_tensor(self, tensor: Tensor, mesh: DeviceMesh, axis: int, *rest: Any) -> Any:
@@ -169,7 +177,18 @@ class _WatchedShard(ShardHooks):
             )
         why = f"in the order of sorted ranks, perhaps not that of {where}"
         dtype = str(shard.dtype).removeprefix("torch.")
-        record(Event(f"a gather along {name}", why, "torch", (), "", dtype, why, fallback=True))
+        record(
+            Event(
+                f"a gather along {name}",
+                why,
+                "torch",
+                (),
+                "",
+                dtype,
+                why,
+                fallback=True,
+            )
+        )
         warnings.warn(
             f"meshplan: torch gathers {where}, in the order of sorted ranks; that is wrong for "
             f"what was computed from shards cut in the order of mesh coordinates; {fix}",
@@ -272,40 +291,28 @@ def own_steps(
     return new_steps(source, target, values.get("use_graph_based_transform"))
 
 
-Merge = Callable[[list[TransformInfo]], list[TransformInfo]]
-
 _MERGEABLE = ("all_gather", "all_reduce", "reduce_scatter")
 
 
-def merge_safely(
+def split_runs(
     infos: Sequence[TransformInfo],
     layout: Layout,
     rank: int,
-    merge: Merge,
-    flattened: bool,
-) -> tuple[list[TransformInfo], list[str]]:
-    """Hand each run that torch would merge to ``merge``, unless the merge would be wrong.
-    Without a flattened part of the mesh torch merges nothing. Returns the reasons too.
-    """
-    result: list[TransformInfo] = []
+    flattened: bool,  # whether a part of the mesh is: else torch merges nothing, and none is split
+    traced: bool,
+) -> tuple[list[list[TransformInfo]], list[str]]:
+    """The runs that torch merges, without those that it would merge wrongly; and why it would."""
+    runs: list[list[TransformInfo]] = []
     reasons: list[str] = []
+    # While torch traces, a size may be a symbol. A question about it would become a guard of the
+    # graph, so it is asked only if the user has flattened a mesh.
+    asks = flattened or not traced
     for run in _runs(infos):
-        reason = _objection(run, layout, rank) if flattened and len(run) > 1 else None
-        if reason is None:
-            result.extend(merge(run) if len(run) > 1 else run)
-        else:
-            result.extend(run)
+        reason = _objection(run, layout, rank) if asks and len(run) > 1 else None
+        if reason is not None:
             reasons.append(reason)
-    return result, reasons
-
-
-def safe_runs(
-    infos: Sequence[TransformInfo], layout: Layout, rank: int
-) -> list[list[TransformInfo]] | None:
-    """The runs of ``infos`` if torch may merge each, whatever is flattened; else ``None``."""
-    runs = _runs(infos)
-    unsafe = any(len(run) > 1 and _objection(run, layout, rank) for run in runs)
-    return None if unsafe else runs
+        runs += [run] if reason is None or not flattened else [[info] for info in run]
+    return runs, reasons
 
 
 def _runs(infos: Sequence[TransformInfo]) -> list[list[TransformInfo]]:

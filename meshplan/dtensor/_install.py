@@ -1,9 +1,8 @@
 """Install meshplan in DTensor, and uninstall it without a trace.
 
 One function of torch is replaced: ``torch.distributed.tensor._redistribute`` looks
-``_optimize_transform_infos`` up as a module global on every redistribution. While meshplan is
-installed, one setting keeps compiled graphs on disk apart (``_graphs``), and reductions over groups
-of other backends are followed to report those of libraries that redistribute no DTensor.
+``_optimize_transform_infos`` up as a module global on every redistribution. One setting keeps
+compiled graphs on disk apart (``_graphs``), and reductions over other groups are watched.
 """
 
 from __future__ import annotations

@@ -47,11 +47,8 @@ from meshplan.topology import Links, Topology
 from meshplan.topology._links import CPU_LINKS
 from meshplan.topology._model import Cluster
 
-# The topology of the job, gathered once for each default group if ``install`` got none.
-#
-# It is gathered only where all ranks wait for each other anyway (docs/adr/0007): in ``prepare`` of
-# a mesh that holds all ranks, or in the first redistribution that reduces over all of them. Until
-# then it is unknown.
+# The topology of the job, gathered once for each default group if ``install`` got none, and only
+# where all ranks wait for each other anyway (docs/adr/0007).
 
 _LOG = logging.getLogger("meshplan")
 
@@ -78,11 +75,11 @@ def discovered_cluster() -> Cluster | None:
 def with_gathered_topology(config: Config) -> Config:
     """``config`` with the gathered topology, if it has none of its own."""
     cluster = None if config.topology is not None else discovered_cluster()
-    return config if cluster is None else _with(config, topology=cluster.topology)
+    return config if cluster is None else replaced(config, topology=cluster.topology)
 
 
 @lru_cache(maxsize=64)
-def _with(config: Config, **changed: Any) -> Config:
+def replaced(config: Config, **changed: Any) -> Config:
     return replace(config, **changed)
 
 
@@ -92,16 +89,14 @@ def with_topology_for(
     src: Sequence[Placement],
     dst: Sequence[Placement],
 ) -> Config:
-    """``config`` with the gathered topology, if it has none of its own. If none was gathered yet
-    and this redistribution makes every rank of the job wait for every other, they gather it now,
-    unless in a worker thread. A worker thread uses the topology only if ``prepare`` or ``install``
-    gathered it: whether a redistribution of the main thread has gathered it by now differs between
-    ranks.
+    """``with_gathered_topology``, which the ranks gather now if this redistribution makes each wait
+    for all others. A worker thread uses it only if ``prepare`` or ``install`` gathered it: whether
+    a redistribution of the main thread has by now differs between ranks.
     """
     world = dist.group.WORLD
     worker = is_worker_thread()
     if worker:
-        config = _with(config, worker_thread=True)
+        config = replaced(config, worker_thread=True)
     if config.topology is not None or world is None:
         return config
     gathered = _GATHERED.get(world)
@@ -194,7 +189,6 @@ class MeshEntry:
     # Those along which tensors were sharded in the order of coordinates (``_guards``).
     by_coordinate: set[int] = field(default_factory=set)
     routes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    by_placement: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 # Neither table keeps a mesh alive. _MESHES finds the entry of a mesh by identity; _EQUAL lets equal
@@ -274,16 +268,11 @@ def find_route(
     src_placements: tuple[Placement, ...],
     dst_placements: tuple[Placement, ...],
 ) -> Route:
-    """The route of a redistribution; checked and planned the first time."""
-    by_placement = (src_placements, dst_placements, config.key)
-    route: Route | None = mesh.by_placement.get(by_placement)
-    if route is None:
-        _check_named_axes(config, device_mesh, mesh.layout)
-        _check_world(config)
-        route = plan_route(mesh, config, src_placements, dst_placements)
-        _check_scatters(route.plan, device_mesh)
-        if all(type(p) in PLAIN for p in (*src_placements, *dst_placements)):
-            mesh.by_placement[by_placement] = route
+    """The route of a redistribution: checked, and planned the first time."""
+    _check_named_axes(config, device_mesh, mesh.layout)
+    _check_world(config)
+    route = plan_route(mesh, config, src_placements, dst_placements)
+    _check_scatters(route.plan, device_mesh)
     return route
 
 
@@ -356,7 +345,6 @@ def plan_route(
             route = _new_route(planned, config)
         if len(mesh.routes) >= MAX_ROUTES_PER_MESH:
             mesh.routes.clear()
-            mesh.by_placement.clear()
         mesh.routes[key] = route
     return route
 

@@ -1,8 +1,7 @@
 """meshplan's version of the one function that torch calls on every redistribution.
 
-It accepts torch's steps and returns steps. The plain partial axes become one step that carries a
-planned reduction. Torch's moves of other axes stay around it, in the order of the plan. Steps that
-do not start from ``Partial`` are torch's own, under the guards of ``_guards``.
+Steps that do not start from ``Partial`` are torch's own, under the guards of ``_guards``. The
+others become steps that carry reductions (docs/adr/0002).
 
 Torch caches its lists of steps, and passes the same list for the same redistribution. So each
 thread caches its decision for a list, by the identity of the list. A decision is valid for one
@@ -16,8 +15,8 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -46,9 +45,8 @@ from meshplan.dtensor._guards import (
     check_moves,
     find_moved_dims,
     find_other_length,
-    merge_safely,
     own_steps,
-    safe_runs,
+    split_runs,
     watch_shards,
 )
 from meshplan.dtensor._partial import PlannedPartial, unplanned_calls
@@ -62,6 +60,7 @@ from meshplan.dtensor._routes import (
     find_route,
     mesh_entry,
     plan_route,
+    replaced,
     torch_event,
     with_gathered_topology,
     with_topology_for,
@@ -108,12 +107,7 @@ def current_config() -> Config | None:
     if now is None:
         return None
     override = OVERRIDE.get()
-    return now[0] if override is None else _with_policy(now[0], override)
-
-
-@lru_cache(maxsize=64)
-def _with_policy(config: Config, choice: PolicyByAxis) -> Config:
-    return replace(config, policy=choice)
+    return now[0] if override is None else replaced(now[0], policy=override)
 
 
 class _CurrentConfig:
@@ -288,7 +282,7 @@ def _decide(
     may_cache = not moves or check_moves(sys._getframe(2), device_mesh, infos)
     config, original = now
     if override is not None:
-        config = _with_policy(config, override)
+        config = replaced(config, policy=override)
     # The entry is removed when its mesh is freed.
     held = weakref.ref(device_mesh, partial(state.decisions.pop, id(infos)))
     decision = _Decision(infos, token, override, held, src, dst, original, moves=moves)
@@ -341,21 +335,12 @@ def _plan(
             events.append(torch_event(str(route.plan.problem), KEPT_ORDER, KEPT_ORDER))
         steps = torch_order_steps(route, infos, device_mesh) if ordered is None else ordered
     carriers = [p for step in steps if isinstance(p := step.src_dst_placements[0], PlannedPartial)]
-    # While torch traces, a size may be a symbol. A question about it would become a guard of the
-    # graph, so it is asked only if the user has flattened a mesh.
-    runs = None if traced else safe_runs(steps, mesh.layout, this_rank())
-    cacheable = runs is not None and not simulated
-    if runs is None:
-        # Some merge is wrong, or cannot be judged yet: it depends on the meshes flattened by now.
-        flattened = bool(flattened_meshes_of(root_mesh_of(device_mesh)))
-
-        def merge(run: list[TransformInfo]) -> list[TransformInfo]:
-            return decision.original(run, device_mesh, src, dst)
-
-        merged, reasons = merge_safely(steps, mesh.layout, this_rank(), merge, flattened)
-        asked = f"({', '.join(map(str, src))}) -> ({', '.join(map(str, dst))}) on {mesh.layout}"
-        events += [torch_event(asked, reason, reason) for reason in reasons]
-        runs = [[step] for step in merged]
+    flattened = bool(flattened_meshes_of(root_mesh_of(device_mesh)))
+    runs, reasons = split_runs(steps, mesh.layout, this_rank(), flattened, traced)
+    # Whether torch would merge wrongly depends on the meshes flattened by now.
+    cacheable = not (traced or reasons or simulated)
+    asked = f"({', '.join(map(str, src))}) -> ({', '.join(map(str, dst))}) on {mesh.layout}"
+    events += [torch_event(asked, reason, reason) for reason in reasons if flattened]
     if route.whole is None or not infos:
         events += route.torch_events
     decision.runs, decision.events, decision.carriers = runs, events, carriers

@@ -8,8 +8,7 @@ would return each rank's summand instead of the sum, without an error. Two check
 * If the executor never started its loop, the next redistribution of the thread raises
   (``check_last_plan``).
 
-An executor that raises, before or in its loop, causes no second error. Plans for other callers,
-such as cost models, are not tracked.
+Plans for other callers, such as cost models, are not tracked.
 """
 
 from __future__ import annotations
