@@ -1,12 +1,10 @@
 """The one room for torch's internals: every private name of torch that meshplan uses, once.
 
 ``from meshplan._torch import local_tensor_mode`` looks a name up when it is first imported; torch
-itself is imported then, and not before. The tables of ``_names`` say where each name is, from
-which torch on, what for, and how it is checked; ``Entry.gives`` is the result of an import. A torch
-that does not have a name does not break the import: the name is then a class that raises
-``UnsupportedTorchError`` when it is used. ``install`` checks the tables before it replaces
-anything: by name and form (``_entry``), some by effect (``effects``). It reports all that has moved
-in one message.
+itself is imported then, and not before. The tables of ``_names`` say where each name is, what for,
+and how it is checked; ``Entry.gives`` is the result of an import. A name that this torch does not
+have is a class that raises ``UnsupportedTorchError`` when it is used. ``install`` first checks all
+of them, by name and form (``_entry``), some by effect (``effects``).
 
 ``placements`` and ``process_group`` have the classes of torch whose private methods meshplan takes
 over. No other module of meshplan knows a private name of torch (``tests/test_torch_names.py``).

@@ -28,7 +28,11 @@ _PROCESS_GROUPS = {
     "new_process_group": Entry(_C10D, "_new_process_group_helper", _GROUPS, "call"),
     "NAMES_OF_GROUPS": Entry(_C10D, "_pg_names", _GROUPS, "text"),
     "WORLD": Entry(
-        _C10D, "_world", _GROUPS, "text", parts=("pg_group_ranks", "pg_map", "pg_names")
+        _C10D,
+        "_world",
+        _GROUPS,
+        "text",
+        parts=("pg_group_ranks", "pg_map", "pg_names"),
     ),
     "device_types_of": Entry(
         "torch.distributed", "ProcessGroup._device_types", _GROUPS, "attribute"
@@ -101,7 +105,10 @@ _TENSORS = {
         "attribute",
     ),
     "version_of": Entry(
-        "torch", "Tensor._version", "sees whether a tensor was written to", "attribute"
+        "torch",
+        "Tensor._version",
+        "sees whether a tensor was written to",
+        "attribute",
     ),
     "foreach_add_": Entry("torch", "_foreach_add_", "adds gradients"),
     "foreach_mul_": Entry("torch", "_foreach_mul_", "scales gradients"),
@@ -169,7 +176,10 @@ _REDISTRIBUTION = {
         "runs the plan",
         "text",
         parameters=("local_tensor", "current_spec", "target_spec", "..."),
-        same_in=("torch.distributed.tensor._dispatch", "torch.distributed.tensor._api"),
+        same_in=(
+            "torch.distributed.tensor._dispatch",
+            "torch.distributed.tensor._api",
+        ),
         callers=(
             (_REDISTRIBUTE, "Redistribute.forward"),
             (
@@ -241,7 +251,11 @@ _REDISTRIBUTION = {
         parameters=("self", "local_tensor", "mesh", "mesh_dim", "shard_index"),
     ),
     "TO_REPLICATE_TENSOR": Entry(
-        _PLACEMENTS, "Shard._to_replicate_tensor", _REDUCES, "text", parameters=_MOVED
+        _PLACEMENTS,
+        "Shard._to_replicate_tensor",
+        _REDUCES,
+        "text",
+        parameters=_MOVED,
     ),
     "TO_NEW_SHARD_DIM": Entry(
         _PLACEMENTS,
@@ -374,7 +388,13 @@ TESTING_NAMES: dict[str, Entry] = {
         "torch._C._distributed_c10d",
         "_DistributedBackendOptions",
         _GLOO,
-        stores=("store", "group_rank", "group_size", "timeout", "global_ranks_in_group"),
+        stores=(
+            "store",
+            "group_rank",
+            "group_size",
+            "timeout",
+            "global_ranks_in_group",
+        ),
     ),
     "gather_bytes": Entry("torch.distributed", "ProcessGroupGloo._allgather_base", _GLOO, "method"),
     "register_backend": Entry(

@@ -1,9 +1,8 @@
 """Whether some private names of torch do what meshplan needs, which their form does not show.
 
 That a function has a name does not show that it is called. So torch's executor of redistributions
-runs a plan made by hand, of placements that note the calls, over a mesh that is not one. Nothing of
-torch is replaced for that: the functions of its module are copied, with another planner among their
-globals. Nothing is sent, no process group and no device is needed.
+runs a plan made by hand, of placements that note the calls. It runs in a copy of its module, with
+another planner. Nothing of torch is replaced, nothing is sent, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -45,23 +44,6 @@ class Follow(Protocol):
         """A planned reduction is about to return."""
 
 
-class _Notes:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.wrong: list[str] = []
-        self.tensors = [torch.empty(0, device="cpu")]
-
-    def add(self, name: str, given: torch.Tensor, mesh: object, wanted: object) -> torch.Tensor:
-        """Note a call; returns another tensor, which the next step must be given."""
-        self.calls.append(name)
-        if given is not self.tensors[-1]:
-            self.wrong.append(f"{name} is not given the result of the step before")
-        if mesh is not wanted:
-            self.wrong.append(f"{name} is given another mesh than that of its step")
-        self.tensors.append(torch.empty(0, device="cpu"))
-        return self.tensors[-1]
-
-
 class _Mesh:
     """As much of a mesh as the executor asks for: two ranks on each of three axes."""
 
@@ -81,50 +63,55 @@ class _Mesh:
         return True
 
 
+class _Run:
+    """What the executor has called in one run, in order, and what was wrong with it."""
+
+    def __init__(self, follow: Follow) -> None:
+        self.follow = follow
+        self.calls: list[str] = []
+        self.wrong: list[str] = []
+        self.tensors = [torch.empty(0, device="cpu")]
+
+    def watch(self, placement: Any, mesh: _Mesh) -> Any:
+        """``placement``, of a step over ``mesh``, as one that notes its calls here."""
+        # Torch's placements are frozen dataclasses.
+        object.__setattr__(placement, "notes", (self, mesh))
+        return placement
+
+    def note(self, placement: Any, name: str, given: torch.Tensor, mesh: object) -> torch.Tensor:
+        """Note a call; returns another tensor, which the next step must be given."""
+        self.calls.append(name)
+        if given is not self.tensors[-1]:
+            self.wrong.append(f"{name} is not given the result of the step before")
+        if mesh is not placement.notes[1]:
+            self.wrong.append(f"{name} is given another mesh than that of its step")
+        self.tensors.append(torch.empty(0, device="cpu"))
+        if name == _REDUCE:
+            self.follow.note_reduction(placement)
+        return self.tensors[-1]
+
+
+def _noted(name: str) -> Any:
+    def call(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, *rest: Any) -> Any:
+        return self.notes[0].note(self, name, tensor, mesh)
+
+    return call
+
+
 class _NotedPartial(PartialHooks):
     """Called as ``PlannedPartial`` is."""
 
     asked = "a plan made by hand"
-    _notes: _Notes
-    _mesh: _Mesh
-    _follow: Follow
-
-    def note(self, notes: _Notes, mesh: _Mesh, follow: Follow) -> _NotedPartial:
-        for name, value in (("_notes", notes), ("_mesh", mesh), ("_follow", follow)):
-            object.__setattr__(self, name, value)
-        return self
-
-    def reduce_value(self, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
-        reduced = self._notes.add(_REDUCE, tensor, mesh, self._mesh)
-        self._follow.note_reduction(self)
-        return reduced
-
-    def reduce_shard_value(
-        self, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard_spec: Placement
-    ) -> torch.Tensor:
-        return self._notes.add(_REDUCE_SHARD, tensor, mesh, self._mesh)
-
-
-def _noted(name: str) -> Any:
-    def move(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, *rest: Any) -> Any:
-        return self._notes.add(name, tensor, mesh, self._mesh)
-
-    return move
+    reduce_value = _noted(_REDUCE)
+    reduce_shard_value = _noted(_REDUCE_SHARD)
 
 
 class _NotedShard(ShardHooks):
-    """Has the methods of DTensor's shards."""
+    """Called as DTensor's shards are."""
 
-    _notes: _Notes
-    _mesh: _Mesh
     replicate_to_shard = _noted(_SLICE)
     to_replicate_tensor = _noted(_GATHER)
     to_new_shard_dim = _noted(_MOVE)
-
-    def note(self, notes: _Notes, mesh: _Mesh) -> _NotedShard:
-        for name, value in (("_notes", notes), ("_mesh", mesh)):
-            object.__setattr__(self, name, value)
-        return self
 
 
 # In the order of the plan below.
@@ -149,12 +136,12 @@ def executor_differences(follow: Follow) -> Iterator[str]:
         return
     # Twice: torch must not keep the plan for the next redistribution.
     for which in ("first", "second"):
-        notes = _Notes()
+        run = _Run(follow)
         try:
             with disable_current_modes():
-                wrong = _one_run(module, executor, notes, follow, carries=which == "second")
+                wrong = _one_run(module, executor, run, carries=which == "second")
         except Exception as error:
-            lacking = [name for name in _EXPECTED if name not in notes.calls]
+            lacking = [name for name in _EXPECTED if name not in run.calls]
             before = f" before it calls {lacking[0]}" if lacking else ""
             text = " ".join(str(error).split())[:200]
             wrong = [f"it fails{before}, with {type(error).__name__}: {text}"]
@@ -163,29 +150,23 @@ def executor_differences(follow: Follow) -> Iterator[str]:
             return
 
 
-def _one_run(
-    module: ModuleType,
-    executor: FunctionType,
-    notes: _Notes,
-    follow: Follow,
-    *,
-    carries: bool,
-) -> list[str]:
+def _one_run(module: ModuleType, executor: FunctionType, run: _Run, *, carries: bool) -> list[str]:
     mesh, flat = _Mesh(), _Mesh()
     replicate, shard = Replicate(), Shard(1)
     step = NAMES["TransformInfo"].found()
+    carrier = run.watch(_NotedPartial("sum"), flat)
     carried = NAMES["FlattenedTransformInfo"].found()(
         mesh_dim=0,
-        src_dst_placements=(_NotedPartial("sum").note(notes, flat, follow), replicate),
+        src_dst_placements=(carrier, replicate),
         logical_shape=_SHAPE,
         mesh=flat,
         original_mesh_dims=(0, 1),
     )
     pairs: list[tuple[Placement, Placement]] = [
-        (replicate, _NotedShard(0).note(notes, mesh)),
-        (_NotedShard(0).note(notes, mesh), shard),
-        (_NotedShard(0).note(notes, mesh), replicate),
-        (_NotedPartial("sum").note(notes, mesh, follow), shard),
+        (replicate, run.watch(_NotedShard(0), mesh)),
+        (run.watch(_NotedShard(0), mesh), shard),
+        (run.watch(_NotedShard(0), mesh), replicate),
+        (run.watch(_NotedPartial("sum"), mesh), shard),
     ]
     plan = [carried] + [
         step(mesh_dim=1, src_dst_placements=pair, logical_shape=_SHAPE) for pair in pairs
@@ -197,34 +178,25 @@ def _one_run(
         transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
     ) -> list[Any]:
         seen.append((transform_infos, device_mesh, src_placements, dst_placements))
-        carriers = [carried.src_dst_placements[0]] if carries else []
-        return follow.track_steps(plan, carriers, sys._getframe(1))
+        return run.follow.track_steps(plan, [carrier] if carries else [], sys._getframe(1))
 
-    run = _copied(
-        module,
-        executor,
-        {
-            SEAM: seam,
-            "_gen_transform_infos": lambda *given, **options: own,
-            "_gen_transform_infos_non_cached": lambda *given, **options: own,
-            # Who debugs has no use for it.
-            "get_active_debug_mode": lambda: None,
-        },
-    )
-    result = run(notes.tensors[0], before, after)
+    # Who debugs has no use for it.
+    replaced = {SEAM: seam, "get_active_debug_mode": lambda: None}
+    for planner in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        replaced[planner] = lambda *given, **options: own
+    result = _copied(module, executor, replaced)(run.tensors[0], before, after)
     if not seen:
         return [f"{SEAM} is not looked up in its module"]
     if seen != [(own, mesh, before.placements, after.placements)]:
         return [f"{SEAM} is given other values"]
-    wrong = list(notes.wrong)
-    lacking = [name for name in _EXPECTED if name not in notes.calls]
+    lacking = [name for name in _EXPECTED if name not in run.calls]
     if lacking:
-        wrong.insert(0, f"it does not call {', '.join(lacking)} of a subclass")
-    elif notes.calls != list(_EXPECTED):
-        wrong.insert(0, f"it calls {', '.join(notes.calls)}")
-    if not wrong and result is not notes.tensors[-1]:
-        wrong.append("it does not return the result of the last step")
-    return wrong
+        run.wrong.insert(0, f"it does not call {', '.join(lacking)} of a subclass")
+    elif run.calls != list(_EXPECTED):
+        run.wrong.insert(0, f"it calls {', '.join(run.calls)}")
+    if not run.wrong and result is not run.tensors[-1]:
+        run.wrong.append("it does not return the result of the last step")
+    return run.wrong
 
 
 def _spec(mesh: _Mesh, placement: Placement) -> Any:
