@@ -136,44 +136,36 @@ def test_shards_of_fsdp_and_tensor_parallel_are_moved(rows: int) -> None:
     run_ranks(ranks, 4)
 
 
-def test_lengths_are_those_of_this_rank_and_not_of_one_simulated_before() -> None:
-    """Torch caches its steps, which meshplan caches decisions for, by equal meshes."""
-
-    def ranks(_: int) -> None:
-        for rank, length in ((2, 1), (0, 2)):
-            dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-            with meshplan.installed():
-                mesh, local = init_device_mesh("cpu", (4,)), torch.ones(length, 2)
-                d = DTensor.from_local(local, mesh, [S(0)], shape=torch.Size((5, 2)), stride=(2, 1))
-                assert d.full_tensor().shape == (5, 2)
-            dist.destroy_process_group()
-
-    run_ranks(ranks, 1, init=False)
-
-
-def run_operators(length: int) -> list[int]:
+def run_operators(length: int, told: str) -> list[int]:
     """The rows of this rank in what operators make of a tensor of 5 rows, of which it has some."""
     mesh, local = init_device_mesh("cpu", (4,)), torch.ones(length, 2)
     d = DTensor.from_local(local, mesh, [S(0)], shape=torch.Size((5, 2)), stride=(2, 1))
-    assert d.full_tensor().shape == (5, 2)
+    if told == "prepare":
+        meshplan.prepare(mesh)
+    elif told != "shutdown":
+        assert d.full_tensor().shape == (5, 2)
     made = (d.new_zeros((5, 2)), d.view(5, 2, 1), d.reshape(5, 1, 2), d[..., None].expand(5, 2, 3))
     return [len(one.to_local()) for one in made]
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_operators_have_the_shapes_of_this_rank_after_it_was_another(in_thread: bool) -> None:
-    """Torch caches what it calls operators with by equal meshes, in each thread."""
+@pytest.mark.parametrize("told", ["redistribution", "thread", "prepare", "shutdown"])
+def test_operators_have_the_shapes_of_this_rank_after_it_was_another(told: str) -> None:
+    """Torch caches its steps, for which meshplan caches decisions, and what it calls operators with
+    by equal meshes, the latter in each thread.
+    """
 
     def ranks(_: int) -> None:
         with ThreadPoolExecutor(1) as pool:
             for rank, length in ((2, 1), (0, 2)):
                 dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
                 with meshplan.installed():
-                    if in_thread:
-                        found = pool.submit(run_operators, length).result()
+                    if told == "thread":
+                        found = pool.submit(run_operators, length, told).result()
                     else:
-                        found = run_operators(length)
+                        found = run_operators(length, told)
                     assert found == [length] * 4
+                    if told == "shutdown":
+                        meshplan.shutdown()
                 dist.destroy_process_group()
 
     run_ranks(ranks, 1, init=False)

@@ -8,7 +8,6 @@ these merges corrupt data silently:
   torch sorts the ranks of the flattened group.
 
 A third merge is wrong for placements with arithmetic of their own: torch takes a norm for a sum.
-Safe runs go to torch's own function. The others keep one collective for each axis.
 """
 
 from __future__ import annotations
@@ -55,12 +54,10 @@ from meshplan.layout import Layout
 
 # Shards split by steps of a plan, and shards along an axis whose ranks do not ascend.
 #
-# Torch sorts the ranks of the groups that it makes. Along an axis whose ranks do not ascend with
-# the coordinate, it scatters, reduce-scatters and gathers by sorted rank, but slices by coordinate.
-# meshplan always shards by coordinate. Torch gathers only shards of the first kind correctly, and
-# no tensor records its kind. So meshplan marks shards by coordinate, and refuses to let torch
-# gather them. Results computed from them have no mark. Once such shards exist, a gather of unmarked
-# shards warns and is a fallback in the report, which ``strict`` refuses.
+# Along an axis whose ranks do not ascend with the coordinate, torch scatters, reduce-scatters and
+# gathers by sorted rank, but slices by coordinate, as meshplan always does. No tensor records its
+# kind. So meshplan marks shards by coordinate, and refuses to let torch gather them. Results
+# computed from them have no mark: once such shards exist, a gather of unmarked shards warns.
 
 _MARK = "_meshplan_cut_by_coordinate"
 _any_marked = False
@@ -99,9 +96,8 @@ def _mark(mesh: MeshEntry, axis: int, shard: Tensor) -> Tensor:
 
 
 class ScatteredShard(ShardHooks):
-    """A ``Shard`` that a planned reduction has already produced: torch's step to it does nothing.
-
-    The step stays in torch's list, so that torch's own trace of placements stays correct.
+    """A ``Shard`` that a planned reduction has already produced: torch's step to it does nothing,
+    and keeps torch's own trace of placements correct.
     """
 
     @never_compiled
@@ -196,9 +192,8 @@ class _WatchedShard(ShardHooks):
         )
 
 
-# Torch computes the length of every rank's shard from the global shape, and moves shards of other
-# lengths as if they had these: it returns elements that no rank has, or gloo ends ranks. No header
-# travels with a move, so each rank checks its own shard before anything is sent.
+# Torch moves shards as if they had the lengths of its chunks: it returns elements of no rank,
+# or gloo ends ranks. No header travels with a move, so each rank checks its own shard before.
 
 _any_refused = False
 
@@ -268,26 +263,36 @@ _lock = threading.Lock()
 _cached_world: Any = None
 
 
-def own_steps(
-    executor: FrameType, infos: list[TransformInfo], state: ThreadState
-) -> list[TransformInfo]:
-    """``infos``, made again in the first call of a thread in which this process may have another
-    rank: torch caches steps by equal meshes, with the shapes of the rank that it had. So it does
-    what operators are called with, such as the size of a view, for each thread.
+def follow_world(state: ThreadState, again: bool = False) -> None:
+    """Forget what torch has cached for the rank of this process in another default group, or in
+    this one (``again``), which is to be destroyed. Torch caches steps, and for each thread what it
+    calls operators with, such as the size of a view, by equal meshes.
     """
     global _cached_world
-    world, values = dist.group.WORLD, executor.f_locals
-    source, target = values.get("current_spec"), values.get("target_spec")
-    if world is None or source is None or target is None:
-        return infos
+    world = dist.group.WORLD
+    if world is None or (not again and state.world is not None and state.world() is world):
+        return
     with _lock:
-        if _cached_world is None or _cached_world() is not world:
+        if again or _cached_world is None or _cached_world() is not world:
             cached_steps.cache_clear()
             forget_planners()
             _cached_world = weakref.ref(world)
     cached_operators.cache_clear()
     forget_operators()
-    state.world = _cached_world
+    state.world = None if again else _cached_world
+
+
+def own_steps(
+    executor: FrameType, infos: list[TransformInfo], state: ThreadState
+) -> list[TransformInfo]:
+    """``infos``, made again in the first call of a thread in which this process may have another
+    rank: they are torch's, with the shapes of the rank that it had.
+    """
+    values = executor.f_locals
+    source, target = values.get("current_spec"), values.get("target_spec")
+    if dist.group.WORLD is None or source is None or target is None:
+        return infos
+    follow_world(state)
     return new_steps(source, target, values.get("use_graph_based_transform"))
 
 

@@ -38,6 +38,7 @@ from meshplan.contract import Contract
 from meshplan.dtensor import _tracking
 from meshplan.dtensor._config import Config, PolicyChoice
 from meshplan.dtensor._graphs import begin_epoch, forget_graphs, remove_tag, set_tag
+from meshplan.dtensor._guards import follow_world
 from meshplan.dtensor._routes import gather_topology
 from meshplan.dtensor._seam import (
     OVERRIDE,
@@ -48,6 +49,7 @@ from meshplan.dtensor._seam import (
     current_key,
     planned_transform_infos,
 )
+from meshplan.dtensor._tracking import THREAD
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
 from meshplan.execute import PathChoice, one_shot_switch, select_path
 from meshplan.flatten import Block, Group, registry
@@ -381,6 +383,9 @@ def prepare(
     sets = [layout.axis_indices(names) for names in axes] or [
         chosen for count in range(1, len(wide) + 1) for chosen in combinations(wide, count)
     ]
+    if active() is not None:
+        # Operators may come before the first redistribution under this default group.
+        follow_world(THREAD.state)
     if mesh.get_coordinate() is None:
         return ()
     config = gather_topology(config, layout, "meshplan.prepare", timeout)
@@ -421,4 +426,6 @@ def shutdown() -> int:
     """
     refuse_in_graph("meshplan.shutdown")
     begin_epoch()
+    if active() is not None:
+        follow_world(THREAD.state, again=True)
     return registry().shutdown()
