@@ -12,11 +12,7 @@ from meshplan.errors import GroupStateError
 
 
 class Abort:
-    """Whether a process group was aborted.
-
-    Args:
-        name: of the group, for errors.
-    """
+    """Whether the process group ``name`` was aborted."""
 
     __slots__ = ("_name", "requested")
 
@@ -25,11 +21,7 @@ class Abort:
         self.requested = False
 
     def error(self, waited_for: str = "") -> GroupStateError:
-        """The error of a reduction of the group.
-
-        Args:
-            waited_for: by the reduction.
-        """
+        """The error of a reduction of the group, and what it has waited for."""
         waited = f" while it waited for {waited_for}" if waited_for else ""
         return GroupStateError(
             f"{self._name} was aborted{waited}; destroy it and create it again, with the ranks "
@@ -48,10 +40,7 @@ THIS_THREAD = _ThisThread()
 
 
 def check_aborted(waited_for: str = "") -> None:
-    """
-    Raises:
-        GroupStateError: the group of the reduction that this thread runs was aborted.
-    """
+    """Raise GroupStateError if the group of the reduction that this thread runs was aborted."""
     abort = THIS_THREAD.abort
     if abort is not None and abort.requested:
         raise abort.error(waited_for)

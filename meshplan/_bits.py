@@ -13,13 +13,8 @@ _LOWEST = -(1 << 63)
 
 
 def max_ulps(found: Tensor, expected: Tensor) -> int:
-    """The largest distance in units in the last place between the bits of floats.
-
-    Args:
-        found, expected: signed integers [n] with the bits of floats that are not NaN.
-
-    Returns:
-        Exact for 64 bits too. 0 between -0.0 and 0.0, and for empty tensors.
+    """The largest distance in units in the last place between the bits of floats, as signed
+    integers [n], that are not NaN: exact for 64 bits too, 0 between -0.0 and 0.0 or if empty.
     """
     return int(_distance(found, expected).max()) - _LOWEST if found.numel() else 0
 

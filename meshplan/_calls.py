@@ -188,7 +188,10 @@ class GroupCalls:
 
     def stop_inside(self, error: Exception) -> None:
         """``stop_after`` an error of the inner backend: a rank may have come to it alone."""
-        self.stop_after(error, "the inner backend, which names no rank, failed on this rank: ")
+        self.stop_after(
+            error,
+            "the inner backend, which names no rank, failed on this rank: ",
+        )
 
     def watch(self, work: dist.Work) -> None:
         """Stop if ``work`` of the inner backend fails, even if no caller waits for it. The next
@@ -229,7 +232,9 @@ _NAMED: weakref.WeakValueDictionary[str, GroupCalls] = weakref.WeakValueDictiona
 
 
 def calls_of(
-    *groups: ProcessGroup, order: tuple[int, ...] | None = None, beside: bool = False
+    *groups: ProcessGroup,
+    order: tuple[int, ...] | None = None,
+    beside: bool = False,
 ) -> GroupCalls:
     """The calls of the ranks that differ along ``groups``, one for each axis of a mesh.
 
@@ -239,7 +244,11 @@ def calls_of(
     *others, last = groups
     if not others and order == tuple(dist.get_process_group_ranks(last)):
         order = None
-    key = tuple(group.group_name for group in others), order, beside and bool(others)
+    key = (
+        tuple(group.group_name for group in others),
+        order,
+        beside and bool(others),
+    )
     known = _CALLS.get(last)
     if known is None:
         known = _CALLS.setdefault(last, {})

@@ -30,11 +30,7 @@ def name_of(dtype: torch.dtype | str) -> str:
 
 
 def itemsize(name: str) -> int:
-    """Bytes of an element.
-
-    Raises:
-        KeyError: not the name of a dtype of numbers.
-    """
+    """Bytes of an element. Raises KeyError if it is not the name of a dtype of numbers."""
     return _ITEMSIZE[name]
 
 

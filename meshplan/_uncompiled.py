@@ -14,10 +14,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Have a function, and all that it calls, run as it stands below compiled code.
-
-    What a graph break leaves to Python is compiled piece by piece, down to the functions of ours
-    that torch calls. They would take what they do for what they are to note down.
+    """Have a function, and all that it calls, run as it stands below compiled code: what a graph
+    break leaves to Python is compiled piece by piece, down to the functions of ours.
     """
     # Without them install() refuses; to import must be possible for that.
     if not is_absent(FrameAction, FrameExecStrategy, set_code_exec_strategy):
@@ -27,9 +25,8 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def refuse_in_graph(what: str) -> None:
-    """Keep dynamo from taking a call of ``what`` for a part of a graph; the call itself is then
-    made. Raises InstallError where dynamo traces. It shows that where ``fullgraph=True`` was asked
-    for; else it makes two graphs, with the call between them.
+    """Keep dynamo from taking a call of ``what`` for a part of a graph: raise InstallError where it
+    traces. Without ``fullgraph=True`` it makes two graphs then, with the call between them.
     """
     if torch.compiler.is_dynamo_compiling():
         raise InstallError(f"{what} cannot be in a graph; call it around what is compiled")

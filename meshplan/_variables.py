@@ -28,10 +28,8 @@ _NAMES = {
 
 
 def check_variables(strict: bool) -> None:
-    """Warn of each variable ``MESHPLAN_*`` that nothing reads; those of the tests are left out.
-
-    Raises:
-        PolicyError: ``strict``, and there is such a variable.
+    """Warn of each variable ``MESHPLAN_*`` that nothing reads, except those of the tests; with
+    ``strict``, raise PolicyError.
     """
     for name in sorted(os.environ):
         if name.startswith("MESHPLAN_") and not name.startswith("MESHPLAN_TEST_"):

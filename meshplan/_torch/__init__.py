@@ -6,8 +6,7 @@ and how it is checked; ``Entry.gives`` is the result of an import. A name that t
 have is a class that raises ``UnsupportedTorchError`` when it is used. ``install`` first checks all
 of them, by name and form (``_entry``), some by effect (``effects``).
 
-``placements`` and ``process_group`` have the classes of torch whose private methods meshplan takes
-over. No other module of meshplan knows a private name of torch (``tests/test_torch_names.py``).
+No other package knows a private name of torch (``tests/test_torch_names.py``).
 """
 
 from __future__ import annotations

@@ -186,11 +186,7 @@ _GIVES: dict[Gives, Callable[[Entry], Any]] = {
 
 
 def find_moved(names: Mapping[str, Entry]) -> Iterator[str]:
-    """What of these names has moved: each with what meshplan uses it for, and what was found.
-
-    Args:
-        names: a table of the room.
-    """
+    """What of these names has moved: each with what meshplan uses it for, and what was found."""
     for entry in names.values():
         if not entry.optional:
             yield from _differences(entry)

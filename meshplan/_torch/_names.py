@@ -16,7 +16,9 @@ _PROCESS_GROUPS = {
     "TCPStore": Entry("torch.distributed", "TCPStore", _STORES),
     "SymmetricMemory": Entry(_BINDINGS, "_SymmetricMemory", "memory that GPUs share"),
     "symmetric_memory_rendezvous": Entry(
-        "torch.distributed._symmetric_memory", "rendezvous", "memory that GPUs share"
+        "torch.distributed._symmetric_memory",
+        "rendezvous",
+        "memory that GPUs share",
     ),
     "resolve_process_group": Entry(
         _BINDINGS, "_resolve_process_group", "groups that a graph names"
@@ -138,7 +140,9 @@ _TENSORS = {
     ),
     "debug_mode": Entry("torch.utils._debug_mode", "DebugMode", _COUNTED, "loaded"),
     "profiler_enabled": Entry(
-        "torch._C._autograd", "_profiler_enabled", "names spans in torch's profiler"
+        "torch._C._autograd",
+        "_profiler_enabled",
+        "names spans in torch's profiler",
     ),
 }
 
@@ -202,7 +206,10 @@ _REDISTRIBUTION = {
         parameters=("src_spec", "dst_spec", "use_graph_based_transform"),
     ),
     "cached_steps": Entry(
-        _REDISTRIBUTE, "_gen_transform_infos", _OTHER_RANK, parts=("cache_clear",)
+        _REDISTRIBUTE,
+        "_gen_transform_infos",
+        _OTHER_RANK,
+        parts=("cache_clear",),
     ),
     "forget_planners": Entry(_REDISTRIBUTE, "clear_redistribute_planner_cache", _OTHER_RANK),
     "cached_operators": Entry(
@@ -226,7 +233,9 @@ _REDISTRIBUTION = {
     ),
     "MaskPartial": Entry(_PLACEMENTS, "_MaskPartial", "embeddings with sharded rows"),
     "NormPartial": Entry(
-        "torch.distributed.tensor._ops._math_ops", "_NormPartial", "gradient norms"
+        "torch.distributed.tensor._ops._math_ops",
+        "_NormPartial",
+        "gradient norms",
     ),
     # What torch calls on a placement. ``placements`` has classes that take them over.
     "REDUCE_VALUE": Entry(
@@ -379,10 +388,14 @@ TESTING_NAMES: dict[str, Entry] = {
     "fp32_precision": Entry("torch._C", "_get_fp32_precision_getter", _CONTROLS),
     "set_fp32_precision": Entry("torch._C", "_set_fp32_precision_setter", _CONTROLS),
     "fp16_reduced_precision": Entry(
-        "torch._C", "_get_cublas_allow_fp16_reduced_precision_reduction", _CONTROLS
+        "torch._C",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        _CONTROLS,
     ),
     "bf16_reduced_precision": Entry(
-        "torch._C", "_get_cublas_allow_bf16_reduced_precision_reduction", _CONTROLS
+        "torch._C",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        _CONTROLS,
     ),
     "DistributedBackendOptions": Entry(
         "torch._C._distributed_c10d",
@@ -401,7 +414,10 @@ TESTING_NAMES: dict[str, Entry] = {
         "torch.distributed", "ProcessGroup._register_backend", _GLOO, "method"
     ),
     "set_default_backend": Entry(
-        "torch.distributed", "ProcessGroup._set_default_backend", _GLOO, "method"
+        "torch.distributed",
+        "ProcessGroup._set_default_backend",
+        _GLOO,
+        "method",
     ),
     # What C++ calls on a process group written in Python; ``process_group`` binds them.
     "ALL_GATHER_SINGLE": Entry("torch.distributed", "ProcessGroup._allgather_base", _GLOO, "text"),

@@ -76,10 +76,8 @@ def reducing_operators() -> list[str]:
 
 
 def answer_reductions(kind: type[dist.ProcessGroup]) -> None:
-    """Have groups of a class answer the operators that add, on any thread; once in a process.
-
-    Args:
-        kind: its methods reduce. Of an operator that has no method, a call is refused.
+    """Have groups of the class ``kind`` answer the operators that add, on any thread, by their
+    methods; an operator without a method is refused.
     """
     global _kind
     with _LOCK:
@@ -167,10 +165,7 @@ class _Relay(dist.ProcessGroup):
 
 
 def _read_op(group: dist.ProcessGroup, op: Any) -> Any:
-    """
-    Raises:
-        BackendError: ``PREMUL_SUM``, whose factor Python cannot read.
-    """
+    """Raise BackendError for ``PREMUL_SUM``, whose factor Python cannot read."""
     if isinstance(op, dist.ReduceOp):
         return op
     kind = dist.ReduceOp.RedOpType(op.op())

@@ -119,10 +119,8 @@ _EXPECTED = (_REDUCE, _SLICE, _MOVE, _GATHER, _REDUCE_SHARD)
 
 
 def executor_differences(follow: Follow) -> Iterator[str]:
-    """How torch's executor differs from what plans need, as texts.
-
-    Args:
-        follow: hands out the steps of the run, as it does those of a plan.
+    """How torch's executor differs from what plans need, as texts. ``follow`` hands out the steps
+    of the run, as it does those of a plan.
     """
     entry = NAMES["EXECUTOR"]
     module = NAMES["redistribute_module"].found()
@@ -245,11 +243,7 @@ _SETTING = ("env_value_force", "user_override", "env_value_default", "default")
 
 
 def effect_differences(follow: Follow) -> Iterator[str]:
-    """What torch does otherwise than meshplan needs it; a name that is not there is left out.
-
-    Args:
-        follow: sees whether the executor runs a plan.
-    """
+    """What torch does otherwise than meshplan needs it; a name that is not there is left out."""
     for name, differences in _EFFECTS.items():
         yield from differences(NAMES[name])
     yield from executor_differences(follow)

@@ -195,12 +195,7 @@ class _Python(dist.ProcessGroup):
 
 
 class PythonProcessGroup(_Python):
-    """A process group over gloo on CPUs; what a subclass does not override is gloo's.
-
-    Args:
-        rank, size: of the group.
-        store, timeout: of the group.
-    """
+    """A process group over gloo on CPUs; what a subclass does not override is gloo's."""
 
     def __init__(self, rank: int, size: int, store: Any, timeout: timedelta) -> None:
         super().__init__(rank, size)

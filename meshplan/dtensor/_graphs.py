@@ -8,8 +8,6 @@ since a value set as users set it holds for one thread only. The user's own tag 
 
 Graphs also name process groups. Such a name is invalid once its group is destroyed, or means
 another group under another default group: then an epoch starts.
-
-Dynamo has no public interface to guards. This module holds all private uses.
 """
 
 from __future__ import annotations

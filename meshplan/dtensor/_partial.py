@@ -86,10 +86,8 @@ def _pad(local: Tensor, length: int) -> Tensor:
 
 
 def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
-    """The result as torch's executor expects it: its first use waits for it.
-
-    Torch wraps results by an operator, which only autograd needs and which costs as much as a call
-    of a collective. Autograd does not record inside a redistribution.
+    """The result as torch's executor expects it: its first use waits for it. Torch wraps results by
+    an operator, which only autograd needs and which costs as much as a call of a collective.
     """
     if result.requires_grad:
         return maybe_wrap_tensor(result)
@@ -133,10 +131,8 @@ class _MeshGroups:
 
 
 class PlannedPartial(PartialHooks):
-    """A ``Partial`` whose reduction over several axes was planned as one step.
-
-    It holds the step, the layout and texts for the report, but not the mesh, which comes with each
-    call. It is equal to itself only: the seam makes one for each redistribution and mesh.
+    """A ``Partial`` whose reduction over several axes was planned as one step. It does not hold the
+    mesh, which comes with each call, and is equal to itself only.
     """
 
     step: Step

@@ -173,10 +173,8 @@ def _reduces_over_all(layout: Layout, src: Sequence[Placement], dst: Sequence[Pl
     )
 
 
-# Caches of each live mesh: its layout, and the routes planned for it.
-#
-# The seam has further caches for each thread. One comparison shows whether these are valid:
-# ``FACTS`` gets a new token whenever something changes that a decision may depend on.
+# Caches of each live mesh: its layout, and the routes planned for it. The seam has further ones for
+# each thread, which are valid for one token of ``FACTS``.
 
 
 @dataclass(slots=True, weakref_slot=True)

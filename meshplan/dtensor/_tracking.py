@@ -145,10 +145,9 @@ def note_reduction(carrier: object) -> None:
 
 
 def check_last_plan(state: ThreadState) -> None:
-    """Check that torch has started on the last plan of this thread. A plan waits from the seam's
-    return until the executor's loop begins. If another redistribution starts meanwhile, there are
-    three cases: it is nested in the first one, which goes on later; the first one has raised, which
-    is its own error; or it returned without its loop.
+    """Check that torch has started on the last plan of this thread when another redistribution
+    starts: that is nested in the first one; or the first one has raised, which is its own error; or
+    it has returned without its loop.
     """
     assert state.waiting is not None
     frame, asked = state.waiting

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshplan._lazy_imports import make_lazy
-from meshplan.flatten._across_jobs import is_across_jobs as is_across_jobs
-from meshplan.flatten._across_jobs import keep_store as keep_store
-from meshplan.flatten._across_jobs import rank_in as rank_in
 from meshplan.flatten._agree import first_use as first_use
 from meshplan.flatten._create import Sharing as Sharing
 from meshplan.flatten._create import default_timeout as default_timeout
+from meshplan.flatten._create import is_across_jobs as is_across_jobs
+from meshplan.flatten._create import keep_store as keep_store
+from meshplan.flatten._create import rank_in as rank_in
 from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._group_table import Block as Block
 from meshplan.flatten._group_table import Group as Group

@@ -71,6 +71,33 @@ _LOOKUPS = 8
 _TRUE = ("1", "t", "true", "y", "yes")
 
 
+# Of groups whose members belong to several jobs, and share no default store. Their global ranks
+# repeat, so they are numbered by their ranks in the group.
+_STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
+
+
+def keep_store(group: ProcessGroup, store: Store) -> None:
+    """Let the members of ``group``, who belong to several jobs, agree through ``store``, which is
+    for this group alone. In torch's tables, its global ranks are its group ranks.
+    """
+    _STORES[group] = store
+
+
+def is_across_jobs(group: ProcessGroup) -> bool:
+    return group in _STORES
+
+
+def store_of(group: ProcessGroup | None) -> Store:
+    """The store that the members of ``group`` agree through; ``None``: of a group to be created."""
+    found = None if group is None else _STORES.get(group)
+    return default_store() if found is None else found
+
+
+def rank_in(group: ProcessGroup) -> int:
+    """This process's global rank; its rank in ``group`` if that is across jobs."""
+    return int((group if group in _STORES else default_group()).rank())
+
+
 def possible_sharing(wanted: Sharing, device_type: str, backend: str) -> Sharing:
     """``wanted``, on devices and over backends whose ranks can share memory."""
     return wanted if device_type in ("cpu", "cuda") and backend != "fake" else "never"

@@ -21,9 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 from meshplan._torch import WORLD, default_group
 from meshplan.errors import GroupStateError
 from meshplan.flatten import _threads
-from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._agree import Signatures
-from meshplan.flatten._create import Sharing
+from meshplan.flatten._create import Sharing, is_across_jobs
 from meshplan.flatten._threads import is_forked
 from meshplan.kernel import Communicator
 

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan._calls import GroupCalls, calls_of, restart_calls
 from meshplan._torch import default_group
 from meshplan.errors import GroupStateError
-from meshplan.flatten._across_jobs import is_across_jobs
 from meshplan.flatten._agree import Members, Signatures, first_use
 from meshplan.flatten._create import (
     Sharing,
     capture_objection,
     default_timeout,
     descriptor_objection,
+    is_across_jobs,
     possible_sharing,
     rest_at_end,
     this_rank,

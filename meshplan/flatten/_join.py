@@ -34,7 +34,6 @@ from meshplan.errors import (
     GroupStateError,
     SignatureMismatchError,
 )
-from meshplan.flatten._across_jobs import rank_in, store_of
 from meshplan.flatten._agree import (
     Members,
     VoteResult,
@@ -53,6 +52,8 @@ from meshplan.flatten._create import (
     default_timeout,
     descriptor_objection,
     peer_timeout,
+    rank_in,
+    store_of,
     this_rank,
     warm_up,
 )
