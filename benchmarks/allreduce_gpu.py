@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.record import Case, Figures, at_least, machine
 from benchmarks.script import Suite, run
@@ -33,6 +32,7 @@ from benchmarks.timing import on_ranks, slowest
 from meshplan.contract import Contract
 from meshplan.execute import Purpose, StepGroups, run_reduction
 from meshplan.flatten._connect import connect_devices
+from meshplan.flatten._join import members_of
 from meshplan.kernel import DeviceCommunicator, TimedPaths
 from meshplan.planner import Step
 
@@ -188,11 +188,8 @@ def measure() -> Iterator[Case]:
     group = dist.group.WORLD.group_name
     found = connect_devices(
         group,
-        c10d._get_default_store(),
+        members_of(None, tuple(range(ranks)), 300.0),
         "benchmark",
-        tuple(range(ranks)),
-        rank=rank,
-        wait=300,
         timeout=60,
     )
     assert isinstance(found, DeviceCommunicator), found

@@ -309,17 +309,17 @@ class TestTimedGpus(TestCase):
             _connect.device_of = lambda index: device  # type: ignore[assignment]
             torch.cuda.current_device = lambda: 0
             _device_peers._read = lambda: rows  # type: ignore[assignment]
-            group = group_of_two()
+            group, members = group_of_two(), members_of(None, (0, 1), 20.0)
+            key = GroupKey((0, 1), "gloo", "cuda", "timed")
             for names in (("new", "new"), ("fast", "slow"), ("fast", "also"), ("fast", "fast")):
                 torch.cuda.get_device_name = lambda name=names[rank]: name  # type: ignore[assignment]
-                how = {"rank": rank, "objection": None, "wait": 20, "timeout": 20}
-                shared = share_memory(group, "cuda", timed=True, **how)  # type: ignore[arg-type]
+                shared = share_memory(group, key, members, objection=None)
                 found.append(shared.no_peers)
             assert shared.peers is not None
             found.append(f"{shared.peers}: {shared.peers.faster_mode(400)} of 400 bytes")
             found.append(f"{shared.peers.faster_mode(401)} of 401")
             # A path that is named has memory of its own, with published limits.
-            named = share_memory(group, "cuda", **how)  # type: ignore[arg-type]
+            named = share_memory(group, key._replace(peers="always"), members, objection=None)
             assert named.peers is not None
             assert named.peers.name != shared.peers.name
             assert named.peers.faster_mode(401) == "one_shot"
