@@ -256,7 +256,7 @@ class BoundReduction:
             how = self.path, self.one_shot, traced, captured, over_gloo, self.strict
             request = PathRequest(self.step, groups, tensor, *how)
             chosen = choose(request)
-            check_fallback(chosen, request, self.strict, self.purpose.request)
+            check_fallback(chosen, request, self.purpose.request)
             if not traced:
                 if len(self._chosen) >= MAX_RECORDS:
                     self._chosen.clear()

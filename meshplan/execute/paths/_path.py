@@ -6,8 +6,7 @@ returns the same bits. ``CONTRIBUTING.md`` has the recipe for a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -85,6 +84,8 @@ class Path(Protocol):
 
 
 _paths: dict[str, Path] = {}
+PATHS = ["auto"]
+"""The names of paths that users may write: ``auto``, and every registered path that is offered."""
 changes = 0
 """How often the register has changed. A choice made before the last change is made again."""
 
@@ -102,6 +103,8 @@ def register(path: Path) -> None:
     global changes
     changes += 1
     _paths[path.name] = path
+    if path.offered and path.name not in PATHS:
+        PATHS.append(path.name)
     if type(path).cost is not Path.cost:
         register_cost(path.name, path.cost)
 
@@ -109,8 +112,10 @@ def register(path: Path) -> None:
 def unregister(name: str) -> None:
     """Remove the path of that name, or raise PolicyError. Plans and graphs that use it fail."""
     global changes
-    get_path(name)
+    offered = get_path(name).offered
     changes += 1
+    if offered:
+        PATHS.remove(name)
     del _paths[name]
     register_cost(name, None)
 
@@ -150,33 +155,3 @@ def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
     if name == "auto":
         return "always" if device_type == "cpu" or one_shot else "timed"
     return "always" if name in _paths and _paths[name].shares_memory else "never"
-
-
-class _Names(Sequence[str]):
-    """The names that users may write, as they are registered now."""
-
-    def _now(self) -> tuple[str, ...]:
-        return ("auto", *(path.name for path in _paths.values() if path.offered))
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
-        return self._now()[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._now()
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-    def __repr__(self) -> str:
-        return repr(self._now())
-
-
-PATHS = _Names()
-"""The names of paths that users may write: ``auto``, and every registered path that is offered."""
