@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshplan.execute._wire import Message
-from meshplan.execute.paths._hierarchical import Stages, run_stages
+from meshplan.execute.paths._halving import Stages, run_stages
 from meshplan.planner import Reach, count_chunks, cut_chunks, weigh_chunks
 from meshplan.planner._path_costs import MAX_CHUNKS, PeerCounts, find_chunk_unit
 from meshplan.topology import Links

@@ -32,8 +32,6 @@ from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup, describe_group
 from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
-    ALL_REDUCE,
-    SCATTER,
     BoundTable,
     Operation,
     agree_on_policy,
@@ -41,8 +39,6 @@ from meshplan.backend._reductions import (
     check_equal_blocks,
     is_watched,
     read_operation,
-    reduce_all,
-    reduce_blocks,
     reduce_inside,
 )
 from meshplan.backend._work import (
@@ -53,7 +49,7 @@ from meshplan.backend._work import (
 )
 from meshplan.collectives._lanes import OrderedThread, Work
 from meshplan.collectives._options import ReductionOptions, check_destination
-from meshplan.collectives._reduction import bind, list_kinds
+from meshplan.collectives._reduction import Kind, bind, list_kinds
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import first_use, registry
@@ -175,17 +171,14 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     def _all_reduce(self, tensors: _Tensors, opts: Any, kind: str) -> dist.Work:
         if len(tensors) == 1:
-            repeated = self._bound.find(ALL_REDUCE, tensors[0], tensors[0], opts.reduceOp)
+            repeated = self._bound.find("all_reduce", tensors[0], tensors[0], opts.reduceOp)
             if repeated is not None:
                 return self._begin(repeated, tensors, opts)
         operation = self._operation(opts, tensors)
         if operation.op is None:
             return self._reduce_inside(kind, operation, tensors, tensors, opts)
-        if len(tensors) == 1 and tensors[0].is_cpu:
-            first = self._bound.first(ALL_REDUCE, tensors[0], tensors[0], operation)
-            return self._start(first, tensors, opts)
-        run = partial(reduce_all, [*map(writable, tensors)], operation, self.options)
-        return self._start(in_caller_mode(run, tensors), tensors, opts)
+        outs = [*map(writable, tensors)]
+        return self._reduce("all_reduce", outs, outs, [], operation, tensors, opts)
 
     @_counts_refused
     def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -200,8 +193,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         found = writable(tensors[0])
         flat = found.reshape(-1)
         output = found if mine else flat[:0]
-        run = partial(reduce_blocks, [output], [flat], [lengths], operation, self.options)
-        return self._start(in_caller_mode(run, tensors), tensors, opts, writes=mine)
+        args = [output], [flat], [lengths], operation, tensors, opts
+        return self._reduce("reduce_scatter", *args, writes=mine)
 
     @_counts_refused
     def reduce_scatter(  # type: ignore[override]
@@ -214,7 +207,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             return self._reduce_inside("reduce_scatter", operation, outputs, outputs, inputs, opts)
         lengths = [[block.numel() for block in row] for row in inputs]
         flat = [torch.cat([one.reshape(-1) for one in map(writable, row)]) for row in inputs]
-        return self._scatter(outputs, flat, lengths, operation, opts)
+        outs = [*map(writable, outputs)]
+        return self._reduce("reduce_scatter", outs, flat, lengths, operation, outputs, opts)
 
     @_counts_refused
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -263,9 +257,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
         def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
             lengths = (found[0].numel(),) * self.size()
-            bound, groups = bind(
-                flat, how, group, "exchange of leaves", ticket, dim=0, lengths=lengths
-            )
+            name = "exchange of leaves"
+            bound, groups = bind(flat, how, group, name, ticket, shards=(0, lengths))
             if is_watched() or not bound.run_into(flat, flat, ticket.word):
                 flat.copy_(bound.run(flat, groups, ticket.word))
 
@@ -387,7 +380,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         if len(outputs) == len(inputs) == 1:
             output, tensor = outputs[0], inputs[0]
             if tensor.numel() == output.numel() * self.size():
-                repeated = self._bound.find(SCATTER, tensor, output, opts.reduceOp)
+                repeated = self._bound.find("reduce_scatter", tensor, output, opts.reduceOp)
                 if repeated is not None:
                     return self._begin(repeated, outputs, opts)
         operation = self._operation(opts, [*outputs, *inputs])
@@ -397,26 +390,26 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             return self._reduce_inside(kind, operation, outputs, *given, opts)
         for output, tensor in zip(outputs, inputs, strict=True):
             check_equal_blocks(output, tensor, self.size())
-        if len(outputs) == 1 and outputs[0].is_cpu:
-            first = self._bound.first(SCATTER, inputs[0], outputs[0], operation)
-            return self._start(first, outputs, opts)
         lengths = [[output.numel()] * self.size() for output in outputs]
         flat = [tensor.reshape(-1) for tensor in map(writable, inputs)]
-        return self._scatter(outputs, flat, lengths, operation, opts)
+        outs = [*map(writable, outputs)]
+        return self._reduce("reduce_scatter", outs, flat, lengths, operation, outputs, opts)
 
-    def _scatter(
+    def _reduce(
         self,
+        kind: Kind,
         outputs: _Tensors,
         inputs: _Tensors,
         lengths: list[list[int]],
         operation: Operation,
+        tensors: _Tensors,
         opts: Any,
+        writes: bool = True,
     ) -> dist.Work:
-        for output, sizes in zip(outputs, lengths, strict=True):
+        for output, sizes in zip(outputs, lengths, strict=kind == "reduce_scatter"):
             check_blocks(output, sizes, self.rank(), self.size())
-        args = [*map(writable, outputs)], inputs, lengths, operation, self.options
-        run = partial(reduce_blocks, *args)
-        return self._start(in_caller_mode(run, outputs), outputs, opts)
+        run = partial(self._bound.reduce, kind, outputs, inputs, lengths, operation)
+        return self._start(in_caller_mode(run, tensors), tensors, opts, writes)
 
     def count_refused(self, written: Tensor | _Tensors) -> None:
         # In its turn, and before this call returns: after ``shutdown`` it would count for another.

@@ -114,8 +114,8 @@ def scatter_partial_sum(
     summand = operation.scale(message, contract).to(wide)
     how = _options(operation, options)
     request = f"reduce_scatter {operation.name} with unrounded sums of backend {NAME}"
-    lengths = (output.numel(),) * group.size()
-    value = reduce_tensor(summand, how, group, request, ticket, dim=0, lengths=lengths)
+    shards = 0, (output.numel(),) * group.size()
+    value = reduce_tensor(summand, how, group, ticket, request=request, shards=shards)
     divisor = group.size() if operation.op == "avg" else 1
     op: Op = "avg" if divisor > 1 else "sum"
     result = finish_partials([value], op, (1,), contract, dtype, divisor if divisor > 1 else None)
@@ -143,7 +143,7 @@ def reduce_partial_sums(
     if divisor > 1:
         how = replace(how, op="avg", divisor=divisor)
     request = f"all_reduce {operation.name} of unrounded sums of backend {NAME}"
-    result = reduce_tensor(value, how, group, request, ticket)
+    result = reduce_tensor(value, how, group, ticket, request=request)
     tensor.copy_(rounded(result, tensor.dtype).view(tensor.shape))
 
 

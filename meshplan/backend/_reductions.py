@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,19 @@ from meshplan.backend._options import NAME, BackendOptions
 from meshplan.backend._work import Reduce, in_caller_mode, writable
 from meshplan.collectives._options import ReductionOptions, read_options
 from meshplan.collectives._reduction import (
-    all_reduce_list,
+    Kind,
+    Shards,
     bind,
     check_distinct,
-    compare_lists,
     describe_group,
     reduce_tensor,
-    scatter_list,
+    run_list,
 )
 from meshplan.contract import FLOATS, INTEGERS, OPS, Contract, Op, check_dtype
 from meshplan.definition import canonicalize_nans
 from meshplan.errors import ContractError, ContractTypeError, FallbackRefusedError
-from meshplan.execute import BoundReduction, Event, record
+from meshplan.execute import BoundReduction, Purpose
+from meshplan.execute._provenance import record_call
 from meshplan.flatten import registry
 from meshplan.record import Record
 
@@ -106,81 +107,11 @@ def read_operation(
     return Operation(name, word, factor=factor)
 
 
-Kind = Literal["all_reduce", "reduce_scatter"]
-
-
 def options_of(operation: Operation, options: BackendOptions) -> ReductionOptions:
     """How the collectives run an operation that the contract defines."""
     assert operation.op is not None
     found = read_options(operation.op, options.path, options.contract, options.strict)
     return found if options.audit is None else replace(found, audit=options.audit)
-
-
-def reduce_all(
-    tensors: Sequence[Tensor],
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-    ticket: Ticket,
-) -> None:
-    """All-reduce each tensor in place, over the inner group for reductions. They are detached, of
-    any dtypes for which ``operation`` is the same, which the contract defines.
-    """
-    how = options_of(operation, options)
-    if _in_one(tensors, operation, options, group):
-        check_distinct(tensors)
-        compare_lists("all_reduce", tensors, (), how, group, False, ticket)
-        all_reduce_list(tensors, None, how, group, False, ticket)
-        return
-    for tensor in tensors:
-        summand = operation.scale(tensor, options.contract)
-        if group.size() > 1:
-            own = operation.factor is None
-            request = _request("all_reduce", operation)
-            summand = reduce_tensor(summand, how, group, request, ticket, in_place=own)
-        if summand is not tensor:
-            tensor.copy_(rounded(summand, tensor.dtype))
-
-
-def _in_one(
-    tensors: Sequence[Tensor],
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-) -> bool:
-    """Whether several tensors travel in one message. An audit compares one reduction at a time."""
-    several = len(tensors) > 1 and group.size() > 1
-    return several and operation.factor is None and options.audit is None
-
-
-def reduce_blocks(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    lengths: Sequence[Sequence[int]],
-    operation: Operation,
-    options: BackendOptions,
-    group: ProcessGroup,
-    ticket: Ticket,
-) -> None:
-    """Reduce each flat input, with the blocks of all ranks in order, and write the block of this
-    rank to the output of any shape. ``lengths`` are those of the blocks, for each input.
-    """
-    how = options_of(operation, options)
-    if _in_one(outputs, operation, options, group):
-        shards = [(0, tuple(sizes)) for sizes in lengths]
-        compare_lists("reduce_scatter", inputs, shards, how, group, False, ticket)
-        found = scatter_list(inputs, shards, None, how, group, False, ticket)
-        for output, block in zip(outputs, found, strict=True):
-            output.copy_(block.view(output.shape))
-        return
-    for output, tensor, sizes in zip(outputs, inputs, lengths, strict=True):
-        block = operation.scale(tensor, options.contract)
-        if group.size() > 1:
-            request = _request("reduce_scatter", operation)
-            cut: dict[str, Any] = {"dim": 0, "lengths": tuple(sizes)}
-            block = reduce_tensor(block, how, group, request, ticket, **cut)
-        if output.numel():
-            output.copy_(rounded(block, output.dtype).view(output.shape))
 
 
 def rounded(result: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,12 +123,6 @@ def _request(kind: str, operation: Operation) -> str:
     return f"{kind} {operation.name} of backend {NAME}"
 
 
-ALL_REDUCE: Kind = "all_reduce"
-"""In place: the output is the message."""
-SCATTER: Kind = "reduce_scatter"
-"""Equal blocks of the message, one for each rank."""
-
-
 MAX_BOUND = 256
 """Reductions that a group keeps; where there are more, all are bound again."""
 
@@ -205,8 +130,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class BoundTable:
-    """The reductions of one tensor that a group of the backend has run before, by kind, operation,
-    dtype and shape. What is in it changes no bit, no message and no order: a reduction that is not
+    """The reductions of a group of the backend. It keeps those of one tensor, by kind, operation,
+    dtype and shape. What is kept changes no bit, no message and no order: a reduction that is not
     found runs the ordinary way, and meets those that are. ``options`` are the group's.
     """
 
@@ -215,51 +140,59 @@ class BoundTable:
         self._bound: dict[Hashable, BoundReduction] = {}
 
     def find(self, kind: Kind, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
-        """The reduction of ``message`` into ``out`` by a ``ReduceOp``, to be run once in its turn.
-        ``None`` if none like it was run before, or if operators or spans are watched.
+        """The reduction of ``message`` into ``out``, or of equal blocks of it, by a ``ReduceOp``,
+        to be run once in its turn. ``None`` if none like it was run before, or if operators or
+        spans are watched.
         """
-        found = self._bound.get((kind, op.op, message.dtype, message.shape))
+        found = self._bound.get((kind, op.op, message.dtype, out.shape))
         if found is None or not _can_repeat(message, out) or is_watched():
             return None
         return partial(self._repeat, found, kind, message, out, op)
-
-    def first(self, kind: Kind, message: Tensor, out: Tensor, operation: Operation) -> Reduce:
-        """The reduction the ordinary way, which is then kept; to be run once in its turn."""
-        return in_caller_mode(partial(self._run, kind, message, out, operation), [out])
 
     def clear(self) -> None:
         """Forget all reductions."""
         self._bound.clear()
 
-    def _run(
+    def reduce(
         self,
         kind: Kind,
-        message: Tensor,
-        out: Tensor,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        lengths: Sequence[Sequence[int]],
         operation: Operation,
-        lane: ProcessGroup,
+        group: ProcessGroup,
         ticket: Ticket,
     ) -> None:
-        """Reduce ``message``, flat where blocks of it are scattered, and keep the reduction."""
-        options, summand, written = self._options, message.detach(), writable(out)
-        cut: dict[str, Any] = {}
-        if kind == SCATTER:
-            summand = summand.reshape(-1)
-            cut = {"dim": 0, "lengths": (out.numel(),) * lane.size()}
-        if operation.factor is None and lane.size() > 1 and _can_repeat(message, out):
-            how = options_of(operation, options)
-            request = _request(kind, operation)
-            found, groups = bind(summand, how, lane, request, ticket, **cut)
-            if len(self._bound) >= MAX_BOUND:
-                self._bound.clear()
-            op = getattr(dist.ReduceOp, operation.name.upper())
-            self._bound[kind, op, message.dtype, message.shape] = found
-            written.copy_(found.run(summand, groups, ticket.word).view(out.shape))
-        elif kind == SCATTER:
-            lengths = [[out.numel()] * lane.size()]
-            reduce_blocks([written], [summand], lengths, operation, options, lane, ticket)
-        else:
-            reduce_all([written], operation, options, lane, ticket)
+        """Reduce each input over the inner ``group`` for reductions, and write the whole to its
+        output, which is the input; or of a flat input, with the blocks of all ranks in order, the
+        block of this rank, to an output of any shape. ``lengths`` are those of the blocks, for each
+        input. All are detached, of any dtypes for which ``operation`` is the same, which the
+        contract defines.
+        """
+        options, ranks = self._options, group.size()
+        how, request = options_of(operation, options), _request(kind, operation)
+        shards: Sequence[Shards] = [(0, tuple(sizes)) for sizes in lengths]
+        # An audit compares one reduction at a time.
+        in_one = operation.factor is None and options.audit is None
+        if in_one and len(outputs) > 1 and ranks > 1:
+            if not shards:
+                check_distinct(outputs)
+            run_list(kind, inputs, shards, outputs if shards else None, how, group, ticket)
+            return
+        cuts: Sequence[Shards | None] = shards or [None] * len(outputs)
+        for output, tensor, cut in zip(outputs, inputs, cuts, strict=True):
+            value = operation.scale(tensor, options.contract)
+            if ranks > 1:
+                value = reduce_tensor(value, how, group, ticket, request=request, shards=cut)
+            if value is not output and output.numel():
+                output.copy_(rounded(value, output.dtype).view(output.shape))
+            equal = cut is None or {*cut[1]} == {output.numel()}
+            if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
+                if len(self._bound) >= MAX_BOUND:
+                    self._bound.clear()
+                bound, _ = bind(tensor, how, group, request, ticket, shards=cut)
+                op = getattr(dist.ReduceOp, operation.name.upper())
+                self._bound[kind, op, tensor.dtype, output.shape] = bound
 
     def _repeat(
         self,
@@ -268,13 +201,16 @@ class BoundTable:
         message: Tensor,
         out: Tensor,
         op: Any,
-        lane: ProcessGroup,
+        group: ProcessGroup,
         ticket: Ticket,
     ) -> None:
-        flat = message.view(-1) if kind == SCATTER else message
+        flat = message if kind == "all_reduce" else message.view(-1)
         if not found.run_into(flat, out, ticket.word):
-            operation = read_operation(op, message, self._options.contract)
-            self.first(kind, message, out, operation)(lane, ticket)
+            operation, written = read_operation(op, message, self._options.contract), writable(out)
+            flat = written if message is out else writable(flat)
+            lengths = [] if kind == "all_reduce" else [[out.numel()] * group.size()]
+            run = partial(self.reduce, kind, [written], [flat], lengths, operation)
+            in_caller_mode(run, [out])(group, ticket)
 
 
 def is_watched() -> bool:
@@ -340,11 +276,30 @@ def reduce_inside(
     group: Any,
     *given: Any,
 ) -> Work:
-    """Let the inner backend of ``group`` reduce by a method with these arguments, and record it."""
-    _record_inner(operation, tensors, method, options, group)
+    """Let the inner backend of ``group`` reduce by a method with these arguments, and record it.
+    Raises FallbackRefusedError if ``strict`` and the order matters.
+    """
+    started, dtype, first = time.perf_counter(), tensors[0].dtype, tensors[0]
+    if operation.fallback and options.strict:
+        raise FallbackRefusedError(
+            f"strict=True refuses {method} {operation.name} of {name_of(dtype)}, which the inner "
+            f"backend would reduce in its own order: {operation.why}; convert the tensor, or pass "
+            "strict=False"
+        )
+    planned = f"{method} {operation.name} over {group.size()} ranks by the inner backend"
+    record_call(
+        Purpose(_request(method, operation), planned, describe_group(group)),
+        tensors,
+        started,
+        "native",
+        (method,),
+        group.size(),
+        why=operation.why,
+        fallback=operation.fallback,
+        path=options.path,
+    )
     extent: Extent = "fallback" if operation.fallback else "native"
-    first, opts, pass_on = tensors[0], given[-1], group.pass_on
-    dtype = first.dtype
+    opts, pass_on = given[-1], group.pass_on
     integral = not (dtype.is_floating_point or dtype.is_complex)
     if integral and operation.name in _BITWISE and first.is_cpu and first.layout is torch.strided:
         pass_on = group.pass_bytes_on
@@ -361,43 +316,3 @@ def reduce_inside(
 
 _BITWISE = ("band", "bor", "bxor")
 _OF_BOOLEANS = {"sum": dist.ReduceOp.MAX, "product": dist.ReduceOp.MIN}
-
-
-def _record_inner(
-    operation: Operation,
-    tensors: Sequence[Tensor],
-    kind: str,
-    options: BackendOptions,
-    group: ProcessGroup,
-) -> None:
-    """Record that the inner backend reduces. Raises FallbackRefusedError if ``strict`` and the
-    order matters.
-    """
-    started = time.perf_counter()
-    dtype = name_of(tensors[0].dtype)
-    if operation.fallback and options.strict:
-        raise FallbackRefusedError(
-            f"strict=True refuses {kind} {operation.name} of {dtype}, which the inner backend "
-            f"would reduce in its own order: {operation.why}; convert the tensor, or pass "
-            "strict=False"
-        )
-    event = Event(
-        asked=f"{kind} {operation.name} of backend {NAME}",
-        planned=f"{kind} {operation.name} over {group.size()} ranks by the inner backend",
-        ran="native",
-        sends=(kind,),
-        group=describe_group(group),
-        dtype=dtype,
-        why=operation.why,
-        fallback=operation.fallback,
-        kind="collective",
-        path=options.path,
-        ranks=group.size(),
-    )
-    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    record(
-        event,
-        elements=sum(t.numel() for t in strided),
-        nbytes=sum(t.nbytes for t in strided),
-        seconds=time.perf_counter() - started,
-    )

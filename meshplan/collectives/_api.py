@@ -5,8 +5,7 @@ A function of one tensor is that of a list of one, whose members need not compar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,25 +20,20 @@ from meshplan.collectives._options import (
     check_destination,
     check_no_gradient,
     check_summand,
-    check_tensor,
     read_options,
 )
 from meshplan.collectives._reduction import (
     GroupLike,
+    Kind,
     Shards,
-    all_reduce_list,
     check_distinct,
     compare_calls,
-    compare_lists,
     counts_refused,
-    gather_list,
-    gathered_shape,
     put,
-    read_gather,
     read_group,
-    read_scatter,
-    scatter_list,
-    shard_shape,
+    read_shards,
+    result_shape,
+    run_list,
     start,
     use_up_ticket,
 )
@@ -323,7 +317,7 @@ def deterministic_all_gather_coalesced(
 
 
 def _begin(
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather"],
+    kind: Kind,
     tensors: Sequence[Tensor],
     out: Tensor | Sequence[Tensor] | None,
     options: ReductionOptions,
@@ -336,8 +330,7 @@ def _begin(
     alone: bool = False,  # of one tensor: ranks compare no lists, and no list is returned
 ) -> Any:
     """Check the arguments and run the collective, as ``start`` does."""
-    run: Callable[..., list[Tensor]]
-    tensors = list(tensors)
+    tensors, reduces = list(tensors), None if kind == "all_gather" else options
     outs: Any = None if out is None else [out] if alone else list(out)
     if outs is not None and len(outs) != len(tensors):
         raise ContractError(
@@ -347,41 +340,31 @@ def _begin(
     if kind == "all_reduce":
         _check_all_reduce(tensors, outs, options)
         found = read_group(group)
-        run = partial(all_reduce_list, tensors, outs, options)
     else:
-        scatters, lists = kind == "reduce_scatter", _read_sizes(tensors, sizes)
+        lists = _read_sizes(tensors, sizes)
         for tensor in tensors:
-            check_tensor(tensor)
-            if scatters:
-                check_summand(tensor, options)
-        found, read = read_group(group), read_scatter if scatters else read_gather
+            check_summand(tensor, reduces)
+        found = read_group(group)
         for tensor, lengths in zip(tensors, lists, strict=True):
-            shards.append(read(tensor, found, dim, lengths))
+            shards.append(read_shards(kind, tensor, found, dim, lengths))
             check_no_gradient(tensor, kind)
+        scatters = None if reduces is None else found
         pairs = zip(tensors, shards, strict=True)
-        if scatters:
-            shapes = [shard_shape(tensor, found, split) for tensor, split in pairs]
-            run = partial(scatter_list, tensors, shards, outs, options)
-        else:
-            shapes = [gathered_shape(*pair) for pair in pairs]
-            run = partial(gather_list, tensors, shards, outs)
-        _check_outs(outs, tensors, shapes)
+        _check_outs(outs, tensors, [result_shape(*pair, scatters) for pair in pairs])
     if found is None or not tensors:
         # The list of another rank may have tensors.
         use_up_ticket(tensors, {"group": group, "async_op": async_op})
         results = _alone(tensors, outs, kind == "all_reduce")
         result = results[0] if alone else results
         return Work(result) if async_op else result
-    reduces = None if kind == "all_gather" else options
     if debug:
         splits: Sequence[Shards | None] = shards or [None] * len(tensors)
         for tensor, split in zip(tensors, splits, strict=True):
             compare_calls(f"deterministic_{kind}", found, tensor, reduces, split)
 
     def once(apart: bool, ticket: Ticket) -> Any:
-        if not alone:
-            compare_lists(kind, tensors, shards, reduces, found, apart, ticket)
-        results = run(found, apart, ticket)
+        how = tensors, shards, outs, reduces, found, ticket
+        results = run_list(kind, *how, apart=apart, alone=alone)
         return results[0] if alone else results
 
     return start(kind, once, tensors, reduces, found, async_op)

@@ -20,8 +20,7 @@ from meshplan.errors import (
     FallbackRefusedError,
 )
 from meshplan.execute._choose import check_contract, check_one_shot, one_shot_switch
-from meshplan.execute.paths import _path as registry
-from meshplan.execute.paths import check_path, select_path
+from meshplan.execute.paths import PATHS, check_path, select_path
 
 AnyOp = Op | dist.ReduceOp | dist.ReduceOp.RedOpType
 """An operation: its name, or a value of ``torch.distributed.ReduceOp``."""
@@ -30,7 +29,6 @@ _OPS: tuple[str, ...] = get_args(Op)
 _TREE = Contract()
 # Dynamo does not trace through a cache.
 _check_dtype = lru_cache(maxsize=64)(check_dtype)
-_check_path = lru_cache(maxsize=64)(lambda path, changes: check_path(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +106,8 @@ def read_op(op: object) -> Op:
 
 def check_requested_path(path: str) -> None:
     """Raise PolicyError if ``path`` is unknown, or the environment forbids it."""
-    if torch.compiler.is_compiling():
+    if path not in PATHS:
         check_path(path)
-    else:
-        _check_path(path, registry.changes)
     if path == "one_shot":
         check_one_shot(one_shot_switch())
 
@@ -131,12 +127,14 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
         raise ContractTypeError(f"{name} is {kind}; pass a dense one, e.g. tensor.to_dense()")
 
 
-def check_summand(tensor: Tensor, options: ReductionOptions) -> None:
-    """Refuse a tensor that cannot be reduced with these options, in any state of the process
-    groups. Raises ContractTypeError if it is not dense, for ``avg`` of integers, or if the contract
-    does not define the op for the dtype.
+def check_summand(tensor: Tensor, options: ReductionOptions | None) -> None:
+    """Refuse a tensor that cannot be reduced with these options, or gathered without, in any state
+    of the process groups. Raises ContractTypeError if it is not dense, for ``avg`` of integers, or
+    if the contract does not define the op for the dtype.
     """
     check_tensor(tensor)
+    if options is None:
+        return
     op, numbers = options.op, tensor.is_floating_point() or tensor.is_complex()
     if op == "avg" and not numbers:
         raise ContractTypeError(

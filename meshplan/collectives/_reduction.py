@@ -6,13 +6,14 @@ agreement round, and kept with its step as long as the process group lives.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,7 +41,7 @@ from meshplan.execute import StepGroups
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.execute._choose import one_shot_switch
 from meshplan.execute._header import gather_header, list_header, step_header
-from meshplan.execute._provenance import Event, Purpose, record
+from meshplan.execute._provenance import Purpose, record_call
 from meshplan.execute._run import BoundReduction, compare_headers
 from meshplan.execute._shards import select_shard
 from meshplan.execute.paths import sharing_of
@@ -48,6 +49,9 @@ from meshplan.flatten import Group, registry
 from meshplan.planner import Step
 from meshplan.record import Record
 
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Shards = tuple[int, tuple[int, ...]]
+"""The dimension that is split, and the length of each rank's shard along it."""
 GroupLike = ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | int]
 """The ranks of a collective: a process group, a mesh of one axis, or a mesh and one of its axes."""
 
@@ -56,14 +60,6 @@ _Result = TypeVar("_Result")
 
 # Of one process group. Where there are more, all are found again.
 MAX_STEPS_PER_GROUP = 1024
-_TORCH_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
 
 _BOUND: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], BoundReduction]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -149,22 +145,25 @@ def reduce_tensor(
     tensor: Tensor,
     options: ReductionOptions,
     group: ProcessGroup,
-    request: str,
     ticket: Ticket,
     *,
+    request: str = "",
     apart: bool = False,
     in_place: bool = False,
-    dim: int | None = None,
-    lengths: tuple[int, ...] = (),
+    shards: Shards | None = None,
 ) -> Tensor:
-    """The reduction, or this rank's shard of it, waited for, from checked arguments. ``apart``: on
-    a second process group of the same ranks. ``in_place``: ``tensor`` may be written to and
-    returned. A reduce-scatter has ``dim`` and ``lengths``. Raises as ``deterministic_all_reduce``.
+    """The reduction, or with ``shards`` this rank's, waited for, from checked arguments. ``apart``:
+    on a second process group of the same ranks. ``in_place``: ``tensor`` may be written to and
+    returned. Raises as ``deterministic_all_reduce``.
     """
+    if not request:
+        kind = "all_reduce" if shards is None else "reduce_scatter"
+        at = "" if shards is None else f" of dim {shards[0]}"
+        request = f"deterministic_{kind} {options.op}{at}"
     if options.native:
         used = second_group(group, tensor) if apart else group
-        return _reduce_by_backend(tensor, options, used, request, ticket, in_place, dim, lengths)
-    bound, groups = bind(tensor, options, group, request, ticket, apart, dim, lengths)
+        return _reduce_by_backend(tensor, options, used, request, ticket, in_place, shards)
+    bound, groups = bind(tensor, options, group, request, ticket, apart, shards)
     return bound.run(tensor, groups, ticket.word)
 
 
@@ -175,17 +174,16 @@ def bind(
     request: str,
     ticket: Ticket,
     apart: bool = False,
-    dim: int | None = None,
-    lengths: tuple[int, ...] = (),
+    shards: Shards | None = None,
 ) -> tuple[BoundReduction, StepGroups]:
     """The reduction of ``reduce_tensor``, and its groups; the members decide in the first call."""
-    key = (options, tensor.device.type, request, apart, dim, lengths)
+    key = (options, tensor.device.type, request, apart, shards)
     # The entry outlives a shutdown. Its handle knows whether the decision still holds.
     bound = _BOUND.get(group, {}).get(key)
     groups = None if bound is None else bound.groups()
     if bound is None or groups is None:
         found, one_shot = find_group(tensor, group, options, ticket, apart=apart)
-        step = _step(options, group.size(), dim, lengths)
+        step = _step(options, group.size(), shards)
         planned = f"{step.kind} {step.op} over {group.size()} ranks"
         planned += f", {step.path}, contract {options.contract.id}"
         bound = BoundReduction(
@@ -207,9 +205,9 @@ def bind(
     return bound, groups
 
 
-def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple[int, ...]) -> Step:
+def _step(options: ReductionOptions, ranks: int, shards: Shards | None) -> Step:
     return Step(
-        kind="all_reduce" if dim is None else "reduce_scatter",
+        kind="all_reduce" if shards is None else "reduce_scatter",
         axes=(0,),
         sizes=(ranks,),
         move="",
@@ -218,8 +216,8 @@ def _step(options: ReductionOptions, ranks: int, dim: int | None, lengths: tuple
         divisor=(options.divisor or ranks) if options.op == "avg" else None,
         path="native" if options.native else "exchange",
         contract=None if options.native else options.contract,
-        scatter=() if dim is None else ((0, dim),),
-        lengths=lengths,
+        scatter=() if shards is None else ((0, shards[0]),),
+        lengths=() if shards is None else shards[1],
         leaves=options.leaves,
     )
 
@@ -231,35 +229,32 @@ def _reduce_by_backend(
     request: str,
     ticket: Ticket,
     in_place: bool,
-    dim: int | None,
-    lengths: tuple[int, ...],
+    shards: Shards | None,
 ) -> Tensor:
     """The backend's own all-reduce, and this rank's shard of it."""
     started = time.perf_counter()
     op, dtype = options.op, tensor.dtype
     # To round once, the backend adds 16-bit numbers as float32, in messages of twice the size.
-    halves = dtype in (torch.float16, torch.bfloat16) and op in (
-        "sum",
-        "avg",
-        "product",
-    )
+    halves = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
     wide = torch.float32 if halves and options.contract.rounding == "once" else dtype
     value = tensor.detach().resolve_conj().resolve_neg()
     in_place = in_place and value.data_ptr() == tensor.data_ptr() and value.is_contiguous()
     in_place = in_place and wide is dtype
     if not in_place:
         value = value.to(wide, memory_format=torch.contiguous_format, copy=True)
-    step = _step(options, group.size(), dim, lengths)
+    step = _step(options, group.size(), shards)
     planned = f"{step.kind} {op} over {group.size()} ranks in {name_of(wide)}, no contract"
     purpose = Purpose(request, planned, describe_group(group))
     header = step_header(step, dtype, tuple(tensor.shape), "native")
-    sends = compare_headers(tensor, group, header, purpose, ticket.word)
+    sends = (*compare_headers(tensor, group, header, purpose, ticket.word), "all_reduce")
+    kind = getattr(dist.ReduceOp, "SUM" if op == "avg" else op.upper())
     with span("all_reduce", op, "native"):
-        within("native", partial(dist.all_reduce, value, _TORCH_OPS[op], group))
+        within("native", partial(dist.all_reduce, value, kind, group))
     if op == "avg":
         value.div_(group.size())
-    _record(started, tensor, purpose, "native", (*sends, "all_reduce"), step.why, group.size())
-    if dim is not None:
+    how = {"why": step.why, "path": "native"}
+    record_call(purpose, [tensor], started, "native", sends, group.size(), **how)
+    if shards is not None:
         return select_shard(value, step, group.rank()).to(dtype).contiguous()
     return tensor if in_place else value.to(dtype)
 
@@ -351,13 +346,13 @@ def compare_calls(
     group: ProcessGroup,
     tensor: Tensor,
     options: ReductionOptions | None,
-    split: Shards | None,
+    shards: Shards | None,
 ) -> None:
     """Hold the agreement round of ``debug`` for one tensor; raises as ``GroupRegistry.compare``."""
-    if split is not None and call.endswith("scatter"):
-        call += f" of dim {split[0]} to {split[1]}"
-    elif split is not None:
-        call += f" to {list(gathered_shape(tensor, split))} of {split[1]}"
+    if shards is not None and call.endswith("scatter"):
+        call += f" of dim {shards[0]} to {shards[1]}"
+    elif shards is not None:
+        call += f" to {list(result_shape(tensor, shards))} of {shards[1]}"
         # Ranks may bring shards of several lengths.
         tensor = tensor.new_empty(0)
     if options is not None:
@@ -379,111 +374,105 @@ def describe_group(group: ProcessGroup) -> str:
 
 _BUCKET_BYTES = 32 << 20
 
-Shards = tuple[int, tuple[int, ...]]
-"""The dimension that is split, and the length of each rank's shard along it."""
 
-
-def all_reduce_list(
+def run_list(
+    kind: Kind,
     tensors: Sequence[Tensor],
+    shards: Sequence[Shards],  # of a list that is reduced to whole tensors, none
     outs: Sequence[Tensor] | None,
-    options: ReductionOptions,
+    options: ReductionOptions | None,  # of an all-gather, none
     group: ProcessGroup,
-    apart: bool,
     ticket: Ticket,
+    *,
+    apart: bool = False,
+    alone: bool = False,  # of one tensor, for which ranks compare no lists
 ) -> list[Tensor]:
-    """Reduce a list in few messages, in place or to ``outs``; all arguments are checked."""
-    reduce_one = partial(
-        reduce_tensor,
-        options=options,
-        group=group,
-        request=f"deterministic_all_reduce {options.op}",
-        ticket=ticket,
-        apart=apart,
-    )
-    if len(tensors) == 1:
-        return [put((outs or tensors)[0], reduce_one(tensors[0], in_place=outs is None))]
+    """Run a collective of a list in few messages, from checked arguments. Without ``outs``, an
+    all-reduce is in place.
+    """
+    if not alone:
+        _compare_lists(kind, tensors, shards, options, group, apart, ticket)
+    in_place = kind == "all_reduce" and outs is None
+    outs = tensors if in_place else outs
 
-    def reduce(bucket: list[int]) -> Sequence[Tensor]:
-        parts = [tensors[i] for i in bucket]
+    def run_one(tensor: Tensor, cut: Shards | None) -> Tensor:
+        if options is not None:
+            return reduce_tensor(
+                tensor,
+                options,
+                group,
+                ticket,
+                apart=apart,
+                in_place=in_place,
+                shards=cut,
+            )
+        assert cut is not None
+        return gather_tensor(tensor, second_group(group, tensor) if apart else group, cut, ticket)
+
+    results: dict[int, Tensor] = {}
+    for bucket in _buckets(tensors, options, shards):
+        parts, cuts = [tensors[i] for i in bucket], [shards[i] for i in bucket if shards]
+        values: Sequence[Tensor]
         if len(bucket) == 1:
-            return [reduce_one(parts[0], in_place=outs is None)]
-        whole = reduce_one(torch.cat([part.reshape(-1) for part in parts]))
-        return torch.split(whole, [part.numel() for part in parts])
+            values = [run_one(parts[0], cuts[0] if cuts else None)]
+        elif kind == "all_reduce":
+            whole = run_one(torch.cat([part.reshape(-1) for part in parts]), None)
+            values = torch.split(whole, [part.numel() for part in parts])
+        elif kind == "reduce_scatter":
+            values = _scatter_bucket(parts, cuts, group, run_one)
+        else:
+            values = _gather_bucket(parts, cuts, run_one)
+        for i, value in zip(bucket, values, strict=True):
+            results[i] = put(outs[i], value) if in_place and outs else value
+    # Unless in place, all is read before it is written: a tensor of ``outs`` may share memory with
+    # the input of another bucket.
+    found = [results[i] for i in range(len(results))]
+    return found if in_place or not outs else list(map(put, outs, found))
 
-    return _collect(_buckets(tensors, options), reduce, outs or tensors, outs is None)
 
-
-def scatter_list(
-    tensors: Sequence[Tensor],
-    shards: Sequence[Shards],
-    outs: Sequence[Tensor] | None,
-    options: ReductionOptions,
+def _scatter_bucket(
+    parts: Sequence[Tensor],
+    cuts: Sequence[Shards],
     group: ProcessGroup,
-    apart: bool,
-    ticket: Ticket,
+    run: Callable[[Tensor, Shards], Tensor],
 ) -> list[Tensor]:
-    """Reduce-scatter a list in few messages; all arguments are checked."""
-
-    def scatter(bucket: list[int]) -> Sequence[Tensor]:
-        if len(bucket) == 1:
-            (i,) = bucket
-            return [scatter_tensor(tensors[i], options, group, shards[i], ticket, apart)]
-        parts = [
-            [part.reshape(-1) for part in torch.split(tensors[i], list(lengths), at)]
-            for i in bucket
-            for at, lengths in [shards[i]]
-        ]
-        # The shards of rank 0 of all tensors, then those of rank 1, and so on.
-        by_rank = list(zip(*parts, strict=True))
-        sums = tuple(sum(part.numel() for part in row) for row in by_rank)
-        message = torch.cat([part for row in by_rank for part in row])
-        whole = scatter_tensor(message, options, group, (0, sums), ticket, apart)
-        shares = torch.split(whole, [part.numel() for part in by_rank[group.rank()]])
-        return [
-            share.view(shard_shape(tensors[i], group, shards[i]))
-            for i, share in zip(bucket, shares, strict=True)
-        ]
-
-    return _collect(_buckets(tensors, options), scatter, outs)
+    pieces = [
+        [piece.reshape(-1) for piece in torch.split(part, list(lengths), at)]
+        for part, (at, lengths) in zip(parts, cuts, strict=True)
+    ]
+    # The shards of rank 0 of all tensors, then those of rank 1, and so on.
+    by_rank = list(zip(*pieces, strict=True))
+    sums = tuple(sum(piece.numel() for piece in row) for row in by_rank)
+    whole = run(torch.cat([piece for row in by_rank for piece in row]), (0, sums))
+    shares = torch.split(whole, [piece.numel() for piece in by_rank[group.rank()]])
+    triples = zip(shares, parts, cuts, strict=True)
+    return [share.view(result_shape(part, cut, group)) for share, part, cut in triples]
 
 
-def gather_list(
-    tensors: Sequence[Tensor],
-    shards: Sequence[Shards],
-    outs: Sequence[Tensor] | None,
-    group: ProcessGroup,
-    apart: bool,
-    ticket: Ticket,
+def _gather_bucket(
+    parts: Sequence[Tensor],
+    cuts: Sequence[Shards],
+    run: Callable[[Tensor, Shards], Tensor],
 ) -> list[Tensor]:
-    """All-gather a list in few messages; all arguments are checked."""
-    used = second_group(group, tensors[0]) if apart else group
-    shapes = [gathered_shape(one, split) for one, split in zip(tensors, shards, strict=True)]
-
-    def gather(bucket: list[int]) -> Sequence[Tensor]:
-        if len(bucket) == 1:
-            return [gather_tensor(tensors[bucket[0]], used, shards[bucket[0]], ticket)]
-        rows = [tensors[i].detach().movedim(shards[i][0], 0).contiguous() for i in bucket]
-        rows = [row.resolve_conj().resolve_neg() for row in rows]
-        message = torch.cat([flatten(row).view(torch.uint8) for row in rows])
-        # Bytes of each tensor on each rank.
-        widths = [row.shape[1:].numel() * row.element_size() for row in rows]
-        pairs = zip(bucket, widths, strict=True)
-        counts = [[length * width for length in shards[i][1]] for i, width in pairs]
-        sums = tuple(sum(by_tensor) for by_tensor in zip(*counts, strict=True))
-        whole = gather_tensor(message, used, (0, sums), ticket)
-        pieces = iter(torch.split(whole, [n for row in zip(*counts, strict=True) for n in row]))
-        by_rank = [[next(pieces) for _ in bucket] for _ in sums]
-        return [
-            # The concatenation puts a tensor of any dtype at an aligned address.
-            torch.cat([row[k] for row in by_rank])
-            .view(tensors[i].dtype)
-            .view(sum(shards[i][1]), *rows[k].shape[1:])
-            .movedim(0, shards[i][0])
-            .contiguous()
-            for k, i in enumerate(bucket)
-        ]
-
-    return _collect(_buckets(tensors, None, shapes), gather, outs)
+    pairs = list(zip(parts, cuts, strict=True))
+    rows = [part.detach().movedim(at, 0).contiguous() for part, (at, _) in pairs]
+    rows = [row.resolve_conj().resolve_neg() for row in rows]
+    # Bytes of each tensor on each rank.
+    widths = [row.shape[1:].numel() * row.element_size() for row in rows]
+    counts = [[n * width for n in cut[1]] for cut, width in zip(cuts, widths, strict=True)]
+    by_rank = list(zip(*counts, strict=True))
+    message = torch.cat([flatten(row).view(torch.uint8) for row in rows])
+    whole = run(message, (0, tuple(map(sum, by_rank))))
+    pieces = torch.split(whole, [n for row in by_rank for n in row])
+    return [
+        # The concatenation puts a tensor of any dtype at an aligned address.
+        torch.cat(pieces[k :: len(rows)])
+        .view(part.dtype)
+        .view(sum(lengths), *rows[k].shape[1:])
+        .movedim(0, at)
+        .contiguous()
+        for k, (part, (at, lengths)) in enumerate(pairs)
+    ]
 
 
 def check_distinct(written: Sequence[Tensor]) -> None:
@@ -498,11 +487,11 @@ def check_distinct(written: Sequence[Tensor]) -> None:
         )
 
 
-def compare_lists(
-    kind: str,
+def _compare_lists(
+    kind: Kind,
     tensors: Sequence[Tensor],
-    shards: Sequence[Shards],  # of a list that is reduced to whole tensors, none
-    options: ReductionOptions | None,  # of an all-gather, none
+    shards: Sequence[Shards],
+    options: ReductionOptions | None,
     group: ProcessGroup,
     apart: bool,
     ticket: Ticket,
@@ -515,7 +504,7 @@ def compare_lists(
     layout = []
     splits: Sequence[Shards | None] = shards or [None] * len(tensors)
     for tensor, split in zip(tensors, splits, strict=True):
-        shape = gathered_shape(tensor, split) if split and options is None else tensor.shape
+        shape = result_shape(tensor, split) if split and options is None else tensor.shape
         layout.append(f"{tensor.dtype}{list(shape)} {split or ''}".strip())
     call = f"deterministic_{kind}_coalesced"
     purpose = Purpose(call, f"{kind} {op}".strip(), describe_group(group))
@@ -527,13 +516,12 @@ def compare_lists(
 def _buckets(
     tensors: Sequence[Tensor],
     options: ReductionOptions | None,
-    shapes: Sequence[tuple[int, ...]] | None = None,
+    shards: Sequence[Shards],
 ) -> Iterator[list[int]]:
     """Positions of the tensors of each message; the same on every rank. Tensors of one device, and
-    in a reduction of one dtype, are put together up to a size. An all-gather has no ``options``,
-    and the ``shapes`` of its results.
+    in a reduction of one dtype, are put together up to a size: in an all-gather, of the results.
     """
-    if options is not None and options.native:
+    if len(tensors) == 1 or (options is not None and options.native):
         yield from ([i] for i in range(len(tensors)))
         return
     kinds: dict[object, list[int]] = {}
@@ -544,8 +532,8 @@ def _buckets(
         bucket: list[int] = []
         filled = 0
         for i in positions:
-            shape = tensors[i].shape if shapes is None else torch.Size(shapes[i])
-            nbytes = shape.numel() * tensors[i].element_size()
+            shape = result_shape(tensors[i], shards[i]) if options is None else tensors[i].shape
+            nbytes = math.prod(shape) * tensors[i].element_size()
             if bucket and filled + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
@@ -554,39 +542,39 @@ def _buckets(
         yield bucket
 
 
-def _collect(
-    buckets: Iterable[list[int]],
-    run: Callable[[list[int]], Sequence[Tensor]],
-    outs: Sequence[Tensor] | None,
-    in_place: bool = False,
-) -> list[Tensor]:
-    results: dict[int, Tensor] = {}
-    for bucket in buckets:
-        for i, value in zip(bucket, run(bucket), strict=True):
-            results[i] = put(outs[i], value) if in_place and outs else value
-    # Without ``in_place`` all is read before it is written: a tensor of ``outs`` may share memory
-    # with the input of another bucket.
-    found = [results[i] for i in range(len(results))]
-    return found if in_place or not outs else list(map(put, outs, found))
-
-
 def put(out: Tensor, value: Tensor) -> Tensor:
     return out if value is out else out.copy_(value.view(out.shape))
 
 
-def read_scatter(
-    tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
+def read_shards(
+    kind: Kind,
+    tensor: Tensor,
+    group: ProcessGroup | None,  # ``None`` for one rank
+    dim: int,
+    sizes: Sequence[int] | None,
 ) -> Shards:
-    """The shards of a reduce-scatter over ``group``; ``None`` for one rank. Raises ContractError
-    for an invalid ``dim``, or ``sizes`` that do not add up to its length.
+    """The shards of a reduce-scatter or an all-gather. Raises ContractError for an invalid ``dim``,
+    or ``sizes`` that do not add up to its length, or do not fit this rank's shard.
     """
-    dim = _read_dim(tensor, dim)
-    ranks = 1 if group is None else group.size()
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise ContractError(
+            f"dim={dim} of a tensor with {tensor.ndim} dimensions; pass one of its dimensions"
+        )
+    dim %= tensor.ndim
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     length = tensor.shape[dim]
+    if kind == "all_gather":
+        lengths = tuple(sizes) if sizes is not None else (length,) * ranks
+        if len(lengths) != ranks or lengths[rank] != length or min(lengths) < 0:
+            raise ContractError(
+                f"sizes={list(lengths)} for a group of {ranks}, of which this is rank {rank}, and "
+                f"its tensor has {length} elements along dim {dim}; pass one size for each rank"
+            )
+        return dim, lengths
     if sizes is None:
         # As torch.chunk splits, with empty shards at the end.
         width = -(-length // ranks)
-        return dim, tuple(max(0, min(width, length - rank * width)) for rank in range(ranks))
+        return dim, tuple(max(0, min(width, length - place * width)) for place in range(ranks))
     if len(sizes) != ranks or sum(sizes) != length or min(sizes) < 0:
         raise ContractError(
             f"sizes={list(sizes)} do not split dim {dim} of {length} elements for a group of "
@@ -595,49 +583,18 @@ def read_scatter(
     return dim, tuple(sizes)
 
 
-def read_gather(
-    tensor: Tensor, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None
-) -> Shards:
-    """The shards of an all-gather over ``group``; ``None`` for one rank. Raises ContractError for
-    an invalid ``dim``, or ``sizes`` that do not fit this rank's shard.
+def result_shape(
+    tensor: Tensor, shards: Shards | None, scatters: ProcessGroup | None = None
+) -> tuple[int, ...]:
+    """The shape of the result for ``tensor``: of its whole without ``shards``, of this rank's shard
+    of a reduce-scatter over the group ``scatters``, or of an all-gather.
     """
-    dim = _read_dim(tensor, dim)
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    lengths = tuple(sizes) if sizes is not None else (tensor.shape[dim],) * ranks
-    if len(lengths) != ranks or lengths[rank] != tensor.shape[dim] or min(lengths) < 0:
-        raise ContractError(
-            f"sizes={list(lengths)} for a group of {ranks}, of which this is rank {rank}, and its "
-            f"tensor has {tensor.shape[dim]} elements along dim {dim}; pass one size for each rank"
-        )
-    return dim, lengths
-
-
-def shard_shape(tensor: Tensor, group: ProcessGroup | None, shards: Shards) -> tuple[int, ...]:
-    """The shape of this rank's shard of ``tensor``."""
+    if shards is None:
+        return tuple(tensor.shape)
     dim, lengths = shards
-    rank = 0 if group is None else group.rank()
-    return (*tensor.shape[:dim], lengths[rank], *tensor.shape[dim + 1 :])
-
-
-def gathered_shape(tensor: Tensor, shards: Shards) -> tuple[int, ...]:
-    """The shape of the result of an all-gather of this rank's ``tensor``."""
-    dim, lengths = shards
-    return (*tensor.shape[:dim], sum(lengths), *tensor.shape[dim + 1 :])
-
-
-def scatter_tensor(
-    tensor: Tensor,
-    options: ReductionOptions,
-    group: ProcessGroup,
-    shards: Shards,
-    ticket: Ticket,
-    apart: bool = False,
-) -> Tensor:
-    """This rank's shard of the reduction, waited for; all arguments are checked."""
-    dim, lengths = shards
-    request = f"deterministic_reduce_scatter {options.op} of dim {dim}"
-    cut: dict[str, Any] = {"dim": dim, "lengths": lengths}
-    return reduce_tensor(tensor, options, group, request, ticket, apart=apart, **cut)
+    # Of one rank, both are the whole.
+    length = sum(lengths) if scatters is None else lengths[scatters.rank()]
+    return (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
 
 
 def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: Ticket) -> Tensor:
@@ -674,39 +631,6 @@ def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: T
         pairs = zip(parts, lengths, strict=True)
         whole = torch.cat([part[: length * row] for part, length in pairs])
     joined = whole.view(tensor.dtype).view(sum(lengths), *shape).movedim(0, dim).contiguous()
-    _record(started, tensor, purpose, "all_gather", sends, "bytes are moved", len(lengths))
+    how = {"why": "bytes are moved"}
+    record_call(purpose, [tensor], started, "all_gather", sends, len(lengths), **how)
     return joined
-
-
-def _record(
-    started: float,
-    tensor: Tensor,
-    purpose: Purpose,
-    ran: str,
-    sends: tuple[str, ...],
-    why: str,
-    ranks: int,
-) -> None:
-    """Record a collective that no ``BoundReduction`` has run."""
-    event = Event(
-        asked=purpose.request,
-        planned=purpose.planned,
-        ran=ran,
-        sends=sends,
-        group=purpose.group,
-        dtype=name_of(tensor.dtype),
-        why=why,
-        kind="collective",
-        path="native" if ran == "native" else "",
-        ranks=ranks,
-    )
-    seconds = time.perf_counter() - started
-    record(event, elements=tensor.numel(), nbytes=tensor.nbytes, seconds=seconds)
-
-
-def _read_dim(tensor: Tensor, dim: int) -> int:
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ContractError(
-            f"dim={dim} of a tensor with {tensor.ndim} dimensions; pass one of its dimensions"
-        )
-    return dim % tensor.ndim

@@ -11,7 +11,7 @@ or ``meshplan::all_gather``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,21 +21,19 @@ from meshplan.collectives._options import (
     AnyOp,
     ReductionOptions,
     check_summand,
-    check_tensor,
     read_options,
 )
 from meshplan.collectives._reduction import (
     GroupLike,
+    Kind,
+    Shards,
     compare_calls,
     counts_refused,
     gather_tensor,
-    gathered_shape,
-    read_gather,
     read_group,
-    read_scatter,
+    read_shards,
     reduce_tensor,
-    scatter_tensor,
-    shard_shape,
+    result_shape,
 )
 from meshplan.contract import Contract
 from meshplan.errors import ContractStateError
@@ -49,50 +47,28 @@ LINEAR = ("sum", "avg")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
-def _all_reduce(
-    tensor: Tensor,
-    path: str,
-    op: str,
-    contract: str,
-    strict: bool,
-    group: str,
-    *,
-    in_place: bool = False,
-) -> Tensor:
-    options = _options(path, op, contract, strict)
+def _reduce(tensor: Tensor, shards: Shards | None, *how: Any, in_place: bool = False) -> Tensor:
+    path, op, contract, strict, group = how
+    # A graph comes here without the function that checks, perhaps in another environment.
+    options = read_options(op, path, Contract.of_id(contract), strict)
     check_summand(tensor, options)
-    name = f"deterministic_all_reduce {options.op}"
-    found = resolve_group(group)
+    found = resolve_group(group, None if shards is None else len(shards[1]))
     with calls_of(found).take(tensor.device.type) as ticket:
-        return reduce_tensor(tensor, options, found, name, ticket, in_place=in_place)
+        return reduce_tensor(tensor, options, found, ticket, shards=shards, in_place=in_place)
+
+
+def _all_reduce(tensor: Tensor, *how: Any) -> Tensor:
+    return _reduce(tensor, None, *how)
 
 
 def _all_reduce_in_place(tensor: Tensor, *how: Any) -> None:
-    value = _all_reduce(tensor, *how, in_place=True)
+    value = _reduce(tensor, None, *how, in_place=True)
     if value is not tensor:
         tensor.copy_(value)
 
 
-def _options(path: str, op: str, contract: str, strict: bool) -> ReductionOptions:
-    # A graph comes here without the function that checks, perhaps in another environment.
-    return read_options(op, path, Contract.of_id(contract), strict)  # type: ignore[arg-type]
-
-
-def _reduce_scatter(
-    tensor: Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    path: str,
-    op: str,
-    contract: str,
-    strict: bool,
-    group: str,
-) -> Tensor:
-    options = _options(path, op, contract, strict)
-    check_summand(tensor, options)
-    found = resolve_group(group, len(sizes))
-    with calls_of(found).take(tensor.device.type) as ticket:
-        return scatter_tensor(tensor, options, found, (dim, tuple(sizes)), ticket)
+def _reduce_scatter(tensor: Tensor, dim: int, sizes: Sequence[int], *how: Any) -> Tensor:
+    return _reduce(tensor, (dim, tuple(sizes)), *how)
 
 
 def _all_gather(
@@ -112,11 +88,11 @@ def _nothing(*_: object) -> None:
 
 
 def _shard(tensor: Tensor, dim: int, sizes: Sequence[int], *rest: Any) -> Tensor:
-    return tensor.new_empty(shard_shape(tensor, resolve_group(rest[-1]), (dim, tuple(sizes))))
+    return tensor.new_empty(result_shape(tensor, (dim, tuple(sizes)), resolve_group(rest[-1])))
 
 
 def _whole(tensor: Tensor, dim: int, sizes: Sequence[int], *_: Any) -> Tensor:
-    return tensor.new_empty(gathered_shape(tensor, (dim, tuple(sizes))))
+    return tensor.new_empty(result_shape(tensor, (dim, tuple(sizes))))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -279,7 +255,7 @@ def all_gather(
 
 
 def _call(
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather"],
+    kind: Kind,
     tensor: Tensor,
     options: ReductionOptions,
     group: GroupLike | None,
@@ -289,15 +265,12 @@ def _call(
 ) -> Tensor:
     """Check the arguments and run the operator."""
     gathers = kind == "all_gather"
-    if gathers:
-        check_tensor(tensor)
-    else:
-        check_summand(tensor, options)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            _refuse_if_not_linear(options.op, ", and the tensor requires a gradient")
+    check_summand(tensor, None if gathers else options)
+    if not gathers and tensor.requires_grad and torch.is_grad_enabled():
+        _refuse_if_not_linear(options.op, ", and the tensor requires a gradient")
     found, split = read_group(group), None
     if kind != "all_reduce":
-        split = (read_gather if gathers else read_scatter)(tensor, found, dim, sizes)
+        split = read_shards(kind, tensor, found, dim, sizes)
     if found is None:
         return tensor.clone(memory_format=torch.contiguous_format)
     if debug and not torch.compiler.is_compiling():

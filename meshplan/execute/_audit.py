@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshplan._bits import flatten
+from meshplan._message_text import format_first
 from meshplan._torch import functional_operators as _ops
 from meshplan.definition import reduce_leaves
 from meshplan.errors import AuditError
@@ -65,7 +66,7 @@ def audit(
         part = ("real", "imaginary")[position % 2]
         element, dtype = f"{position // 2} ({part} part)", dtype.to_real()
     differ = "element differs" if elements == 1 else "elements differ"
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    shown = format_first(ranks, 16)
     got, correct = (_shown(one, dtype) for one in bits)
     return AuditError(
         f"call {call} of {request}: path {path} does not give the bits of contract "

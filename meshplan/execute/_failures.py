@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from meshplan._calls import is_unsent
+from meshplan._message_text import format_first
 from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
 from meshplan.execute._gloo import break_connections, is_gloo
 from meshplan.execute._groups import StepGroups
@@ -107,5 +108,5 @@ def _differing(roll: RollCall) -> str:
 
 
 def _ranks(who: Sequence[int], one: str = "", several: str = "") -> str:
-    shown = ", ".join(map(str, who[:16])) + (", ..." if len(who) > 16 else "")
+    shown = format_first(who, 16)
     return f"rank {shown} {one}".strip() if len(who) == 1 else f"ranks {shown} {several}".strip()

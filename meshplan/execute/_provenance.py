@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, overload
 
+import torch
+from torch import Tensor
+
+from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, count_contract
 
 # The report of a process: entries as JSON-ready dicts, and as text for people.
@@ -257,18 +263,9 @@ class _Events:
             COUNTERS.untouched = 0
 
 
-class _Counters:
-    """Counters that a caller adds to without a lock and without a call: every
-    redistribution pays.
-    """
-
-    __slots__ = ("untouched",)
-
-    def __init__(self) -> None:
-        self.untouched = 0  # redistributions with nothing to plan
-
-
-COUNTERS = _Counters()
+# A caller adds to ``untouched``, redistributions with nothing to plan, without a lock and without a
+# call: every redistribution pays.
+COUNTERS = SimpleNamespace(untouched=0)
 _EVENTS = _Events(MAX_RECORDS)
 
 
@@ -286,6 +283,38 @@ def record(
     _EVENTS.add(event, elements, nbytes, seconds, audited=audited)
     if OBSERVING.observer is not None and event.contract is not None and not event.traced:
         count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds)
+
+
+def record_call(
+    purpose: Purpose,
+    tensors: Sequence[Tensor],
+    started: float,
+    ran: str,
+    sends: tuple[str, ...],
+    ranks: int,
+    **why: Any,
+) -> None:
+    """Record a collective of tensors of one dtype that no ``BoundReduction`` has run, and that has
+    ``started`` at this ``time.perf_counter``.
+    """
+    event = Event(
+        purpose.request,
+        purpose.planned,
+        ran,
+        sends,
+        purpose.group,
+        name_of(tensors[0].dtype),
+        kind="collective",
+        ranks=ranks,
+        **why,
+    )
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    record(
+        event,
+        elements=sum(tensor.numel() for tensor in dense),
+        nbytes=sum(tensor.nbytes for tensor in dense),
+        seconds=time.perf_counter() - started,
+    )
 
 
 @overload

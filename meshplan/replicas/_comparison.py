@@ -42,6 +42,7 @@ from meshplan._bits import (
     max_ulps,
     tensor_of,
 )
+from meshplan._message_text import format_first
 from meshplan._torch import WORLD, root_mesh_of
 from meshplan._torch import functional_operators as _ops
 from meshplan.errors import (
@@ -192,7 +193,7 @@ class ReplicaChannel:
                 "to compare; initialise the process group with a real backend"
             )
         self._group: ProcessGroup = group.pg
-        self.mesh = mesh
+        self.mesh, self.layout = mesh, layout
         self.size = layout.world_size
         self.position = layout.ranks.index(this_rank())
         self._device = torch.device(mesh.device_type)
@@ -253,10 +254,9 @@ def hash_lines(lines: Sequence[str]) -> tuple[int, int]:
     return first, second
 
 
-def check_lists(
-    channel: ReplicaChannel, layout: Layout, gathered: Tensor, lines: Sequence[str]
-) -> None:
+def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str]) -> None:
     """Raise, on all ranks, unless all brought the same list."""
+    layout = channel.layout
     words = [tuple(row) for row in gathered.tolist()]
     # Every rank computes the following from the same words, so all take the same branches and join
     # the same broadcasts.
@@ -276,8 +276,7 @@ def check_lists(
     # The text of one rank, so that the error is the same on all.
     text = channel.broadcast(shown[:_CHARACTERS], odd[0])
     ranks = [layout.ranks[position] for position in odd]
-    listed = ", ".join(map(str, ranks[:_MOST_RANKS]))
-    listed += ", ..." if len(ranks) > _MOST_RANKS else ""
+    listed = format_first(ranks, _MOST_RANKS)
     raise SignatureMismatchError(
         f"rank{'s' if len(ranks) > 1 else ''} {listed} passed other tensors to the comparison of "
         f"replicas than the other ranks of mesh {layout}; on rank {ranks[0]}: {text}; pass the "
@@ -570,27 +569,8 @@ def axis_labels(layout: Layout, axes: Sequence[int]) -> tuple[str, ...]:
     return tuple(layout.axes[axis] for axis in axes)
 
 
-def group_by_axes(
-    tensors: Sequence[NamedTensor], axes: ReplicaAxes, header: str
-) -> tuple[list[ReplicaSet], list[str]]:
-    by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
-    lines = [f"{header}, mesh {axes.layout}"]
-    for tensor in tensors:
-        along = axes.find(tensor)
-        labels = ", ".join(axis_labels(axes.layout, along)) or "no axis"
-        lines.append(f"{tensor}, replicas along {labels}")
-        if along:
-            by_axes.setdefault(along, []).append(tensor)
-    sets = [
-        ReplicaSet(along, by_axes[along], digest_table([one.local for one in by_axes[along]]))
-        for along in sorted(by_axes)
-    ]
-    return sets, lines
-
-
 def compare_sets(
     channel: ReplicaChannel,
-    layout: Layout,
     sets: Sequence[ReplicaSet],
     lines: Sequence[str],
     options: CheckOptions,
@@ -602,14 +582,14 @@ def compare_sets(
     """
     # One message of a fixed shape, whatever the tensors are: ranks with other lists must still be
     # able to exchange it. Sets beyond the seventh are sent only once the lists agree.
-    totals = digest_table([one.digests for one in sets])
+    layout, totals = channel.layout, digest_table([one.digests for one in sets])
     first = torch.zeros((1 + ROWS, 2), dtype=torch.int64, device="cpu")
     first[0] = torch.tensor(hash_lines(lines), dtype=torch.int64, device="cpu")
     first[1 : 1 + len(sets)] = totals[:ROWS]
     if notes:
         first[-len(notes) :] = torch.tensor(notes, dtype=torch.int64, device="cpu")
     gathered = channel.gather(first)
-    check_lists(channel, layout, gathered[:, 0], lines)
+    check_lists(channel, gathered[:, 0], lines)
     every_note = gathered[:, 1 + ROWS - len(notes) :]
     gathered = gathered[:, 1:]
     if len(sets) > ROWS:
@@ -623,16 +603,16 @@ def compare_sets(
             # All ranks have read the same digests, so all gather those of the same tensors.
             wanted = max(_LISTED, options.details) - len(found)
             wanted = wanted if options.repair is None else sys.maxsize
-            differing, candidates = _find_candidates(channel, layout, one, positions, wanted)
+            differing, candidates = _find_candidates(channel, one, positions, wanted)
             found += candidates
             names |= set(differing)
             groups += len(differing)
-    refusal = options.repair.add(channel, layout, found) if found and options.repair else ""
+    refusal = options.repair.add(channel, found) if found and options.repair else ""
     if not found or (options.repair and not refusal):
         return every_note
     found = found[: max(_LISTED, options.details)]
     divergences = tuple(
-        _describe(channel, layout, one, compare=number < options.details)
+        _describe(channel, one, compare=number < options.details)
         for number, one in enumerate(found)
     )
     text = format_divergences(
@@ -666,7 +646,6 @@ def _describe_order(
 
 def _find_candidates(
     channel: ReplicaChannel,
-    layout: Layout,
     one: ReplicaSet,
     groups: Tensor,
     wanted: int,
@@ -683,15 +662,13 @@ def _find_candidates(
             names.append(tensor.name)
             if len(found) < wanted:
                 members = sorted(groups[group].tolist())
-                parts = split_by_digest(layout, members, gathered[:, row], one.axes)
+                parts = split_by_digest(channel.layout, members, gathered[:, row], one.axes)
                 found.append(_DivergentGroup(tensor, one.axes, *parts))
     return names, found
 
 
-def _describe(
-    channel: ReplicaChannel, layout: Layout, found: _DivergentGroup, compare: bool
-) -> Divergence:
-    parts = found.classes
+def _describe(channel: ReplicaChannel, found: _DivergentGroup, compare: bool) -> Divergence:
+    layout, parts = channel.layout, found.classes
     others = parts[1 : 1 + _COMPARED_CLASSES] if compare else ()
     return Divergence(
         name=found.tensor.name,
@@ -736,27 +713,23 @@ class RepairPlan:
     parameters: Set[str]
     copies: list[_Copy] = field(default_factory=list)
 
-    def add(
-        self,
-        channel: ReplicaChannel,
-        layout: Layout,
-        found: Sequence[_DivergentGroup],
-    ) -> str:
+    def add(self, channel: ReplicaChannel, found: Sequence[_DivergentGroup]) -> str:
         """Plan copies of tensors; returns why that is refused, the same on all ranks."""
+        ranks = channel.layout.ranks
         for one in found:
             name = one.tensor.name
             steps = name.startswith("optimizer.") and name.endswith(".step")
             if steps or name in self.fixed:
                 what = "count of steps" if steps else "Python number"
                 return f"{name} is a {what}; load one checkpoint on all ranks"
-            first = self._choose(channel, layout, one)
+            first = self._choose(channel, one)
             if first is None:
                 got = "" if self.source is None else f", and none on rank {self.source}"
                 return (
                     f"no bits of {name} are on most of its ranks{got}; "
                     "pass as source= a rank whose replica is right"
                 )
-            divergence = _describe(channel, layout, one, compare=True)
+            divergence = _describe(channel, one, compare=True)
             parts = divergence.elements
             never = advise((divergence,), "")[0] == "never equal"
             weights = name in self.parameters and parts[0].numel >= _LEAST_EVIDENCE
@@ -766,18 +739,13 @@ class RepairPlan:
                     "in distinct=, or load one checkpoint"
                 )
             others = [i for part in one.classes if first not in part for i in part]
-            ranks = tuple(layout.ranks[i] for i in others)
-            copied = CopiedTensor(name, layout.ranks[first], ranks)
+            copied = CopiedTensor(name, ranks[first], tuple(ranks[i] for i in others))
             self.copies.append(_Copy(channel, one.tensor.local, first, others, copied))
         return ""
 
-    def _choose(
-        self,
-        channel: ReplicaChannel,
-        layout: Layout,
-        one: _DivergentGroup,
-    ) -> int | None:
+    def _choose(self, channel: ReplicaChannel, one: _DivergentGroup) -> int | None:
         """The position to copy from."""
+        layout = channel.layout
         whole = Layout.from_mesh(channel.mesh)
         labels = axis_labels(layout, one.replicated)
         # Ranks that hold the other shards of that replica; of other groups, the source alone.

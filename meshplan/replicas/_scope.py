@@ -25,14 +25,15 @@ from meshplan.errors import (
 )
 from meshplan.flatten import this_rank
 from meshplan.flatten._distinct_axes import DistinctGroup
+from meshplan.kernel import digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._comparison import (
     CheckOptions,
     ReplicaAxes,
     ReplicaChannel,
     ReplicaSet,
+    axis_labels,
     compare_sets,
-    group_by_axes,
     hash_lines,
 )
 from meshplan.replicas._tensors import NamedTensor
@@ -54,12 +55,23 @@ class MeshTensors:
     def group(self, header: str) -> None:
         """Find the axes of replicas, and digest the tensors that have some."""
         axes = ReplicaAxes(self.mesh, self.layout, this_rank())
-        self.sets, self.lines = group_by_axes(self.tensors, axes, header)
+        by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
+        self.lines = [f"{header}, mesh {self.layout}"]
+        for tensor in self.tensors:
+            along = axes.find(tensor)
+            labels = ", ".join(axis_labels(self.layout, along)) or "no axis"
+            self.lines.append(f"{tensor}, replicas along {labels}")
+            if along:
+                by_axes.setdefault(along, []).append(tensor)
+        self.sets = [
+            ReplicaSet(along, found, digest_table([one.local for one in found]))
+            for along, found in sorted(by_axes.items(), key=lambda pair: pair[0])
+        ]
 
     def compare(self, options: CheckOptions) -> None:
         if self.layout.world_size > 1:
             channel = ReplicaChannel(self.mesh, self.layout, options.call)
-            compare_sets(channel, self.layout, self.sets, self.lines, options)
+            compare_sets(channel, self.sets, self.lines, options)
 
 
 def compare_scope(
@@ -100,14 +112,8 @@ def compare_scope(
         layout = part.layout
         notes.append(hash_lines([repr((layout.axes, layout.sizes, tuple(layout.ranks)))]))
     channel = ReplicaChannel(scope.mesh, scope.layout, options.call)
-    gathered = compare_sets(
-        channel,
-        scope.layout,
-        first.sets,
-        first.lines,
-        options,
-        notes + [(0, 0)] * (_NOTES - len(notes)),
-    )
+    padded = notes + [(0, 0)] * (_NOTES - len(notes))
+    gathered = compare_sets(channel, first.sets, first.lines, options, padded)
     if not bool(gathered[:, 1:].any()):
         return
     words = {
@@ -127,7 +133,7 @@ def compare_scope(
             SignatureMismatchError,
         ) as error:
             failure = failure or error
-    _share_failure(channel, ranks, failure, options.step)
+    _share_failure(channel, failure, options.step)
 
 
 def _compare_part(
@@ -168,10 +174,7 @@ def _restrict(layout: Layout, ranks: set[int]) -> Layout:
 
 
 def _share_failure(
-    channel: ReplicaChannel,
-    ranks: tuple[int, ...],
-    failure: MeshplanError | None,
-    step: int | None,
+    channel: ReplicaChannel, failure: MeshplanError | None, step: int | None
 ) -> None:
     """Raise this rank's failure, or else the first one of another rank."""
     flags = torch.tensor([failure is not None], dtype=torch.int64, device="cpu")
@@ -185,5 +188,5 @@ def _share_failure(
         raise failure
     if differing:
         raise ReplicaDivergenceError(text, tensors=differing, step=step)
-    rank = ranks[failed[0]]
+    rank = channel.layout.ranks[failed[0]]
     raise SignatureMismatchError(f"on rank {rank}: {text}", rank=rank)
