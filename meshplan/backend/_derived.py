@@ -49,7 +49,6 @@ class DerivingProcessGroup(PassingProcessGroup):
         self._kept: list[DerivingProcessGroup] = []
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of groups that are split off later."""
         self._timeout = timeout
 
     def _derive(

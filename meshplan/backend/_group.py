@@ -145,7 +145,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     @_counts_refused
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """All-reduce one tensor in place."""
         opts = dist.AllreduceOptions() if opts is None else opts
         if len(tensors) != 1:
             raise ContractError(
@@ -200,7 +199,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
     def reduce_scatter(  # type: ignore[override]
         self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None
     ) -> dist.Work:
-        """Reduce one tensor for each rank; their sizes may differ."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         operation = self._operation(opts, [*outputs, *(one for row in inputs for one in row)])
         if operation.op is None:
@@ -212,14 +210,12 @@ class MeshplanProcessGroup(DerivingProcessGroup):
 
     @_counts_refused
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce equal blocks of one tensor."""
         return self._scatter_equally(REDUCE_SCATTER_SINGLE, [output], [input], opts)
 
     @_counts_refused
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
     ) -> dist.Work:
-        """``reduce_scatter_single`` of each pair."""
         # The name that every version of torch has.
         kind = "reduce_scatter_tensor_coalesced"
         return self._scatter_equally(kind, outputs, inputs, opts)
@@ -279,15 +275,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
             )
         return self._lane or inner
 
-    def _lane_on(self, device: torch.device) -> DeviceLane | None:
-        """``None`` on CPUs."""
-        lane = self._device_lane if device.type == "cuda" else None
-        if lane is None and (device.type != "cpu" or self._create_lane is None):
+    def _find_device_lane(self, kind: str) -> DeviceLane:
+        if self._device_lane is None or kind != "cuda":
             raise BackendError(
                 f"the inner backend {self.options.inner or _inner.default_inner()!r} does not "
-                f"reduce {device.type} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
+                f"reduce {kind} tensors; pass e.g. inner='cpu:gloo,cuda:nccl'"
             )
-        return lane
+        return self._device_lane
 
     def _derive(
         self,
@@ -313,7 +307,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         self._followed = self.inner_timeout
 
     def _follow_timeout(self) -> None:
-        """Set the timeout of reductions to that of the inner backend."""
         self.lent = False
         found = self.inner_timeout
         if found is not None and found != self._followed:
@@ -368,7 +361,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         return read_operation(opts.reduceOp, first, self.options.contract, self.options.policy)
 
     def _check_device(self, kind: str) -> None:
-        """Refuse a device for which the group was created with another backend."""
         if kind not in self._checked:
             _inner.check_device(kind, c10d.get_backend_config(self._origin or self))
             self._checked.add(kind)
@@ -433,19 +425,21 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         refuse_forked()
         if OBSERVING.before is not None:
             OBSERVING.before(self, written[0].device)
-        lane = self._lane_on(written[0].device)
+        kind, lane = written[0].device.type, None
+        if kind != "cpu" or self._create_lane is None:
+            lane = self._find_device_lane(kind)
         on_device = None if lane is None else lane.find_group()
         if writes:
             mark_written(written)
         if self.lent:
             self._follow_timeout()
         self.issued += 1
-        is_async, first = bool(getattr(opts, "asyncOp", True)), written[0]
+        is_async = bool(getattr(opts, "asyncOp", True))
 
         def guarded() -> _Tensors:
             # In the order in which calls run, which is that of all ranks: a callback of a future
             # reduces before what the caller has issued meanwhile.
-            with self._calls.take(first.device.type + _LANE) as ticket:
+            with self._calls.take(kind + _LANE) as ticket:
                 if (known := on_device or self._lane) is not None:
                     run(known, ticket)
                 else:

@@ -86,7 +86,6 @@ class PassingProcessGroup(WrappingProcessGroup):
             ) from error
 
     def end_block(self) -> dist.Work | None:
-        """End the block; the work of its calls, if there were any."""
         block, self._coalescing = self._coalescing, None
         return None if block is None else block.end()
 

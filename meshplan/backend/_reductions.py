@@ -41,8 +41,6 @@ from meshplan.record import Record
 
 @dataclass(frozen=True)
 class Operation:
-    """A reduction that a caller requests."""
-
     name: str  # of the ``ReduceOp``, in lower case
     op: Op | None  # ``None`` where the contract does not define it for the dtype
     why: str = ""
@@ -150,7 +148,6 @@ class BoundTable:
         return partial(self._repeat, found, kind, message, out, op)
 
     def clear(self) -> None:
-        """Forget all reductions."""
         self._bound.clear()
 
     def reduce(
@@ -250,7 +247,6 @@ def agree_on_policy(group: ProcessGroup, policy: str) -> None:
 
 
 def check_equal_blocks(output: Tensor, tensor: Tensor, ranks: int) -> None:
-    """Raise ContractError for a tensor that is not one block of the output's size per rank."""
     if tensor.numel() != output.numel() * ranks:
         raise ContractError(
             f"a reduce-scatter over {ranks} ranks got an input of {tensor.numel()} and an output "
@@ -259,7 +255,6 @@ def check_equal_blocks(output: Tensor, tensor: Tensor, ranks: int) -> None:
 
 
 def check_blocks(output: Tensor, lengths: Sequence[int], rank: int, ranks: int) -> None:
-    """Raise ContractError unless each rank has a block, and the output this rank's size."""
     if len(lengths) != ranks or output.numel() != lengths[rank]:
         raise ContractError(
             f"a reduce-scatter over {ranks} ranks got blocks of {list(lengths)} elements and an "

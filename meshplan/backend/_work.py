@@ -41,7 +41,6 @@ class PassedWork(ReceivingWork):
         self.finish, self._written = finish, written
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all calls, each no longer than ``timeout``."""
         for work in self._works:
             work.wait() if not timeout else work.wait(timeout)
         if self.finish is not None:
@@ -49,7 +48,6 @@ class PassedWork(ReceivingWork):
         return True
 
     def synchronize(self) -> None:
-        """As ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -62,7 +60,6 @@ class PassedWork(ReceivingWork):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of what the calls write."""
         found = torch.futures.collect_all([work.get_future() for work in self._works])
 
         def finish(future: torch.futures.Future[Any]) -> Any:
@@ -138,7 +135,6 @@ class DeviceLane:
             return self.group
 
     def side_stream(self, device: torch.device) -> SideStream:
-        """The side stream of the group on a device."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = SideStream(device)
@@ -193,7 +189,6 @@ class Coalescing:
             self._open()
 
     def end(self) -> dist.Work | None:
-        """The work of all calls; ``None`` if there were none."""
         self._close()
         # What is written back comes after the works of the inner group.
         works = sorted(self._works, key=lambda work: isinstance(work, PassedWork))

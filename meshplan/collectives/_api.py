@@ -400,7 +400,6 @@ def _trace_all_reduce(
 def _check_all_reduce(
     tensors: Sequence[Tensor], outs: Sequence[Tensor] | None, options: ReductionOptions
 ) -> None:
-    """Refuse tensors that cannot be reduced, or results that cannot be written."""
     for tensor in tensors:
         check_summand(tensor, options)
         if outs is None:

@@ -46,7 +46,6 @@ class ReductionOptions:
 
     @property
     def native(self) -> bool:
-        """Whether the backend adds, in its own order."""
         return self.path == "native"
 
     def __str__(self) -> str:
@@ -105,7 +104,6 @@ def read_op(op: object) -> Op:
 
 
 def check_requested_path(path: str) -> None:
-    """Raise PolicyError if ``path`` is unknown, or the environment forbids it."""
     if path not in PATHS:
         check_path(path)
     if path == "one_shot":
@@ -113,7 +111,6 @@ def check_requested_path(path: str) -> None:
 
 
 def check_tensor(tensor: object, name: str = "tensor") -> None:
-    """Raise ContractTypeError for all but a dense tensor of this process."""
     if not isinstance(tensor, Tensor):
         hint = "; for a list of tensors call the _coalesced function" if name == "tensor" else ""
         raise ContractTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")

@@ -231,7 +231,6 @@ def _reduce_by_backend(
     in_place: bool,
     shards: Shards | None,
 ) -> Tensor:
-    """The backend's own all-reduce, and this rank's shard of it."""
     started = time.perf_counter()
     op, dtype = options.op, tensor.dtype
     # To round once, the backend adds 16-bit numbers as float32, in messages of twice the size.
@@ -363,7 +362,6 @@ def compare_calls(
 
 
 def describe_group(group: ProcessGroup) -> str:
-    """The group, for the report."""
     return f"group {group.group_name} of {group.size()} ranks"
 
 
@@ -476,7 +474,6 @@ def _gather_bucket(
 
 
 def check_distinct(written: Sequence[Tensor]) -> None:
-    """Refuse to write to one tensor twice."""
     # While torch traces, a tensor has no address.
     several = written if len(written) > 1 else ()
     addresses = [tensor.data_ptr() for tensor in several if tensor.numel()]

@@ -236,7 +236,6 @@ def _find_weight(
 def _find_spreads(
     tensors: Mapping[int, Tensor], meshes: Mapping[DeviceMesh, frozenset[int]]
 ) -> dict[int, _Spread]:
-    """By place, where each tensor of this rank is."""
     alone = _Spread(frozenset([this_rank()] if dist.is_initialized() else []), 1)
     spreads: dict[int, _Spread] = {}
     kinds: dict[Any, _Spread] = {}
@@ -298,7 +297,6 @@ def _sum_rows(
 
 
 def _share_error(place: _Sum, error: MeshplanError | None) -> MeshplanError:
-    """On all ranks, the error of the first one that has one."""
     rank = place.group.rank()
     mine = torch.tensor([place.group.size() if error is None else rank], device=place.device)
     text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")

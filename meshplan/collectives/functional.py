@@ -263,7 +263,6 @@ def _call(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Check the arguments and run the operator."""
     gathers = kind == "all_gather"
     check_summand(tensor, None if gathers else options)
     if not gathers and tensor.requires_grad and torch.is_grad_enabled():

@@ -109,7 +109,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _shown(bits: int, dtype: torch.dtype) -> str:
-    """A number and its bits."""
     width = dtype.itemsize
     unsigned = bits % (1 << (8 * width))
     value = torch.frombuffer(bytearray(unsigned.to_bytes(width, "little")), dtype=dtype)

@@ -292,7 +292,6 @@ def check_one_shot(switch: bool | None) -> None:
 
 
 def check_contract(contract: object) -> None:
-    """Raise ContractError if it is not a contract."""
     if not isinstance(contract, Contract):
         raise ContractError(
             f"contract={contract!r} is not a contract; pass contract=meshplan.Contract()"

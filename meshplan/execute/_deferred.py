@@ -189,7 +189,6 @@ class DeferredWire(Wire):
 
 
 def _message(sends: bool, tensors: Sequence[Tensor]) -> Tensor:
-    """What travels between two ranks, for ``tensors``."""
     if len(tensors) == 1:
         return tensors[0]
     if sends:

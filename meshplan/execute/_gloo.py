@@ -498,8 +498,7 @@ class GlooWire(Wire):
             wait_for_group(*under_way)
         return tensor
 
-    def checked(self, result: Tensor) -> Tensor:
-        return self.wait(result)
+    checked = wait
 
     def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
         self._inline = self._rounds is not None and inline and nbytes <= ROUND_BYTES

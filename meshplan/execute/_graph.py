@@ -101,7 +101,6 @@ def _groups(names: list[str], step: Step) -> StepGroups:
 
 
 def write_step(step: Step) -> str:
-    """What runs of a reduction, as text."""
     values = {field.name: getattr(step, field.name) for field in fields(step)}
     contract = step.contract and step.contract.id
     return json.dumps(values | {"contract": contract, "move": "", "why": ""}, default=_pack)

@@ -50,7 +50,6 @@ class StepGroups:
 
     @property
     def nested(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The inner and the outer group of a hierarchical step."""
         assert self.inner is not None
         assert self.outer is not None
         return self.inner, self.outer
@@ -72,7 +71,6 @@ class StepGroups:
 
     @property
     def rank(self) -> int:
-        """This process, as ``members`` lists it."""
         return rank_in(self.levels[0])
 
     @property

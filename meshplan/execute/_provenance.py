@@ -105,7 +105,6 @@ def _sizes(entry: dict[str, Any]) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes for people."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -203,19 +202,6 @@ class _Tally:
     largest_bytes: int | None = None
     seconds: float = 0.0
 
-    def add(self, elements: int | None, nbytes: int, seconds: float, audited: bool) -> None:
-        self.count += 1
-        self.audited += audited
-        self.seconds += seconds
-        if elements is None:
-            return
-        self.elements += elements
-        self.bytes += nbytes
-        if self.smallest_elements is None or elements < self.smallest_elements:
-            self.smallest_elements, self.smallest_bytes = elements, nbytes
-        if self.largest_elements is None or elements > self.largest_elements:
-            self.largest_elements, self.largest_bytes = elements, nbytes
-
 
 class _Events:
     def __init__(self, limit: int) -> None:
@@ -233,6 +219,9 @@ class _Events:
         *,
         audited: bool = False,
     ) -> None:
+        """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
+        seconds until the call returned. ``audited``: the call was compared with the reference.
+        """
         with self._lock:
             tally = self._tallies.get(event)
             first = tally is None
@@ -241,11 +230,22 @@ class _Events:
                 if len(self._tallies) > self._limit:
                     self._tallies.popitem(last=False)
                     self._dropped += 1
-            tally.add(elements, nbytes, seconds, audited)
+            tally.count += 1
+            tally.audited += audited
+            tally.seconds += seconds
+            if elements is not None:
+                tally.elements += elements
+                tally.bytes += nbytes
+                if tally.smallest_elements is None or elements < tally.smallest_elements:
+                    tally.smallest_elements, tally.smallest_bytes = elements, nbytes
+                if tally.largest_elements is None or elements > tally.largest_elements:
+                    tally.largest_elements, tally.largest_bytes = elements, nbytes
         if first:
             _LOG.log(logging.WARNING if event.fallback else logging.INFO, "%s", event)
         else:
             _LOG.debug("%s", event)
+        if OBSERVING.observer is not None and event.contract is not None and not event.traced:
+            count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds)
 
     def snapshot(self) -> Report:
         with self._lock:
@@ -267,22 +267,7 @@ class _Events:
 # call: every redistribution pays.
 COUNTERS = SimpleNamespace(untouched=0)
 _EVENTS = _Events(MAX_RECORDS)
-
-
-def record(
-    event: Event,
-    *,
-    elements: int | None = None,
-    nbytes: int = 0,
-    seconds: float = 0.0,
-    audited: bool = False,
-) -> None:
-    """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
-    seconds until the call returned. ``audited``: the call was compared with the reference.
-    """
-    _EVENTS.add(event, elements, nbytes, seconds, audited=audited)
-    if OBSERVING.observer is not None and event.contract is not None and not event.traced:
-        count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds)
+record = _EVENTS.add
 
 
 def record_call(

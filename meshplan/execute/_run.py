@@ -284,20 +284,19 @@ class BoundReduction:
         tensor: Tensor,
         traced: bool,
     ) -> Event:
-        """The event of calls that issue ``collectives``, by name; kept from now on."""
         step, purpose, why = self.step, self.purpose, chosen.why
         contract = step.contract if chosen.path.in_contract else None
         if not collectives:
             empty = not traced and tensor.numel() == 0
             why += "; no elements, so nothing was sent" if empty else "; the path issued nothing"
         event = chosen.events[collectives] = Event(
-            asked=purpose.request,
-            planned=purpose.planned,
-            ran=chosen.path.reported_name,
-            sends=collectives,
-            group=purpose.group,
-            dtype=name_of(tensor.dtype),
-            why=why,
+            purpose.request,
+            purpose.planned,
+            chosen.path.reported_name,
+            collectives,
+            purpose.group,
+            name_of(tensor.dtype),
+            why,
             fallback=chosen.fallback,
             kind=purpose.kind,
             path=self.path,
@@ -311,7 +310,6 @@ class BoundReduction:
 def run_reduction(
     tensor: Tensor, step: Step, groups: StepGroups, *, purpose: Purpose, **how: Any
 ) -> Tensor:
-    """``BoundReduction.start`` of one call over ``groups``."""
     return BoundReduction(step, purpose, **how).start(tensor, groups)
 
 
@@ -387,7 +385,6 @@ def _reduced(
     ticket: int,
     calls: str,
 ) -> Outcome:
-    """Run the path with the wire of this reduction."""
     path, step = chosen.path, chosen.step
     if traced and chosen.over_gloo:
         return trace_reduction(summand, step, groups, path, chosen.pairs, calls)
@@ -428,7 +425,6 @@ def _in_graph(
     is_complex: bool,
     calls: str,
 ) -> Outcome:
-    """Run the reduction of a graph's operator."""
     names = [path.name for path in BY_SIZE]
     if name in names:
         request = PathRequest(

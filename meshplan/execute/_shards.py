@@ -10,12 +10,12 @@ the same leaves, so that its bits are those of the all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from meshplan._bits import flatten
+from meshplan._bits import element_index, flatten
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._wire import Wire
 from meshplan.planner import Step
@@ -23,7 +23,7 @@ from meshplan.planner import Step
 
 def select_shard(tensor: Tensor, step: Step, group_rank: int) -> Tensor:
     """The view of ``tensor`` that the rank at ``group_rank`` holds."""
-    where = dict(zip(step.axes, _unravel(group_rank, step.sizes), strict=True))
+    where = dict(zip(step.axes, element_index(group_rank, step.sizes), strict=True))
     sizes = dict(zip(step.axes, step.sizes, strict=True))
     for axis, dim in step.scatter:
         at = where[axis]
@@ -63,17 +63,9 @@ def split_parts(tensor: Tensor, step: Step, ranks: int) -> Iterator[Tensor]:
     for rank in range(ranks):
         shard = flatten(select_shard(tensor, step, rank))
         width = -(-shard.numel() // sharers)
-        where = zip(step.axes, _unravel(rank, step.sizes), strict=True)
+        where = zip(step.axes, element_index(rank, step.sizes), strict=True)
         position = 0
         for size, index in zip(sizes, [i for axis, i in where if axis in gather_axes], strict=True):
             position = position * size + index
         start = min(position * width, shard.numel())
         yield shard[start : start + width]
-
-
-def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
-    index = []
-    for size in reversed(sizes):
-        position, i = divmod(position, size)
-        index.append(i)
-    return index[::-1]

@@ -187,9 +187,9 @@ class Wire:
         rounds back have been done.
         """
 
-    def checked(self, result: Tensor) -> Tensor:
-        """``result``; filled with invalid numbers by a wire that compares headers later."""
-        return result
+    def checked(self, tensor: Tensor) -> Tensor:
+        """The result ``tensor``; filled with invalid numbers where headers are compared later."""
+        return tensor
 
 
 def to_wire_dtype(tensor: Tensor) -> Tensor:

@@ -131,15 +131,12 @@ def _check_whole(
     first = leaves[0]
     key = op, tuple(shape), len(leaves), _words(contract), divisor, first.dtype
     # The checks replace leaves with a pending negation or a gradient, so these never skip them.
-    plain = all(
-        leaf.shape == first.shape
-        and leaf.dtype is first.dtype
-        and leaf.device == first.device
-        and not leaf.requires_grad
-        and not leaf.is_neg()
-        for leaf in leaves
-    )
-    if key not in _passed or not plain:
+    plain = key in _passed
+    for leaf in leaves:
+        plain = plain and leaf.shape == first.shape and leaf.dtype is first.dtype
+        plain = plain and leaf.device == first.device and not leaf.requires_grad
+        plain = plain and not leaf.is_neg()
+    if not plain:
         leaves = check_leaves(leaves, op, shape, divisor)
         check_dtype(op, first.dtype, contract)
         if len(_passed) >= _MOST_PASSED:
@@ -230,12 +227,12 @@ def _write(out: Tensor, leaves: Sequence[Tensor], *call: Any) -> None:
             return
         launch_fold(device, out, leaves, op, shape, Contract(*words), dtype, divisor, part)
         return
-    flat = [leaf.contiguous() for leaf in leaves]
+    flat = [*map(Tensor.contiguous, leaves)]
     compiled, reason = load()
     assert compiled is not None, reason
     code = compiled.mp_fold(
         out.data_ptr(),
-        (ctypes.c_void_p * len(flat))(*[leaf.data_ptr() for leaf in flat]),
+        (ctypes.c_void_p * len(flat))(*map(Tensor.data_ptr, flat)),
         len(flat),
         out.numel(),
         DTYPES[dtype],
@@ -245,7 +242,7 @@ def _write(out: Tensor, leaves: Sequence[Tensor], *call: Any) -> None:
         int(rounding == "node"),
         (ctypes.c_int * len(shape))(*shape),
         len(shape),
-        0 if divisor is None else divisor,
+        divisor or 0,
         part,
     )
     assert code == 0, (dtype, op)

@@ -255,7 +255,6 @@ def hash_lines(lines: Sequence[str]) -> tuple[int, int]:
 
 
 def check_lists(channel: ReplicaChannel, gathered: Tensor, lines: Sequence[str]) -> None:
-    """Raise, on all ranks, unless all brought the same list."""
     layout = channel.layout
     words = [tuple(row) for row in gathered.tolist()]
     # Every rank computes the following from the same words, so all take the same branches and join
@@ -304,7 +303,6 @@ class Difference:
     unrelated: int = 0
 
     def add_piece(self, theirs: Tensor, mine: Tensor, start: int, like: Tensor) -> None:
-        """Count a further piece of both tensors."""
         size = like.dtype.itemsize
         differs = (theirs != mine).view(-1, size).any(1)
         count = int(differs.sum())
@@ -744,7 +742,6 @@ class RepairPlan:
         return ""
 
     def _choose(self, channel: ReplicaChannel, one: _DivergentGroup) -> int | None:
-        """The position to copy from."""
         layout = channel.layout
         whole = Layout.from_mesh(channel.mesh)
         labels = axis_labels(layout, one.replicated)

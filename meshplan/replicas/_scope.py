@@ -53,7 +53,6 @@ class MeshTensors:
     lines: list[str] = field(default_factory=list)
 
     def group(self, header: str) -> None:
-        """Find the axes of replicas, and digest the tensors that have some."""
         axes = ReplicaAxes(self.mesh, self.layout, this_rank())
         by_axes: dict[tuple[int, ...], list[NamedTensor]] = {}
         self.lines = [f"{header}, mesh {self.layout}"]
@@ -176,7 +175,6 @@ def _restrict(layout: Layout, ranks: set[int]) -> Layout:
 def _share_failure(
     channel: ReplicaChannel, failure: MeshplanError | None, step: int | None
 ) -> None:
-    """Raise this rank's failure, or else the first one of another rank."""
     flags = torch.tensor([failure is not None], dtype=torch.int64, device="cpu")
     failed = channel.gather(flags).flatten().nonzero().flatten().tolist()
     if not failed:

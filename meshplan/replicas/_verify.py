@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,6 @@ def _compare(
     about: str,
     options: CheckOptions,
 ) -> list[MeshTensors]:
-    """Compare each tensor on its mesh."""
     scope_mesh = _default_mesh(tensors) if mesh is None else mesh
     parts = {scope_mesh: MeshTensors(scope_mesh, Layout.from_mesh(scope_mesh))}
     source = options.repair.source if options.repair else None
@@ -300,13 +300,16 @@ class ReplicaCheck:
     ) -> None:
         if every < 1:
             raise PolicyError(f"every={every} is not a number of steps; pass 1 or more")
-        self.source = source
-        self.mesh = mesh
-        self.every = every
-        self.distinct = [distinct] if isinstance(distinct, str) else list(distinct)
-        self.grads = grads
-        self.details = details
-        self.step = 0
+        self.every, self.step = every, 0
+        distinct = [distinct] if isinstance(distinct, str) else list(distinct)
+        self._verify = partial(
+            verify_replicas,
+            source,
+            mesh,
+            distinct=distinct,
+            grads=grads,
+            details=details,
+        )
         self.last: ReplicaReport | None = None
 
     def __call__(self, step: int | None = None) -> ReplicaReport | None:
@@ -325,14 +328,7 @@ class ReplicaCheck:
         self.step = self.step + 1 if step is None else step
         if self.step % self.every:
             return None
-        self.last = verify_replicas(
-            self.source,
-            self.mesh,
-            distinct=self.distinct,
-            grads=self.grads,
-            step=self.step,
-            details=self.details,
-        )
+        self.last = self._verify(step=self.step)
         return self.last
 
     def hook(self, *_: object) -> None:

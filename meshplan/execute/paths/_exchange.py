@@ -22,13 +22,10 @@ from meshplan.planner import Step
 
 
 class ExchangePath(Path):
-    """An exchange of slices."""
-
     def __init__(self, name: str = "exchange") -> None:
         self.name = name
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``: equal slices, the last ones padded."""
         group = groups.flat
         width = -(-tensor.numel() // group.size())
         if wire.in_place(width * tensor.element_size(), group):
@@ -39,7 +36,6 @@ class ExchangePath(Path):
         return Outcome(gathered[: tensor.numel()].view(tensor.shape), wire.log, pending=True)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``: ranks of one shard reduce a part each and gather the parts."""
         group = groups.flat
         leaves = wire.exchange(list(split_parts(tensor, step, group.size())), group)
         if step.leaves:

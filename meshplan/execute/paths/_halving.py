@@ -116,8 +116,6 @@ def _advance(chunk: _Chunk, answer: Any, results: dict[int, Any]) -> bool:
 
 
 class HalvingPath(Path):
-    """Recursive halving."""
-
     name = "halving"
 
     def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:
@@ -142,7 +140,6 @@ class HalvingPath(Path):
         return Outcome(whole.view(tensor.shape), wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``: ranks of one shard reduce a part each and gather the parts."""
         group = groups.flat
         rank = group.rank()
         pieces = list(split_parts(tensor, step, group.size()))
@@ -287,7 +284,6 @@ class HalvedReduction:
         return total if total.dtype is self._partial else self._raise(total)
 
     def finish(self, total: Tensor) -> Tensor:
-        """The result, of the leaves' dtype, from what ``reduce`` returned."""
         how = self._op, [1], self._contract, self._dtype, self._divisor
         return finish_partials([total], *how)
 

@@ -52,7 +52,6 @@ class HierarchicalPath(Path):
 
     @property
     def reported_name(self) -> str:
-        """As in ``Path``: the exchange of the plan."""
         return "exchange"
 
     def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:

@@ -101,7 +101,6 @@ class CheckedMessages:
         return self._codes[0]
 
     def sum(self, words: Tensor) -> Tensor:
-        """The sum over all ranks: int64, flat."""
         return self._summed(self._all_reduce(self._with_checksum(words), "sum"))
 
     def sum_rows(self, rows: Tensor) -> Tensor:
@@ -112,7 +111,6 @@ class CheckedMessages:
         return self._summed(_ops.wait_tensor(found))
 
     def exchange(self, parts: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-        """As ``Wire.exchange``."""
         leaves = self._wire.exchange(parts, self._group)
         if self._verify:
             sent = [find_checksum(part) for part in parts]
@@ -301,7 +299,6 @@ class IntegerPath(Path):
         return Outcome(whole, wire.log, pending)
 
     def cost(self, reduction: PlannedReduction) -> Cost:
-        """As in ``Path``: a maximum of 1 byte and a sum of 8 or 16 bytes per element."""
         return integer_cost(reduction)
 
     def _repaired(

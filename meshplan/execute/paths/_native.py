@@ -37,7 +37,6 @@ class NativePath(Path):
         return Outcome(_ops.wait_tensor(reduced) / step.divisor, wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``: the all-reduce, and a slice of it."""
         reduced = self.all_reduce(tensor, step, groups, wire)
         whole = _ops.wait_tensor(reduced.tensor) if reduced.pending else reduced.tensor
         return Outcome(select_shard(whole, step, groups.position).contiguous(), wire.log)

@@ -19,8 +19,6 @@ from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost, regist
 
 
 class Outcome(NamedTuple):
-    """The result of a path."""
-
     tensor: Tensor  # the result or this rank's shard: contiguous, of the summand's dtype
     log: CollectiveLog  # the wire's own, so that a path cannot report calls that it did not make
     pending: bool = False  # the last collective may still be under way: wait for the result

@@ -17,8 +17,6 @@ from meshplan.planner import Step
 
 
 class ReferencePath(Path):
-    """The plain definition."""
-
     name = "reference"
 
     def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
@@ -26,7 +24,6 @@ class ReferencePath(Path):
         return Outcome(fold(rows, step).view(tensor.shape), wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``; each rank reduces its own shard."""
         group = groups.flat
         rows = wire.gather(flatten(tensor), group)
         shards = [select_shard(row.view(tensor.shape), step, group.rank()) for row in rows]

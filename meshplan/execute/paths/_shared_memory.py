@@ -55,7 +55,6 @@ class SharedMemoryPath(Path):
         return Outcome(self._reduce(tensor, [], step, groups, wire), wire.log)
 
     def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        """As in ``Path``; ranks of one shard reduce a part each and gather the parts."""
         parts = list(split_parts(tensor, step, groups.flat.size()))
         # Peers compare the message's shape, which must be the summand's.
         message = torch.cat(parts).view(tensor.shape)
