@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from meshplan.execute._announce import run_as_one as run_as_one
-from meshplan.execute._choose import ONE_SHOT_VARIABLE as ONE_SHOT_VARIABLE
 from meshplan.execute._choose import PathChoice as PathChoice
 from meshplan.execute._choose import one_shot_switch as one_shot_switch
 from meshplan.execute._groups import StepGroups as StepGroups
 from meshplan.execute._provenance import COUNTERS as COUNTERS
-from meshplan.execute._provenance import MAX_RECORDS as MAX_RECORDS
-from meshplan.execute._provenance import SCHEMA_VERSION as SCHEMA_VERSION
 from meshplan.execute._provenance import Event as Event
 from meshplan.execute._provenance import Purpose as Purpose
 from meshplan.execute._provenance import Report as Report

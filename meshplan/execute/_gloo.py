@@ -6,8 +6,8 @@ are compared too, and a rank whose block differs still takes part in the second 
 other rank waits for it.
 
 The first message of each collective has headers in front (``Channel``). In a group of more than
-``MOST_AT_ONCE`` ranks they are compared in rounds (``HeaderRounds``), and collected only if
-they differ, for the error.
+``MOST_AT_ONCE`` ranks they are compared in rounds, and collected only if they differ, for the
+error.
 
 Large pieces are messages between pairs of ranks. Each rank receives them where the caller wants
 them, while gloo's all-gather copies everything twice, and its all-to-all copies the own part. New
@@ -220,7 +220,9 @@ class Channel:
         return leaves, (*others_found[:below], *own, *others_found[below:])
 
     def _layout(
-        self, headers: tuple[RankHeader, ...], parts: Tensor | Sequence[Tensor] | None
+        self,
+        headers: tuple[RankHeader, ...],
+        parts: Tensor | Sequence[Tensor] | None,
     ) -> _Layout:
         key: object
         if parts is None:
@@ -238,7 +240,9 @@ class Channel:
         return found
 
     def _made(
-        self, headers: tuple[RankHeader, ...], parts: Tensor | Sequence[Tensor] | None
+        self,
+        headers: tuple[RankHeader, ...],
+        parts: Tensor | Sequence[Tensor] | None,
     ) -> _Layout:
         ranks, rank, count = self._ranks, self._rank, self._count
         dtype = torch.uint8 if parts is None else parts[0].dtype
@@ -296,7 +300,6 @@ _lock = threading.Lock()
 
 
 def channel_of(group: ProcessGroup, headers: int) -> Channel:
-    """The channel of ``group`` for so many headers of each rank; made once."""
     with _lock:
         channels = _channels.setdefault(group, {})
         found = channels.get(headers)
@@ -322,48 +325,6 @@ ROUND_BYTES = 32 << 10
 """Bytes of data that a message with a header has room for."""
 
 
-class HeaderRounds:
-    """Compares the headers of all ranks of a gloo group. ``header`` is this rank's, with
-    its call.
-    """
-
-    def __init__(self, group: ProcessGroup, header: Header, log: CollectiveLog) -> None:
-        self._group, self._header, self._log = group, header, log
-        self.equal = True  # no difference has been found yet
-
-    def compare(self, *, forth: bool = True) -> None:
-        """Exchange headers without data, ``forth`` and back or only back; sets ``equal``."""
-        plan = halving_schedule((self._group.size(),), self._group.rank())
-        rounds: Sequence[HalvingRound] = plan.gather()
-        if forth:
-            rounds = (*plan.rounds, *rounds)
-        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        for one in rounds:
-            sends = [Message(True, empty, message.peer) for message in one.sends]
-            self.swap(sends + [Message(False, empty, message.peer) for message in one.receives])
-
-    def swap(self, messages: Sequence[Message]) -> None:
-        """Exchange ``messages`` of up to ``ROUND_BYTES``, each behind a header. The data is valid
-        only if all headers are equal. In place of the rank, a header has whether its sender has
-        found no difference.
-        """
-        words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device="cpu")
-        own = (*self._header.words, self.equal)
-        words[: len(own)] = torch.tensor(own, dtype=torch.int64, device="cpu")
-        head, sent, received = words.view(torch.uint8), [], []
-        for one in messages:
-            if one.sends:
-                sent.append(one._replace(tensor=torch.cat((head, one.tensor))))
-            else:
-                # As much room on all ranks: gloo ends a process that gets a longer message.
-                room = head.new_empty(HEADER_BYTES + ROUND_BYTES)
-                received.append((one.tensor, one._replace(tensor=room)))
-        start_messages([*sent, *(one for _, one in received)], self._group, self._log)()
-        for memory, (_, row, _) in received:
-            memory.copy_(row[HEADER_BYTES:][: memory.numel()])
-            self.equal = self.equal and torch.equal(row[:HEADER_BYTES], head)
-
-
 # In larger groups headers are compared in rounds.
 MOST_AT_ONCE = 32
 
@@ -387,8 +348,7 @@ class GlooWire(Wire):
         self._headers: tuple[RankHeader, ...] = (mine,)
         self._equal = True
         self._compared = self._inline = False
-        large = len(groups.levels) == 1 and groups.flat.size() > MOST_AT_ONCE
-        self._rounds = HeaderRounds(groups.flat, mine[1].at(call), self.log) if large else None
+        self._in_rounds = len(groups.levels) == 1 and groups.flat.size() > MOST_AT_ONCE
         self._works: dict[int, tuple[Work, ProcessGroup]] = {}
 
     def in_place(self, nbytes: int, group: ProcessGroup) -> bool:
@@ -404,7 +364,7 @@ class GlooWire(Wire):
         last: bool = True,
         room: Sequence[Tensor] | None = None,
     ) -> Callable[[], Sequence[Tensor]]:
-        if self._rounds is not None:
+        if self._in_rounds:
             self.compare()
         longest = parts.shape[1] if isinstance(parts, Tensor) else max(p.numel() for p in parts)
         nbytes = longest * parts[0].element_size()
@@ -501,17 +461,19 @@ class GlooWire(Wire):
     checked = wait
 
     def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
-        self._inline = self._rounds is not None and inline and nbytes <= ROUND_BYTES
+        self._inline = self._in_rounds and inline and nbytes <= ROUND_BYTES
         if not self._inline:
             self.compare()
 
     def start_round(
-        self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
+        self,
+        messages: Sequence[Message],
+        group: ProcessGroup,
+        device: torch.device,
     ) -> Callable[[], None]:
         """As in ``Wire``; a rank without messages does nothing."""
         if self._inline:
-            assert self._rounds is not None
-            return partial(self._rounds.swap, messages)
+            return partial(self._swap_behind_headers, messages)
         if isinstance(group, Part):
             messages = [one._replace(peer=group.places[one.peer]) for one in messages]
             group = group.whole
@@ -520,15 +482,48 @@ class GlooWire(Wire):
 
     def end_rounds(self, *, gathered: bool) -> None:
         if self._inline:
-            assert self._rounds is not None
             self._inline = False
             if not gathered:
-                self._rounds.compare(forth=False)
+                self._compare_in_rounds(forth=False)
             self._refuse_difference()
 
+    def _compare_in_rounds(self, *, forth: bool = True) -> None:
+        """Exchange headers without data, ``forth`` and back or only back."""
+        group = self._groups.flat
+        plan = halving_schedule((group.size(),), group.rank())
+        rounds: Sequence[HalvingRound] = plan.gather()
+        if forth:
+            rounds = (*plan.rounds, *rounds)
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        for one in rounds:
+            sends = [Message(True, empty, message.peer) for message in one.sends]
+            comes = [Message(False, empty, message.peer) for message in one.receives]
+            self._swap_behind_headers(sends + comes)
+
+    def _swap_behind_headers(self, messages: Sequence[Message]) -> None:
+        """Exchange ``messages`` of up to ``ROUND_BYTES``, each behind a header. The data is valid
+        only if all headers are equal. In place of the rank, a header has whether its sender has
+        found no difference.
+        """
+        words = torch.zeros(HEADER_WORDS, dtype=torch.int64, device="cpu")
+        own = (*self._headers[0][1].at(self.call).words, self._equal)
+        words[: len(own)] = torch.tensor(own, dtype=torch.int64, device="cpu")
+        head, sent, received = words.view(torch.uint8), [], []
+        for one in messages:
+            if one.sends:
+                sent.append(one._replace(tensor=torch.cat((head, one.tensor))))
+            else:
+                # As much room on all ranks: gloo ends a process that gets a longer message.
+                room = head.new_empty(HEADER_BYTES + ROUND_BYTES)
+                received.append((one.tensor, one._replace(tensor=room)))
+        messages = [*sent, *(one for _, one in received)]
+        start_messages(messages, self._groups.flat, self.log)()
+        for memory, (_, row, _) in received:
+            memory.copy_(row[HEADER_BYTES:][: memory.numel()])
+            self._equal = self._equal and torch.equal(row[:HEADER_BYTES], head)
+
     def _refuse_difference(self) -> None:
-        assert self._rounds is not None
-        if not self._rounds.equal:
+        if not self._equal:
             group = self._groups.flat
             _, found = channel_of(group, 1).exchange(
                 group, self._headers, None, self.log, self.call
@@ -539,15 +534,15 @@ class GlooWire(Wire):
     def gather(self, tensor: Tensor, group: ProcessGroup) -> Sequence[Tensor]:
         """As in ``Wire``; in one message where it has the room."""
         ranks = group.size()
-        if self._rounds is None and tensor.nbytes <= inline_bytes(ranks):
+        if not self._in_rounds and tensor.nbytes <= inline_bytes(ranks):
             return self.exchange(tensor.expand(ranks, -1), group)
         return super().gather(tensor, group)
 
     def compare(self) -> None:
         if self._compared:
             return
-        if self._rounds is not None:
-            self._rounds.compare()
+        if self._in_rounds:
+            self._compare_in_rounds()
             self._refuse_difference()
             return
         # Each level passes on what it has seen, so the last one compares all ranks of the step.
@@ -558,7 +553,10 @@ class GlooWire(Wire):
         self._compared = True
 
     def _meet(
-        self, group: ProcessGroup, parts: Tensor | Sequence[Tensor] | None, last: bool
+        self,
+        group: ProcessGroup,
+        parts: Tensor | Sequence[Tensor] | None,
+        last: bool,
     ) -> Sequence[Tensor]:
         mine = self._headers
         over = channel_of(group, len(mine))
