@@ -459,7 +459,6 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         tensors: Sequence[Tensor],
         *given: Any,
     ) -> dist.Work:
-        """Let the inner backend reduce what the contract does not define, or all by policy."""
         self._calls.refuse_stopped()
         if self.options.policy == "fast" and self._create_lane and not self._has_agreed:
             # A rank of another policy would reduce on another group, which is of one policy.
@@ -512,6 +511,5 @@ def create_group_across_jobs(
 
 
 def register() -> None:
-    """Register the backend for CPUs and CUDA devices, once."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create_group, True, ["cpu", "cuda"])

@@ -106,7 +106,6 @@ def read_operation(
 
 
 def options_of(operation: Operation, options: BackendOptions) -> ReductionOptions:
-    """How the collectives run an operation that the contract defines."""
     assert operation.op is not None
     found = read_options(operation.op, options.path, options.contract, options.strict)
     return found if options.audit is None else replace(found, audit=options.audit)

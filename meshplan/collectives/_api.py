@@ -398,7 +398,9 @@ def _trace_all_reduce(
 
 
 def _check_all_reduce(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor] | None, options: ReductionOptions
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+    options: ReductionOptions,
 ) -> None:
     for tensor in tensors:
         check_summand(tensor, options)

@@ -46,8 +46,6 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class StreamCall:
-    """A call on the side stream ``side``."""
-
     side: SideStream
     _origin: Any  # the caller's stream at the call
     _end: Any  # an event behind the call
@@ -134,7 +132,6 @@ class SideStream:
         return call
 
     def is_captured(self) -> bool:
-        """Whether a graph captures the current stream of the device."""
         with self.module.device(self.device):
             return bool(self.module.is_current_stream_capturing())
 
@@ -152,7 +149,6 @@ _lock = threading.Lock()
 
 
 def side_stream_of(device: torch.device) -> SideStream:
-    """The side stream of ``device`` for collectives that name no other."""
     with _lock:
         if device not in _streams:
             _streams[device] = SideStream(device)

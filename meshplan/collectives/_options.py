@@ -19,7 +19,11 @@ from meshplan.errors import (
     ContractTypeError,
     FallbackRefusedError,
 )
-from meshplan.execute._choose import check_contract, check_one_shot, one_shot_switch
+from meshplan.execute._choose import (
+    check_contract,
+    check_one_shot,
+    one_shot_switch,
+)
 from meshplan.execute.paths import PATHS, check_path, select_path
 
 AnyOp = Op | dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -52,7 +56,6 @@ class ReductionOptions:
         return f"{self.path}, {self.op}, {self.contract.id}"
 
     def operands(self, group: ProcessGroup) -> tuple[str, str, str, bool, str]:
-        """The last arguments of the operators ``torch.ops.meshplan``."""
         return self.path, self.op, self.contract.id, self.strict, group.group_name
 
 

@@ -234,7 +234,11 @@ def _reduce_by_backend(
     started = time.perf_counter()
     op, dtype = options.op, tensor.dtype
     # To round once, the backend adds 16-bit numbers as float32, in messages of twice the size.
-    halves = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    halves = dtype in (torch.float16, torch.bfloat16) and op in (
+        "sum",
+        "avg",
+        "product",
+    )
     wide = torch.float32 if halves and options.contract.rounding == "once" else dtype
     value = tensor.detach().resolve_conj().resolve_neg()
     in_place = in_place and value.data_ptr() == tensor.data_ptr() and value.is_contiguous()
@@ -245,7 +249,10 @@ def _reduce_by_backend(
     planned = f"{step.kind} {op} over {group.size()} ranks in {name_of(wide)}, no contract"
     purpose = Purpose(request, planned, describe_group(group))
     header = step_header(step, dtype, tuple(tensor.shape), "native")
-    sends = (*compare_headers(tensor, group, header, purpose, ticket.word), "all_reduce")
+    sends = (
+        *compare_headers(tensor, group, header, purpose, ticket.word),
+        "all_reduce",
+    )
     kind = getattr(dist.ReduceOp, "SUM" if op == "avg" else op.upper())
     with span("all_reduce", op, "native"):
         within("native", partial(dist.all_reduce, value, kind, group))
@@ -275,7 +282,12 @@ def find_group(
     peers = sharing_of(path, kind, one_shot)
     # An environment variable, which ranks may have set differently; compared where it decides.
     switch = None if path != "auto" or one_shot is None else "always" if one_shot else "never"
-    token = Record.of(contract=options.contract.id, path=path, one_shot=switch, audit=options.audit)
+    token = Record.of(
+        contract=options.contract.id,
+        path=path,
+        one_shot=switch,
+        audit=options.audit,
+    )
     call = ticket.number
     return registry().of(group, kind, token=token, peers=peers, apart=apart, call=call), one_shot
 
@@ -409,7 +421,10 @@ def run_list(
 
     results: dict[int, Tensor] = {}
     for bucket in _buckets(tensors, options, shards):
-        parts, cuts = [tensors[i] for i in bucket], [shards[i] for i in bucket if shards]
+        parts, cuts = (
+            [tensors[i] for i in bucket],
+            [shards[i] for i in bucket if shards],
+        )
         values: Sequence[Tensor]
         if len(bucket) == 1:
             values = [run_one(parts[0], cuts[0] if cuts else None)]

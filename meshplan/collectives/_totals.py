@@ -215,7 +215,10 @@ def _find_weights(
 
 
 def _find_weight(
-    spread: _Spread, ranks: frozenset[int], axes: set[frozenset[int]], strict: bool
+    spread: _Spread,
+    ranks: frozenset[int],
+    axes: set[frozenset[int]],
+    strict: bool,
 ) -> int | None:
     """The weight of a tensor; ``None`` if the content of other ranks is not declared. With
     ``strict``, it is declared for none of those outside of ``axes``.
@@ -255,7 +258,9 @@ def _find_spreads(
 
 
 def _count_lists(
-    tensors: Mapping[int, Tensor], weights: Mapping[int, int], sums: Sequence[_Sum]
+    tensors: Mapping[int, Tensor],
+    weights: Mapping[int, int],
+    sums: Sequence[_Sum],
 ) -> list[int]:
     """Counts that the number of ranks divides, once added, if ranks that hold replicas have equal
     lists.

@@ -132,7 +132,13 @@ def _refuse_if_not_linear(op: str, why: str = "") -> None:
 _operators: Any = OPERATORS  # whose methods have no types
 _HOW = "str path, str op, str contract, bool strict, str group"
 for _name, _arguments, _run, _fake, _backward in (
-    ("all_reduce", f"Tensor tensor, {_HOW}", _all_reduce, _same, _all_reduce_backward),
+    (
+        "all_reduce",
+        f"Tensor tensor, {_HOW}",
+        _all_reduce,
+        _same,
+        _all_reduce_backward,
+    ),
     (
         "reduce_scatter",
         f"Tensor tensor, int dim, int[] sizes, {_HOW}",

@@ -50,8 +50,6 @@ BY_SIZE = ExchangePath("auto"), ExchangePath("auto, strict")
 
 @dataclass(frozen=True)
 class PathRequest:
-    """The facts that decide on a path."""
-
     step: Step
     groups: StepGroups
     tensor: Tensor
@@ -101,7 +99,12 @@ def choose(request: PathRequest) -> ChosenPath:
     """The path of a reduction. Raises ContractTypeError for an average of integers, and PolicyError
     for an unknown path.
     """
-    step, groups, tensor, fallback = request.step, request.groups, request.tensor, False
+    step, groups, tensor, fallback = (
+        request.step,
+        request.groups,
+        request.tensor,
+        False,
+    )
     path: Path
     why = step.why
     if step.inner > 1 and step.between == "halving" and (simulated := why_not_simulated()):
@@ -238,7 +241,6 @@ def _find_fastest(request: PathRequest) -> tuple[int, Between, int]:
 
 
 def check_fallback(chosen: ChosenPath, request: PathRequest, call: str) -> None:
-    """Raise FallbackRefusedError for a fallback that ``strict`` or the requested path excludes."""
     wanted = request.wanted
     replaceable = wanted == "auto" or get_path(wanted).replaceable
     if not chosen.fallback or (replaceable and not request.strict):
@@ -283,7 +285,6 @@ def one_shot_switch() -> bool | None:
 
 
 def check_one_shot(switch: bool | None) -> None:
-    """Raise PolicyError if the ``switch`` forbids path ``one_shot``."""
     if switch is False:
         raise PolicyError(
             f"path='one_shot' is forbidden by {ONE_SHOT_VARIABLE}=0; unset the variable, or pass "

@@ -137,7 +137,10 @@ class DeferredWire(Wire):
         self._rows = rows if self._gathered else torch.stack((rows[0], ~rows[1]))
 
     def start_round(
-        self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
+        self,
+        messages: Sequence[Message],
+        group: ProcessGroup,
+        device: torch.device,
     ) -> Callable[[], None]:
         """As in ``Wire``; a rank without messages does nothing. The arguments of an all-to-all have
         a number for each rank, so issuing one takes time for all of them. NCCL receives the same:

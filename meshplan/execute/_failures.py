@@ -12,7 +12,12 @@ from meshplan.errors import CollectiveError, MeshplanError, PeerTimeoutError
 from meshplan.execute._gloo import break_connections, is_gloo
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import Purpose
-from meshplan.flatten import RollCall, find_missing, format_failure, is_across_jobs
+from meshplan.flatten import (
+    RollCall,
+    find_missing,
+    format_failure,
+    is_across_jobs,
+)
 
 
 def raise_failure(
@@ -97,7 +102,6 @@ def _found_out(roll: RollCall, rank: int) -> str:
 
 
 def _differing(roll: RollCall) -> str:
-    """The calls in which the ranks were, where they differ."""
     by_call: dict[str, list[int]] = {}
     for who, call in roll.notes:
         by_call.setdefault(call, []).append(who)

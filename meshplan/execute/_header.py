@@ -35,8 +35,6 @@ RANK_WORD = CALL_WORD + 1
 
 
 class Header(NamedTuple):
-    """The description of one rank's part in a collective."""
-
     # As ``meshplan.record.pack_words`` packs them; then the call, if it was compared.
     words: tuple[int, ...]
 
@@ -105,7 +103,6 @@ def tensor_header(summand: Tensor, step: Step, path: str, is_complex: bool) -> H
 def gather_header(
     dtype: torch.dtype, shape: Sequence[int], dim: int, lengths: tuple[int, ...]
 ) -> Header:
-    """The header of one rank's part in an all-gather along ``dim`` of shards of ``lengths``."""
     # Of the result: shards may have different lengths, it has one shape on all ranks.
     whole = [*shape[:dim], sum(lengths), *shape[dim + 1 :]]
     return Header(
@@ -121,7 +118,11 @@ def gather_header(
 
 
 def list_header(
-    kind: str, tensors: Sequence[Tensor], layout: Sequence[str], op: str, ranks: int
+    kind: str,
+    tensors: Sequence[Tensor],
+    layout: Sequence[str],
+    op: str,
+    ranks: int,
 ) -> Header:
     """The header of a list of tensors in few messages. ``layout`` has the dtype and shape of each
     tensor that all ranks must share. ``op`` is empty for an all-gather.

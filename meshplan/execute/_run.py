@@ -450,7 +450,6 @@ def _in_graph(
 def _run_counted(
     summand: Tensor, step: Step, groups: StepGroups, path: Path, wire: Wire
 ) -> Outcome:
-    """Run the reduction of a graph, and count it for those who observe."""
     if OBSERVING.observer is None:
         return _run_path(path, summand, step, groups, wire)
     started, in_contract = time.perf_counter(), path.in_contract

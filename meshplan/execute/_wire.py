@@ -198,7 +198,6 @@ def to_wire_dtype(tensor: Tensor) -> Tensor:
 
 
 def from_wire_dtype(received: Tensor, tensor: Tensor) -> Tensor:
-    """The received ``to_wire_dtype(tensor)``, in the dtype of ``tensor``."""
     return received if received.dtype is tensor.dtype else received.view(tensor.dtype)
 
 
@@ -226,12 +225,10 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether torch traces into a graph now."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Whether a CUDA graph captures operations on ``tensor`` now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

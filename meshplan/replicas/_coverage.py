@@ -248,7 +248,10 @@ class Coverage:
     """
 
     def __init__(
-        self, strict: bool, on_step: Callable[[CoverageStep], object] | None, keep: int
+        self,
+        strict: bool,
+        on_step: Callable[[CoverageStep], object] | None,
+        keep: int,
     ) -> None:
         self.strict = strict
         self._on_step = on_step
@@ -476,7 +479,15 @@ def _watch(
     result = _observing.within("counted", reduction)
     seconds = time.perf_counter() - started
     nbytes = sum(one.nbytes for one in tensors if one.layout is torch.strided)
-    caller.count(what, name_of(dtype), group.size(), nbytes, seconds, kind, (group, tensors))
+    caller.count(
+        what,
+        name_of(dtype),
+        group.size(),
+        nbytes,
+        seconds,
+        kind,
+        (group, tensors),
+    )
     return result
 
 

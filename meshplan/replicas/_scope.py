@@ -136,7 +136,10 @@ def compare_scope(
 
 
 def _compare_part(
-    part: MeshTensors, absent: list[int], header: str | None, options: CheckOptions
+    part: MeshTensors,
+    absent: list[int],
+    header: str | None,
+    options: CheckOptions,
 ) -> None:
     if absent:
         raise SignatureMismatchError(

@@ -30,8 +30,6 @@ TensorSource = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """One tensor of this rank."""
-
     name: str  # its path, e.g. ``layers.0.weight``
     local: Tensor  # its data on this rank
     shape: tuple[int, ...]  # of the whole tensor, the same on all ranks
@@ -67,7 +65,6 @@ def _key(part: str) -> tuple[int, str]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors, modules and optimizers in mappings and lists, by name."""
     if isinstance(value, Tensor | nn.Module | torch.optim.Optimizer):
         yield name, value
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):

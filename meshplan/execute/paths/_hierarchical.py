@@ -41,7 +41,13 @@ from meshplan.execute.paths._halving import (
 )
 from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import combine_leaves, finish_partials, large_pages
-from meshplan.planner import Step, count_chunks, cut_chunks, share_owners, weigh_chunks
+from meshplan.planner import (
+    Step,
+    count_chunks,
+    cut_chunks,
+    share_owners,
+    weigh_chunks,
+)
 
 
 class HierarchicalPath(Path):
@@ -108,7 +114,10 @@ class Levels:
         self._place = inner.rank()
         self._inner, self._outer, self._wire = inner, outer, wire
         self._combine = partial(
-            combine_leaves, op=step.op, shape=step.inner_sizes, contract=step.contract
+            combine_leaves,
+            op=step.op,
+            shape=step.inner_sizes,
+            contract=step.contract,
         )
         self._finish = partial(
             finish_partials,
@@ -205,7 +214,6 @@ class Levels:
         return self._wire.start_exchange(parts, group, last=last, room=memory)
 
     def _finish_rows(self, rows: Sequence[Tensor], words: Sequence[int]) -> Tensor:
-        """The result of the blocks' partials, which came as flat messages."""
         count = math.prod(words)
         return self._finish([row.view(*words, row.numel() // count) for row in rows])
 

@@ -95,7 +95,6 @@ class CheckedMessages:
         self._codes: tuple[Tensor, ...] = ()
 
     def maximum(self, codes: Tensor) -> Tensor:
-        """The maximum over all ranks, of each element of a flat tensor."""
         found = self._all_reduce(torch.cat([codes, codes]) if self._verify else codes, "max")
         self._codes = torch.split(found, codes.numel())
         return self._codes[0]
@@ -127,7 +126,6 @@ class CheckedMessages:
         return rows[:, :-1]
 
     def gather_flat(self, tensor: Tensor) -> Tensor:
-        """As ``Wire.all_gather``, waited for and without a checksum."""
         return self._wire.wait(self._wire.all_gather(tensor, self._group))
 
     def compare(self, result: Tensor | None = None) -> None:
@@ -302,9 +300,11 @@ class IntegerPath(Path):
         return integer_cost(reduction)
 
     def _repaired(
-        self, messages: CheckedMessages, parts: Tensor | Sequence[Tensor], step: Step
+        self,
+        messages: CheckedMessages,
+        parts: Tensor | Sequence[Tensor],
+        step: Step,
     ) -> Tensor:
-        """The contract's sums of this rank's part."""
         leaves = messages.exchange(parts)
         own = fold(leaves, step)
         if self.verify:

@@ -15,7 +15,13 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import Wire
 from meshplan.flatten import Sharing
-from meshplan.planner import Cost, PlannedReduction, Step, exchange_cost, register_cost
+from meshplan.planner import (
+    Cost,
+    PlannedReduction,
+    Step,
+    exchange_cost,
+    register_cost,
+)
 
 
 class Outcome(NamedTuple):
