@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from expecttest import TestCase
 
 from meshplan.layout import Layout
@@ -13,7 +12,6 @@ from meshplan.topology import Topology
 
 CUBE = Layout.of(a=2, b=2, c=2)
 TWO_NODES = Topology.uniform(8, node_size=4, domain_size=4)
-ISSUE = Layout.of(ddp=8, fsdp=5, tp=1)
 THIRTY_NODES = Topology.uniform(240, node_size=8)
 FIVE_NODES = Topology.uniform(40, node_size=8, domain_size=8)
 
@@ -49,65 +47,15 @@ rejected, 91.7 us slower, 2.0 kB more inside domains, 1 more collective, a new g
   reduce_scatter sum over (a, b, c) to S(0) over b, all_gather over (a, c), exchange in blocks of 4""",
         )
 
-    def test_ppp_to_s0s1s0(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P P P -> S(0) S(1) S(0)"),
-            """\
-(P(sum), P(sum), P(sum)) -> (S(0), S(1), S(0)) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 19.4 us, 1 collective, 14.3 kB out (6.1 kB domain, 8.2 kB network), 34.8 kB memory
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c, exchange
-rejected, 19.4 us slower, 8.2 kB more over the network, 6.1 kB more inside domains, 1 more collective, 14.3 kB more memory: 38.8 us, 2 collectives, 28.7 kB out (12.3 kB domain, 16.4 kB network), 49.2 kB memory
-  all_reduce sum over (a, b, c), exchange
-  slice R -> S(0) over (a), local
-  slice R -> S(1) over (b), local
-  slice R -> S(0) over (c), local
-rejected, 48.4 us slower, 6.1 kB more inside domains, 1 more collective, a new group over (b, c), 8.2 kB more memory: 67.8 us, 2 collectives, 14.3 kB out (12.3 kB domain, 2.0 kB network), 43.0 kB memory, new group over (b, c)
-  reduce_scatter sum over (a, b, c) to S(0) over a, S(1) over b, S(0) over c, exchange in blocks of 4
-rejected, 66.2 us slower, 18.4 kB more inside domains, 3 more collectives, a new group over (b, c), 22.5 kB more memory: 85.5 us, 4 collectives, 28.7 kB out (24.6 kB domain, 4.1 kB network), 57.3 kB memory, new group over (b, c)
-  all_reduce sum over (a, b, c), exchange in blocks of 4
-  slice R -> S(0) over (a), local
-  slice R -> S(1) over (b), local
-  slice R -> S(0) over (c), local""",
-        )
-
-    def test_ps0p_to_rs1r(self) -> None:
-        self.assertExpectedInline(
-            self.explained("P S(0) P -> R S(1) R"),
-            """\
-(P(sum), S(0), P(sum)) -> (R, S(1), R) on (a=2, b=2, c=2)
-4 plans compared for 64 x 64 elements of float32, 2 nodes of 4, domains of 4; bytes out of the busiest rank
-chosen: 40.3 us, 5 collectives, 16.4 kB out (12.3 kB domain, 4.1 kB network), 32.8 kB memory
-  all_reduce sum over (a, c), exchange in blocks of 2
-  torch S(0) -> S(1) over (b)
-rejected, equal cost, later in the list: 40.3 us, 5 collectives, 16.4 kB out (12.3 kB domain, 4.1 kB network), 32.8 kB memory
-  torch S(0) -> S(1) over (b)
-  all_reduce sum over (a, c), exchange in blocks of 2
-rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c): 82.6 us, 3 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
-  all_reduce sum over (a, c), exchange
-  torch S(0) -> S(1) over (b)
-rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c): 82.6 us, 3 collectives, 16.4 kB out (8.2 kB domain, 8.2 kB network), 24.6 kB memory, new group over (a, c)
-  torch S(0) -> S(1) over (b)
-  all_reduce sum over (a, c), exchange""",
-        )
-
     def test_costs_decide_between_candidates(self) -> None:
         """Nanoseconds, collectives, bytes in the domain and over the network, and the memory."""
         rows = []
         for text in (
             "P P P -> R R R",
-            "P P P -> S(0) R R",
-            "P P P -> R R S(0)",
             "P P P -> S(0) R S(0)",
-            "P P P -> S(0) S(0) S(0)",
-            "P S(0) P -> R S(0) R",
             "P S(0) P -> R R R",
-            "P R P -> R R R",
             "P S(0) P -> S(0) S(0) S(0)",
-            "S(0) P P -> S(0) R R",
-            "S(0) P P -> R R R",
             "S(0) S(0) P -> R R R",
-            "P P P -> S(0) S(0) R",
         ):
             rows.append(text)
             for one in planned(CUBE, text, shape=(64, 64), topology=TWO_NODES).candidates:
@@ -121,37 +69,16 @@ rejected, 42.3 us slower, 4.1 kB more over the network, a new group over (a, c):
 P P P -> R R R
 38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
 85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
-P P P -> S(0) R R
-38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
-76182 3 18432 2048 49152 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange in blocks of 4
-77791 2 12288 8192 40960 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, all_gather over (b, c), exchange
-85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
-P P P -> R R S(0)
-38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
-82063 2 8192 12288 40960 over (a, b): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange
-85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
-130454 3 14336 6144 49152 over (b, c) over (a, b): reduce_scatter sum over (a, b, c) to S(0) over c, all_gather over (a, b), exchange in blocks of 4
 P P P -> S(0) R S(0)
 26582 2 8192 8192 36864 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange
 38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
 74973 3 14336 2048 45056 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over c, all_gather over (b), exchange in blocks of 4
 85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
-P P P -> S(0) S(0) S(0)
-19377 1 6144 8192 34816 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange
-38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
-67768 2 12288 2048 43008 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, S(0) over c, exchange in blocks of 4
-85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4
-P S(0) P -> R S(0) R
-33100 4 8192 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2
-75372 2 4096 8192 24576 over (a, c): all_reduce sum over (a, c), exchange
 P S(0) P -> R R R
 40318 5 16384 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2; torch S(0) -> R over (b)
 40418 5 24576 8192 65536 : torch S(0) -> R over (b); all_reduce sum over (a, c), exchange in blocks of 2
 82590 3 12288 8192 24576 over (a, c): all_reduce sum over (a, c), exchange; torch S(0) -> R over (b)
 82764 3 16384 16384 49152 over (a, c): torch S(0) -> R over (b); all_reduce sum over (a, c), exchange
-P R P -> R R R
-33200 4 16384 8192 65536 : all_reduce sum over (a, c), exchange in blocks of 2
-75546 2 8192 16384 49152 over (a, c): all_reduce sum over (a, c), exchange
 P S(0) P -> S(0) S(0) S(0)
 31027 4 20480 4096 57344 : torch S(0) -> R over (b); reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange in blocks of 2
 40318 5 16384 4096 32768 : all_reduce sum over (a, c), exchange in blocks of 2; torch S(0) -> R over (b)
@@ -159,57 +86,14 @@ P S(0) P -> S(0) S(0) S(0)
 77200 3 16384 8192 40960 over (a, c): torch S(0) -> R over (b); reduce_scatter sum over (a, c) to S(0) over a, all_gather over (c), exchange
 82590 3 12288 8192 24576 over (a, c): all_reduce sum over (a, c), exchange; torch S(0) -> R over (b)
 82764 3 16384 16384 49152 over (a, c): torch S(0) -> R over (b); all_reduce sum over (a, c), exchange
-S(0) P P -> S(0) R R
-66828 2 12288 0 24576 over (b, c): all_reduce sum over (b, c), exchange
-S(0) P P -> R R R
-76292 3 12288 8192 24576 over (b, c): all_reduce sum over (b, c), exchange; torch S(0) -> R over (a)
-76318 3 24576 8192 49152 over (b, c): torch S(0) -> R over (a); all_reduce sum over (b, c), exchange
 S(0) S(0) P -> R R R
 31083 4 8192 8192 24576 : all_reduce sum over (c), exchange; torch S(0) -> R over (b); torch S(0) -> R over (a)
 31091 4 12288 8192 24576 : torch S(0) -> R over (b); all_reduce sum over (c), exchange; torch S(0) -> R over (a)
-31109 4 20480 8192 49152 : torch S(0) -> R over (b); torch S(0) -> R over (a); all_reduce sum over (c), exchange
-P P P -> S(0) S(0) R
-26582 2 8192 8192 36864 : reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange
-38754 2 12288 16384 49152 : all_reduce sum over (a, b, c), exchange
-74973 3 14336 2048 45056 over (b, c): reduce_scatter sum over (a, b, c) to S(0) over a, S(0) over b, all_gather over (c), exchange in blocks of 4
-85536 4 24576 4096 57344 over (b, c): all_reduce sum over (a, b, c), exchange in blocks of 4""",
-        )
-
-    def test_without_a_reduction(self) -> None:
-        self.assertExpectedInline(
-            self.explained(
-                "S(0) R S(0) -> R R R", "S(0) S(1) S(0) -> R R R", "S(1) S(0) S(0) -> R R R"
-            ),
-            """\
-(S(0), R, S(0)) -> (R, R, R) on (a=2, b=2, c=2)
-no choice:
-  torch S(0) -> R over (a): no reduction
-  torch S(0) -> R over (c): no reduction
-(S(0), S(1), S(0)) -> (R, R, R) on (a=2, b=2, c=2)
-no choice:
-  torch S(0) -> R over (a): no reduction
-  torch S(1) -> R over (b): no reduction
-  torch S(0) -> R over (c): no reduction
-(S(1), S(0), S(0)) -> (R, R, R) on (a=2, b=2, c=2)
-no choice:
-  torch S(1) -> R over (a): no reduction
-  torch S(0) -> R over (b): no reduction
-  torch S(0) -> R over (c): no reduction""",
+31109 4 20480 8192 49152 : torch S(0) -> R over (b); torch S(0) -> R over (a); all_reduce sum over (c), exchange""",
         )
 
 
 class TestClusters(TestCase):
-    def test_mesh_of_8_by_5(self) -> None:
-        """Groups of fsdp straddle nodes, so nothing can be done inside nodes first."""
-        self.assertExpectedInline(
-            planned(ISSUE, "P P R -> R R R", topology=FIVE_NODES).explain(),
-            """\
-(P(sum), P(sum), R) -> (R, R, R) on (ddp=8, fsdp=5, tp=1)
-1 plan compared for 4194304 elements of float32 (no shape given), 5 nodes of 8, domains of 8; bytes out of the busiest rank
-chosen: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 50.3 MB memory
-  all_reduce sum over (ddp, fsdp), exchange""",
-        )
-
     def test_mesh_of_5_by_8(self) -> None:
         """The same ranks with the large axis inside: blocks of 8 are nodes."""
         turned = Layout.of(fsdp=5, ddp=8, tp=1)
@@ -222,35 +106,6 @@ chosen: 190.9 us, 8 collectives, 32.7 MB out (29.4 MB domain, 3.4 MB network), 5
   all_reduce sum over (fsdp, ddp), exchange in blocks of 8
 rejected, 553.4 us slower, 23.5 MB more over the network: 744.3 us, 2 collectives, 32.7 MB out (5.9 MB domain, 26.8 MB network), 50.3 MB memory
   all_reduce sum over (fsdp, ddp), exchange""",
-        )
-
-    def test_one_axis_over_many_nodes(self) -> None:
-        self.assertExpectedInline(
-            planned(
-                Layout.of(dp=64),
-                "P -> S(0)",
-                shape=(4096, 1024),
-                dtype=torch.bfloat16,
-                topology=Topology.uniform(64, node_size=8, domain_size=4),
-            ).explain(),
-            """\
-(P(sum)) -> (S(0)) on (dp=64)
-6 plans compared for 4096 x 1024 elements of bfloat16, 8 nodes of 8, domains of 4; bytes out of the busiest rank
-chosen: 242.2 us, 4 collectives, 9.2 MB out (3.1 MB domain, 4.2 MB node, 1.8 MB network), 21.1 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
-  reduce_scatter sum over (dp) to S(0) over dp, exchange in blocks of 8
-rejected, 3.1 us slower, 1.8 MB more over the network, 3.1 MB more inside domains, a new group in blocks of 4 over (dp), a new group across blocks of 4 over (dp), 4.2 MB more memory: 245.3 us, 2 collectives, 10.2 MB out (6.3 MB domain, 262.1 kB node, 3.7 MB network), 25.3 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
-  reduce_scatter sum over (dp) to S(0) over dp, exchange in blocks of 4
-rejected, 77.4 us slower, 5.5 MB more over the network: 319.6 us, 1 collective, 8.3 MB out (393.2 kB domain, 524.3 kB node, 7.3 MB network), 16.9 MB memory
-  reduce_scatter sum over (dp) to S(0) over dp, exchange
-rejected, 109.7 us slower, 3.7 MB more over the network, 9.4 MB more inside domains, a new group in blocks of 4 over (dp), a new group across blocks of 4 over (dp), 12.5 MB more memory: 351.9 us, 4 collectives, 18.5 MB out (12.6 MB domain, 393.2 kB node, 5.5 MB network), 33.6 MB memory, new group in blocks of 4 over (dp) and across blocks of 4 over (dp)
-  all_reduce sum over (dp), exchange in blocks of 4
-  slice R -> S(0) over (dp), local
-rejected, 133.0 us slower, 917.5 kB more over the network, 4.2 MB more inside nodes, 3.1 MB more inside domains, 4 more collectives, 8.3 MB more memory: 375.3 us, 8 collectives, 17.4 MB out (6.3 MB domain, 8.4 MB node, 2.8 MB network), 29.4 MB memory, new group in blocks of 8 over (dp) and across blocks of 8 over (dp)
-  all_reduce sum over (dp), exchange in blocks of 8
-  slice R -> S(0) over (dp), local
-rejected, 397.0 us slower, 12.8 MB more over the network, 4.1 MB more memory: 639.2 us, 2 collectives, 16.5 MB out (786.4 kB domain, 1.0 MB node, 14.7 MB network), 25.2 MB memory
-  all_reduce sum over (dp), exchange
-  slice R -> S(0) over (dp), local""",
         )
 
     def test_latency_decides_for_small_messages(self) -> None:

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Replicate, _MaskPartial
 
-from meshplan.errors import AxisNameError, PlacementError, TopologyError
 from meshplan.layout import Layout
 from meshplan.planner import Hazard, Problem, Spec, hazards, nccl_order
 from meshplan.planner import _hazards as siblings_module
@@ -46,46 +45,6 @@ def found(
 
 
 FSDP_FIRST, DDP_FIRST = ((1,), (0,)), ((0,), (1,))
-
-# Different replicas after two all-reduces in one channel: tree and ring with fsdp first, then with
-# ddp first.
-TABLE = [
-    ((8, 5), 8, (5, 1), (4, 5)),
-    ((4, 6), 8, (3, 1), (3, 3)),
-    ((4, 12), 8, (1, 1), (2, 2)),
-    ((3, 16), 24, (2, 1), (2, 2)),
-    ((9, 64), 72, (8, 1), (8, 8)),
-    ((5, 8), 8, (1, 1), (1, 1)),
-    ((8, 4), 8, (1, 1), (1, 1)),
-    ((2, 8), 8, (1, 1), (1, 1)),
-    ((6, 4), 8, (1, 1), (1, 1)),
-]
-
-
-@pytest.mark.parametrize(("sizes", "node", "fsdp_first", "ddp_first"), TABLE)
-def test_published_table_is_reproduced(
-    sizes: tuple[int, int], node: int, fsdp_first: tuple[int, int], ddp_first: tuple[int, int]
-) -> None:
-    layout = Layout.of(ddp=sizes[0], fsdp=sizes[1])
-    topology = Topology.uniform(layout.world_size, node_size=node)
-    for steps, expected in ((FSDP_FIRST, fsdp_first), (DDP_FIRST, ddp_first)):
-        reported = found(layout, "P P", "R R", topology, steps, channels=1)
-        # The first step has no siblings that must agree; a last step of two ranks is safe.
-        assert [h.axes for h in reported] == ([steps[1]] if sizes[steps[1][0]] > 2 else [])
-        classes = dict(reported[0].classes) if reported else {"tree": 1, "ring": 1}
-        assert (classes["tree"], classes["ring"]) == expected
-        differ = any(count > 1 for count in expected)
-        assert [h.verdict for h in reported] == ["may differ" if differ else "none"] * len(reported)
-    assert found(layout, "P P", "R R", topology) == ()
-    assert found(layout, "P P", "R R", topology, [(0, 1)]) == ()
-
-
-def test_different_signatures_may_share_an_order_in_one_channel() -> None:
-    (hazard,) = found(ISSUE, "P P R", "R R R", HOSTS, DDP_FIRST, channels=1)
-    assert hazard.signatures == ((5,), (3, 2), (1, 4), (4, 1), (2, 3))
-    assert dict(hazard.classes) == {"ring": 5, "tree": 4}
-    # The pair that is shown is on the fewest nodes: the whole group, and not its like (1, 4).
-    assert [e.signature for e in hazard.examples] == [(5,), (3, 2)]
 
 
 def test_other_channels_and_the_second_tree_are_compared() -> None:
@@ -129,19 +88,6 @@ sum over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and 
   tree, ranks 0, 5, 10, 15, 20, 25, ...: ((0+5)+(35+((20+(10+15))+(25+30))))
   tree, ranks 1, 6, 11, 16, 21, 26, ...: ((1+6)+(36+((16+(21+11))+(26+31))))
   fixes: reduce over (ddp, fsdp) at once: no siblings remain; use the contract (policy 'deterministic'): the order never varies""",
-        )
-
-    def test_single_axis_is_described(self) -> None:
-        (hazard,) = found(ISSUE, "P(avg) R R", "R R R", HOSTS)
-        self.assertExpectedInline(
-            str(hazard),
-            """\
-avg over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and must agree
-  may differ under ring (5 orders), tree (5 orders); order undocumented under nvls, collnet, rccl
-  ranks per node: (2, 2, 1, 2, 1); (2, 1, 2, 2, 1); (2, 1, 2, 1, 2); (1, 2, 2, 1, 2); (1, 2, 1, 2, 2)
-  tree, ranks 0, 5, 10, 15, 20, 25, ...: ((0+5)+(35+((20+(10+15))+(25+30))))
-  tree, ranks 1, 6, 11, 16, 21, 26, ...: ((1+6)+(36+((16+(21+11))+(26+31))))
-  fixes: use the contract (policy 'deterministic'): the order never varies""",
         )
 
     def test_fix_by_another_order_is_described(self) -> None:
@@ -208,60 +154,11 @@ sum over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and 
         )
 
 
-class TestErrors(TestCase):
-    def message(self, error: type[Exception], *arguments: object, **options: object) -> str:
-        with pytest.raises(error) as caught:
-            found(*arguments, **options)  # type: ignore[arg-type]
-        return str(caught.value)
-
-    def test_topology_of_other_ranks_is_refused(self) -> None:
-        small = Topology.uniform(32, node_size=8)
-        self.assertExpectedInline(
-            self.message(TopologyError, ISSUE, "P P R", "R R R", small),
-            """MP211: the topology describes 32 ranks, the mesh (ddp=8, fsdp=5, tp=1) has rank 39; pass a topology of 40 or more ranks""",
-        )
-
-    def test_invalid_steps_are_refused(self) -> None:
-        mesh = Layout.of(a=2, b=3, c=2)
-        self.assertExpectedInline(
-            self.message(PlacementError, mesh, "P P R", "R R R", HOSTS, [(0,), (2,)]),
-            """MP401: step [2] names axis c (R -> R), where nothing is pending; name each axis to reduce once: a, b""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, mesh, "P P R", "R R R", HOSTS, [(0,), (0, 1)]),
-            """MP401: step [0, 1] names axis a (P(sum) -> R) a second time, where nothing is pending; name each axis to reduce once: a, b""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, mesh, "P P R", "R R R", HOSTS, [(0,)]),
-            """MP401: no step reduces axis b; name each axis to reduce once: a, b""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, mesh, "P P S(0)", "R R R", HOSTS, [(0, 2), (1,)]),
-            """MP401: step [0, 2] is not one reduction, it names P(sum), S(0); use steps of axes that reduce together, and a gathered axis by itself""",
-        )
-        self.assertExpectedInline(
-            self.message(PlacementError, mesh, "P P R", "R R R", HOSTS, [(), (0, 1)]),
-            """MP401: step [] is not one reduction, it names nothing; use steps of axes that reduce together, and a gathered axis by itself""",
-        )
-        self.assertExpectedInline(
-            self.message(AxisNameError, mesh, "P P R", "R R R", HOSTS, [("a", "d")]),
-            """MP112: no axis 'd' in the mesh, it has a, b, c""",
-        )
-
-
 def test_layout_may_cover_a_part_of_the_topology() -> None:
     part = Layout.of(range(5, 11), a=2, b=3)
     (hazard,) = found(part, "R P", "R R", Topology.uniform(40, node_size=7))
     assert hazard.signatures == ((2, 1), (3,))
     assert [e.expression for e in hazard.examples] == ["(8+(9+10))", "((5+6)+7)"]
-
-
-def test_pairs_are_safe() -> None:
-    for node in range(1, 9):
-        topology = Topology.uniform(8, node_size=node)
-        assert found(Layout.of(a=4, b=2), "R P", "R R", topology) == ()
-        assert found(Layout.of(a=2, b=4), "P R", "R R", topology) == ()
-    assert found(Layout.of(a=4, b=2), "R P", "R R", Topology.unknown(8)) == ()
 
 
 def test_exact_arithmetic_is_safe() -> None:
@@ -278,31 +175,6 @@ def test_exact_arithmetic_is_safe() -> None:
     assert (outside.verdict, outside.fixes) == ("may differ", ())
     (mixed,) = found(Layout.of(a=2, b=20), "R P(avg)", "R R", HOSTS)
     assert mixed.op == "avg"
-
-
-def test_sharded_siblings_need_not_agree() -> None:
-    # HSDP: every all-reduce owns its shard.
-    assert found(ISSUE, "P S(0) R", "R S(0) R", HOSTS) == ()
-    assert found(ISSUE, "P P R", "R S(0) R", HOSTS, FSDP_FIRST) == ()
-    assert found(ISSUE, "P R R", "R S(0) R", HOSTS) == ()
-    # Gathered afterwards, each piece still comes from one group.
-    assert found(ISSUE, "P S(0) R", "R R R", HOSTS) == ()
-
-
-def test_only_siblings_of_one_set_are_compared() -> None:
-    # Groups of c: by rows (5,), (3, 2) for a=0 and a=1, equal along b.
-    topology = Topology.of([0] * 10 + [1, 1, 1, 2, 2] * 2)
-    layout = Layout.of(a=2, b=2, c=5)
-    (even,) = found(layout, "S(0) R P", "S(0) R R", topology)
-    assert (even.verdict, even.siblings, even.groups) == ("none", 2, 4)
-    (jagged,) = found(layout, "R S(0) P", "R S(0) R", topology)
-    assert (jagged.verdict, jagged.along) == ("may differ", ("a",))
-    assert [e.ranks[0] for e in jagged.examples] == [0, 10]
-    # With both axes in one set: (5,), (1, 4) and (3, 2). The first channel has two trees.
-    topology = Topology.of([0] * 5 + [1] + [2] * 4 + [3, 3, 3, 4, 4] * 2)
-    for channels, trees in ((1, 2), (None, 3)):
-        (hazard,) = found(layout, "R R P", "R R R", topology, channels=channels)
-        assert dict(hazard.classes) == {"ring": 3, "tree": trees}
 
 
 def test_gather_before_the_reduction_creates_siblings() -> None:
@@ -345,17 +217,6 @@ def test_unknown_orders_are_always_reported() -> None:
             assert blind.verdict == "unknown topology"
             assert blind.unknown == ("ring", "tree", "nvls", "collnet", "rccl")
             assert (blind.may_differ, blind.signatures, blind.classes) == ((), (), ())
-
-
-def test_torch_sorts_the_ranks_of_a_group() -> None:
-    # One node: both groups are chains by NCCL rank. By coordinate the second one runs backwards.
-    layout = Layout.of((0, 1, 2, 5, 4, 3), a=2, b=3)
-    one_node = Topology.uniform(6, node_size=6)
-    asked = problem(layout, "R P", "R R")
-    (sorted_ranks,) = hazards(asked, one_node)
-    (by_coordinate,) = hazards(asked, one_node, sort_ranks=False)
-    assert (sorted_ranks.may_differ, by_coordinate.may_differ) == (("ring", "tree"), ())
-    assert [e.expression for e in sorted_ranks.examples] == ["(0+(1+2))", "(3+(4+5))"]
 
 
 def test_hazards_are_values_and_work_while_torch_traces() -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import expecttest
 import numpy as np
@@ -16,57 +15,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor
 
 from meshplan.errors import LayoutError
 from meshplan.planner import nccl_order as order
 from meshplan.testing import nccl_model as model
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.processes
 
 NODES = (0, 0, 0, 1, 1)
 WORLD = len(NODES)
 
 
-def child(rank: int, body: Callable[[int], None], rendezvous: str, world: int) -> None:
-    torch.set_num_threads(1)
+def run(body: Callable[[int], None], world: int = WORLD) -> None:
+    """Run ``body(rank)`` in ``world`` processes whose default group is one of the model."""
+
+    def ranks(rank: int) -> None:
+        model.configure(node_of_rank=NODES)
+        body(rank)
+
     model.register()
     model.register()
-    model.configure(node_of_rank=NODES)
-    dist.init_process_group("nccl_model", init_method=rendezvous, rank=rank, world_size=world)
-    # A rank that ends before the others are connected breaks their connection.
-    store = c10d._get_default_store()
-    store.set(f"connected/{rank}", "")
-    store.wait([f"connected/{other}" for other in range(world)])
-    body(rank)
-    dist.destroy_process_group()
-
-
-def run(body: Callable[[int], None], tmp_path: Path, world: int = WORLD) -> None:
-    """Run ``body(rank)`` in ``world`` processes; fail unless all of them end well in time."""
-    context = torch.multiprocessing.get_context("fork")
-    rendezvous = f"file://{tmp_path}/rendezvous"
-    children = [
-        context.Process(target=child, args=(rank, body, rendezvous, world), daemon=True)
-        for rank in range(world)
-    ]
-    for process in children:
-        process.start()
-    end = time.monotonic() + 300
-    for process in children:
-        process.join(max(end - time.monotonic(), 0.1))
-    codes = [process.exitcode for process in children]
-    for process in children:
-        if process.exitcode is None:
-            process.kill()
-    assert codes == [0] * world
+    run_ranks(ranks, world, backend="nccl_model")
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "_config", None)
 
 
@@ -137,11 +114,6 @@ def check_all_reduce(rank: int) -> None:
     assert_bits(tensor, expected(numel, torch.float64, "ring"))
 
 
-@pytest.mark.processes
-def test_all_reduce_has_the_bits_of_the_trees(tmp_path: Path) -> None:
-    run(check_all_reduce, tmp_path)
-
-
 def check_operations(rank: int) -> None:
     fifth = np.float32(0.2)
     half_fifth = round_bf16(np.array([0.2], dtype=np.float32))
@@ -182,11 +154,6 @@ def check_operations(rank: int) -> None:
             dist.all_reduce(bad, op=op)
     with pytest.raises(LayoutError, match="int16"):
         dist.all_reduce(torch.ones(2, dtype=torch.int16))
-
-
-@pytest.mark.processes
-def test_every_operation_is_reduced(tmp_path: Path) -> None:
-    run(check_operations, tmp_path)
 
 
 def check_premultiplied_sums(rank: int) -> None:
@@ -249,11 +216,6 @@ def check_premultiplied_sums(rank: int) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bfloat16), op=own(torch.ones(1)))
 
 
-@pytest.mark.processes
-def test_premultiplied_sums_are_reduced(tmp_path: Path) -> None:
-    run(check_premultiplied_sums, tmp_path)
-
-
 def check_fsdp_with_a_factor(rank: int) -> None:
     """Gradients are divided by a given factor, as in torchtitan for its batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -271,9 +233,8 @@ def check_fsdp_with_a_factor(rank: int) -> None:
     assert torch.equal(weight.grad.full_tensor(), wanted)
 
 
-@pytest.mark.processes
-def test_fsdp_with_a_factor_is_reduced(tmp_path: Path) -> None:
-    run(check_fsdp_with_a_factor, tmp_path, world=4)
+def test_fsdp_with_a_factor_is_reduced() -> None:
+    run(check_fsdp_with_a_factor, world=4)
 
 
 def check_shapes_and_ways_to_call(rank: int) -> None:
@@ -330,11 +291,6 @@ def check_shapes_and_ways_to_call(rank: int) -> None:
     assert_bits(tensor, wanted)
 
 
-@pytest.mark.processes
-def test_every_interface_is_supported(tmp_path: Path) -> None:
-    run(check_shapes_and_ways_to_call, tmp_path)
-
-
 def check_reduce_scatter(rank: int) -> None:
     ring = order.ring_order(NODES)
     inputs = [to_numpy(data(r, 5 * 11, torch.float32)) for r in range(WORLD)]
@@ -372,9 +328,20 @@ def check_reduce_scatter(rank: int) -> None:
         single(torch.empty(1), torch.ones(3))
 
 
-@pytest.mark.processes
-def test_reduce_scatter_and_reduce_use_the_ring(tmp_path: Path) -> None:
-    run(check_reduce_scatter, tmp_path)
+def check_reductions(rank: int) -> None:
+    for check in (
+        check_all_reduce,
+        check_operations,
+        check_premultiplied_sums,
+        check_shapes_and_ways_to_call,
+        check_reduce_scatter,
+    ):
+        model.configure(node_of_rank=NODES)
+        check(rank)
+
+
+def test_every_operation_and_interface_has_the_bits_of_the_trees() -> None:
+    run(check_reductions)
 
 
 def check_movement(rank: int) -> None:
@@ -442,69 +409,8 @@ def check_movement(rank: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.processes
-def test_data_movement_matches_gloo(tmp_path: Path) -> None:
-    run(check_movement, tmp_path)
-
-
-def check_dtensor(rank: int) -> None:
-    for algorithm in ("ring", "tree"):
-        model.configure(node_of_rank=NODES, algorithm=algorithm)
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ddp",))
-        partial = DTensor.from_local(data(rank, 60, torch.float32), mesh, [Partial()])
-        with CommDebugMode() as counted:
-            found = partial.redistribute(mesh, [Replicate()]).to_local()
-        assert counted.get_total_counts() == 1
-        assert counted.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
-        assert_bits(found, expected(60, torch.float32, algorithm))
-        shard = partial.redistribute(mesh, [Shard(0)])
-        assert shard.to_local().shape == (12,)
-        assert shard.full_tensor().shape == (60,)
-
-
-@pytest.mark.processes
-def test_dtensor_runs_on_the_model(tmp_path: Path) -> None:
-    run(check_dtensor, tmp_path)
-
-
-def check_mesh_axes(rank: int) -> None:
-    # Domain 3 over 2 x 2: axis groups {0,1} {2,3} and {0,2} {1,3}.
-    model.configure(domain_size=3, algorithm="tree")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
-    partial = DTensor.from_local(data(rank, 8, torch.float32), mesh, [Replicate(), Partial()])
-    found = partial.redistribute(mesh, [Replicate(), Replicate()]).to_local()
-    first, second = (to_numpy(data(rank // 2 * 2 + f, 8, torch.float32)) for f in (0, 1))
-    assert_bits(found, first + second)
-
-
-@pytest.mark.processes
-def test_mesh_axes_run_on_the_model(tmp_path: Path) -> None:
-    run(check_mesh_axes, tmp_path, world=4)
-
-
-def check_algorithm_matters(rank: int) -> None:
-    # Ring chunk 0 is (0+(4+(3+(1+2)))), the tree ((0+(1+2))+(3+4)): 1 is lost next to 2**24.
-    value = [2.0**24, 0.0, 0.0, 1.0, 1.0][rank]
-    found = []
-    for algorithm in ("ring", "tree"):
-        model.configure(node_of_rank=NODES, algorithm=algorithm)
-        tensor = torch.tensor([value] * 4 + [0.0] * 16)
-        tensor[4:] = data(rank, 16, torch.float32)
-        dist.all_reduce(tensor)
-        found.append(tensor)
-    assert not torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
-    # The same element at another place of the message: only the ring treats it differently.
-    value = [1.0, 2.0**24, 1.0, 0.0, 0.0][rank]
-    for algorithm, distinct in (("ring", 2), ("tree", 1)):
-        model.configure(node_of_rank=NODES, algorithm=algorithm)
-        tensor = torch.full((20,), value)
-        dist.all_reduce(tensor)
-        assert len(set(tensor.tolist())) == distinct
-
-
-@pytest.mark.processes
-def test_algorithm_changes_bits(tmp_path: Path) -> None:
-    run(check_algorithm_matters, tmp_path)
+def test_data_movement_matches_gloo() -> None:
+    run(check_movement)
 
 
 def check_unconfigured(rank: int) -> None:
@@ -514,9 +420,8 @@ def check_unconfigured(rank: int) -> None:
     assert "not NCCL" in repr(dist.group.WORLD)
 
 
-@pytest.mark.processes
-def test_unconfigured_model_is_refused(tmp_path: Path) -> None:
-    run(check_unconfigured, tmp_path, world=2)
+def test_unconfigured_model_is_refused() -> None:
+    run(check_unconfigured, world=2)
 
 
 class TestConfigure(expecttest.TestCase):

@@ -82,10 +82,6 @@ def test_ring_matches_an_event_simulation(ranks: int, numel: int) -> None:
 
 
 def test_single_rank_on_a_node_slows_its_ring() -> None:
-    def fsdp(node: int) -> Cost:
-        topology = Topology.uniform(40, node_size=node, domain_size=node, links=LINKS)
-        return predict_backend(all_reduce(topology, ddp=8, fsdp=5), [["fsdp"]], "ring").cost
-
     problem = Problem.of(
         Layout.of(ddp=8, fsdp=5),
         ["R", "P"],
