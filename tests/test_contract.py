@@ -127,17 +127,6 @@ def test_equals_the_oracle(reduction: tuple) -> None:
     assert_bitwise_equal(found, reference_reduce_tensors(*arguments, divisor=divisor))
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.id)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_equals_the_oracle_on_order_sensitive_inputs(
-    dtype: torch.dtype, contract: Contract
-) -> None:
-    leaves = group(15, 51, dtype, specials=True)
-    for op, shape in itertools.product(("sum", "avg", "product"), ((5, 3), (15,))):
-        found = reduce_leaves(leaves, op, shape, contract)
-        assert_bitwise_equal(found, reference_reduce_tensors(leaves, op, shape, contract))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_pattern_matches_the_oracle(dtype: torch.dtype) -> None:
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -276,21 +265,6 @@ def splits(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...
             found.append(((*outer[:-1], outer[-1] // power), (power, *inner)))
             power *= 2
     return found
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
-@pytest.mark.parametrize(
-    "shape", [(2,), (6,), (8,), (12,), (20,), (2, 3), (3, 4), (2, 2, 2), (6, 5), (3, 1, 2), (4, 6)]
-)
-def test_two_parts_equal_flat(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """G5 for blocks of whole axes, and of a power of two inside one axis."""
-    leaves = group(math.prod(shape), 68, dtype, specials=True)
-    ops = OPS if dtype.is_floating_point else ("sum", "product", "max")
-    for op, contract in itertools.product(ops, TREES):
-        whole = reduce_leaves(leaves, op, shape, contract)
-        for outer, inner in splits(shape):
-            found = in_two_parts(leaves, op, outer, inner, contract)
-            assert_bitwise_equal(found, whole, f"{op} {contract.id} {outer} over {inner}")
 
 
 @pytest.mark.soak

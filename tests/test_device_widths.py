@@ -32,7 +32,7 @@ pytestmark = EMULATED
 WIDTHS = (1, 2, 4, 8, 16)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [3, 8])
 def test_every_offset_has_the_same_bits(world_size: int) -> None:
     def ranks(rank: int) -> list[str]:
         connect_ranks(Emulated(), range(world_size), lanes=3)

@@ -17,7 +17,7 @@ from meshplan.kernel._communicator import Arithmetic, CallKey, prepare_call
 from meshplan.kernel._device_peers import device_call, plan_of
 from meshplan.kernel._driver import DriverError
 from meshplan.kernel._library import Failures, Peers, library
-from tests.devices import EMULATED, Emulated, Graph
+from tests.devices import EMULATED, Emulated
 
 pytestmark = EMULATED
 # Seconds. The test looks before they are over.
@@ -111,22 +111,6 @@ def test_event_covers_work_submitted_before_it(copier: Copier) -> None:
         driver.record(event, 7)
 
 
-def test_memory_is_zeroed_freed_and_checked(copier: Copier) -> None:
-    driver = copier.driver
-    for make, free in ((driver.malloc, driver.free), (driver.host_malloc, driver.host_free)):
-        address = make(4096)
-        assert ctypes.string_at(address, 4096) == bytes(4096)
-        free(address)
-    with pytest.raises(DriverError):
-        driver.free(12345)
-    # What a kernel uses is not freed under it.
-    source, target = torch.ones(100), torch.zeros(100)
-    copier.late(7)
-    copier.copy(source, target, 7)
-    driver.free(copier.region)
-    assert target.all()
-
-
 class TestCapture:
     def test_nothing_runs_until_it_is_replayed(self, copier: Copier) -> None:
         source, target = torch.ones(100), torch.zeros(100)
@@ -141,52 +125,6 @@ class TestCapture:
             graph.replay(5)
             copier.driver.synchronize()
             assert torch.equal(source, target)
-
-    def test_streams_join_through_events_and_captures_have_numbers(self, copier: Copier) -> None:
-        driver, event = copier.driver, copier.driver.event()
-        numbers = []
-        for _ in range(2):
-            with copier.device.capture(20):
-                driver.record(event, 20)
-                driver.wait(event, 21)
-                numbers.append(driver.capture(20))
-                assert driver.capture(21) == numbers[-1]
-            assert driver.capture(21) is None
-        assert numbers[0] != numbers[1]
-
-    def test_unjoined_stream_invalidates_the_capture(self, copier: Copier) -> None:
-        driver, event = copier.driver, copier.driver.event()
-        copier.device.begin_capture(20)
-        driver.record(event, 20)
-        driver.wait(event, 21)
-        copier.copy(torch.ones(100), torch.zeros(100), 21)
-        with pytest.raises(DriverError, match="904"):
-            copier.device.end_capture(20, Graph(copier.device))
-
-    def test_capture_cannot_wait_for_outside_work(self, copier: Copier) -> None:
-        driver, event = copier.driver, copier.driver.event()
-        driver.record(event, 7)
-        copier.device.begin_capture(20)
-        with pytest.raises(DriverError, match="905"):
-            driver.wait(event, 20)
-        with pytest.raises(DriverError, match="901"):
-            copier.device.end_capture(20, Graph(copier.device))
-        # Nor for what is captured, from outside, once that has ended.
-        with copier.device.capture(20):
-            driver.record(event, 20)
-            with pytest.raises(DriverError, match="907"):
-                driver.is_done(event)
-        with pytest.raises(DriverError, match="907"):
-            driver.wait(event, 7)
-
-    def test_forbidden_calls_invalidate_the_capture(self, copier: Copier) -> None:
-        copier.device.begin_capture(20)
-        with pytest.raises(DriverError, match="900"):
-            copier.driver.malloc(4096)
-        with pytest.raises(DriverError, match="900"):
-            copier.driver.synchronize()
-        with pytest.raises(DriverError, match="901"):
-            copier.device.end_capture(20, Graph(copier.device))
 
     def test_external_events_run_in_each_replay(self, copier: Copier) -> None:
         """Recorded and waited for by each replay; no part of any capture."""

@@ -266,7 +266,7 @@ def test_graphs_hold_one_collective_for_each_round(shape: tuple[int, ...]) -> No
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "shape",
-    [(3,), *map(full, [*((n,) for n in (2, 4, 5, 6, 7, 13)), (3, 2), (3, 3), (2, 2, 3)])],
+    [(3,), *map(full, [*((n,) for n in (2, 5, 6, 13)), (3, 2), (2, 2, 3)])],
     ids=str,
 )
 def test_real_ranks_send_the_messages_of_the_schedule(shape: tuple[int, ...]) -> None:
@@ -274,13 +274,13 @@ def test_real_ranks_send_the_messages_of_the_schedule(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.processes
-@pytest.mark.full
+@pytest.mark.dist
 def test_64_ranks() -> None:
     compare_all_ranks((64,))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [5, full(2), full(8), full(13)])
+@pytest.mark.parametrize("ranks", [5, full(8)])
 def test_different_inputs_are_one_error_on_all_ranks(ranks: int) -> None:
     """By the last rank, whose leaf is a tail, or a middle one; small, and longer than the room."""
 

@@ -6,19 +6,15 @@ import numpy as np
 import pytest
 
 from meshplan import kernel
-from meshplan.kernel import _device_peers
 from tools.peer_latency import (
     GIB,
     KIB,
     MIB,
     PUBLISHED,
-    PUSH,
     errors,
-    fit,
     peer_work,
     predict,
     rounds,
-    together,
 )
 
 
@@ -35,15 +31,6 @@ def test_bars() -> None:
     assert predict(64 * MIB) <= 330
 
 
-@pytest.mark.parametrize("region", [48, 64, 96, 128, 256])
-def test_no_region_meets_the_bar_if_all_blocks_wait_together(
-    region: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nbytes = 64 * MIB
-    monkeypatch.setattr(_device_peers, "_STAGED_BYTES", (192 << 10) * region // 48)
-    assert predict(nbytes) + together(nbytes) > 330
-
-
 @pytest.mark.parametrize(
     ("nbytes", "waits", "pieces"),
     [(64 * KIB, 1, 1), (512 * KIB, 2, 1), (64 * MIB, 1, 11), (GIB, 1, 171)],
@@ -54,13 +41,6 @@ def test_work_follows_the_plan_of_rounds(nbytes: int, waits: int, pieces: int) -
     # Seven eighths of the message, once for the summands and once for the results; or seven of it.
     assert work.link == (2 * 7 / 8 * nbytes if mode == "two_shot" else 7 * nbytes)
     assert mode == "one_shot" or rounds(nbytes) == pieces
-
-
-def test_stages_take_longer_than_the_waits_that_they_cover() -> None:
-    """From the smallest message that has two pieces on."""
-    for nbytes in range(MIB, 128 * MIB, MIB // 2):
-        if (pieces := rounds(nbytes)) > 1:
-            assert 7 / 8 * nbytes / pieces / PUSH > fit().barrier
 
 
 @pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))

@@ -156,17 +156,6 @@ MUTANTS = {
         "if (rank & 1) from = from == 0 ? 2 : from == 2 ? 0 : from;\n    if (from == rank) return own;",
     ),
     "flags that do not wrap": ("host.h", "i32(load(flag) - wanted) < 0", "load(flag) < wanted"),
-    "from zero": (
-        "cpu.cpp",
-        "top[i] = node(leaf(in[0], i), leaf(in[1], i));",
-        "top[i] = node(node(Acc(0), leaf(in[0], i)), leaf(in[1], i));",
-    ),
-    "rounded at every node": ("cpu.cpp", "if (how.node == 1) {", "if (true) {"),
-    "no rule for NaN": (
-        "dtype.h",
-        "return bit_cast<T>(is_nan(x) ? Traits<T>::nan : bit_cast<Bits>(x));",
-        "return sizeof(Bits) ? x : x;",
-    ),
     "a result that is not staged": (
         "peer.h",
         "block_.copy(peers_.region[peers_.rank] + result(round, peers_.rank), "

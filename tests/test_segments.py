@@ -54,24 +54,6 @@ def range_blocks(
     ]
 
 
-def test_cover_range() -> None:
-    rows = [
-        f"{start}..{stop}: {cover_range(start, stop)}"
-        for start, stop in ((0, 8), (0, 7), (3, 3), (1, 8), (5, 6), (3, 17), (6, 14))
-    ]
-    assert_expected_inline(
-        "\n".join(rows),
-        """\
-0..8: [(0, 8)]
-0..7: [(0, 4), (4, 6), (6, 7)]
-3..3: []
-1..8: [(1, 2), (2, 4), (4, 8)]
-5..6: [(5, 6)]
-3..17: [(3, 4), (4, 8), (8, 16), (16, 17)]
-6..14: [(6, 8), (8, 12), (12, 14)]""",
-    )
-
-
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_blocks_are_aligned_and_the_largest(start: int, length: int) -> None:
     stop = start + length
@@ -84,20 +66,6 @@ def test_blocks_are_aligned_and_the_largest(start: int, length: int) -> None:
         assert a % size == 0
         parent = a // (2 * size) * 2 * size
         assert parent < start or parent + 2 * size > stop
-
-
-def test_shapes_of_small_trees() -> None:
-    rows = [tree_value([str(i) for i in range(n)], spell) for n in (1, 2, 3, 5, 6, 7)]
-    assert_expected_inline(
-        "\n".join(rows),
-        """\
-0
-(0 1)
-((0 1) 2)
-(((0 1) (2 3)) 4)
-(((0 1) (2 3)) (4 5))
-(((0 1) (2 3)) ((4 5) 6))""",
-    )
 
 
 @given(partitions(200))

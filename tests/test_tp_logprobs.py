@@ -24,8 +24,6 @@ from meshplan.testing.tp import (
 from meshplan.testing.tp._math import exp, log
 from tests.tp_inputs import DTYPES, SIZES, boundary_tokens, logits_of, random_ranges, split
 
-VOCABULARIES = (257, 4099, 128257)
-
 
 def weights(ids: Tensor) -> Tensor:
     """An upstream gradient of both signs."""
@@ -50,14 +48,14 @@ def check_shards(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_any_shards_have_the_bits_of_one_tensor(vocabulary: int, dtype: torch.dtype) -> None:
+def test_any_shards_of_a_large_vocabulary_have_the_bits_of_one_tensor(dtype: torch.dtype) -> None:
+    vocabulary = 128257
     for size in SIZES:
         kinds = [random_ranges(vocabulary, size, seed=size), vocab_shard_ranges(vocabulary, size)]
-        # Of the big vocabulary, even cuts for one size only.
-        for ranges in kinds if vocabulary < 10_000 or size == 3 else kinds[:1]:
+        # Even cuts for one size only.
+        for ranges in kinds if size == 3 else kinds[:1]:
             ids = boundary_tokens(ranges).unsqueeze(0)
-            if vocabulary > 10_000 and dtype is not torch.float32:
+            if dtype is not torch.float32:
                 # Every boundary has been met in float32; here a few at the end.
                 ids = ids[:, -4:]
             mask = torch.ones_like(ids, dtype=torch.bool)
@@ -187,21 +185,6 @@ def test_test_data_reveals_a_sum_over_shards() -> None:
         seed_like = logits[ids, ids] - (maximum + torch.log(total))
         seen += int((seed_like != whole).sum())
     assert seen > 5
-
-
-def test_local_logsumexp_and_averages_of_it_are_wrong() -> None:
-    logits = torch.tensor([[0.1, -0.2, 1.7, 0.3, 1.2, -0.5]])
-    ids = torch.tensor([4])
-    shards = shard_logits_by_vocab(logits, 2)
-    full = selected_logprobs_reference(logits, ids)
-    assert_bitwise_equal(selected_logprobs_tp_reference(shards, ids), full)
-    local = torch.stack([torch.logsumexp(shard, dim=-1) for shard in shards])
-    of_the_owner = 1.2 - local[1]
-    averaged = 1.2 - local.mean(dim=0)
-    found = [round(x.item(), 5) for x in (full, of_the_owner, averaged)]
-    assert found == [-1.33958, -0.46326, -0.63223]
-    assert not torch.allclose(of_the_owner, full, atol=0.5)
-    assert not torch.allclose(averaged, full, atol=0.5)
 
 
 def test_masked_tokens_may_have_any_id_and_any_logits() -> None:
