@@ -17,16 +17,11 @@ from tests.cli import meshplan
 
 ROOT = Path(__file__).parents[1]
 ACTION = (ROOT / "action.yml").read_text(encoding="utf-8")
-HOOKS = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
 INPUT = re.compile(r"\$\{\{\s*inputs\.([\w-]+)\s*\}\}")
 
 
 def load(text: str) -> Any:
     return pytest.importorskip("yaml").safe_load(text)
-
-
-def script_of(step: str) -> str:
-    return next(one["run"] for one in load(ACTION)["runs"]["steps"] if one["name"] == step)
 
 
 def lint(tmp_path: Path, **inputs: str) -> tuple[int, list[str]]:
@@ -64,15 +59,6 @@ def test_action_is_well_formed() -> None:
         assert "${{" not in step["run"]
 
 
-def test_every_input_of_the_action_is_used() -> None:
-    assert set(INPUT.findall(ACTION)) == set(load(ACTION)["inputs"])
-
-
-def test_named_formats_exist() -> None:
-    told = load(ACTION)["inputs"]["output-format"]["description"]
-    assert set(re.findall(r"[a-z]+", told)) - {"annotations", "or"} == set(FORMATS)
-
-
 def test_inputs_become_options_of_lint(tmp_path: Path) -> None:
     (tmp_path / "a b.toml").touch()
     (tmp_path / "c.toml").touch()
@@ -90,32 +76,6 @@ def test_no_input_is_run_as_code(tmp_path: Path) -> None:
     code = 'x; touch 1 $(touch 2) `touch 3` "; touch 4'
     lint(tmp_path, args=code, **{"output-format": code, "output-file": code})
     assert {path.name for path in tmp_path.iterdir()} == {"meshplan"}
-
-
-def test_scripts_are_bash() -> None:
-    for step in ("install meshplan", "meshplan lint"):
-        done = subprocess.run(
-            ["bash", "-n", "-c", script_of(step)], capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_hook_is_well_formed() -> None:
-    (hook,) = load(HOOKS)
-    assert hook["id"] == "meshplan-lint"
-    assert hook["entry"] == "meshplan lint"
-    assert hook["language"] == "python"
-    # Names of files are passed unless that is switched off.
-    assert "pass_filenames" not in hook
-    assert set(hook) <= {
-        "id",
-        "name",
-        "description",
-        "entry",
-        "language",
-        "types_or",
-        "require_serial",
-    }
 
 
 @pytest.mark.parametrize(

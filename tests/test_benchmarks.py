@@ -22,7 +22,7 @@ from benchmarks import allreduce_cpu, allreduce_gpu, timing
 from benchmarks.__main__ import SUITES, time_of
 from benchmarks.page import write_page
 from benchmarks.record import SCHEMA, Case, Figures, at_least, at_most, machine
-from benchmarks.script import about, row_of
+from benchmarks.script import row_of
 from meshplan.kernel import TimedPaths, _device_peers, timed_paths
 
 pytestmark = pytest.mark.processes
@@ -266,22 +266,6 @@ Left out here: no GPU.
         with pytest.raises(ValueError, match=r"^allreduce_cpu: the bar of peer / gloo is not met"):
             write_page(make_suite(CASE), folder)
         write_page(make_suite(CASE) | {"smoke": True}, folder)
-
-
-def test_every_suite_is_described() -> None:
-    scripts = {
-        path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if "SUITE = Suite(" in path.read_text()
-    }
-    assert scripts == set(SUITES)
-    for name in SUITES:
-        doc = re.match(r'"""(.*?)"""', (ROOT / "benchmarks" / f"{name}.py").read_text(), re.S)
-        assert doc is not None
-        title, how = about(doc[1])
-        assert title.endswith(".")
-        assert "python -m" not in how
-        assert f"    python -m benchmarks.{name}\n" in doc[1]
 
 
 def test_suites_have_budgets_of_20_minutes_in_all() -> None:

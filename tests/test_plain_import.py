@@ -12,32 +12,6 @@ import pytest
 import meshplan
 
 PACKAGE = Path(meshplan.__file__).parent
-# Each name in a fork of an interpreter that has imported meshplan and nothing of it: an import of
-# one module would make attributes of others.
-RESOLVE = """\
-import json, os, sys, traceback
-import torch
-import meshplan
-
-failed = {}
-for name in json.load(sys.stdin):
-    reading, writing = os.pipe()
-    if not os.fork():
-        found = meshplan
-        try:
-            for part in name.split(".")[1:]:
-                assert part in dir(found), f"{part} is not in dir({found.__name__})"
-                found = getattr(found, part)
-            assert found.__name__ == name, found
-        except Exception as error:
-            os.write(writing, repr(error).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as said:
-        failed[name] = said.read()
-    os.wait()
-print(json.dumps({name: why for name, why in failed.items() if why}))
-"""
 TYPED = """\
 import torch
 
@@ -62,27 +36,6 @@ def run(code: str, stdin: str = "") -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def public_modules() -> list[str]:
-    """Modules whose path has no part with a leading underscore, but for the readers of formats,
-    which are internal: they are imported one at a time, by their names.
-    """
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if not any(part.startswith("_") for part in parts):
-            found.append(".".join(parts))
-    return sorted(one for one in found if one != "meshplan" and ".formats." not in one)
-
-
-@pytest.mark.full
-def test_every_public_module_is_reached_by_a_plain_import() -> None:
-    # vLLM alone imports its module, by an entry point (tests/backend/test_vllm.py).
-    names = [name for name in public_modules() if name != "meshplan.integrations.vllm"]
-    assert {"meshplan.integrations.fsdp", "meshplan.topology"} <= set(names)
-    assert json.loads(run(RESOLVE, json.dumps(names))) == {}
 
 
 def test_an_import_loads_nothing_else() -> None:

@@ -93,37 +93,6 @@ Follow the message, or see [When something fails](../faults.md).
 """,
         )
 
-    def test_pages_name_the_kind_of_each_error(self) -> None:
-        pages = rule(["MP000", "MP412", "MP501"])
-        lines = [
-            line
-            for line in pages.splitlines()
-            if line.startswith(("#", "Raised", "The job", "An argument", "Each"))
-        ]
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-# MeshplanError (MP000)
-Raised as `meshplan.errors.MeshplanError`, a kind of `Exception`.
-## What
-## Why
-Each subclass has a code of its own.
-## Fix
-# ContractTypeError (MP412)
-Raised as `meshplan.errors.ContractTypeError`, a kind of `TypeError`.
-## What
-## Why
-An argument or an input is invalid. No message has been sent.
-## Fix
-# GroupAgreementError (MP501)
-Raised as `meshplan.errors.GroupAgreementError`, a kind of `RuntimeError`.
-## What
-Raised on every member that took part; no member has created the group.
-## Why
-The job or the cluster is in a state that makes the call fail.
-## Fix""",
-        )
-
     def test_all_pages_are_printed(self) -> None:
         self.assertExpectedInline(
             rule([], True),
@@ -202,21 +171,6 @@ errors of meshplan
 }""",
         )
 
-    def test_json_of_an_error_is_printed(self) -> None:
-        found = json.loads(rule(["LayoutError"], False, "json"))
-        del found["page"]
-        self.assertExpectedInline(
-            json.dumps(found, indent=1),
-            """\
-{
- "code": "MP111",
- "kind": "error",
- "name": "LayoutError",
- "severity": "error",
- "summary": "Axis sizes, names and ranks do not describe a mesh."
-}""",
-        )
-
     def test_invalid_arguments_are_refused(self) -> None:
         said = []
         for codes, all_ in (
@@ -236,13 +190,6 @@ MP402: no code; use, for example, meshplan rule MP101, or --all
 MP402: no rule or error 'MP1O2'; similar: MP102, MP101, MP103
 MP402: no rule or error 'MP110'; similar: MP101, MP111, MP108""",
         )
-
-
-def test_several_pages_are_printed_once_each_in_order() -> None:
-    pages = rule(["MP305", "MP101", "conflicting-variables"])
-    assert pages == format_rule_page("MP305") + "\n" + format_rule_page("MP101")
-    found = json.loads(rule(["MP305", "MP101"], False, "json"))
-    assert [one["code"] for one in found] == ["MP305", "MP101"]
 
 
 def test_all_as_json_is_a_list_of_all_pages() -> None:

@@ -1,4 +1,4 @@
-"""No module of meshplan but its one room knows a private name of torch; the room has each once."""
+"""No module of meshplan but its one room knows a private name of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import namedtuple
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,21 @@ from meshplan._torch import (
 from meshplan._torch._entry import Entry
 from meshplan.dtensor._install import check_seam
 from meshplan.errors import UnsupportedTorchError
-from tests.private_names import defined_in, find_reads, imports_of, is_private
 
 assert fully_shard, "FSDP2 is imported, so that what watches it is checked as well"
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "meshplan" / "_torch"
-# Other libraries whose private names meshplan reads.
-LIBRARIES = ("spmd_types",)
 ALL = NAMES | TESTING_NAMES
 
 
 OF_GROUPS = {"_set_group_desc", "_set_group_name"}
 """Of torch's process groups, which those of the backend have as well."""
+
+
+def is_private(name: str) -> bool:
+    """Whether a name or one part of a dotted name begins with one underscore."""
+    return any(re.match(r"_(?!_)\w", part) is not None for part in name.split("."))
 
 
 def private_names_of(kind: Any) -> set[str]:
@@ -61,143 +64,56 @@ THEIRS = {
 }.union(*map(private_names_of, (DeviceMesh, DTensor, Shard, FSDPParamGroup, c10d)))
 
 
-def texts() -> dict[Path, str]:
-    return {path: path.read_text(encoding="utf-8") for path in (ROOT / "meshplan").rglob("*.py")}
+def defined_in(tree: ast.AST) -> set[str]:
+    """The private names that a module defines: functions, classes, variables and attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            # What is set on other objects may be theirs.
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return {name for name in found if is_private(name)}
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(text) for path, text in texts().items()}
+def find_reads(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Private names of torch that a module imports, reads of an object or has in a string."""
+    others, mine = set(), defined_in(tree)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [module + one.name for one in node.names]
+            for one, name in zip(node.names, names, strict=True):
+                if not name.startswith(("torch", "meshplan")):
+                    others.add(one.asname or one.name.split(".")[0])
+            names = [name for name in names if name.startswith("torch.") and is_private(name)]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            base = ast.unparse(node.value)
+            known = node.attr in own and (node.attr not in THEIRS or base in ("self", "cls"))
+            names = [] if known or base.split(".")[0] in others else [node.attr]
+        elif isinstance(node, ast.Constant) and node.value in THEIRS - mine:
+            names = [str(node.value)]
+        yield from (f"{node.lineno}: {name}" for name in names)  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
-def own(trees: dict[Path, ast.Module]) -> set[str]:
+def test_no_other_module_reads_a_private_name() -> None:
+    paths = (ROOT / "meshplan").rglob("*.py")
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    tuple_methods = {name for name in dir(namedtuple("_Any", "a")) if is_private(name)}
     # The actions of a parser are argparse's.
-    return {"_actions", *OF_GROUPS}.union(*(defined_in(tree) for tree in trees.values()))
-
-
-def test_no_other_module_reads_a_private_name(trees: dict[Path, ast.Module], own: set[str]) -> None:
-    outside = {path: tree for path, tree in trees.items() if ROOM not in path.parents}
-    assert len(outside) > 200
-    for path, tree in outside.items():
-        # The linter has no objects of torch, and names of files that it reads.
-        theirs = set() if "lint" in path.parts else THEIRS
-        assert find_reads(tree, own, theirs, LIBRARIES) == [], path
-
-
-HEAD = """
-import sys
-import threading
-from collections import namedtuple
-from typing import Any
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Shard
-from meshplan.dtensor._partial import PlannedPartial
-
-class Own:
-    _grid: int = 0
-
-    def read(self, other: "Own", mesh: DeviceMesh, x: Any) -> Any:
-        made = Own()
-"""
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from torch._guards import TracingContext",
-        "from torch.distributed import _functional_collectives as funcol",
-        "from torch.distributed.tensor.placement_types import _MaskPartial",
-        "import torch._dynamo",
-        "import torch.utils._pytree as tree",
-        "torch.ops._c10d_functional.wait_tensor(x)",
-        "torch._C._get_tracing_state()",
-        "dist._functional_collectives",
-        "c10d._world.pg_map",
-        "c10d._get_default_store()",
-        "mesh._layout",
-        "mesh._get_all_submeshes('a')",
-        "x._spec",
-        "x.y._local_tensor",
-        "x()._flatten_mapping",
-        "x[0]._comm_type_key()",
-        "self._rank_map",
-        "self.mesh._layout",
-        "made.mesh._layout",
-        "other._spec",
-        "PlannedPartial._local_tensor",
-        "x._unsafe_view = None",
-        "del x._spec",
-        "getattr(mesh, '_layout')",
-        "getattr(mesh, '_layout', None)",
-        "hasattr(x, '_fsdp_param_group')",
-        "setattr(x, '_all_reduce_hook', None)",
-        "object.__setattr__(x, '_spec', None)",
-        "vars(x)['_spec']",
-        "x.__dict__['_spec']",
-        "names = ('_reduce_scatter_comm', '_all_reduce_hook')",
-        "name = '_coalescing_manager'",
-        "name = 'torch.distributed._local_tensor'",
-        "name = f'{x}._fsdp_param_group'",
-        "name = 'DeviceMesh._flatten_mapping'",
-        "__import__('torch.testing._internal')",
-        "sys.modules.get('torch._dynamo.guards')",
-        "raise ValueError('set torch._dynamo.config.verbose')",
-        "class Mine(Shard):\n            def _to_replicate_tensor(self): ...",
-        "class Mine(PlannedPartial):\n            _reduce_value = None",
-    ],
-)
-def test_private_name_of_torch_is_found(line: str, own: set[str]) -> None:
-    tree = ast.parse(f"{HEAD}        {line}\n")
-    assert find_reads(tree, own, THEIRS)
-
-
-def test_each_name_has_one_entry() -> None:
-    found = Counter(str(entry) for names in (NAMES, TESTING_NAMES) for entry in names.values())
-    assert [name for name, count in found.items() if count > 1] == []
-    assert len(ALL) == len(found)
-
-
-def test_each_name_is_used_or_has_parts_that_are(trees: dict[Path, ast.Module]) -> None:
-    imported = {
-        name.rpartition(".")[2]
-        for tree in trees.values()
-        for name in imports_of(tree).values()
-        if name.startswith("meshplan._torch.")
-    }
-    whole = "".join(texts().values())
-    by_check = {name for name in ALL if f'NAMES["{name}"]' in whole}
-    unused = set(ALL) - imported - by_check
-    assert [name for name in unused if not (ALL[name].parts or ALL[name].stores)] == []
-
-
-def test_each_name_has_a_type() -> None:
-    """That of the same name in torch, where torch has types for it."""
-    tree = ast.parse((ROOM / "__init__.py").read_text(encoding="utf-8"))
-    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
-    block = ast.Module(typed.body, [])
-    imported = imports_of(block)
-    for name, origin in imported.items():
-        if name in ALL and ALL[name].path:
-            assert origin.rpartition(".")[2] == ALL[name].path, name
-    annotated = {node.target.id for node in typed.body if isinstance(node, ast.AnnAssign)}
-    of_types = {one for one in imported if one not in ALL}
-    assert of_types == {
-        "Callable",
-        "Mapping",
-        "Sequence",
-        "timedelta",
-        "Tensor",
-        "device",
-        "DeviceMesh",
-        "DTensor",
-    }
-    checked_only = {name for name in ALL if ALL[name].parts or ALL[name].stores}
-    assert annotated <= set(ALL)
-    assert set(ALL) - annotated - set(imported) <= checked_only
+    own = {"_actions", *OF_GROUPS, *tuple_methods}.union(*map(defined_in, trees.values()))
+    line = "x._spec, mesh._layout, '_reduce_scatter_comm'"
+    assert len([*find_reads(ast.parse(f"import torch._dynamo\n{line}"), own)]) == 4
+    # The linter has no objects of torch, and names of files that it reads.
+    outside = {path for path in trees if ROOM not in path.parents and "lint" not in path.parts}
+    assert len(outside) > 150
+    found = [f"{path}:{read}" for path in outside for read in find_reads(trees[path], own)]
+    assert found == []
 
 
 def test_nothing_has_moved_in_this_torch() -> None:

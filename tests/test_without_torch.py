@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
-
-import meshplan
 
 # Runs commands of the command line in one process, and reports of each what it wrote and what has
 # been loaded by then. An import of a hidden package fails as one that is not installed does.
@@ -116,36 +113,6 @@ def run(
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
-
-
-def imports_torch(tree: ast.AST) -> bool:
-    """Whether a module imports torch when it is imported, or in a function; not for types."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-        if any(name.split(".")[0] == "torch" for name in names) or imports_torch(node):
-            return True
-    return False
-
-
-def test_listed_modules_import_torch() -> None:
-    package = Path(meshplan.__file__).parent
-    parts = ("cli", "lint", "planner", "topology", "layout.py", "contract.py", "errors.py")
-    files = [path for part in parts for path in (package / part).rglob("*.py")]
-    files += [package / part for part in parts if part.endswith(".py")]
-    assert len(files) > 80
-    found = [path for path in files if imports_torch(ast.parse(path.read_text("utf-8")))]
-    assert_expected_inline(
-        "\n".join(sorted(str(path.relative_to(package)) for path in found)),
-        """\
-cli/_doctor_run.py
-cli/_links_run.py
-cli/_ranks.py
-lint/_record.py
-planner/_problem.py""",
-    )
 
 
 @pytest.mark.full
