@@ -63,23 +63,6 @@ keep the mesh and permute its ranks: DeviceMesh(device, torch.arange(24).view(6,
 use 6 of the 8 GPUs of each node (4 nodes instead of 3, 8 of their GPUs idle)""",
         )
 
-    def test_fixes_on_a_rack_are_listed(self) -> None:
-        self.assertExpectedInline(
-            "\n".join(fixes("dp=2,fsdp=64,tp=8", 72, 72)),
-            """\
-reduce fsdp, then dp (--reduce-order fsdp,dp), in one redistribution each (the number of collectives stays; a reduction over dp alone is safe, over the others it is not)
-if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)
-choose other sizes: --mesh dp=1,fsdp=128,tp=8 (a group over fsdp spans 15 domains instead of 8)
-choose other sizes: --mesh dp=128,fsdp=1,tp=8 (memory and traffic of each rank change, the number of GPUs does not)
-use 64 of the 72 GPUs of each node (16 nodes instead of 15, 128 of their GPUs idle)""",
-        )
-
-    def test_contract_may_be_the_only_fix(self) -> None:
-        self.assertExpectedInline(
-            "\n".join(fixes("dp=2,tp=7", 3)),
-            """if torch.distributed issues these reductions: call torch.distributed.init_process_group('meshplan') in the training script (one word, the layout stays; every reduction adds in one fixed order; not for vLLM, SGLang or Horovod, which bypass it)""",
-        )
-
     def test_file_fix_has_a_diff(self) -> None:
         one = replace(
             job("a=2,b=3"),
@@ -104,28 +87,6 @@ use 64 of the 72 GPUs of each node (16 nodes instead of 15, 128 of their GPUs id
         )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "node"),
-    [
-        ("ddp=8,fsdp=5", 8),
-        ("ddp=3,fsdp=16", 24),
-        ("dp=6,ddp=4,fsdp=5", 8),
-        ("dp=6,tp=3", 8),
-        ("ddp=9,fsdp=64", 72),
-    ],
-)
-def test_every_proposed_mesh_is_clean(mesh: str, node: int) -> None:
-    one = job(mesh)
-    topology = Topology.uniform(one.layout.world_size, node_size=node, domain_size=node)
-    assert JobFacts(one, Cluster(topology)).harmful
-    for fix in JobFacts(one, Cluster(topology)).fixes:
-        if fix.mesh:
-            other = job(fix.mesh)
-            assert other.layout.world_size == one.layout.world_size
-            assert sorted(other.layout.axes) == sorted(one.layout.axes)
-            assert not JobFacts(other, Cluster(topology)).harmful
-
-
 def test_inexpressible_fix_is_not_proposed() -> None:
     def sizes_alone(other: Layout) -> str | None:
         return str(other.sizes) if other.axes == ("ddp", "fsdp") else None
@@ -142,11 +103,6 @@ def test_experts_stay_together() -> None:
     assert [fix.partition(" (")[0] for fix in orders] == [
         "order the axes as --mesh fsdp=4,ep=5,ddp=2"  # and not ddp=2,ep=5,fsdp=4
     ]
-
-
-def test_flattened_meshes_are_not_permuted() -> None:
-    titles = fixes("ddp=8,fsdp=5", 8, 8, flattened=(("ddp", "fsdp"),))
-    assert not any("permute" in title for title in titles)
 
 
 AXES = ("dp", "ddp", "fsdp", "tp", "ep", "pp")

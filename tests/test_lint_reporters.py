@@ -185,68 +185,6 @@ meshplan: warning MP\\n1 m
 """,
         )
 
-    def test_json_escapes_hostile_input(self) -> None:
-        self.assertExpectedInline(
-            render(HOSTILE, "json"),
-            """\
-{
-  "findings": [
-    {
-      "code": "MP101",
-      "severity": "error",
-      "message": "a\\r\\n::error::b %0A <b>&\\"' ]]> {0} [x](http://y) \\u001b[31m\\u0000\\u202e\\\\udcff\\ufffe",
-      "file": "./d,r:/e\\\\udcffg \\n<&>.toml",
-      "line": 1,
-      "option": "",
-      "subject": "\\u009b\\u2028",
-      "details": [
-        "a\\t::stop-commands::x\\r",
-        ""
-      ],
-      "fixes": [
-        {
-          "title": "a\\nb",
-          "cost": "\\u0007",
-          "mesh": "\\n",
-          "diff": "\\u001b\\n+\\u202e"
-        }
-      ],
-      "data": {
-        "\\\\udcff": "nan",
-        "set": [
-          1,
-          2
-        ],
-        "far": "inf",
-        "other": ""
-      }
-    },
-    {
-      "code": "MP\\n1",
-      "severity": "warning",
-      "message": "m",
-      "file": "",
-      "line": null,
-      "option": "",
-      "subject": "",
-      "details": [],
-      "fixes": [],
-      "data": {}
-    }
-  ],
-  "judged": [
-    "\\u001b]0;title\\u0007\\nnext"
-  ],
-  "ignored": 0,
-  "inputs": [],
-  "allow_unjudged": false,
-  "files": 0,
-  "meshes": 0,
-  "version": "0.1.0"
-}
-""",
-        )
-
     def test_github_commands_are_printed(self) -> None:
         self.assertExpectedInline(
             render(PLAIN, "github"),
@@ -300,29 +238,6 @@ Fix: leave it</system-out>
 <testsuites name="meshplan" tests="1" failures="0" errors="0">
   <testsuite name="meshplan" tests="1" failures="0" errors="0">
     <testcase name="(dp=8): 1 node of 8" classname="meshplan"/>
-  </testsuite>
-</testsuites>
-""",
-        )
-
-    def test_junit_escapes_hostile_input(self) -> None:
-        self.assertExpectedInline(
-            render(HOSTILE, "junit"),
-            """\
-<?xml version="1.0" encoding="UTF-8"?>
-<testsuites name="meshplan" tests="2" failures="2" errors="0">
-  <testsuite name="meshplan" tests="2" failures="2" errors="0">
-    <testcase name="MP101 \\x9b\\u2028" classname="./d,r:/e\\udcffg \\n&lt;&amp;&gt;.toml:1" file="./d,r:/e\\udcffg \\n&lt;&amp;&gt;.toml" line="1">
-      <failure type="error" message="a\\r\\n::error::b %0A &lt;b&gt;&amp;&quot;' ]]&gt; {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe">a\\r
-::error::b %0A &lt;b&gt;&amp;"' ]]&gt; {0} [x](http://y) \\x1b[31m\\x00\\u202e\\udcff\\ufffe
-\\x9b\\u2028
-a	::stop-commands::x\\r
-
-Fix: a\\nb (\\x07)</failure>
-    </testcase>
-    <testcase name="MP\\n1" classname="meshplan">
-      <failure type="warning" message="m">m</failure>
-    </testcase>
   </testsuite>
 </testsuites>
 """,
