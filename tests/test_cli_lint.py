@@ -95,18 +95,6 @@ class TestKnownMeshes:
             assert code == 0
             assert not {"MP101", "MP102"} & findings(out).keys()
 
-    def test_uniform_mesh_has_no_finding(self, lint: Any) -> None:
-        code, out, _ = lint("--mesh", "ddp=5,fsdp=8,tp=1", "--domain-size", "8")
-        assert code == 0
-        assert "MP101" not in out
-
-    def test_rack_domains_are_reported(self, lint: Any) -> None:
-        words = ("--mesh", "ddp=9,fsdp=64", "--domain-size", "72")
-        code, out, _ = lint(*words, "--output-format", "json")
-        assert code == 1
-        assert {"MP101", "MP104"} <= findings(out).keys()
-        assert "64 of 72" in findings(out)["MP104"][0]["message"]
-
     def test_order_without_hazard_is_reported(self, lint: Any) -> None:
         words = ("--mesh", "ddp=4,fsdp=12", "--domain-size", "8")
         code, out, _ = lint(*words)
@@ -117,23 +105,8 @@ class TestKnownMeshes:
         assert code == 0
         assert "MP102" in out
 
-    @pytest.mark.full
-    def test_million_ranks_are_linted(self, lint: Any) -> None:
-        mesh = "dp=2048,fsdp=64,tp=8"
-        code, out, _ = lint("--mesh", mesh, "--domain-size", "72", "--output-format", "json")
-        assert code == 1
-        assert {"MP101", "MP104"} <= findings(out).keys()
-
 
 class TestInputs:
-    def test_standard_input_is_read(self) -> None:
-        words = ("lint", "--topology", "-", "--hosts", "5", "--mesh")
-        code, out, err = meshplan(*words, "ddp=8,fsdp=5", given=matrix(8, 8))
-        assert (code, err) == (1, "")
-        assert out.startswith("error MP101: replicas may differ: the 8 groups of 5 ranks over fsdp")
-        assert "on 5 nodes of 8, domains of 8\n" in out
-        assert meshplan(*words, "ddp=5,fsdp=8", given=matrix(8, 8))[0] == 0
-
     def test_torchtitan_file_is_linted(self, lint: Any) -> None:
         Path("job.toml").write_text(TITAN)
         code, out, _ = lint("job.toml", "--domain-size", "8", "--output-format", "json")
@@ -148,18 +121,6 @@ class TestInputs:
         # The file after the diff lints clean.
         subprocess.run(["git", "apply"], input=out, text=True, check=True, capture_output=True)
         assert lint("job.toml", "--domain-size", "8")[0] == 0
-
-    def test_python_file_is_linted(self, lint: Any) -> None:
-        Path("train.py").write_text(TRAIN)
-        code, out, _ = lint("train.py", "--domain-size", "8", "--output-format", "concise")
-        assert code == 1
-        assert out.startswith("train.py:4: error MP101")
-
-    def test_launch_arguments_are_linted(self, lint: Any) -> None:
-        words = ("--", "--tensor-model-parallel-size", "3", "--world-size", "24")
-        code, out, _ = lint("--domain-size", "8", *words)
-        assert code == 1
-        assert "(pp=1, dp=8, tp=3)" in out or "dp=8" in out
 
     def test_configuration_is_linted(self, lint: Any) -> None:
         Path("meshplan.toml").write_text(
@@ -232,13 +193,6 @@ class TestInputs:
         assert code == 2
         assert err.startswith("meshplan: MP402: train.py:4: ")
 
-    def test_script_with_a_launcher_is_linted(self, lint: Any) -> None:
-        script = "torchrun --nnodes 5 --nproc-per-node 8 train.py --dp 8 --fsdp 5\n"
-        Path("run.sh").write_text(script)
-        code, out, _ = lint("run.sh", "--output-format", "json")
-        assert code == 1
-        assert "on 5 nodes of 8" in out
-
     def test_slurm_environment_places_ranks(
         self, lint: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -248,15 +202,6 @@ class TestInputs:
         code, out, _ = lint("--mesh", "fsdp=8,ddp=5")
         assert code == 0
         assert "on 5 nodes of 8, ranks not consecutive" in out
-
-    def test_unreadable_mesh_is_reported(self, lint: Any) -> None:
-        Path("train.py").write_text(TRAIN.replace("DP = 8", "DP = int(input())"))
-        for words in ((), ("--mesh", "dp=8")):
-            code, out, err = lint("train.py", *words, "--domain-size", "8")
-            assert (code, err) == (1, "")
-            assert "warning MP191: not judged: " in out
-            assert "at train.py:4\n" in out
-            assert out.count("DP is not a constant") == 1
 
     def test_open_sizes_are_filled_from_the_cluster(self, lint: Any) -> None:
         Path("job.toml").write_text(TITAN.replace("degree = 5", "degree = -1"))
@@ -334,13 +279,6 @@ class TestInputs:
 
 
 class TestEnvironment:
-    def test_nccl_variables_are_checked(self, lint: Any) -> None:
-        words = ("--mesh", "dp=4,tp=2", "--domain-size", "8", "--output-format", "json")
-        code, out, _ = lint(*words, "--env", "NCCL_P2P_NET_DISABLE=1")
-        assert code == 0
-        assert "MP301" in findings(out)
-        assert lint(*words, "--env", "NCCL_ALGO")[0] == 2
-
     def test_variables_of_the_process_are_checked(
         self, lint: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
     ) -> None:
@@ -494,16 +432,6 @@ class TestOutput:
         assert code == 2
         assert "it is not the UTF-8 text that was linted" in err
         assert Path("job.toml").read_bytes() == content
-
-    def test_partial_topology_is_a_finding(self, lint: Any) -> None:
-        Path("partial").write_text(
-            '<system version="1"><cpu numaid="0"><pci busid="0000:0f:00.0"/></cpu></system>'
-        )
-        words = ("--mesh", "ddp=8,fsdp=5", "--topology", "partial", "--output-format", "json")
-        code, out, _ = lint(*words)
-        assert code == 1
-        assert lint(*words, "--allow-unjudged")[0] == 0
-        assert [f["severity"] for f in findings(out)["MP202"]] == ["warning", "warning"]
 
 
 def test_directories_are_searched(lint: Any) -> None:
@@ -714,14 +642,6 @@ meshplan: pass a verb: compare, diagnose, doctor, links, lint, plan, rule, run, 
 meshplan: MP402: fsdp=5: no such file; pass all axes after --mesh, with commas: --mesh ddp=8,fsdp=5
 """,
         )
-
-
-def test_closed_output_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m meshplan rule --all | head -1"
-    done = subprocess.run(
-        ["bash", "-c", command], env=HERE, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
 AXES = st.sampled_from(["ddp", "fsdp", "tp", "pp", "dp", "cp", "ep", "x", "dp_shard"])

@@ -15,7 +15,6 @@ from expecttest import assert_expected_inline
 from torch.backends import cudnn
 
 from meshplan.errors import ContractError
-from meshplan.testing import bits
 from meshplan.testing.dp import compare_gradients, deterministic_controls, dp_gradients
 from meshplan.testing.dp._controls import _BACKENDS, _GENERIC, _OPERATIONS
 
@@ -191,15 +190,6 @@ def test_settings_are_restored_after_an_exception(set_up: Callable[[], None]) ->
             changes_much_and_fails()
         assert visible() == before
         assert own_precisions() == own
-
-
-def test_two_runs_have_the_same_bits() -> None:
-    def run() -> list[int]:
-        with deterministic_controls(seed=1):
-            layer = torch.nn.Linear(9, 5)
-            return bits(torch.nn.functional.dropout(layer(torch.rand(4, 9)))).flatten().tolist()
-
-    assert run() == run()
 
 
 def test_bits_do_not_depend_on_threads_of_the_process() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from meshplan.lint._roles import (
     find_role,
     resolve_roles,
 )
-
-PAGE = Path(__file__).parents[1] / "docs" / "lint.md"
 
 
 @pytest.fixture
@@ -78,16 +75,6 @@ def test_every_name_has_one_role() -> None:
     assert all(
         find_role(f"{name}_parallel") == role for role in AXIS_NAMES for name in AXIS_NAMES[role]
     )
-
-
-def test_page_lists_every_name() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("### Names of axes")[2].partition("\n#")[0]
-    listed = {
-        role: set(re.findall(r"`([a-z_]+)`", row))
-        for role, row in re.findall(r"^\| ([a-z]+) \|(.*)$", table, re.M)
-        if role in ROLES
-    }
-    assert listed == {role: set(names) for role, names in AXIS_NAMES.items()}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from meshplan.testing._segments import join_blocks, sum_blocks
 from meshplan.testing.tp import (
     compute_policy_ratio,
     compute_reference_kl,
-    masked_mean,
     selected_logprobs_tp_reference,
     sharded_masked_mean,
 )
-from tests.tp_inputs import SIZES, logits_of, random_ranges
+from tests.tp_inputs import SIZES, random_ranges
 
 BATCH, TOKENS, HIDDEN, VOCABULARY = 6, 5, 24, 131
 
@@ -81,34 +80,3 @@ def test_loss_has_the_same_bits_for_any_shards_and_micro_batches(dtype: torch.dt
         )
         for name, one, other in zip(("loss", "logps", "gradient"), found, whole, strict=True):
             assert_bitwise_equal(one, other, f"{name} of {size} shards, rows {ends}")
-
-
-def test_loss_is_close_to_that_of_torch() -> None:
-    rows = [(0, BATCH)]
-    loss, logps, gradient = run(torch.float32, [(0, VOCABULARY)], rows)
-    hidden = torch.randn(BATCH, TOKENS, HIDDEN, generator=seeded(1)).double()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=seeded(2)).double()
-    logits = (hidden @ weight.T).requires_grad_()
-    ids = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=seeded(3))
-    mask = torch.rand(BATCH, TOKENS, generator=seeded(4)) > 0.3
-    advantage = torch.randn(BATCH, 1, generator=seeded(5)).double()
-    before = -torch.rand(BATCH, TOKENS, generator=seeded(6)).double() * 8
-    current = torch.log_softmax(logits, dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    ratio = torch.exp(current - before)
-    difference = before - 0.07 - current
-    policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    each = policy + 0.05 * (torch.exp(difference) - difference - 1)
-    wanted = each[mask].mean()
-    wanted.backward()
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        logps.double(), current.masked_fill(~mask, 0.0), rtol=1e-5, atol=1e-5
-    )
-    torch.testing.assert_close(gradient.double(), logits.grad, rtol=1e-3, atol=1e-5)
-
-
-def test_averages_of_micro_batches_are_another_loss() -> None:
-    values = logits_of(6, 5, seed=9)
-    mask = torch.rand(6, 5, generator=seeded(4)) > 0.5
-    pieces = [masked_mean(values[a:b], mask[a:b]) for a, b in ((0, 1), (1, 6))]
-    assert abs(torch.stack(pieces).mean() - masked_mean(values, mask)) > 0.01
