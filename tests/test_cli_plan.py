@@ -89,38 +89,14 @@ without meshplan, sequentially by axis (fsdp, ddp), in the backend's order:
 """,
         )
 
-    def test_gather_before_the_reduction_is_shown(self) -> None:
-        found = self.show("--mesh ddp=8,fsdp=5 --from P(avg),S(0) --to R,R --hosts 5")
-        self.assertExpectedInline(
-            found,
-            """\
-(P(avg), S(0)) -> (R, R) on (ddp=8, fsdp=5)
-  all_reduce avg/8 over (ddp), groups of 8, exchange, contract v1/tree/wide/once: one axis, in one order for all siblings
-  torch S(0) -> R over (fsdp): no reduction
-predicted: 454.3 us, 3 collectives, 19.3 MB out network, 20.1 MB memory; best of 2 plans, --explain shows others
-without meshplan, sequentially by axis (fsdp, ddp), in the backend's order:
-  avg over (ddp), 5 groups of 8: 5 siblings along (fsdp) hold the same inputs and must agree
-    may differ under ring (5 orders), tree (5 orders); order undocumented under nvls, collnet, rccl
-    ranks per node: (2, 2, 1, 2, 1); (2, 1, 2, 2, 1); (2, 1, 2, 1, 2); (1, 2, 2, 1, 2); (1, 2, 1, 2, 2)
-    tree, ranks 0, 5, 10, 15, 20, 25, ...: ((0+5)+(35+((20+(10+15))+(25+30))))
-    tree, ranks 1, 6, 11, 16, 21, 26, ...: ((1+6)+(36+((16+(21+11))+(26+31))))
-    fixes: reduce in the order (ddp), then gather (fsdp): identical orders of additions under ring and tree; use the contract (policy 'deterministic'): the order never varies
-""",
-        )
-
     def test_each_policy_is_planned(self) -> None:
         base = "--mesh 2,8 --from P,P --to R,R --node-size 8"
-        found = [self.show(f"{base} --policy {name}") for name in ("consistent", "fast")]
-        found.append(self.show(f"{base} --path reference --dtype int64"))
+        consistent, fast = (self.show(f"{base} --policy {name}") for name in ("consistent", "fast"))
+        assert consistent == fast
+        found = [fast, self.show(f"{base} --path reference --dtype int64")]
         self.assertExpectedInline(
             "".join(found),
             """\
-(P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=8)
-  all_reduce sum over (axis0, axis1), groups of 16, native, no contract: 2 axes in one reduction, in the backend's own order
-without meshplan, sequentially by axis (axis0, axis1), in the backend's order:
-  sum over (axis1), 2 groups of 8: 2 siblings along (axis0) hold the same inputs and must agree
-    identical under ring and tree in the model; order undocumented under nvls, collnet, rccl
-    ranks per node: (8)
 (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=8)
   all_reduce sum over (axis0, axis1), groups of 16, native, no contract: 2 axes in one reduction, in the backend's own order
 without meshplan, sequentially by axis (axis0, axis1), in the backend's order:
@@ -244,18 +220,6 @@ meshplan: MP211: --hosts has 16 ranks on 2 hosts, and the mesh has 40; pass the 
 meshplan plan: argument --output-format: use text or json, got 'yaml'; see meshplan plan --help
 """,
         )
-
-
-def test_json_matches_the_library() -> None:
-    words = "--mesh ddp=8,fsdp=5 --from P,P --to R,R --domain-size 8 --output-format json"
-    code, out, _ = plan(*words.split())
-    found = json.loads(out)
-    assert code == 0
-    assert "candidates" not in found
-    (hazard,) = found["plain"]["hazards"]
-    assert found["plain"]["steps"] == [["ddp"], ["fsdp"]]
-    assert (hazard["verdict"], hazard["classes"]) == ("may differ", {"ring": 5, "tree": 5})
-    assert [step["kind"] for step in found["steps"]] == ["all_reduce"]
 
 
 def test_million_ranks_are_planned() -> None:

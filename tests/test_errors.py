@@ -64,12 +64,6 @@ def test_every_error_class_can_be_explained() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_each_class_has_a_code_of_its_own(cls: type[errors.MeshplanError]) -> None:
-    assert "code" in vars(cls)
-    assert [other.code for other in CLASSES].count(cls.code) == 1
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 def test_the_message_starts_with_the_code(cls: type[errors.MeshplanError]) -> None:
     more = {errors.PeerTimeoutError: {"rank": 3, "block": 0, "phase": 1}}
     more[errors.SignatureMismatchError] = {"rank": 3}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from expecttest import TestCase
@@ -299,27 +298,6 @@ def test_interleaved_threads_are_separated(order: list[int]) -> None:
     assert read(
         "".join(lines[i] for step in range(4) for i in [4 * r + step for r in order])
     ).nodes == ((0, 1, 3), (2,))
-
-
-# Created on demand: forked ranks of other tests would copy this memory.
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: line("n", 0, "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM") * 200_000,
-        lambda: "NCCL INFO " * 1_000_000,
-        lambda: "NCCL INFO Channel 00/01 :" + " " * 10_000_000,
-        lambda: "NCCL INFO " + "\n" * 10_000_000 + "NCCL INFO Trees [0]",
-        lambda: "x" * 10_000_000 + "NCCL INFO Trees [0] 1",
-        lambda: line("n", 0, "Trees [" + "0] " * 1_000) * 3_000,
-    ],
-    ids=["transports", "marks", "blanks", "lines", "one line", "trees"],
-)
-def test_long_logs_are_read(make: Callable[[], str]) -> None:
-    text = make()
-    began = time.process_time()
-    read(text)
-    # Ten megabytes or more take about a second: the bound is against what is quadratic.
-    assert time.process_time() - began < 20
 
 
 def test_number_of_notes_is_bounded() -> None:

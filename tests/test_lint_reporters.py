@@ -92,97 +92,17 @@ meshplan: warning MP\\n1 m
         )
 
     def test_json_report_is_printed(self) -> None:
+        text = render(PLAIN, "json")
+        written = json.loads(text)
+        assert text == f"{json.dumps(written, indent=2)}\n"
+        findings = written.pop("findings")
         self.assertExpectedInline(
-            render(PLAIN, "json"),
+            "\n".join(json.dumps(one) for one in (*findings, written)),
             """\
-{
-  "findings": [
-    {
-      "code": "MP101",
-      "severity": "error",
-      "message": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ",
-      "file": "configs/mesh.toml",
-      "line": 3,
-      "option": "",
-      "subject": "(ddp=8, fsdp=5, tp=1)",
-      "details": [
-        "ranks per node: {0-7} {8-15}\\n  (2, 2, 1)",
-        "tree: ((0+5)+35)"
-      ],
-      "fixes": [
-        {
-          "title": "write ddp=5,fsdp=8",
-          "cost": "no GPU is left out",
-          "mesh": "ddp=5,fsdp=8",
-          "diff": "--- configs/mesh.toml\\n+++ configs/mesh.toml\\n-ddp = 8\\n+ddp = 5\\n"
-        },
-        {
-          "title": "call meshplan.install()",
-          "cost": "one line",
-          "mesh": "ddp=8,fsdp=5,tp=1",
-          "diff": ""
-        }
-      ],
-      "data": {
-        "axis": "ddp",
-        "signatures": [
-          [
-            2,
-            2,
-            1
-          ],
-          [
-            2,
-            1,
-            2
-          ]
-        ],
-        "share": 0.25
-      }
-    },
-    {
-      "code": "MP203",
-      "severity": "warning",
-      "message": "4 GPUs as in one tray of a rack",
-      "file": "-",
-      "line": 1,
-      "option": "",
-      "subject": "",
-      "details": [],
-      "fixes": [],
-      "data": {}
-    },
-    {
-      "code": "MP102",
-      "severity": "info",
-      "message": "groups of fsdp lie on nodes in 2 ways",
-      "file": "",
-      "line": null,
-      "option": "--mesh ddp=4,fsdp=12",
-      "subject": "",
-      "details": [],
-      "fixes": [
-        {
-          "title": "leave it",
-          "cost": "",
-          "mesh": "",
-          "diff": ""
-        }
-      ],
-      "data": {}
-    }
-  ],
-  "judged": [
-    "(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8"
-  ],
-  "ignored": 2,
-  "inputs": [],
-  "allow_unjudged": false,
-  "files": 0,
-  "meshes": 0,
-  "version": "0.1.0"
-}
-""",
+{"code": "MP101", "severity": "error", "message": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ", "file": "configs/mesh.toml", "line": 3, "option": "", "subject": "(ddp=8, fsdp=5, tp=1)", "details": ["ranks per node: {0-7} {8-15}\\n  (2, 2, 1)", "tree: ((0+5)+35)"], "fixes": [{"title": "write ddp=5,fsdp=8", "cost": "no GPU is left out", "mesh": "ddp=5,fsdp=8", "diff": "--- configs/mesh.toml\\n+++ configs/mesh.toml\\n-ddp = 8\\n+ddp = 5\\n"}, {"title": "call meshplan.install()", "cost": "one line", "mesh": "ddp=8,fsdp=5,tp=1", "diff": ""}], "data": {"axis": "ddp", "signatures": [[2, 2, 1], [2, 1, 2]], "share": 0.25}}
+{"code": "MP203", "severity": "warning", "message": "4 GPUs as in one tray of a rack", "file": "-", "line": 1, "option": "", "subject": "", "details": [], "fixes": [], "data": {}}
+{"code": "MP102", "severity": "info", "message": "groups of fsdp lie on nodes in 2 ways", "file": "", "line": null, "option": "--mesh ddp=4,fsdp=12", "subject": "", "details": [], "fixes": [{"title": "leave it", "cost": "", "mesh": "", "diff": ""}], "data": {}}
+{"judged": ["(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8"], "ignored": 2, "inputs": [], "allow_unjudged": false, "files": 0, "meshes": 0, "version": "0.1.0"}""",
         )
 
     def test_github_commands_are_printed(self) -> None:

@@ -46,105 +46,19 @@ class TestSarif(TestCase):
             same = {key: entry[key] for key in ("subject", "fixes", "data")}
             assert result.pop("properties") == same
         self.assertExpectedInline(
-            json.dumps(results, indent=1),
+            "\n".join(json.dumps(one) for one in results),
             """\
-[
- {
-  "ruleId": "MP101",
-  "ruleIndex": 0,
-  "level": "error",
-  "message": {
-   "text": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ\\n(ddp=8, fsdp=5, tp=1)\\nranks per node: {{0-7}} {{8-15}}\\n  (2, 2, 1)\\ntree: ((0+5)+35)\\nFix: write ddp=5,fsdp=8 (no GPU is left out)\\nFix: call meshplan.install() (one line)"
-  },
-  "locations": [
-   {
-    "physicalLocation": {
-     "artifactLocation": {
-      "uri": "configs/mesh.toml"
-     },
-     "region": {
-      "startLine": 3
-     }
-    }
-   }
-  ],
-  "partialFingerprints": {
-   "meshplan/v1": "76c95623ad2583a79637ebcdd269db6d:1"
-  }
- },
- {
-  "ruleId": "MP203",
-  "ruleIndex": 2,
-  "level": "warning",
-  "message": {
-   "text": "4 GPUs as in one tray of a rack"
-  },
-  "locations": [
-   {
-    "logicalLocations": [
-     {
-      "name": "standard input:1",
-      "kind": "resource"
-     }
-    ]
-   }
-  ],
-  "partialFingerprints": {
-   "meshplan/v1": "9b2f7a3f66f775980505cda3ad8196e5:1"
-  }
- },
- {
-  "ruleId": "MP102",
-  "ruleIndex": 1,
-  "level": "note",
-  "message": {
-   "text": "groups of fsdp lie on nodes in 2 ways\\nFix: leave it"
-  },
-  "locations": [
-   {
-    "logicalLocations": [
-     {
-      "name": "--mesh",
-      "fullyQualifiedName": "--mesh ddp=4,fsdp=12",
-      "kind": "parameter"
-     }
-    ]
-   }
-  ],
-  "partialFingerprints": {
-   "meshplan/v1": "281496c484bc6c8dfe2af1dea9ec7244:1"
-  }
- }
-]""",
+{"ruleId": "MP101", "ruleIndex": 0, "level": "error", "message": {"text": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ\\n(ddp=8, fsdp=5, tp=1)\\nranks per node: {{0-7}} {{8-15}}\\n  (2, 2, 1)\\ntree: ((0+5)+35)\\nFix: write ddp=5,fsdp=8 (no GPU is left out)\\nFix: call meshplan.install() (one line)"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "configs/mesh.toml"}, "region": {"startLine": 3}}}], "partialFingerprints": {"meshplan/v1": "76c95623ad2583a79637ebcdd269db6d:1"}}
+{"ruleId": "MP203", "ruleIndex": 2, "level": "warning", "message": {"text": "4 GPUs as in one tray of a rack"}, "locations": [{"logicalLocations": [{"name": "standard input:1", "kind": "resource"}]}], "partialFingerprints": {"meshplan/v1": "9b2f7a3f66f775980505cda3ad8196e5:1"}}
+{"ruleId": "MP102", "ruleIndex": 1, "level": "note", "message": {"text": "groups of fsdp lie on nodes in 2 ways\\nFix: leave it"}, "locations": [{"logicalLocations": [{"name": "--mesh", "fullyQualifiedName": "--mesh ddp=4,fsdp=12", "kind": "parameter"}]}], "partialFingerprints": {"meshplan/v1": "281496c484bc6c8dfe2af1dea9ec7244:1"}}""",
         )
 
     def test_rule_has_help_and_level(self) -> None:
         rule = read_run(PLAIN)["tool"]["driver"]["rules"][0]
         shown = {**rule, "help": {key: text[:80] for key, text in rule["help"].items()}}
         self.assertExpectedInline(
-            json.dumps(shown, indent=1),
-            """\
-{
- "id": "MP101",
- "name": "JaggedReduction",
- "shortDescription": {
-  "text": "Groups that must agree are placed on nodes in different ways; replicas may differ."
- },
- "defaultConfiguration": {
-  "level": "error"
- },
- "properties": {
-  "tags": [
-   "mesh"
-  ],
-  "problem.severity": "error"
- },
- "help": {
-  "text": "jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree are placed on ",
-  "markdown": "# jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree are placed o"
- },
- "helpUri": "https://github.com/pytorch/pytorch/issues/171916"
-}""",
+            json.dumps(shown),
+            """{"id": "MP101", "name": "JaggedReduction", "shortDescription": {"text": "Groups that must agree are placed on nodes in different ways; replicas may differ."}, "defaultConfiguration": {"level": "error"}, "properties": {"tags": ["mesh"], "problem.severity": "error"}, "help": {"text": "jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree are placed on ", "markdown": "# jagged-reduction (MP101)\\n\\nSeverity: error. Groups that must agree are placed o"}, "helpUri": "https://github.com/pytorch/pytorch/issues/171916"}""",
         )
 
     def test_locations_of_files_and_options(self) -> None:
