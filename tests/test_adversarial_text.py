@@ -143,6 +143,7 @@ def test_roles_of_long_names_are_unknown() -> None:
     assert stop_after(SECONDS, lambda: find_role("x" + "1" * 1_000_000 + "x"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FORMATS)
 def test_descriptions_of_clusters_are_read_in_time(name: str) -> None:
     module = import_module(f"meshplan.topology.formats.{name}")

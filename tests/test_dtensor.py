@@ -82,6 +82,11 @@ def local_shard(
     return full
 
 
+@functools.cache
+def draw(numel: int, rank: int, world_size: int, dtype: torch.dtype) -> Tensor:
+    return order_sensitive(numel, rank=rank, world_size=world_size, dtype=dtype)
+
+
 class Case:
     """A redistribution whose leaves every rank can compute."""
 
@@ -103,9 +108,7 @@ class Case:
         grid = [range(sizes[i]) for i in self.partial]
         coordinates = list(itertools.product(*grid))
         leaves = [
-            order_sensitive(
-                math.prod(shape), rank=n, world_size=max(2, len(coordinates)), dtype=dtype
-            ).view(self.shape)
+            draw(math.prod(shape), n, max(2, len(coordinates)), dtype).clone().view(self.shape)
             for n in range(len(coordinates))
         ]
         mine = leaves[coordinates.index(tuple(where[i] for i in self.partial))]
@@ -157,33 +160,27 @@ def test_jagged_mesh_replicas_have_equal_bits() -> None:
     run_ranks(ranks, 6)
 
 
-@pytest.mark.parametrize("order", ["tree", "rank"])
-@pytest.mark.parametrize("path", ["exchange", "reference", "one_shot", "two_shot", "auto"])
-def test_installed_contract_and_path_are_used(order: str, path: str) -> None:
-    def ranks(rank: int) -> dict[str, int]:
-        mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]])
-        contract = Contract(order=order)  # type: ignore[arg-type]
-        with meshplan.installed(contract=contract, path=path):
-            return Case(mesh, (P, P), (R, R), (41,), contract=contract).check()
-
-    sends = {"exchange": EXCHANGE, "reference": {"all_to_all_single": 1}}.get(path, {})
-    assert run_ranks(ranks, 6) == [sends] * 6
-
-
-@pytest.mark.parametrize("operation", ["avg", "max", "min", "product"])
-def test_every_operation_is_reduced(operation: str) -> None:
-    def ranks(rank: int) -> None:
+def test_installed_contract_path_and_operation_are_used() -> None:
+    def ranks(rank: int) -> list[dict[str, int]]:
         mesh = DeviceMesh("cpu", [[0, 3, 1], [5, 2, 4]], mesh_dim_names=("a", "b"))
-        other = Partial(operation)
+        found = []
+        for order, path in itertools.product(("tree", "rank"), paths):
+            contract = Contract(order=order)  # type: ignore[arg-type]
+            with meshplan.installed(contract=contract, path=path):  # type: ignore[arg-type]
+                found.append(Case(mesh, (P, P), (R, R), (41,), contract=contract).check())
         with meshplan.installed(path="exchange"):
-            pairs = [(other, other), (other, R), (R, other)]
-            if operation == "avg":
-                pairs += [(other, P), (P, other)]
-            for src in pairs:
-                for dtype in (torch.float32, torch.bfloat16):
+            for operation in ("avg", "max", "min", "product"):
+                other = Partial(operation)
+                pairs = [(other, other), (other, R), (R, other)]
+                if operation == "avg":
+                    pairs += [(other, P), (P, other)]
+                for src, dtype in itertools.product(pairs, (torch.float32, torch.bfloat16)):
                     assert Case(mesh, src, (R, R), (5, 3), dtype).check() == EXCHANGE
+        return found
 
-    run_ranks(ranks, 6)
+    paths = ("exchange", "reference", "one_shot", "two_shot", "auto")
+    sends = [EXCHANGE, {"all_to_all_single": 1}, {}, {}, {}]
+    assert run_ranks(ranks, 6) == [sends * 2] * 6
 
 
 @pytest.mark.parametrize("path", ["auto", full("exchange"), full("reference")])

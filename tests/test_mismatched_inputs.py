@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -85,25 +86,26 @@ def run(tensor: Tensor, found: Step, path: str, pairs: list[Any]) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_any_difference_is_an_error_on_every_rank(form: str) -> None:
+def test_any_difference_is_an_error_on_every_rank() -> None:
     """And the next call of the same ranks on the same groups has the right bits."""
-    how, path = FORMS[form]
 
-    def ranks(rank: int) -> dict[str, str]:
+    def ranks(rank: int) -> dict[tuple[str, str], str]:
         pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
         texts = {}
         leaves = [order_sensitive(32, rank=r, world_size=WORLD).view(8, 4) for r in range(WORLD)]
         expected = reduce_leaves(leaves, "sum", (WORLD,))
-        for name, (shape, dtype, more) in BRANCHES.items():
+        for (form, (how, path)), (name, branch) in itertools.product(
+            FORMS.items(), BRANCHES.items()
+        ):
             if name == "contract" and path == "native":
                 continue
             tensor, found = torch.ones(8, 4), step(**how)
             if rank == ODD:
+                shape, dtype, more = branch
                 tensor, found = torch.ones(shape, dtype=dtype), step(**{**how, **more})
             with pytest.raises(SignatureMismatchError) as caught:
                 run(tensor, found, path, pairs)
-            texts[name] = str(caught.value)
+            texts[form, name] = str(caught.value)
             assert caught.value.rank == (0 if rank == ODD else ODD)
             result = run(leaves[rank], step(**how), path, pairs)
             if path != "native":
@@ -113,12 +115,13 @@ def test_any_difference_is_an_error_on_every_rank(form: str) -> None:
         return texts
 
     first, *others = run_ranks(ranks, WORLD)
-    assert len(first) >= len(BRANCHES) - 1
+    assert len(first) == len(FORMS) * len(BRANCHES) - 2
     assert others == [first] * (WORLD - 1)
     for name, text in first.items():
         assert "ranks 0, 1, 3: float32[8, 4] for " in text, name
         assert f"rank {ODD}: " in text, name
-    assert "rank 2: float64[8, 4] for" in first["dtype of another size"]
+    for form in FORMS:
+        assert "rank 2: float64[8, 4] for" in first[form, "dtype of another size"]
 
 
 def test_different_counts_on_all_ranks_are_errors() -> None:
@@ -243,8 +246,7 @@ def test_asynchronous_calls_raise_in_wait() -> None:
     run_ranks(ranks, 3)
 
 
-@pytest.mark.parametrize("path", ["exchange", "reference", "native", "auto"])
-def test_unchecked_dtensors_of_different_shapes_are_errors(path: str) -> None:
+def test_unchecked_dtensors_of_different_shapes_are_errors() -> None:
     """Local tensors of different shapes and dtypes, in DTensors that are not checked."""
 
     def ranks(rank: int) -> None:
@@ -254,28 +256,28 @@ def test_unchecked_dtensors_of_different_shapes_are_errors(path: str) -> None:
             summand = DTensor.from_local(local, mesh, (Partial(),), run_check=False)
             return summand.redistribute(mesh, (Replicate(),)).to_local()
 
-        with meshplan.installed(path=path, timeout=60.0):  # type: ignore[arg-type]
-            for odd in (torch.ones(5), torch.ones(4, dtype=torch.int32), torch.ones(2, 2)):
-                with pytest.raises(SignatureMismatchError):
-                    reduce(odd if rank == 1 else torch.ones(4)) + 0
-                assert reduce(torch.ones(4)).tolist() == [3.0] * 4
+        for path in ("exchange", "reference", "native", "auto"):
+            with meshplan.installed(path=path, timeout=60.0):  # type: ignore[arg-type]
+                for odd in (torch.ones(5), torch.ones(4, dtype=torch.int32), torch.ones(2, 2)):
+                    with pytest.raises(SignatureMismatchError):
+                        reduce(odd if rank == 1 else torch.ones(4)) + 0
+                    assert reduce(torch.ones(4)).tolist() == [3.0] * 4
 
     run_ranks(ranks, 3)
 
 
-@pytest.mark.parametrize("path", ["exchange", "reference", "native"])
 @pytest.mark.parametrize("compiled", [(0, 1, 2), (1,)])
-def test_compiled_graphs_compare_too(path: str, compiled: tuple[int, ...]) -> None:
+def test_compiled_graphs_compare_too(compiled: tuple[int, ...]) -> None:
     """Also if only some ranks run a graph, because it issues the same collectives."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def ranks(rank: int) -> None:
-        def reduction(how: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+        def reduction(how: dict[str, Any], path: str) -> Callable[[Tensor], Tensor]:
             found = step(**how | {"sizes": (3,)})
             return lambda tensor: run(tensor, found, path, [])
 
-        for how in ({}, SCATTER):
-            call = reduction(how)
+        for how, path in itertools.product(({}, SCATTER), ("exchange", "reference", "native")):
+            call = reduction(how, path)
             if rank in compiled:
                 call = make_fx(call, tracing_mode="symbolic")(torch.ones(6))
             for numel in (6, 300_000):

@@ -421,32 +421,33 @@ def small_bytes(ranks: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_small_messages_take_one_collective(world_size: int, dtype: torch.dtype) -> None:
+def test_small_messages_take_one_collective(world_size: int) -> None:
     """On both sides of the size that decides, with the same bits."""
-    limit = small_bytes(world_size) // dtype.itemsize
-
-    def ranks(rank: int) -> None:
-        groups = StepGroups(dist.group.WORLD)
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        limit = small_bytes(world_size) // dtype.itemsize
         for numel in (1, 7, limit - 1, limit, limit + 1, 2 * limit + 3):
             leaves = [
                 order_sensitive(numel, rank=r, world_size=world_size, dtype=dtype, specials=True)
                 for r in range(world_size)
             ]
+            cases.append((leaves, numel <= limit, reduce_leaves(leaves, "sum", (world_size,))))
+
+    def ranks(rank: int) -> None:
+        groups = StepGroups(dist.group.WORLD)
+        for leaves, small, expected in cases:
             clear_report()
             with Calls() as calls:
                 found = run_reduction(
                     leaves[rank], step(world_size), groups, purpose=PURPOSE, path="auto"
                 )
             (entry,) = report().entries
-            small = numel <= limit
             assert entry["ran"] == ("reference" if small else "exchange")
             assert not entry["fallback"]
             assert (len(calls.names) == 1) == small
             assert ("one all-gather costs less" in entry["why"]) == small
             assert "not through shared memory: the group has none" in entry["why"]
-            expected = reduce_leaves(leaves, "sum", (world_size,))
-            assert_bitwise_equal(found, expected, f"{numel}")
+            assert_bitwise_equal(found, expected, f"{expected.dtype} {expected.numel()}")
 
     run_ranks(ranks, world_size)
 
