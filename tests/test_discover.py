@@ -225,20 +225,6 @@ def test_sub_mesh_does_not_wait_for_other_ranks() -> None:
     run_ranks(ranks, 5)
 
 
-def test_reduction_along_one_axis_does_not_discover() -> None:
-    """A group along one axis waits for its own members only."""
-
-    def ranks(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2))
-        with meshplan.installed():
-            if rank in (0, 1):
-                d = DTensor.from_local(torch.ones(3), mesh, (R, P), run_check=False)
-                assert d.redistribute(mesh, (R, R)).to_local().tolist() == [2.0] * 3
-        assert discovered_cluster() is None
-
-    run_ranks(ranks, 4)
-
-
 def test_install_live_discovers() -> None:
     def ranks(rank: int) -> list[str]:
         on_hosts(rank, 1)
@@ -329,7 +315,3 @@ def test_simulated_ranks_are_not_discovered() -> None:
         assert discovered_cluster() is None
     finally:
         dist.destroy_process_group()
-
-
-def test_missing_default_group_is_an_error() -> None:
-    assert discovered_cluster() is None

@@ -23,7 +23,6 @@ from meshplan.cli import _doctor_run, main
 from meshplan.cli._doctor import check_cache, check_host, check_links, check_shared_folder
 from meshplan.cli._doctor_run import diagnose
 from meshplan.topology._locate import Fabric, Gpu, RankLocation
-from tests.emulated_nvml import in_process, switched
 
 INSTALLED = Installation(
     "installed in /site-packages",
@@ -287,19 +286,6 @@ def test_command_exits_with_the_result() -> None:
     assert (done.returncode == 0) == ("missing " not in done.stdout)
     assert done.stdout.startswith("ok      meshplan: ")
     assert done.stderr == ""
-
-
-def test_links_are_read_through_the_real_binding() -> None:
-    pytest.importorskip("pynvml")
-    script = (
-        "import os; from meshplan.cli._doctor import check_links; "
-        "from meshplan.topology._locate import locate_rank; print(check_links(locate_rank(os.environ)))"
-    )
-    out = in_process(switched(8), [sys.executable, "-c", script], {"LOCAL_RANK": "1"})
-    assert out == (
-        "ok      links between GPUs: NVIDIA_H100 0000:1b:00.0: 18 links to a switch, "
-        "8 GPUs on this host\n"
-    )
 
 
 def test_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

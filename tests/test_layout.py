@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
@@ -19,27 +18,6 @@ from meshplan.errors import AxisNameError, LayoutError
 from meshplan.layout import Layout, signature
 
 PERMUTED = Layout.of([0, 3, 2, 1], dp=2, tp=2)
-
-
-def test_groups_are_in_mesh_coordinate_order() -> None:
-    assert PERMUTED.group_of(0, ["tp"]) == (0, 3)
-    assert PERMUTED.group_of(3, ["tp"]) == (0, 3)
-    assert PERMUTED.group_of(1, ["tp"]) == (2, 1)
-    assert PERMUTED.group_of(1, ["dp"]) == (3, 1)
-    assert PERMUTED.group_of(2, ["dp", "tp"]) == (0, 3, 2, 1)
-    assert PERMUTED.group_of(2, ["tp", "dp"]) == (0, 3, 2, 1)
-    assert PERMUTED.group_of(2, []) == (2,)
-    assert PERMUTED.group_of(4, ["tp"]) is None
-
-
-def test_siblings_are_listed() -> None:
-    assert PERMUTED.siblings(["tp"]).tolist() == [[0, 3], [2, 1]]
-    assert PERMUTED.siblings(["dp"]).tolist() == [[0, 2], [3, 1]]
-    assert PERMUTED.siblings([0, 1]).tolist() == [[0, 3, 2, 1]]
-    assert PERMUTED.siblings([]).tolist() == [[0], [3], [2], [1]]
-    outer = Layout.of(a=2, b=3, c=2).siblings(["a", "c"])
-    assert outer.dtype == np.int64
-    assert outer.tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 
 def test_axes_are_found_by_name_and_position() -> None:

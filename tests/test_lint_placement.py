@@ -123,12 +123,6 @@ class TestRack:
     def test_even_rack_has_no_finding(self, mesh: str, rack: int) -> None:
         assert "MP104" not in codes(mesh, domain_size=rack)
 
-    @pytest.mark.parametrize(
-        ("mesh", "rack"), [("dp=9,fsdp=64", 72), ("dp=64,tp=16", 72), ("dp=9,fsdp=16", 36)]
-    )
-    def test_uneven_rack_is_reported(self, mesh: str, rack: int) -> None:
-        assert "MP104" in codes(mesh, domain_size=rack)
-
     def test_64_of_72_gpus_have_no_finding(self) -> None:
         assert codes("ddp=9,fsdp=64", domain_size=72, node_size=64) == []
         assert codes("ddp=9,fsdp=64", domain_size=72, hosts=(9,)) == []

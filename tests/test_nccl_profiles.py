@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 from expecttest import TestCase
 
-import meshplan
 from meshplan.collectives import (
     DETERMINISTIC_NCCL_ENV,
     NCCL_PROFILES,
@@ -173,46 +172,6 @@ def test_linter_agrees_with_the_profile(name: str, version: tuple[int, int, int]
     assert {f.code for f in found} <= {"MP301", "MP304"}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "works"),
-    [
-        pytest.param("NCCL_LAUNCH_MODE", "GROUP", False),
-        pytest.param("NCCL_COLLNET_ENABLE", "0", True),
-        pytest.param("NCCL_NVLS_ENABLE", "0", True),
-        pytest.param("NCCL_P2P_NET_DISABLE", "1", False),
-        pytest.param("NCCL_MIN_NCHANNELS", "1", True),
-        pytest.param("NCCL_MAX_NCHANNELS", "1", True),
-        pytest.param("NCCL_PROTO", "Simple", True),
-        pytest.param("NCCL_ALGO", "ring,tree;allreduce:tree", True),
-        pytest.param("NCCL_NTHREADS", "1", False),
-        pytest.param("NCCL_SOCKET_NTHREADS", "1", False),
-    ],
-)
-def test_batch_invariant_profile_sets_its_variables(key: str, value: str, works: bool) -> None:
-    """Each variable is set, and reported if it has no effect."""
-    for name in ("torchtitan", "vllm"):
-        with nccl_profile(name) as profile:
-            assert os.environ[key] == value
-        assert (key not in profile.without_effect) is works
-        assert key not in os.environ
-
-
-def test_tree_profile_pins_the_channels() -> None:
-    """NCCL's tree, with the same number of channels for every size."""
-    env = NCCL_PROFILES["sglang"].env
-    assert "allreduce:tree" in env["NCCL_ALGO"]
-    assert env["NCCL_MIN_NCHANNELS"] == env["NCCL_MAX_NCHANNELS"] == "8"
-
-
-def test_no_profile_claims_more_than_one_group() -> None:
-    """Promises are about one group and about nothing else."""
-    for profile in NCCL_PROFILES.values():
-        assert profile.gives.startswith("in one group, ")
-        assert profile.gives.endswith(
-            "never the same bits in groups that are placed on nodes differently"
-        )
-
-
 def test_profile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="meshplan"), nccl_profile("ring"):
         pass
@@ -220,18 +179,3 @@ def test_profile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         "NCCL profile ring: NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_MIN_NCHANNELS=1 "
         "NCCL_MAX_NCHANNELS=1"
     ]
-
-
-def test_second_profile_is_restored() -> None:
-    """Set before the first process group, or else a warning. Restored in either case."""
-    before = dict(os.environ)
-    for _ in range(2):
-        with nccl_profile("torchtitan"):
-            assert os.environ["NCCL_PROTO"] == "Simple"
-        assert dict(os.environ) == before
-
-
-def test_all_lists_the_public_names() -> None:
-    assert meshplan.nccl_profile is nccl_profile
-    assert meshplan.configure_deterministic_nccl_env is configure_deterministic_nccl_env
-    assert meshplan.DETERMINISTIC_NCCL_ENV is DETERMINISTIC_NCCL_ENV

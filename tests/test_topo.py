@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -132,14 +130,6 @@ def test_several_files_are_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     assert [one["file"] for one in found] == names
     assert [one["domains"] for one in found] == [[[0, 1], [2, 3]], None]
-
-
-def test_the_command_line_does_not_import_torch() -> None:
-    ask = "import sys; from meshplan.cli import main; main(['topo', '-']); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", ask], input=PAIRS, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
 def test_too_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
