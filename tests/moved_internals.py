@@ -65,11 +65,6 @@ def flattened_step_with_another_field() -> None:
 
 
 @move
-def local_tensor_moved() -> None:
-    sys.modules["torch.distributed._local_tensor"] = types.ModuleType("moved")
-
-
-@move
 def mask_partial_renamed() -> None:
     del pt._MaskPartial
 
@@ -235,26 +230,6 @@ def three_at_once() -> None:
     mask_partial_renamed()
     creation_without_description()
     compiled_graphs_have_no_tag()
-
-
-@move
-def version_is_a_branch() -> None:
-    torch.__version__ = "main"
-
-
-@move
-def version_is_empty() -> None:
-    torch.__version__ = ""
-
-
-@move
-def version_is_later() -> None:
-    torch.__version__ = "2.16.0a0+git123"
-
-
-@move
-def version_is_of_a_build() -> None:
-    torch.__version__ = "2.13.0a0+git"
 
 
 def outcome() -> dict[str, Any]:

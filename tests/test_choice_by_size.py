@@ -174,14 +174,16 @@ def test_fastest_path_costs_least(
 
 @pytest.mark.full
 def test_auto_takes_halving_between_twelve_ranks() -> None:
+    leaves = [order_sensitive(60_000, rank=r, world_size=12) for r in range(12)]
+    expected = reduce_leaves(leaves, "sum", (12,))
+
     def ranks(rank: int) -> str:
-        leaves = [order_sensitive(60_000, rank=r, world_size=12) for r in range(12)]
         step, groups = planned(Links(), 12), StepGroups(dist.group.WORLD)
         clear_report()
         found = run_reduction(
             leaves[rank], step, groups, purpose=Purpose("a", "p", "g"), path="auto"
         )
-        assert_bitwise_equal(found, reduce_leaves(leaves, "sum", (12,)))
+        assert_bitwise_equal(found, expected)
         (entry,) = report().entries
         assert entry["ran"] == "halving"
         return str(entry["why"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -42,10 +43,12 @@ COALESCED = [
 
 
 def leaf(rank: int, shape: Sequence[int] = (9, 4), dtype: torch.dtype = torch.float32) -> Tensor:
-    drawn = order_sensitive(
-        torch.Size(shape).numel(), rank=rank, world_size=RANKS, dtype=dtype, specials=True
-    )
-    return drawn.view(*shape)
+    return draw(torch.Size(shape).numel(), rank, dtype).clone().view(*shape)
+
+
+@cache
+def draw(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return order_sensitive(numel, rank=rank, world_size=RANKS, dtype=dtype, specials=True)
 
 
 def total(

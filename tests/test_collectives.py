@@ -19,7 +19,7 @@ from torch import Tensor
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
 from meshplan.errors import FallbackRefusedError
-from meshplan.execute import Purpose, StepGroups, _gloo, clear_report, report, run_reduction
+from meshplan.execute import Purpose, StepGroups, _gloo, report, run_reduction
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute._header import tensor_header
 from meshplan.execute._wire import wait_for_group
@@ -100,7 +100,7 @@ def golden_mismatches(file: Path, world_size: int) -> tuple[int, list[str]]:
     return len(cases), [line for lines in run_ranks(ranks, world_size) for line in lines]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, full(7), full(8), full(9), full(16)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, full(4), full(6), full(9), full(16)])
 def test_every_path_matches_the_golden_file(world_size: int) -> None:
     count, wrong = golden_mismatches(GOLDEN, world_size)
     assert count >= 4
@@ -128,7 +128,7 @@ def draw_all(numels: Sequence[int], world_size: int) -> Iterator[list[Tensor]]:
         ]
 
 
-@pytest.mark.parametrize(("world_size", "sizes"), [(3, (3,)), full(6, (2, 3)), full(5, (5,))])
+@pytest.mark.parametrize(("world_size", "sizes"), [(3, (3,)), full(6, (2, 3))])
 def test_any_number_of_elements_is_reduced(world_size: int, sizes: tuple[int, ...]) -> None:
     """Fewer elements than ranks, slices that do not divide evenly, none at all."""
     cases = [
@@ -239,11 +239,8 @@ NESTED = [
     ((2, 2), 2),
     ((4,), 2),
     full((2, 3), 3),
-    full((6,), 2),
-    full((8,), 2),
     full((8,), 4),
     longest((2, 2, 2), 2),
-    full((2, 2, 2), 4),
     full((3, 4), 2),
     longest((3, 4), 4),
     full((12,), 4),
@@ -337,45 +334,6 @@ def test_hierarchical_shards_equal_flat(
                     assert_bitwise_equal(found, shard(whole, wanted, rank), f"{inner} {shape}")
 
     run_ranks(ranks, world_size)
-
-
-def test_hierarchical_report_matches_the_collectives_issued() -> None:
-    cut: dict[str, Any] = {"scatter": ((1, 0),)}
-    steps = [
-        step("exchange", sizes=(2, 2, 2)),
-        step("exchange", sizes=(2, 2, 2), inner=4),
-        step("exchange", sizes=(2, 2, 2), **cut),
-        step("exchange", sizes=(2, 2, 2), inner=2, **cut),
-        step("exchange", sizes=(2, 2, 2), inner=2, scatter=((0, 0), (1, 1), (2, 0))),
-    ]
-
-    def ranks(rank: int) -> list[str]:
-        lines = []
-        for wanted in steps:
-            groups = groups_of(wanted)
-            clear_report()
-            # Ranks at coordinate 1 of the sharded axis hold nothing of a single row.
-            for rows in (1, 4):
-                with Sent() as sent:
-                    run(torch.ones(rows, 4), wanted, groups)
-                assert report().entries[-1]["sends"] == tuple(sent.names)
-            lines.append(" ".join(sent.names))
-        return lines
-
-    to, gather = "all_to_all_single", "all_gather_into_tensor"
-    assert (
-        run_ranks(ranks, 8)
-        == [
-            [
-                f"{to} {gather}",
-                f"{to} {to} {gather} {gather}",
-                f"{to} {gather}",
-                f"{to} {to} {gather}",
-                f"{to} {to}",
-            ]
-        ]
-        * 8
-    )
 
 
 def test_only_partial_results_travel_in_the_accumulator_dtype() -> None:

@@ -94,10 +94,9 @@ KINDS = (
     ("fsdp", (2,)),
     ("ddp", (2,)),
     ("fsdp", (3,)),
-    *(full(*one) for one in (("fsdp", (1,)), ("fsdp", (4,)), ("bf16", (2,)), ("ddp", (4,)))),
-    *(full(kind, sizes) for kind in ("fsdp", "bf16") for sizes in ((2, 2), (2, 4), (2, 1))),
-    *(full("fsdp", sizes) for sizes in ((5,), (2, 3), (3, 2), (7, 1), (1, 5))),
-    *(full(kind, sizes) for kind in ("ddp", "views") for sizes in ((1,), (3,), (7,))),
+    *(full(*one) for one in (("fsdp", (1,)), ("fsdp", (1, 5)), ("fsdp", (7, 1)), ("fsdp", (2, 3)))),
+    *(full("bf16", sizes) for sizes in ((2,), (2, 4))),
+    *(full(*one) for one in (("ddp", (1,)), ("ddp", (7,)), ("views", (3,)))),
 )
 
 
@@ -208,7 +207,7 @@ def test_missing_gradient_is_a_leaf_of_zeros(kind: str, sizes: tuple[int, ...]) 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("ddp", (2,)), ("fsdp", (2,)), full("ddp", (3,)), full("fsdp", (3,)), full("fsdp", (2, 2))],
+    [("ddp", (2,)), ("fsdp", (3,)), ("fsdp", (2, 2))],
 )
 def test_few_copies_of_a_slice_are_kept(kind: str, sizes: tuple[int, ...]) -> None:
     """Between rounds, beside the model: log2(M) + 1 partial sums of a rank's slice at most."""

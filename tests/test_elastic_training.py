@@ -172,15 +172,13 @@ def share_of_difference(found: list[Any], wanted: list[Any]) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
-def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path, compute: str) -> None:
+def test_steps_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     """With active clipping and dropout, through checkpoints."""
-    options = ("--compute", compute, "--micro-batches", "8")
+    options = ("--compute", "float32", "--micro-batches", "8")
     wanted = train(tmp_path / "whole", "8:5", *options)
     assert all(float.fromhex(norm) > 0.5 for _, (_, norm, _) in wanted)
     assert_same_steps(train(tmp_path / "parts", "8:1,7:1,5:1,3:1,1:1", *options), wanted)
-    if compute == "bfloat16":
-        return  # The order of few summands hardly shows, and on some processors nowhere.
+    # In 16 bits the order of few summands hardly shows, and on some processors nowhere.
     plain = train(tmp_path / "plain", "8:5", *options, "--plain")
     parts = train(tmp_path / "plain parts", "8:1,7:1,5:1,3:1,1:1", *options, "--plain")
     assert share_of_difference(parts, plain) > 0.1

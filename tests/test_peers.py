@@ -101,7 +101,7 @@ def repeat(times: int, d: DTensor) -> None:
         d.full_tensor()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, full(7), full(8), full(9), full(16)])
+@pytest.mark.parametrize("world_size", [2, 3, 5, full(4), full(6), full(9), full(16)])
 def test_golden_vectors_and_sizes_match(world_size: int) -> None:
     """Under ``rank`` a left fold over the ranks, for any number of elements."""
     cases = [c for c in json.loads(GOLDEN.read_text())["cases"] if len(c["inputs"]) == world_size]

@@ -50,7 +50,7 @@ def lengths(length: int, sizes: list[int] | None) -> list[int]:
     return chunks + [0] * (RANKS - len(chunks))
 
 
-@pytest.mark.parametrize("op", ["sum", full("avg"), full("max"), full("product")])
+@pytest.mark.parametrize("op", ["sum", full("avg")])
 def test_a_shard_has_the_bits_of_the_all_reduce(op: Any) -> None:
     """Even, as by ``torch.chunk``, by explicit sizes, empty ones among them; and back again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -44,6 +45,15 @@ SHAPES = ((7, 11), (1, 5), (64, 3))
 def row(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     numel = torch.Size(shape).numel()
     return order_sensitive(numel, rank=rank, world_size=WORLD, dtype=dtype, seed=seed).view(shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drawn_once() -> None:
+    """Ranks are forked, and each of them would draw these."""
+    for seed, shape in itertools.product((0, 1, 2, 10, 11, 12), SHAPES):
+        leaves_of(shape, BF16, seed)
+    for dtype in (F32, BF16, F16, F64):
+        leaves_of((6 * 41,), dtype)
 
 
 def leaves_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

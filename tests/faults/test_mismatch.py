@@ -165,17 +165,3 @@ class TestMessages(TestCase):
 MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with another agreement than the others. Different: contract v1/tree/wide/once (ranks 0, 2), v1/rank/wide/once (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
 MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with another agreement than the others. Different: path auto (ranks 0, 2), exchange (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
-
-    def test_different_inputs_over_exchange_are_named(self) -> None:
-        def ranks(rank: int) -> str:
-            mesh = init_device_mesh("cpu", (2, 2))
-            with meshplan.installed(path="exchange", debug=True, timeout=60.0):
-                _, message = attempt(lambda: BRANCHES["shape"](mesh, rank == ODD))
-            end()
-            return message
-
-        outcomes = run_job(ranks, 4)
-        self.assertExpectedInline(
-            outcomes[2].value,
-            """MP703: rank 1 came to a reduction over ranks 0, 1, 2, 3 with tensor float32[6, 5], call (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), step all_reduce sum over (axis0, axis1), exchange, contract v1/tree/wide/once, this rank 2 with tensor float32[6, 4], call (P(sum), P(sum)) -> (R, R) on (axis0=2, axis1=2), step all_reduce sum over (axis0, axis1), exchange, contract v1/tree/wide/once. Different: tensor float32[6, 5] (rank 1), float32[6, 4] (rank 2). Nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
-        )
