@@ -13,8 +13,8 @@ from meshplan.testing._segments import join_blocks, sum_blocks
 from meshplan.testing.tp import (
     compute_policy_ratio,
     compute_reference_kl,
+    masked_mean,
     selected_logprobs_tp_reference,
-    sharded_masked_mean,
 )
 from tests.tp_inputs import SIZES, random_ranges
 
@@ -60,7 +60,7 @@ def run(
         old, ref = before[first:last], before[first:last] - 0.07
         values.append(terms(current, old, ref, advantage[first:last], mask[first:last]))
         logps.append(current.detach())
-    loss = sharded_masked_mean(values, [mask[a:b] for a, b in rows])
+    loss = masked_mean(values, [mask[a:b] for a, b in rows])
     loss.backward()
     gradient = torch.cat([torch.cat([x.grad for x in shard], dim=-1) for shard in shards])
     return loss.detach(), torch.cat(logps), gradient

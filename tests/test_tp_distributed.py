@@ -24,7 +24,6 @@ from meshplan.testing.tp import (
     selected_logprobs_distributed_tp_reference,
     selected_logprobs_reference,
     selected_logprobs_tp_reference,
-    sharded_masked_sum,
 )
 from tests.processes import run_ranks
 from tests.tp_inputs import DTYPES, boundary_tokens, logits_of, random_ranges
@@ -146,7 +145,7 @@ def check_masked(rank: int) -> list[float]:
             values, mask, here = leaves_of(rank, sizes, dtype)
             for reduction in (torch.float32, torch.float64, torch.float16):
                 found = distributed_masked_sum(values[here], mask[here], reduction_dtype=reduction)
-                wanted = sharded_masked_sum([values], [mask], reduction_dtype=reduction)
+                wanted = masked_sum([values], [mask], reduction_dtype=reduction)
                 assert_bitwise_equal(found, wanted, f"sum of {sizes}, {dtype}")
             leaf = values[here].clone().requires_grad_()
             whole = values.clone().requires_grad_()

@@ -18,9 +18,6 @@ from meshplan.testing.tp import (
     active_token_count,
     masked_mean,
     masked_sum,
-    sharded_active_token_count,
-    sharded_masked_mean,
-    sharded_masked_sum,
 )
 from tests.tp_inputs import DTYPES
 
@@ -49,7 +46,7 @@ def test_sum_is_the_tree_of_the_contract(dtype: torch.dtype) -> None:
     values = cancelling(77, dtype=dtype)
     reduction = torch.float64 if dtype is torch.float64 else torch.float32
     wanted = reduce_leaves(list(values.to(reduction)), "sum", (77,))
-    found = sharded_masked_sum([values.reshape(7, 11)], reduction_dtype=reduction)
+    found = masked_sum([values.reshape(7, 11)], reduction_dtype=reduction)
     assert_bitwise_equal(found, wanted)
     if dtype is torch.float32:
         assert masked_sum(values) != values.flip(0).cumsum(0)[-1]
@@ -68,9 +65,9 @@ def test_any_shards_have_the_same_bits(data: st.DataObject) -> None:
         pairs = list(itertools.pairwise(cut))
         shards = [values[a:b].clone().requires_grad_() for a, b in pairs]
         masks = [mask[a:b] for a, b in pairs]
-        total = sharded_masked_sum(shards, masks, reduction_dtype=reduction)
-        count = sharded_active_token_count(masks, reduction_dtype=reduction)
-        average = sharded_masked_mean(shards, masks, reduction_dtype=reduction)
+        total = masked_sum(shards, masks, reduction_dtype=reduction)
+        count = active_token_count(masks, reduction_dtype=reduction)
+        average = masked_mean(shards, masks, reduction_dtype=reduction)
         average.backward()
         results.append((total, count, average, torch.cat([shard.grad for shard in shards])))
     for one, other in zip(*results, strict=True):
@@ -82,11 +79,11 @@ def test_any_shards_have_the_same_bits(data: st.DataObject) -> None:
 def test_sum_and_mean_of_nothing_are_zero() -> None:
     values = [torch.ones(3), torch.full((2,), math.nan), torch.ones(0, 4)]
     masks = [torch.zeros(3), torch.zeros(2), torch.zeros(0, 4)]
-    assert_bitwise_equal(sharded_masked_sum(values, masks), torch.tensor(0.0))
-    assert_bitwise_equal(sharded_active_token_count(masks), torch.tensor(0.0))
-    assert_bitwise_equal(sharded_masked_mean(values, masks), torch.tensor(0.0))
+    assert_bitwise_equal(masked_sum(values, masks), torch.tensor(0.0))
+    assert_bitwise_equal(active_token_count(masks), torch.tensor(0.0))
+    assert_bitwise_equal(masked_mean(values, masks), torch.tensor(0.0))
     assert_bitwise_equal(masked_sum(torch.ones(0)), torch.tensor(0.0))
-    assert sharded_masked_mean(values, masks, eps=0.0).isnan()
+    assert masked_mean(values, masks, eps=0.0).isnan()
     assert masked_mean(torch.ones(2), torch.zeros(2), 0.5).item() == 0.0
 
 
@@ -110,31 +107,31 @@ def test_sums_of_special_values_follow_ieee_754() -> None:
 
 def test_counts_are_exact() -> None:
     mask = torch.ones(1 << 24, dtype=torch.bool)
-    found = sharded_active_token_count([mask, torch.ones(3)[:1].bool(), torch.ones(2).bool()])
+    found = active_token_count([mask, torch.ones(3)[:1].bool(), torch.ones(2).bool()])
     assert found.item() == float((1 << 24) + 4)  # 2^24 + 3, to the nearest even float32
     values = [torch.ones(4, 5), torch.ones(0), torch.ones(1)]
-    assert sharded_active_token_count(None, value_shards=values).item() == 21.0
+    assert active_token_count(None, values).item() == 21.0
 
 
 def test_invalid_arguments_are_errors() -> None:
     a, meta = torch.ones(2), torch.ones(2, device="meta")
     calls = [
-        lambda: sharded_masked_sum([]),
-        lambda: sharded_masked_sum(a),  # type: ignore[arg-type]
-        lambda: sharded_masked_sum([a, meta]),
-        lambda: sharded_masked_sum([a, a.half()]),
-        lambda: sharded_masked_sum([a * 1j]),
-        lambda: sharded_masked_sum([a], [a, a]),
-        lambda: sharded_masked_sum([a], [torch.ones(3)]),
-        lambda: sharded_masked_sum([a], reduction_dtype=torch.int64),
+        lambda: masked_sum([]),
+        lambda: masked_sum(None),  # type: ignore[arg-type]
+        lambda: masked_sum([a, meta]),
+        lambda: masked_sum([a, a.half()]),
+        lambda: masked_sum([a * 1j]),
+        lambda: masked_sum([a], [a, a]),
+        lambda: masked_sum([a], [torch.ones(3)]),
+        lambda: masked_sum([a], reduction_dtype=torch.int64),
         lambda: masked_sum(torch.ones(2, 3), torch.ones(3)),
         lambda: active_token_count(None),
-        lambda: sharded_active_token_count([]),
-        lambda: sharded_active_token_count([a, meta]),
-        lambda: sharded_active_token_count(None, value_shards=[]),
-        lambda: sharded_active_token_count(None, value_shards=[a, meta]),
-        lambda: sharded_active_token_count([a], value_shards=[torch.ones(3)]),
-        lambda: sharded_masked_mean([a], eps=-1.0),
+        lambda: active_token_count([]),
+        lambda: active_token_count([a, meta]),
+        lambda: active_token_count(None, []),
+        lambda: active_token_count(None, [a, meta]),
+        lambda: active_token_count([a], [torch.ones(3)]),
+        lambda: masked_mean([a], eps=-1.0),
         lambda: masked_mean(a, eps=math.nan),
     ]
     found = []
@@ -145,20 +142,20 @@ def test_invalid_arguments_are_errors() -> None:
     assert_expected_inline(
         "\n".join(found),
         """\
-MP801: value_shards is empty; pass at least one shard
-MP801: value_shards is one tensor; pass a list of shards, [x] for a single one
-MP801: value_shards[1] is torch.float32 on meta, value_shards[0] is torch.float32 on cpu; pass all shards in one dtype on one device
-MP801: value_shards[1] is torch.float16 on cpu, value_shards[0] is torch.float32 on cpu; pass all shards in one dtype on one device
-MP801: value_shards is torch.complex64; pass real numbers
-MP801: 2 mask_shards for 1 value_shards; pass one mask per shard
+MP801: values is empty; pass at least one shard
+MP801: values is a NoneType; pass a torch.Tensor, or a list of shards
+MP801: values[1] is torch.float32 on meta, values[0] is torch.float32 on cpu; pass all shards in one dtype on one device
+MP801: values[1] is torch.float16 on cpu, values[0] is torch.float32 on cpu; pass all shards in one dtype on one device
+MP801: values is torch.complex64; pass real numbers
+MP801: 2 masks for 1 shards of values; pass one mask per shard
 MP801: mask has shape (3,), values has shape (2,); pass both in one shape
 MP801: reduction_dtype is torch.int64; use one of torch.float32, torch.bfloat16, torch.float16, torch.float64
 MP801: mask has shape (3,), values has shape (2, 3); pass both in one shape
 MP801: no mask and no values to count; pass at least one of them
-MP801: mask_shards is empty; pass at least one shard
-MP801: mask_shards[1] is torch.float32 on meta, mask_shards[0] is torch.float32 on cpu; pass all shards in one dtype on one device
-MP801: value_shards is empty; pass at least one shard
-MP801: value_shards[1] is torch.float32 on meta, value_shards[0] is torch.float32 on cpu; pass all shards in one dtype on one device
+MP801: mask is empty; pass at least one shard
+MP801: mask[1] is torch.float32 on meta, mask[0] is torch.float32 on cpu; pass all shards in one dtype on one device
+MP801: values is empty; pass at least one shard
+MP801: values[1] is torch.float32 on meta, values[0] is torch.float32 on cpu; pass all shards in one dtype on one device
 MP801: mask has shape (2,), values has shape (3,); pass both in one shape
 MP801: eps is -1.0; pass a finite number, at least zero
 MP801: eps is nan; pass a finite number, at least zero""",

@@ -32,9 +32,6 @@ from meshplan.testing.tp._masked import (
     distributed_masked_sum,
     masked_mean,
     masked_sum,
-    sharded_active_token_count,
-    sharded_masked_mean,
-    sharded_masked_sum,
 )
 from meshplan.testing.tp._policy import compute_policy_ratio, compute_reference_kl
 from meshplan.testing.tp._vocab import (
@@ -53,9 +50,6 @@ __all__ = [
     "masked_sum",
     "masked_mean",
     "active_token_count",
-    "sharded_masked_sum",
-    "sharded_masked_mean",
-    "sharded_active_token_count",
     "distributed_masked_sum",
     "distributed_masked_mean",
     "distributed_active_token_count",

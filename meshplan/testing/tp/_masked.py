@@ -28,151 +28,93 @@ from meshplan.testing.tp._vocab import (
     read_mask,
 )
 
-
-def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The sum of the active elements of one tensor: ``sharded_masked_sum`` of one shard.
-
-    Args:
-        values: real numbers of any shape.
-        mask: of the same shape; without it all elements are active.
-
-    Returns:
-        float32 scalar on the device of ``values``; 0 if nothing is active.
-
-    Raises:
-        ShardError: shapes differ, or complex values.
-        ContractStateError: the CPU flushes subnormal numbers to zero.
-    """
-    return sharded_masked_sum([values], None if mask is None else [mask])
+_Shards = Tensor | Sequence[Tensor]
+"""One tensor, or its shards in order."""
 
 
-def active_token_count(mask: Tensor | None, values: Tensor | None = None) -> Tensor:
-    """How many elements are active: of ``mask``, or without it all of ``values``.
-
-    Args:
-        mask: any shape; elements other than zero are active.
-        values: of the same shape.
-
-    Returns:
-        float32 scalar on the device of the mask, or of the values.
-
-    Raises:
-        ShardError: neither is given, or their shapes differ.
-    """
-    return sharded_active_token_count(
-        None if mask is None else [mask],
-        value_shards=None if values is None else [values],
-    )
-
-
-def masked_mean(values: Tensor, mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """``masked_sum`` divided by ``active_token_count``, which counts as at least ``eps``.
-
-    Args:
-        values, mask: as for ``masked_sum``.
-        eps: least denominator, so that the mean of nothing is 0; with 0 it is NaN.
-
-    Returns:
-        float32 scalar on the device of ``values``.
-
-    Raises:
-        ShardError: as ``masked_sum``, or ``eps`` is negative or not finite.
-        ContractStateError: as ``masked_sum``.
-    """
-    return sharded_masked_mean([values], None if mask is None else [mask], eps=eps)
-
-
-def sharded_masked_sum(
-    value_shards: Sequence[Tensor],
-    mask_shards: Sequence[Tensor] | None = None,
+def masked_sum(
+    values: _Shards,
+    mask: _Shards | None = None,
     *,
     reduction_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The sum of all active elements; the same bits for any shards of the flattened values.
 
     Args:
-        value_shards: real numbers, of any shapes, empty ones too; of one dtype on one device.
-        mask_shards: one per shard and of its shape; without them all elements are active.
+        values: real numbers of any shape, or a list of shards: of any shapes, empty ones too, of
+            one dtype on one device.
+        mask: of the same shape, or one per shard; without it all elements are active.
         reduction_dtype: of all additions and of the result.
 
     Returns:
-        Scalar of ``reduction_dtype``; 0 if nothing is active. Masked values, NaN too, add nothing
-        and have no gradient.
+        Scalar of ``reduction_dtype`` on the device of the values; 0 if nothing is active. Masked
+        values, NaN too, add nothing and have no gradient.
 
     Raises:
-        ShardError: no shards, or lengths, shapes, dtypes or devices do not fit.
+        ShardError: no shards, or lengths, shapes, dtypes or devices do not fit, or complex values.
         ContractStateError: the CPU flushes subnormal numbers to zero.
     """
     check_dtypes(reduction_dtype)
-    check_shards(value_shards, "value_shards")
-    masks = [None] * len(value_shards) if mask_shards is None else mask_shards
-    _check_masks(mask_shards, value_shards)
-    leaves = [_leaves(v, m, reduction_dtype) for v, m in zip(value_shards, masks, strict=True)]
+    shards, active = _read_shards(values, mask)
+    leaves = [_leaves(*one, reduction_dtype) for one in zip(shards, active, strict=True)]
     flat = torch.cat(leaves)
     return _tree_sum(flat, None, [len(flat)])
 
 
-def sharded_active_token_count(
-    mask_shards: Sequence[Tensor] | None = None,
+def active_token_count(
+    mask: _Shards | None = None,
+    values: _Shards | None = None,
     *,
-    value_shards: Sequence[Tensor] | None = None,
     reduction_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """How many elements are active in all shards: of the masks, or without them of the values.
+    """How many elements are active: of ``mask``, or without it all of ``values``.
 
     Counted in integers and rounded to ``reduction_dtype`` once.
 
     Args:
-        mask_shards: one per shard, any shapes.
-        value_shards: of the shapes of the masks.
+        mask: any shape, or a list of shards; elements other than zero are active.
+        values: of the shapes of the masks.
         reduction_dtype: of the result.
 
     Returns:
-        Scalar of ``reduction_dtype`` on the device of the shards.
+        Scalar of ``reduction_dtype`` on the device of the values, or of the mask.
 
     Raises:
-        ShardError: neither masks nor values, no shards, shards on several devices, or masks that
-            do not fit the values.
+        ShardError: neither is given, no shards, shards on several devices, or masks that do not fit
+            the values.
     """
     check_dtypes(reduction_dtype)
-    counted = value_shards if mask_shards is None else mask_shards
-    if counted is None:
+    if values is not None:
+        _, active = _read_shards(values, mask)
+    elif mask is not None:
+        masks = _as_shards(mask, "mask")
+        check_shards(masks, "mask")
+        active = [one.to(torch.bool) for one in masks]
+    else:
         raise ShardError("no mask and no values to count; pass at least one of them")
-    if value_shards is not None:
-        check_shards(value_shards, "value_shards")
-        _check_masks(mask_shards, value_shards)
-    if mask_shards is not None:
-        check_shards(mask_shards, "mask_shards")
-    active = [
-        torch.ones_like(one, dtype=torch.bool) if mask_shards is None else one.to(torch.bool)
-        for one in counted
-    ]
-    return torch.stack([mask.sum(dtype=torch.int64) for mask in active]).sum().to(reduction_dtype)
+    return torch.stack([one.sum(dtype=torch.int64) for one in active]).sum().to(reduction_dtype)
 
 
-def sharded_masked_mean(
-    value_shards: Sequence[Tensor],
-    mask_shards: Sequence[Tensor] | None = None,
-    *,
+def masked_mean(
+    values: _Shards,
+    mask: _Shards | None = None,
     eps: float = 1e-8,
+    *,
     reduction_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """``sharded_masked_sum`` divided by the count of all shards, at least ``eps``.
+    """``masked_sum`` divided by ``active_token_count``, which counts as at least ``eps``.
 
     Args:
-        value_shards, mask_shards, reduction_dtype: as for ``sharded_masked_sum``.
+        values, mask, reduction_dtype: as for ``masked_sum``.
         eps: least denominator, so that the mean of nothing is 0; with 0 it is NaN.
 
     Raises:
-        ShardError: as ``sharded_masked_sum``, or ``eps`` is negative or not finite.
-        ContractStateError: as ``sharded_masked_sum``.
+        ShardError: as ``masked_sum``, or ``eps`` is negative or not finite.
+        ContractStateError: as ``masked_sum``.
     """
     check_eps(eps)
-    count = sharded_active_token_count(
-        mask_shards, value_shards=value_shards, reduction_dtype=reduction_dtype
-    )
-    total = sharded_masked_sum(value_shards, mask_shards, reduction_dtype=reduction_dtype)
-    return _mean(total, count, eps)
+    count = active_token_count(mask, values, reduction_dtype=reduction_dtype)
+    return _mean(masked_sum(values, mask, reduction_dtype=reduction_dtype), count, eps)
 
 
 def distributed_masked_sum(
@@ -182,7 +124,7 @@ def distributed_masked_sum(
     group: dist.ProcessGroup | None = None,
     reduction_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """``sharded_masked_sum`` where each rank of ``group`` holds one shard, in the group's order.
+    """``masked_sum`` where each rank of ``group`` holds one shard, in the group's order.
 
     Every rank of the group must call it; shapes may differ and may be empty. The result has the
     same bits on all ranks, those of ``masked_sum`` over the concatenated flat shards. Its gradient
@@ -308,24 +250,33 @@ class _RankShard:
         return self.ranks.sum_integers(self.active.sum(dtype=torch.int64)).to(self.dtype)
 
 
-def _check_masks(masks: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
-    if masks is None:
-        return
-    if len(masks) != len(values):
+def _as_shards(tensors: _Shards, name: str) -> Sequence[Tensor]:
+    """One tensor is one shard."""
+    if not isinstance(tensors, Tensor | list | tuple):
         raise ShardError(
-            f"{len(masks)} mask_shards for {len(values)} value_shards; pass one mask per shard"
+            f"{name} is a {type(tensors).__name__}; pass a torch.Tensor, or a list of shards"
         )
-    for i, (mask, value) in enumerate(zip(masks, values, strict=True)):
-        read_mask(mask, value, "values" if len(values) == 1 else f"value_shards[{i}]")
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def _leaves(values: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _read_shards(
+    values: _Shards, mask: _Shards | None
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Shards of values, and where each is active, on the device of the values."""
+    shards = _as_shards(values, "values")
+    check_shards(shards, "values")
+    masks = [None] * len(shards) if mask is None else _as_shards(mask, "mask")
+    if len(masks) != len(shards):
+        raise ShardError(
+            f"{len(masks)} masks for {len(shards)} shards of values; pass one mask per shard"
+        )
+    names = ["values"] if len(shards) == 1 else [f"values[{i}]" for i in range(len(shards))]
+    return shards, [read_mask(*one) for one in zip(masks, shards, names, strict=True)]
+
+
+def _leaves(values: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
     """The leaves of one shard: flat, in ``dtype``, 0.0 where masked; differentiable."""
-    flat = values.reshape(-1).to(dtype)
-    if mask is None:
-        return flat
-    active = mask.to(device=values.device, dtype=torch.bool)
-    return flat.masked_fill(~active.reshape(-1), 0.0)
+    return values.reshape(-1).to(dtype).masked_fill(~active.reshape(-1), 0.0)
 
 
 def _mean(total: Tensor, count: Tensor, eps: float) -> Tensor:
