@@ -175,7 +175,8 @@ def test_fault_of_the_observation_does_not_fail_the_job(observe: Any, capsys: An
     assert capsys.readouterr().err.splitlines() == [
         "[meshplan] no verdict: KeyError: 'replicas'",
         "[meshplan] no verdict: OSError: no space",
-        "[meshplan] no verdict: ValueError: the script created no process group",
+        "[meshplan] no verdict: ValueError: this process created no process group; if the script "
+        "starts its ranks itself, set MESHPLAN_RUN instead",
     ]
 
 

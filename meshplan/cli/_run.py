@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
     option("--html", metavar="FILE", help=shows)
     adds = "write a certificate, with a link for each step, for meshplan compare"
     option("--certify", metavar="FILE", help=adds)
-    compares = "compare replicas at steps 1 to 3 and then every N steps (default: 100)"
+    compares = "compare replicas every N steps (default: 100), and at steps 1, 2, 3, 4, 8, 16, ..."
     option("--every", metavar="N", default="100", help=compares)
     option(
         "--gradients",

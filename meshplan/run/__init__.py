@@ -23,7 +23,7 @@ class RunSettings(NamedTuple):
 
     report: str | None = None
     every: int = 100
-    first: int = 3  # steps at the start that are compared, each of them
+    first: int = 3  # steps at the start that are compared, and later powers of two; 0: none
     gradients: bool = False
     strict: bool = False
     html: str | None = None

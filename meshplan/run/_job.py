@@ -48,7 +48,8 @@ class ObservedJob:
                 if self._observation.rank or os.environ.get("RANK", "0") != "0":
                     return 0
                 reasons = self._observation.notes
-                reasons = reasons or ["the script created no process group"]
+                alone = "this process created no process group; if the script starts its ranks"
+                reasons = reasons or [f"{alone} itself, set MESHPLAN_RUN instead"]
                 raise ValueError("; ".join(reasons))
             saved = filter(None, (self._settings.report, self._settings.html))
             text = format_verdict(report, ", ".join(saved))
