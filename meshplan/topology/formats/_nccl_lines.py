@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshplan.errors import TopologyInputError
 
@@ -24,8 +25,8 @@ _LINE = re.compile(
     r"NCCL INFO (?:"
     r"(?:\[Rank \d{1,9}\] )?(?:\w{1,60} )?(?P<comm>comm 0x)"
     r"|(?P<trees>Trees) \["
-    r"|(?P<ring>Channel) \d{1,4}/(?P<rings>\d{1,4}) :(?= +\d{1,9}(?:\s|\.|$))"
-    r"|(?P<hop>Ring|Tree) \d{1,4} : -?\d"
+    r"|(?P<rings>Channel) \d{1,4}/\d{1,4} :(?= +\d{1,9}(?:\s|\.|$))"
+    r"|(?P<hops>Ring|Tree) \d{1,4} : -?\d"
     r"|(?P<channels>\d{1,6}) coll channels"
     r"|MNNVL \d (?P<clique>cliqueId)"
     r"|MNNVL busId 0x\S{1,40} (?P<fabric>fabric)"
@@ -37,17 +38,10 @@ _FIELD = re.compile(
     r"(nNodes|localRanks|localRank|MNNVL|commId|parent|childCount|splitCount|color) (-?\w[\w.]*)",
     re.ASCII,
 )
-_CLIQUE = re.compile(r"cliqueId (\w{1,20}) cliqueSize (\d{1,9}) cliqueRank (\d{1,9})", re.ASCII)
-_FABRIC = re.compile(r"fabric UUID (\S{1,80})", re.ASCII)
 # torchrun --tee and its [rank3]:, mpirun --tag-output.
 _LAUNCHED = re.compile(r"\[(?:rank|\d{1,7},)(\d{1,7})\]")
-_HOP = re.compile(r"(?:Ring|Tree) \d+ : -?\d+ -> (\d{1,9}) ->", re.ASCII)
-# children->rank->parent; up to NCCL 2.7 followed by the same the other way, up to 2.4 only that.
-_TREE = re.compile(
-    r"\[(\d{1,4})\] (?:(-?\d+(?:/-?\d+)*)->(\d{1,9})->(-?\d+)(?![/\d])"
-    r"|(-?\d+)->(\d{1,9})->(-?\d+(?:/-?\d+)*))",
-    re.ASCII,
-)
+# Before a rank stand its children and behind it its parent, or up to NCCL 2.4 the other way.
+_RANK = re.compile(r"-> ?(\d{1,9}) ?->", re.ASCII)
 # Size and id of a communicator; the id is empty if no line names one.
 CommunicatorKey = tuple[int, str]
 
@@ -57,51 +51,29 @@ class Member:
     process: str
     host: str
     line: int
+    global_rank: int | None  # of the process, if the launcher wrote it in front
     comm: str = ""
     rank: int = -1
     size: int = 0
     fields: dict[str, str] = field(default_factory=dict)
-    clique: tuple[str, int, int] | None = None
-    fabric: str = ""
-    channels: int | None = None
-    trees: tuple[int, str] | None = None
-    rings: list[tuple[int, str]] = field(default_factory=list)
-    ring_count: int | None = None
-    hops: list[tuple[int, str]] = field(default_factory=list)  # the first 8
-    hop_count: int = 0
-    global_rank: int | None = None  # of the process, if the launcher wrote it in front
+    # Line and text of the lines that do not name their communicator, by the group of `_LINE`.
+    lines: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def number(self, name: str) -> int | None:
         value = self.fields.get(name, "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
-    def add(self, match: re.Match[str], body: str, line: int) -> None:
-        """Add a line that does not name its communicator."""
-        rank = None
-        match match.lastgroup:
-            case "channels":
-                self.channels = int(match["channels"])
-            case "rings":
-                self.ring_count = int(match["rings"])
-                self.rings.append((line, body))
-                self.rank = 0  # only rank 0 of a communicator writes its rings
-            case "trees":
-                self.trees = (line, body)
-                tree = _TREE.search(body)
-                rank = tree and (tree[3] or tree[6])
-            case "hop":
-                self.hop_count += 1
-                if self.hop_count <= 8:
-                    self.hops.append((line, body))
-                    hop = _HOP.match(body)
-                    rank = hop and hop[1]
-            case "clique":
-                if clique := _CLIQUE.search(body):
-                    self.clique = (clique[1], int(clique[2]), int(clique[3]))
-            case "fabric":
-                self.fabric = (_FABRIC.findall(body) or [""])[0]
-        if rank and self.rank < 0:
-            self.rank = int(rank)
+    def find(self, kind: str, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """What the pattern finds in the last line of a kind."""
+        return pattern.search(self.lines[kind][-1][1]) if kind in self.lines else None
+
+    def find_rank(self) -> int:
+        """The rank by rings, of which only rank 0 writes, and by trees; -1 if unknown."""
+        if self.rank >= 0 or "rings" in self.lines:
+            return max(self.rank, 0)
+        lines = [*self.lines.get("trees", ()), *self.lines.get("hops", ())]
+        found = (_RANK.search(body) for _, body in lines)
+        return next((int(rank[1]) for rank in found if rank), -1)
 
 
 def _split_prefix(prefix: str) -> tuple[str, str, str]:
@@ -117,10 +89,10 @@ def _split_prefix(prefix: str) -> tuple[str, str, str]:
     return f"{process}:{parts[2]}", process, host
 
 
-def _start_member(process: str, host: str, line: int, prefix: str) -> Member:
+def _start_member(members: list[Member], process: str, host: str, line: int, prefix: str) -> Member:
     launched = _LAUNCHED.search(prefix)
-    rank = int(launched[1]) if launched else None
-    return Member(process, host, line, global_rank=rank)
+    members.append(Member(process, host, line, int(launched[1]) if launched else None))
+    return members[-1]
 
 
 def scan(text: str) -> tuple[list[Member], list[int]]:
@@ -159,9 +131,8 @@ def scan(text: str) -> tuple[list[Member], list[int]]:
         body = text[counted + len(MARK) : limit if end < 0 else end].rstrip()
         if match.lastgroup != "comm":
             if thread not in current:
-                current[thread] = _start_member(process, host, line, prefix)
-                members.append(current[thread])
-            current[thread].add(match, body, line)
+                current[thread] = _start_member(members, process, host, line, prefix)
+            current[thread].lines[str(match.lastgroup)].append((line, body))
             continue
         found = _COMM.search(body)
         if not found:
@@ -173,13 +144,8 @@ def scan(text: str) -> tuple[list[Member], list[int]]:
             member = current.get(thread)
             # Lines of a thread before its communicator is named belong to it.
             if member is None or member.comm or "Destroy" in body:
-                member = _start_member(process, host, line, prefix)
-                members.append(member)
-        member.comm, member.rank, member.size = (
-            found[1],
-            int(found[2]),
-            int(found[3]),
-        )
+                member = _start_member(members, process, host, line, prefix)
+        member.comm, member.rank, member.size = found[1], int(found[2]), int(found[3])
         member.fields.update(_FIELD.findall(body[found.end() :]))
         known[process, found[1]] = current[thread] = member
         if "COMPLETE" in body:
@@ -192,7 +158,7 @@ def group_members(members: Iterable[Member]) -> dict[CommunicatorKey, list[Membe
     ids: dict[tuple[str, str], str] = {}
     found: dict[CommunicatorKey, list[Member]] = defaultdict(list)
     for member in members:
-        fields = member.fields
+        fields, member.rank = member.fields, member.find_rank()
         name = fields.get("commId", "")
         if not name and "color" in fields:
             # A split communicator has no id: its ranks share parent, count of splits, and colour.
@@ -222,7 +188,7 @@ def is_whole(members: Sequence[Member]) -> bool:
 _RING = re.compile(r"Channel (\d{1,4})/\d{1,4} :((?: +\d{1,9})+)\s*(\.\.\.)?", re.ASCII)
 _RING_HOP = re.compile(r"Ring (\d{1,4}) : (\d{1,9}) -> (\d{1,9}) -> (\d{1,9})", re.ASCII)
 # Children -> rank -> parent, of a channel.
-_ONE_TREE = re.compile(
+_TREE = re.compile(
     r"\[(\d{1,4})\] (-?\d{1,9}(?:/-?\d{1,9})*)->(\d{1,9})->(-?\d{1,9})(?![/\d|])",
     re.ASCII,
 )
@@ -270,12 +236,10 @@ def find_global_ranks(communicators: list[Communicator], world_size: int) -> dic
 
 
 def _read(members: Mapping[int, Member]) -> Communicator:
-    launched = [member.global_rank for member in members.values()]
+    launched: list[Any] = [member.global_rank for member in members.values()]
     return Communicator(
         processes=tuple(member.process for member in members.values()),
-        launched=tuple(rank for rank in launched if rank is not None)
-        if None not in launched
-        else (),
+        launched=() if None in launched else tuple(launched),
         rings=_read_rings(members),
         children=_read_trees(members),
     )
@@ -284,13 +248,13 @@ def _read(members: Mapping[int, Member]) -> Communicator:
 def _read_rings(members: Mapping[int, Member]) -> dict[int, tuple[int, ...]]:
     size = len(members)
     rings = {}
-    for _, line in members[0].rings:
+    for _, line in members[0].lines.get("rings", ()):
         # NCCL cuts the line after 128 characters.
         if found := _RING.match(line):
             rings[int(found[1])] = tuple(map(int, found[2].split()))
     following: dict[int, dict[int, int]] = {}
     for member in members.values():
-        for _, line in member.hops:
+        for _, line in member.lines.get("hops", ()):
             if hop := _RING_HOP.match(line):
                 following.setdefault(int(hop[1]), {})[int(hop[3])] = int(hop[4])
     for channel, after in following.items():
@@ -307,7 +271,7 @@ def _read_trees(
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
     trees: dict[int, dict[int, tuple[int, ...]]] = {}
     for member in members.values():
-        for found in _ONE_TREE.finditer(member.trees[1] if member.trees else ""):
+        for found in _TREE.finditer(member.lines.get("trees", [(0, "")])[-1][1]):
             down = tuple(int(one) for one in found[2].split("/") if int(one) >= 0)
             trees.setdefault(int(found[1]), {})[int(found[3])] = down
     size = len(members)

@@ -4,6 +4,7 @@ They never show the GPUs that NVLink joins: ``domains`` is always ``None``.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -18,6 +19,10 @@ from meshplan.topology.formats._nccl_lines import (
     scan,
 )
 
+_CLIQUE = re.compile(r"cliqueId (\w{1,20}) cliqueSize (\d{1,9}) cliqueRank (\d{1,9})", re.ASCII)
+_FABRIC = re.compile(r"fabric UUID (\S{1,80})", re.ASCII)
+_CHANNELS = re.compile(r"\d{1,6}(?= coll channels)", re.ASCII)
+_RING_COUNT = re.compile(r"(?<=/)\d{1,4}", re.ASCII)
 _MOST_FINDINGS = 64
 _SHOWN = 4  # rings, trees or communicators in the notes before "... N more"
 
@@ -31,7 +36,7 @@ def read(text: str) -> Reading:
     members, systems = scan(text)
     found = group_members(members)
     nodes, names, notes = _find_nodes(found)
-    drawn = any(member.trees or member.rings or member.hops for member in members)
+    drawn = any({"trees", "rings", "hops"} & member.lines.keys() for member in members)
     for line in systems[:1]:
         message = "the graph that NCCL searches is not read: pass NCCL_TOPO_DUMP_FILE instead"
         notes.append(Note(message, line=line))
@@ -39,11 +44,11 @@ def read(text: str) -> Reading:
     if not members:
         notes.append(Note("no line has rings, trees or ranks; set NCCL_DEBUG_SUBSYS=INIT,GRAPH"))
     whole = bool(members) and all(map(is_whole, found.values()))
-    cut = any(_is_cut(ring, member.size) for member in members for _, ring in member.rings)
+    rings = [(one, member.size) for member in members for _, one in member.lines.get("rings", ())]
     return Reading(
         "NCCL log (GRAPH)" if systems and not drawn else "NCCL log",
         nodes=nodes,
-        complete=whole and not cut,
+        complete=whole and not any(_is_cut(ring, size) for ring, size in rings),
         notes=tuple(sorted(notes, key=lambda note: note.line or 0)),
         names=names,
         scope="ranks",
@@ -91,16 +96,18 @@ def _group_ranks(members: Sequence[Member]) -> dict[str, list[int]] | None:
 
 
 def _group_by_clique(members: Sequence[Member]) -> dict[str, list[int]] | None:
-    cliques = [member.clique for member in members if member.clique]
-    if len(cliques) < len(members):
-        return None
+    cliques = []
     found: dict[str, list[int]] = defaultdict(list)
-    for member, (clique, _, _) in zip(members, cliques, strict=True):
-        found[f"{member.fabric} clique {clique}".strip()].append(member.rank)
-    if all(len(group) == cliques[rank][1] for group in found.values() for rank in group):
+    for member in members:
+        clique, fabric = member.find("clique", _CLIQUE), member.find("fabric", _FABRIC)
+        if clique is None:
+            return None
+        cliques.append((clique[1], int(clique[3]), int(clique[2])))
+        found[f"{fabric[1] if fabric else ''} clique {clique[1]}".strip()].append(member.rank)
+    if all(len(group) == cliques[rank][2] for group in found.values() for rank in group):
         return found
     # Cliques of two racks may have one number, and the line with the rack may be missing.
-    return _fill_nodes([(clique, position, size) for clique, size, position in cliques])
+    return _fill_nodes(cliques)
 
 
 def _fill_nodes(
@@ -136,31 +143,36 @@ def _is_cut(ring: str, size: int) -> bool:
     return ring.endswith("...") or len(ring.split(":")[-1].split()) < size
 
 
-def _compare_channels(
-    communicators: dict[CommunicatorKey, list[Member]],
-) -> list[Note]:
+def _count_channels(
+    members: Sequence[Member], kind: str, pattern: re.Pattern[str]
+) -> dict[int, list[Member]]:
+    """Members by the number of channels in their last line of a kind."""
+    found: dict[int, list[Member]] = defaultdict(list)
+    for member in members:
+        if count := member.find(kind, pattern):
+            found[int(count[0])].append(member)
+    return found
+
+
+def _compare_channels(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]:
     notes: dict[int, list[Note]] = defaultdict(list)
     sizes: dict[int, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
     for (size, name), members in communicators.items():
-        counts: dict[int, list[Member]] = defaultdict(list)
-        for member in members:
-            if member.channels is not None:
-                counts[member.channels].append(member)
-                sizes[size][member.channels].append(member)
+        counts = _count_channels(members, "channels", _CHANNELS)
         if len(counts) > 1 and name:
             notes[size].append(_note_counts(_describe(size, name), counts))
         # Never rings with counts: the channels that each counts differ by version.
-        rings = {member.ring_count: member for member in members if member.ring_count is not None}
-        for count, member in rings.items() if not counts else ():
-            sizes[size][count].append(member)
+        for count, found in (counts or _count_channels(members, "rings", _RING_COUNT)).items():
+            sizes[size][count] += found
     for size, counts in sizes.items():
         if size and len(counts) > 1 and size not in notes:
             notes[size].append(_note_counts(f"communicators of {size} ranks", counts))
-    found = [note for some in notes.values() for note in some]
-    if len(found) > _MOST_FINDINGS:
-        more = f"... {len(found) - _MOST_FINDINGS} more channel counts that differ"
-        found[_MOST_FINDINGS:] = [Note(more, "MP201", found[_MOST_FINDINGS].line)]
-    return found
+    all_notes = [note for some in notes.values() for note in some]
+    if (more := len(all_notes) - _MOST_FINDINGS) > 0:
+        line = all_notes[_MOST_FINDINGS].line
+        last = Note(f"... {more} more channel counts that differ", "MP201", line)
+        all_notes[_MOST_FINDINGS:] = [last]
+    return all_notes
 
 
 def _note_counts(what: str, counts: dict[int, list[Member]]) -> Note:
@@ -177,8 +189,8 @@ def _summarize(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]
     notes = []
     for (size, name), members in list(communicators.items())[:_SHOWN]:
         if size:
-            counts = {member.channels for member in members} - {None}
-            channels = f", {counts.pop()} channels" if len(counts) == 1 else ""
+            counts = [*_count_channels(members, "channels", _CHANNELS)]
+            channels = f", {counts[0]} channels" if len(counts) == 1 else ""
             nodes = {member.number("nNodes") for member in members} - {None}
             on = f" on {nodes.pop()} nodes" if len(nodes) == 1 else ""
             mnnvl = ", multi-node NVLink" * any(member.number("MNNVL") for member in members)
@@ -187,19 +199,15 @@ def _summarize(communicators: dict[CommunicatorKey, list[Member]]) -> list[Note]
     if len(communicators) > _SHOWN:
         notes.append(Note(f"... {len(communicators) - _SHOWN} more communicators"))
     members = next(iter(communicators.values()), [])
-    hops = sum(member.hop_count for member in members)
-    for what, lines in (
-        ("rings", [ring for member in members for ring in member.rings]),
-        ("ranks with trees", [member.trees for member in members if member.trees]),
-        (
-            "lines of single rings and trees",
-            [hop for member in members for hop in member.hops],
-        ),
+    for kind, what in (
+        ("rings", "rings"),
+        ("trees", "ranks with trees"),
+        ("hops", "lines of single rings and trees"),
     ):
+        lines = [line for member in members for line in member.lines.get(kind, ())]
         for line, body in lines[:_SHOWN]:
-            cut = " (the line is cut)" if what == "rings" and _is_cut(body, members[0].size) else ""
+            cut = " (the line is cut)" if kind == "rings" and _is_cut(body, members[0].size) else ""
             notes.append(Note(f"{' '.join(body[:400].split())[:160]}{cut}", line=line))
-        count = hops if what.startswith("lines") else len(lines)
-        if count > _SHOWN:
-            notes.append(Note(f"... {count - _SHOWN} more {what}", line=lines[_SHOWN][0]))
+        if len(lines) > _SHOWN:
+            notes.append(Note(f"... {len(lines) - _SHOWN} more {what}", line=lines[_SHOWN][0]))
     return notes
