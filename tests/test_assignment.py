@@ -10,29 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.errors import TopologyError, TopologyInputError
-from meshplan.topology._read_cluster import (
-    assign_in_order,
-    is_rank_order,
-    number_gpus,
-    read_rank_file,
-)
+from meshplan.topology._read_cluster import assign_in_order, is_rank_order, read_rank_file
 
 
 @pytest.mark.parametrize(
-    ("per_host", "order", "hosts", "gpus"),
+    ("per_host", "order", "hosts"),
     [
-        ([2, 2], "block", (0, 0, 1, 1), (0, 1, 0, 1)),
-        ([2, 2], "cyclic", (0, 1, 0, 1), (0, 0, 1, 1)),
-        ([1, 3], "cyclic", (0, 1, 1, 1), (0, 0, 1, 2)),
-        ([4, 4], "plane=2", (0, 0, 1, 1, 0, 0, 1, 1), (0, 1, 0, 1, 2, 3, 2, 3)),
-        ([2, 1], "Block:cyclic", (0, 0, 1), (0, 1, 0)),
+        ([2, 2], "block", (0, 0, 1, 1)),
+        ([2, 2], "cyclic", (0, 1, 0, 1)),
+        ([1, 3], "cyclic", (0, 1, 1, 1)),
+        ([4, 4], "plane=2", (0, 0, 1, 1, 0, 0, 1, 1)),
+        ([2, 1], "Block:cyclic", (0, 0, 1)),
     ],
 )
 def test_ranks_are_assigned_in_each_order(
-    per_host: list[int], order: str, hosts: tuple[int, ...], gpus: tuple[int, ...]
+    per_host: list[int], order: str, hosts: tuple[int, ...]
 ) -> None:
-    placed = assign_in_order(per_host, order)
-    assert (placed.hosts, placed.gpus) == (hosts, gpus)
+    assert assign_in_order(per_host, order) == hosts
 
 
 @pytest.mark.parametrize("order", ["", "blocks", "plane", "arbitrary", "hosts.txt", "./plane=0"])
@@ -70,16 +64,12 @@ def test_pack_order_is_refused() -> None:
 def test_rank_files_are_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
-    placed = read_rank_file(str(file))
-    assert placed.hosts == (0, 0, 1, 1, 1)
-    assert placed.gpus == (0, 1, 0, 1, 2)
-    assert placed.names == ("a", "b")
+    assert read_rank_file(str(file)) == ((0, 0, 1, 1, 1), ("a", "b"))
 
 
 def test_interleaved_hosts_are_read(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("b\na\nb\n")
-    placed = read_rank_file(str(tmp_path / "hosts"))
-    assert (placed.hosts, placed.gpus, placed.names) == ((0, 1, 0), (0, 0, 1), ("b", "a"))
+    assert read_rank_file(str(tmp_path / "hosts")) == ((0, 1, 0), ("b", "a"))
 
 
 class TestMessages(TestCase):
@@ -112,16 +102,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshplan.topology._read_cluster.read_content", lambda name: text)
         try:
-            placed = read_rank_file("hosts")
+            hosts, names = read_rank_file("hosts")
         except TopologyInputError:
             return
-        assert len(placed.hosts) == len(placed.gpus)
-        assert set(placed.hosts) <= set(range(len(placed.names)))
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
-def test_gpus_count_up_on_each_host(hosts: list[int]) -> None:
-    placed = number_gpus(hosts)
-    for host in set(hosts):
-        gpus = [g for h, g in zip(placed.hosts, placed.gpus, strict=True) if h == host]
-        assert gpus == list(range(len(gpus)))
+        assert set(hosts) <= set(range(len(names)))

@@ -16,7 +16,7 @@ from meshplan._message_text import format_runs
 from meshplan.errors import TopologyError
 from meshplan.topology._locate import Gpu, RankLocation
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Note, find_components
+from meshplan.topology._reading import Note, find_components, number_names
 
 LIVE = "live"
 # Names that a note lists; a job may have thousands of ranks.
@@ -28,190 +28,211 @@ def merge_locations(locations: Sequence[RankLocation]) -> Cluster:
     """Merge the locations of ranks 0, 1, 2, ...; equal ones make equal clusters on all ranks."""
     if not locations:
         raise TopologyError("no rank has published its location; pass the location of every rank")
-    hosts = _number(location.host for location in locations)
-    cliques, note = _find_cliques(locations, hosts)
-    nodes = hosts if cliques is None else cliques
-    domains = _find_domains(locations, hosts, nodes)
-    names = _name_hosts(locations, hosts)
-    notes = ([note] if note else []) + list(_check(locations, hosts, nodes, names))
+    job = _Job(locations)
+    cliques, note = job.find_cliques()
+    job.nodes = job.hosts if cliques is None else cliques
+    domains = job.find_domains()
+    notes = [*filter(None, [note]), *job.list_notes()]
     return Cluster(
-        topology=Topology.of(nodes, domains),
+        topology=Topology.of(job.nodes, domains),
         notes=tuple(SourcedNote(LIVE, one) for one in notes),
-        domain_gpus=_count_domain_gpus(locations, hosts, domains) if cliques is None else None,
-        hosts=tuple(names[host] for host in hosts),
+        domain_gpus=job.count_domain_gpus(domains) if cliques is None else None,
+        hosts=tuple(job.names[host] for host in job.hosts),
         gpus=tuple(location.gpu.bus if location.gpu else "" for location in locations),
         links=tuple(location.gpu.links if location.gpu else None for location in locations),
-        origin=_describe(locations, len(names), cliques is not None, domains is not None),
+        origin=job.describe(cliques is not None, domains is not None),
     )
 
 
-def _find_cliques(
-    locations: Sequence[RankLocation], hosts: Sequence[int]
-) -> tuple[list[int] | None, Note | None]:
-    """The clique of each rank if NCCL uses cliques, else an unexpected reason why not."""
-    fabrics = [location.gpu.fabric if location.gpu else None for location in locations]
-    usable = [fabric for fabric in fabrics if fabric is not None and fabric.usable]
-    # NCCL uses cliques of multi-node NVLink only if every condition below holds on every rank. One
-    # failing rank makes all nodes hosts, so each failure is a note. On one host it does not look.
-    if len(set(hosts)) < 2 or not usable:
-        return None, None
-    without = [rank for rank, fabric in enumerate(fabrics) if fabric is None or not fabric.usable]
-    if without:
-        return None, Note(
-            f"{_show_ranks(without)} are not registered with a fabric of multi-node NVLink and "
-            "the others are: NCCL uses it for all ranks or for none, so nodes are hosts"
-        )
-    off = [rank for rank, location in enumerate(locations) if not location.multi_node]
-    if off:
-        return None, Note(
-            f"multi-node NVLink is turned off on {_show_ranks(off)} (NCCL_MNNVL_ENABLE, "
-            "NCCL_CUMEM_ENABLE or NCCL_P2P_DISABLE), so nodes are hosts"
-        )
-    channels = [rank for rank, location in enumerate(locations) if not location.imex]
-    cliques = _number((fabric.cluster, fabric.clique) for fabric in usable)
-    spans = len(set(zip(cliques, hosts, strict=True))) > len(set(cliques))
-    if channels and spans:
-        return None, Note(
-            f"GPUs of several hosts are registered with one fabric, and {_show_ranks(channels)} "
-            "have no IMEX channel (/dev/nvidia-caps-imex-channels), without which NCCL cannot use "
-            "it: nodes are hosts"
-        )
-    return (None if channels else cliques), None
+class _Job:
+    """The ranks of a job, each with the number of its host and of its node."""
 
+    def __init__(self, locations: Sequence[RankLocation]) -> None:
+        self.locations = locations
+        self.gpus = [(rank, one.gpu) for rank, one in enumerate(locations) if one.gpu is not None]
+        self.hosts = number_names(location.host for location in locations)
+        self.nodes = self.hosts
+        # By the first rank of each host.
+        firsts = dict(zip(reversed(self.hosts), reversed(locations), strict=True))
+        given = [firsts[host].name or "host" for host in sorted(firsts)]
+        shared, seen = Counter(given), Counter[str]()
+        self.names: list[str] = []
+        for name in given:
+            self.names.append(name if shared[name] == 1 else f"{name}#{seen[name]}")
+            seen[name] += 1
 
-def _find_domains(
-    locations: Sequence[RankLocation], hosts: Sequence[int], nodes: Sequence[int]
-) -> list[int] | None:
-    gpus = [location.gpu for location in locations if location.gpu]
-    if len(gpus) < len(locations) or not all(gpu.links_known for gpu in gpus):
-        return None
-    numbers: dict[Hashable, int] = {}
+    def find_cliques(self) -> tuple[list[int] | None, Note | None]:
+        """The clique of each rank if NCCL uses cliques, else an unexpected reason why not."""
+        fabrics = [one.gpu.fabric if one.gpu else None for one in self.locations]
+        usable = [fabric for fabric in fabrics if fabric is not None and fabric.usable]
+        # NCCL uses cliques of multi-node NVLink only if every condition below holds on every rank.
+        # One failing rank makes all nodes hosts, so each failure is a note. On one host NCCL does
+        # not look.
+        if len(set(self.hosts)) < 2 or not usable:
+            return None, None
+        without = [
+            rank for rank, fabric in enumerate(fabrics) if fabric is None or not fabric.usable
+        ]
+        if without:
+            return None, Note(
+                f"{_show_ranks(without)} are not registered with a fabric of multi-node NVLink and "
+                "the others are: NCCL uses it for all ranks or for none, so nodes are hosts"
+            )
+        off = [rank for rank, location in enumerate(self.locations) if not location.multi_node]
+        if off:
+            return None, Note(
+                f"multi-node NVLink is turned off on {_show_ranks(off)} (NCCL_MNNVL_ENABLE, "
+                "NCCL_CUMEM_ENABLE or NCCL_P2P_DISABLE), so nodes are hosts"
+            )
+        channels = [rank for rank, location in enumerate(self.locations) if not location.imex]
+        cliques = number_names((fabric.cluster, fabric.clique) for fabric in usable)
+        spans = len(set(zip(cliques, self.hosts, strict=True))) > len(set(cliques))
+        if channels and spans:
+            return None, Note(
+                "GPUs of several hosts are registered with one fabric, and "
+                f"{_show_ranks(channels)} have no IMEX channel (/dev/nvidia-caps-imex-channels), "
+                "without which NCCL cannot use it: nodes are hosts"
+            )
+        return (None if channels else cliques), None
 
-    def number_vertex(*name: Hashable) -> int:
-        return numbers.setdefault(name, len(numbers))
-
-    edges, own = [], []
-    for gpu, host, node in zip(gpus, hosts, nodes, strict=True):
-        # A device, not a part of it; it may belong to several ranks.
-        me = number_vertex("gpu", node, host, gpu.bus)
-        own.append(me)
-        edges += [(me, number_vertex("gpu", node, host, peer)) for peer in gpu.peers]
-        if gpu.switch:
-            edges.append((me, number_vertex("switch", node, gpu.vendor)))
-    # A switch joins all GPUs of its node and vendor. GPUs that no rank uses are vertices too: two
-    # ranks may be joined through the GPU of a third.
-    found = find_components(range(len(numbers)), edges)
-    of_vertex = {member: number for number, group in enumerate(found) for member in group}
-    return _number(of_vertex[me] for me in own)
-
-
-def _count_domain_gpus(
-    locations: Sequence[RankLocation],
-    hosts: Sequence[int],
-    domains: Sequence[int] | None,
-) -> int | None:
-    """GPUs of each domain, where that number is known and the same for all."""
-    if domains is None:
-        return None
-    gpus = [location.gpu for location in locations if location.gpu]
-    used = {(host, gpu.bus) for gpu, host in zip(gpus, hosts, strict=True)}
-    members: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for gpu, host, domain in zip(gpus, hosts, domains, strict=True):
-        members[domain].add((host, gpu.bus))
-        if gpu.domain is None and not used.issuperset((host, peer) for peer in gpu.peers):
-            # The links of a GPU that no rank uses are not known.
+    def find_domains(self) -> list[int] | None:
+        if len(self.gpus) < len(self.locations) or not all(gpu.links_known for _, gpu in self.gpus):
             return None
-    sizes = {gpu.domain for gpu in gpus} - {None}
-    if any(gpu.domain is None for gpu in gpus):
-        sizes |= {len(found) for found in members.values()}
-    return sizes.pop() if len(sizes) == 1 else None
+        # Nodes as in `find_components`: devices, not parts of them, which may belong to several
+        # ranks, and switches, which join all GPUs of their node and vendor.
+        own: list[tuple[Hashable, ...]] = []
+        edges: list[tuple[tuple[Hashable, ...], tuple[Hashable, ...]]] = []
+        for rank, gpu in self.gpus:
+            node, host = self.nodes[rank], self.hosts[rank]
+            own.append(("gpu", node, host, gpu.bus))
+            edges += [(own[-1], ("gpu", node, host, peer)) for peer in gpu.peers]
+            if gpu.switch:
+                edges.append((own[-1], ("switch", node, gpu.vendor)))
+        # GPUs that no rank uses count too: two ranks may be joined through the GPU of a third.
+        found = find_components({*own, *(end for _, end in edges)}, edges)
+        domain = {member: number for number, group in enumerate(found) for member in group}
+        return number_names(domain[me] for me in own)
 
+    def count_domain_gpus(self, domains: Sequence[int] | None) -> int | None:
+        """GPUs of each domain, where that number is known and the same for all."""
+        if domains is None:
+            return None
+        used = {(self.hosts[rank], gpu.bus) for rank, gpu in self.gpus}
+        members: dict[int, set[tuple[int, str]]] = defaultdict(set)
+        sizes = {gpu.domain for _, gpu in self.gpus if gpu.domain is not None}
+        for rank, gpu in self.gpus:
+            host = self.hosts[rank]
+            members[domains[rank]].add((host, gpu.bus))
+            if gpu.domain is None and not used.issuperset((host, peer) for peer in gpu.peers):
+                # The links of a GPU that no rank uses are not known.
+                return None
+        if any(gpu.domain is None for _, gpu in self.gpus):
+            sizes |= {len(found) for found in members.values()}
+        return sizes.pop() if len(sizes) == 1 else None
 
-def _name_hosts(locations: Sequence[RankLocation], hosts: Sequence[int]) -> list[str]:
-    firsts: dict[int, str] = {}
-    for location, host in zip(locations, hosts, strict=True):
-        firsts.setdefault(host, location.name or "host")
-    shared = Counter(firsts.values())
-    seen: Counter[str] = Counter()
-    names = []
-    for name in firsts.values():
-        names.append(name if shared[name] == 1 else f"{name}#{seen[name]}")
-        seen[name] += 1
-    return names
+    def describe(self, has_cliques: bool, has_domains: bool) -> str:
+        ranks, hosts = _count(len(self.locations), "rank"), _count(len(self.names), "host")
+        text = f"live: {ranks} on {hosts}"
+        if has_cliques:
+            text += ", nodes are cliques of multi-node NVLink"
+        if has_domains:
+            amd = all(gpu.vendor == "amd" for _, gpu in self.gpus)
+            return f"{text}, domains by {'xGMI' if amd else 'NVLink'}"
+        reasons = [one.reason for one in self.locations if one.reason] or ["not all could be read"]
+        return f"{text}, links between GPUs unknown: {max(reasons, key=reasons.count)}"
 
+    def list_notes(self) -> Iterator[Note]:
+        """In a fixed order: links (MP201), hosts (MP204), the rest."""
+        yield from self._check_links()
+        kinds: dict[int, set[str]] = defaultdict(set)
+        for rank, gpu in self.gpus:
+            kinds[self.hosts[rank]].add(_describe_gpu(gpu))
+        hosts_of = _invert((" and ".join(sorted(kinds[host])), host) for host in sorted(kinds))
+        if len(hosts_of) > 1:
+            shown = [f"{self._show_hosts(found)}: {kind}" for kind, found in hosts_of.items()]
+            yield Note(f"hosts are not identical: {'; '.join(shown[:_SHOWN])}", "MP204")
+        nodes_of = _invert((size, node) for node, size in Counter(self.nodes).items())
+        if len(nodes_of) > 1:
+            first = dict(reversed(list(zip(self.nodes, self.hosts, strict=True))))
+            usual, others = _split_usual(
+                nodes_of, lambda nodes: self._show_hosts([first[node] for node in nodes])
+            )
+            most = _count(len(nodes_of[usual]), "node")
+            yield Note(f"ranks per node differ: {usual} on {most}; {others}")
+        yield from self._check_gpus()
+        yield from self._check_hosts()
 
-def _describe(locations: Sequence[RankLocation], hosts: int, cliques: bool, domains: bool) -> str:
-    text = f"live: {_count(len(locations), 'rank')} on {_count(hosts, 'host')}"
-    if cliques:
-        text += ", nodes are cliques of multi-node NVLink"
-    if domains:
-        amd = all(gpu.vendor == "amd" for _, gpu in _list_gpus(locations))
-        return f"{text}, domains by {'xGMI' if amd else 'NVLink'}"
-    reasons = [one.reason for one in locations if one.reason] or ["not all could be read"]
-    return f"{text}, links between GPUs unknown: {max(reasons, key=reasons.count)}"
-
-
-def _check(
-    locations: Sequence[RankLocation],
-    hosts: Sequence[int],
-    nodes: Sequence[int],
-    names: Sequence[str],
-) -> Iterator[Note]:
-    """In a fixed order: links (MP201), hosts (MP204), the rest."""
-    yield from _check_links(locations)
-    kinds: dict[int, set[str]] = defaultdict(set)
-    for rank, gpu in _list_gpus(locations):
-        kinds[hosts[rank]].add(_describe_gpu(gpu))
-    hosts_of = _invert((" and ".join(sorted(kinds[host])), host) for host in sorted(kinds))
-    if len(hosts_of) > 1:
-        shown = [f"{_show_hosts(found, names)}: {kind}" for kind, found in hosts_of.items()]
-        yield Note(f"hosts are not identical: {'; '.join(shown[:_SHOWN])}", "MP204")
-    nodes_of = _invert((size, node) for node, size in Counter(nodes).items())
-    if len(nodes_of) > 1:
-        first_host = dict(reversed(list(zip(nodes, hosts, strict=True))))
-        usual, others = _split_usual(
-            nodes_of,
-            lambda nodes: _show_hosts([first_host[node] for node in nodes], names),
+    def _check_links(self) -> Iterator[Note]:
+        counts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, gpu in self.gpus:
+            if gpu.links is not None and not gpu.unread and not _is_silent(gpu):
+                counts[gpu.model][gpu.links].append(rank)
+        differing = [item for item in counts.items() if len(item[1]) > 1]
+        for model, ranks_of in differing[:_SHOWN]:
+            usual, others = _split_usual(ranks_of, _show_ranks)
+            yield Note(
+                f"{model or 'GPUs'}: {usual} links on {_count(len(ranks_of[usual]), 'rank')}; "
+                f"{others}: links may be down, and NCCL goes by the weakest of a group",
+                "MP201",
+            )
+        silent = [rank for rank, gpu in self.gpus if _is_silent(gpu)]
+        if silent:
+            yield Note(
+                f"no link is up on {_show_ranks(silent)}, though the GPU is registered with a "
+                "clique of multi-node NVLink: its traffic takes the network; take the host out of "
+                "the job",
+                "MP201",
+            )
+        faults = _invert(
+            (words, rank)
+            for rank, gpu in self.gpus
+            for words in (gpu.fabric.faults if gpu.fabric else ())
         )
-        most = _count(len(nodes_of[usual]), "node")
-        yield Note(f"ranks per node differ: {usual} on {most}; {others}")
-    yield from _check_gpus(locations, hosts, names)
-    yield from _check_hosts(locations, hosts, names)
+        for words in sorted(faults)[:_SHOWN]:
+            where = _show_ranks(faults[words])
+            yield Note(f"fabric of multi-node NVLink, {where}: {words}", "MP201")
+        unread = _invert((gpu.unread, rank) for rank, gpu in self.gpus if gpu.unread)
+        for links in sorted(unread)[:_SHOWN]:
+            which = ", ".join(map(str, links[:_SHOWN])) + (", ..." if len(links) > _SHOWN else "")
+            plural, where = "s" if len(links) > 1 else "", _show_ranks(unread[links])
+            yield Note(f"link{plural} {which} could not be read on {where}", "MP201")
 
+    def _check_gpus(self) -> Iterator[Note]:
+        unknown = _invert(
+            (one.reason, rank) for rank, one in enumerate(self.locations) if not one.gpu
+        )
+        for reason in sorted(unknown)[:_SHOWN] if self.gpus else ():
+            yield Note(f"the GPU is unknown on {_show_ranks(unknown[reason])}: {reason}")
+        ranks_of = _invert(((self.hosts[rank], gpu.id), rank) for rank, gpu in self.gpus)
+        shared = [(key, ranks) for key, ranks in ranks_of.items() if len(ranks) > 1]
+        for (host, id), ranks in shared[:_SHOWN]:
+            yield Note(
+                f"{_show_ranks(ranks)} use one GPU, {id} on {self.names[host]}: NCCL refuses that"
+            )
+        if len(shared) > _SHOWN:
+            yield Note(f"{len(shared) - _SHOWN} more GPUs are used by several ranks")
 
-def _check_links(locations: Sequence[RankLocation]) -> Iterator[Note]:
-    counts: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, gpu in _list_gpus(locations):
-        if gpu.links is not None and not gpu.unread and not _is_silent(gpu):
-            counts[gpu.model][gpu.links].append(rank)
-    differing = [item for item in counts.items() if len(item[1]) > 1]
-    for model, ranks_of in differing[:_SHOWN]:
-        usual, others = _split_usual(ranks_of, _show_ranks)
-        yield Note(
-            f"{model or 'GPUs'}: {usual} links on {_count(len(ranks_of[usual]), 'rank')}; "
-            f"{others}: links may be down, and NCCL goes by the weakest of a group",
-            "MP201",
-        )
-    silent = [rank for rank, gpu in _list_gpus(locations) if _is_silent(gpu)]
-    if silent:
-        yield Note(
-            f"no link is up on {_show_ranks(silent)}, though the GPU is registered with a clique "
-            "of multi-node NVLink: its traffic takes the network; take the host out of the job",
-            "MP201",
-        )
-    faults = _invert(
-        (words, rank)
-        for rank, gpu in _list_gpus(locations)
-        for words in (gpu.fabric.faults if gpu.fabric else ())
-    )
-    for words in sorted(faults)[:_SHOWN]:
-        where = _show_ranks(faults[words])
-        yield Note(f"fabric of multi-node NVLink, {where}: {words}", "MP201")
-    unread = _invert((gpu.unread, rank) for rank, gpu in _list_gpus(locations) if gpu.unread)
-    for links in sorted(unread)[:_SHOWN]:
-        which = ", ".join(map(str, links[:_SHOWN])) + (", ..." if len(links) > _SHOWN else "")
-        plural, where = "s" if len(links) > 1 else "", _show_ranks(unread[links])
-        yield Note(f"link{plural} {which} could not be read on {where}", "MP201")
+    def _check_hosts(self) -> Iterator[Note]:
+        located = list(zip(self.locations, self.hosts, strict=True))
+        of_agent = _invert((one.agent, host) for one, host in located if one.agent is not None)
+        of_machine = _invert((one.machine, host) for one, host in located if one.machine)
+        agents = [(agent, set(found)) for agent, found in of_agent.items() if len(set(found)) > 1]
+        for agent, found in agents[:1]:
+            yield Note(
+                f"one agent of torchrun (GROUP_RANK {agent}) has ranks on "
+                f"{self._show_hosts(sorted(found))}; hosts are taken as they are named"
+            )
+        machines = [set(found) for found in of_machine.values() if len(set(found)) > 1]
+        for found in machines[:1]:
+            yield Note(
+                f"{self._show_hosts(sorted(found))} are containers of one machine, which NCCL "
+                "takes for several hosts; where that is wrong give NCCL_HOSTID the same value in "
+                "them"
+            )
+
+    def _show_hosts(self, hosts: Sequence[int]) -> str:
+        shown = ", ".join(self.names[host] for host in hosts[:4])
+        return shown + (f", ... ({len(hosts)} hosts)" if len(hosts) > 4 else "")
 
 
 def _is_silent(gpu: Gpu) -> bool:
@@ -229,51 +250,6 @@ def _describe_gpu(gpu: Gpu) -> str:
         links = "links between GPUs" if gpu.peers else "no links"
     count = "" if gpu.on_host is None else f"{gpu.on_host} x "
     return f"{count}{gpu.model or gpu.vendor}, {links}"
-
-
-def _check_gpus(
-    locations: Sequence[RankLocation], hosts: Sequence[int], names: Sequence[str]
-) -> Iterator[Note]:
-    gpus = list(_list_gpus(locations))
-    unknown = _invert((one.reason, rank) for rank, one in enumerate(locations) if not one.gpu)
-    for reason in sorted(unknown)[:_SHOWN] if gpus else ():
-        yield Note(f"the GPU is unknown on {_show_ranks(unknown[reason])}: {reason}")
-    ranks_of = _invert(((hosts[rank], gpu.id), rank) for rank, gpu in gpus)
-    shared = [(key, ranks) for key, ranks in ranks_of.items() if len(ranks) > 1]
-    for (host, id), ranks in shared[:_SHOWN]:
-        yield Note(f"{_show_ranks(ranks)} use one GPU, {id} on {names[host]}: NCCL refuses that")
-    if len(shared) > _SHOWN:
-        yield Note(f"{len(shared) - _SHOWN} more GPUs are used by several ranks")
-
-
-def _check_hosts(
-    locations: Sequence[RankLocation], hosts: Sequence[int], names: Sequence[str]
-) -> Iterator[Note]:
-    located = list(zip(locations, hosts, strict=True))
-    of_agent = _invert((one.agent, host) for one, host in located if one.agent is not None)
-    of_machine = _invert((one.machine, host) for one, host in located if one.machine)
-    agents = [(agent, set(found)) for agent, found in of_agent.items() if len(set(found)) > 1]
-    for agent, found in agents[:1]:
-        yield Note(
-            f"one agent of torchrun (GROUP_RANK {agent}) has ranks on "
-            f"{_show_hosts(sorted(found), names)}; hosts are taken as they are named"
-        )
-    machines = [set(found) for found in of_machine.values() if len(set(found)) > 1]
-    for found in machines[:1]:
-        yield Note(
-            f"{_show_hosts(sorted(found), names)} are containers of one machine, which NCCL takes "
-            "for several hosts; where that is wrong give NCCL_HOSTID the same value in them"
-        )
-
-
-def _list_gpus(locations: Sequence[RankLocation]) -> Iterator[tuple[int, Gpu]]:
-    return ((rank, one.gpu) for rank, one in enumerate(locations) if one.gpu is not None)
-
-
-def _number(names: Iterable[Hashable]) -> list[int]:
-    """Each name as a number, in order of its first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _invert(pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:
@@ -302,8 +278,3 @@ def _show_ranks(ranks: Iterable[int]) -> str:
     parts = format_runs(found)
     more = f", ... ({len(found)} ranks)" if len(parts) > _SHOWN else ""
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(parts[:_SHOWN])}{more}"
-
-
-def _show_hosts(hosts: Sequence[int], names: Sequence[str]) -> str:
-    shown = ", ".join(names[host] for host in hosts[:4])
-    return shown + (f", ... ({len(hosts)} hosts)" if len(hosts) > 4 else "")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology._files import read_content, read_file, show_file
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Groups, Note, Reading
+from meshplan.topology._reading import Groups, Note, Reading, number_names
 from meshplan.topology.formats.slurm import assign_nodes, expand_hosts, read_nodes
 
 _ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
@@ -75,30 +74,26 @@ class HostKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """The host and the GPU of ranks 0, 1, 2, ..."""
-
-    hosts: tuple[int, ...]  # number of each rank's host
-    # Each rank's GPU of its host: 0, 1, 2, ... in the order of the host's ranks, as
-    # launchers assign them.
-    gpus: tuple[int, ...]
-    # Of the hosts, by number; empty if they have none.
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class HostPlan:
     """The hosts of a job and the source of this knowledge."""
 
     per_host: tuple[int, ...]  # ranks of each host
-    kinds: tuple[int, ...]  # of each host, the position of its kind
     origin: str  # one line for people
     order: str = "block"  # in which ranks are assigned to the hosts
-    given: Assignment | None = None  # an assignment that follows no such order
+    # Of each host, the position of its kind; empty: all are of the first.
+    kinds: tuple[int, ...] = ()
+    # The host of each rank, if they follow no such order.
+    given: tuple[int, ...] | None = None
+    names: tuple[str, ...] = ()  # of the hosts, by number; empty if they have none
 
     @property
-    def assignment(self) -> Assignment:
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host."""
         return self.given or assign_in_order(self.per_host, self.order)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(self.names[host] for host in self.hosts) if self.names else ()
 
     @property
     def block(self) -> int | None:
@@ -120,30 +115,23 @@ def is_rank_order(text: str) -> bool:
     return found
 
 
-def assign_in_order(per_host: Sequence[int], order: str) -> Assignment:
-    """Assign ranks to hosts of ``per_host[i]`` ranks each: ``block``, ``cyclic``, ``plane=N``."""
+def assign_in_order(per_host: Sequence[int], order: str) -> tuple[int, ...]:
+    """The host of each rank, with ``per_host[i]`` of them on host i: ``block``, ``cyclic``,
+    ``plane=N``.
+    """
     hosts = assign_nodes(len(per_host), per_host, order) if is_rank_order(order) else None
     if hosts is None:
         raise TopologyError(
             f"no rank order {order[:60]!r}; pass block, cyclic, plane=N, or the name of a file "
             "with the host of each rank, one per line"
         )
-    return number_gpus(hosts)
+    return hosts
 
 
-def number_gpus(hosts: Sequence[int], names: tuple[str, ...] = ()) -> Assignment:
-    taken: Counter[int] = Counter()
-    gpus = []
-    for host in hosts:
-        gpus.append(taken[host])
-        taken[host] += 1
-    return Assignment(tuple(hosts), tuple(gpus), names)
-
-
-def read_rank_file(name: str) -> Assignment:
-    """Read a file with the host of each rank; ``-`` is standard input. A line is the name of the
-    host of the next rank. ``name slots=8`` (as in Open MPI's hostfiles) and ``name:8`` (as in
-    MPICH's) are the next eight ranks. ``#`` starts a comment.
+def read_rank_file(name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The host of each rank, and names of hosts, from a file; ``-`` is standard input. A line is
+    the name of the host of the next rank. ``name slots=8`` (as in Open MPI's hostfiles) and
+    ``name:8`` (as in MPICH's) are the next eight ranks. ``#`` starts a comment.
     """
     numbers: dict[str, int] = {}
     hosts: list[int] = []
@@ -165,7 +153,7 @@ def read_rank_file(name: str) -> Assignment:
         raise TopologyInputError(
             f"{show_file(name)}: no host in it; list the host of each rank, one per line"
         )
-    return number_gpus(hosts, tuple(numbers))
+    return tuple(hosts), tuple(numbers)
 
 
 def plan_hosts(
@@ -187,29 +175,33 @@ def plan_hosts(
     if len(inputs.hosts) > 1:
         return _plan_list(inputs, world_size)
     if not inputs.hosts and inputs.node_size is None:
-        slurm = read_nodes(environ, inputs.rank_order)
-        if slurm is not None:
+        hosts = read_nodes(environ, inputs.rank_order)
+        if hosts is not None:
             names = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ["SLURM_NODELIST"])
-            given = number_gpus(slurm, tuple(names))
-            remedy = "unset SLURM_TASKS_PER_NODE"
             order = "" if environ.get("SLURM_DISTRIBUTION") else f", {inputs.rank_order} order"
-            return _plan_given(given, world_size, f"Slurm's variables{order}", "", remedy)
+            remedy = "unset SLURM_TASKS_PER_NODE"
+            return _plan_given(hosts, names, world_size, f"Slurm's variables{order}", "", remedy)
         if not kinds and inputs.domain_size is None:
             return _plan_launcher(inputs, world_size, environ)
     return _plan_numbers(inputs, world_size, kinds[0] if kinds else None)
 
 
 def _plan_given(
-    given: Assignment, world_size: int, source: str, prefix: str, remedy: str
+    hosts: tuple[int, ...],
+    names: Iterable[str],
+    world_size: int,
+    source: str,
+    prefix: str,
+    remedy: str,
 ) -> HostPlan:
-    if len(given.hosts) != world_size:
+    if len(hosts) != world_size:
         raise TopologyError(
-            f"{len(given.hosts)} ranks have a host in {source}, and the mesh has {world_size}; "
+            f"{len(hosts)} ranks have a host in {source}, and the mesh has {world_size}; "
             f"{remedy}, or pass the mesh of that job"
         )
-    counts = Counter(given.hosts)
+    counts = Counter(hosts)
     per_host = tuple(counts[host] for host in range(max(counts) + 1))
-    return HostPlan(per_host, (0,) * len(per_host), prefix + source, given=given)
+    return HostPlan(per_host, prefix + source, given=hosts, names=tuple(names))
 
 
 def _plan_file(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> HostPlan:
@@ -222,8 +214,9 @@ def _plan_file(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> Ho
             f"{len(kinds)} files describe a host, and the kind of each host is unknown; pass one "
             "of them, or --hosts with block, cyclic or plane=N"
         )
-    given, source = read_rank_file(inputs.rank_order), show_file(inputs.rank_order)
-    return _plan_given(given, world_size, source, "hosts from ", "list one line for each rank")
+    hosts, names = read_rank_file(inputs.rank_order)
+    source, remedy = show_file(inputs.rank_order), "list one line for each rank"
+    return _plan_given(hosts, names, world_size, source, "hosts from ", remedy)
 
 
 def _plan_kinds(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> HostPlan:
@@ -242,7 +235,7 @@ def _plan_kinds(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> H
             "pass --hosts with the number of hosts of each file"
         )
     origin = f"{len(per_host)} hosts of {len(kinds)} kinds"
-    return HostPlan(per_host, kind_of_host, origin, inputs.rank_order)
+    return HostPlan(per_host, origin, inputs.rank_order, kind_of_host)
 
 
 def _plan_list(inputs: Inputs, world_size: int) -> HostPlan:
@@ -253,7 +246,7 @@ def _plan_list(inputs: Inputs, world_size: int) -> HostPlan:
             f"{world_size}; pass the ranks of each host, without --node-size, or the number of "
             "hosts"
         )
-    return HostPlan(inputs.hosts, (0,) * count, f"{count} hosts", inputs.rank_order)
+    return HostPlan(inputs.hosts, f"{count} hosts", inputs.rank_order)
 
 
 def _plan_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) -> HostPlan | None:
@@ -267,7 +260,7 @@ def _plan_launcher(inputs: Inputs, world_size: int, environ: Mapping[str, str]) 
             "--node-size, or --rank-order FILE with the host of each rank"
         )
     origin = f"{hosts} hosts of LOCAL_WORLD_SIZE={local}"
-    return HostPlan((int(local),) * hosts, (0,) * hosts, origin, inputs.rank_order)
+    return HostPlan((int(local),) * hosts, origin, inputs.rank_order)
 
 
 def _plan_numbers(inputs: Inputs, world_size: int, kind: HostKind | None) -> HostPlan:
@@ -298,7 +291,7 @@ def _plan_numbers(inputs: Inputs, world_size: int, kind: HostKind | None) -> Hos
     origin = f"{needed} host{'s' if needed > 1 else ''} of {min(size, world_size)} ranks"
     if inputs.rank_order != "block":
         origin += f", {inputs.rank_order}"
-    return HostPlan(per_host, (0,) * needed, origin, inputs.rank_order)
+    return HostPlan(per_host, origin, inputs.rank_order)
 
 
 # The block of each rank, from Slurm's topology/block and the hosts of a job.
@@ -322,8 +315,7 @@ def join_blocks(
         shown = " and ".join(show_file(name) for name, _ in files)
         raise TopologyError(f"{shown} each specify blocks of hosts; pass one of them")
     source, blocks = files[0]
-    names = plan.given.names if plan.given is not None else ()
-    per_host = max(plan.per_host)
+    names, per_host = plan.names, max(plan.per_host)
     if not names or (per_host > _TRAY and (domain_size is None or domain_size <= per_host)):
         return None
     block_of: dict[str, int] = {}
@@ -351,25 +343,21 @@ def join_blocks(
             f"{show_file(source)} has blocks of {' and '.join(map(str, sorted(sizes)))} GPUs, and "
             f"--domain-size is {domain_size}; leave out --domain-size"
         )
-    assert plan.given is not None
-    nodes = [found[host] for host in plan.given.hosts]
-    order = {number: i for i, number in enumerate(dict.fromkeys(nodes))}
-    numbers = [order[number] for number in nodes]
+    nodes = number_names(found[host] for host in plan.hosts)
     return Cluster(
-        Topology.of(numbers, numbers),
+        Topology.of(nodes, nodes),
         notes,
         domain_gpus=sizes.pop() if len(sizes) == 1 else None,
-        hosts=tuple(names[host] for host in plan.given.hosts),
+        hosts=plan.host_names,
         origin=f"{plan.origin}, blocks from {show_file(source)}",
     )
 
 
 def explain_unused(source: str, plan: HostPlan) -> SourcedNote:
-    names = plan.given.names if plan.given is not None else ()
     why = (
         f"hosts have {max(plan.per_host)} ranks, and blocks of such hosts may be parts of a "
         "network; if NVLink joins a block, pass --domain-size"
-        if names
+        if plan.names
         else "the names of the job's hosts are unknown; pass --rank-order FILE with the host of "
         "each rank, or set SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE and SLURM_DISTRIBUTION"
     )
@@ -445,7 +433,7 @@ def _build_from_plan(
     notes: tuple[SourcedNote, ...],
 ) -> Cluster:
     for host, ranks in enumerate(plan.per_host) if kinds else ():
-        kind = kinds[plan.kinds[host]]
+        kind = kinds[plan.kinds[host] if plan.kinds else 0]
         if ranks > kind.gpus:
             raise TopologyError(
                 f"host {host} has {ranks} ranks, and {show_file(kind.source)} shows {kind.gpus} "
@@ -457,22 +445,14 @@ def _build_from_plan(
         notes += (SourcedNote(kinds[-1].source, note),)
     notes += _note_uneven(plan.per_host, kinds[0].source if kinds else "")
     gpus = max((kind.gpus for kind in kinds), default=max(plan.per_host))
-    hosts: tuple[str, ...] = ()
-    if plan.given is not None and plan.given.names:
-        hosts = tuple(plan.given.names[host] for host in plan.given.hosts)
     if size is not None and size > gpus and (kinds or (gpus <= _LARGEST_HOST < size)):
         # The domain size shows that a description of one tray is not the whole domain.
         notes = tuple(n for n in notes if n.note.code != "MP203")
         origin = f"{plan.origin}, {size // gpus} hosts a clique"
-        return Cluster(
-            _join_cliques(size, plan, kinds, gpus),
-            notes,
-            size,
-            hosts,
-            origin=origin,
-        )
+        topology = _join_cliques(size, plan, kinds, gpus)
+        return Cluster(topology, notes, size, plan.host_names, origin=origin)
     topology, domain_gpus = _build_topology(size, plan, kinds)
-    return Cluster(topology, notes, domain_gpus, hosts, origin=plan.origin)
+    return Cluster(topology, notes, domain_gpus, plan.host_names, origin=plan.origin)
 
 
 def _join_cliques(size: int, plan: HostPlan, kinds: Sequence[HostKind], gpus: int) -> Topology:
@@ -483,7 +463,7 @@ def _join_cliques(size: int, plan: HostPlan, kinds: Sequence[HostKind], gpus: in
         )
     # If only some GPUs of a host are in the domain of the clique, these GPUs are unknown.
     whole = all(kind.domains is None or len(kind.domains) == 1 for kind in kinds)
-    nodes = [host // (size // gpus) for host in plan.assignment.hosts]
+    nodes = [host // (size // gpus) for host in plan.hosts]
     return Topology.of(nodes, nodes if whole else None)
 
 
@@ -498,23 +478,21 @@ def _build_topology(
     # Full hosts of one kind with domains of consecutive GPUs need no arrays.
     if block is not None and first == _split(sum(map(len, first or ())), domain_gpus):
         # A million ranks are two numbers then.
-        domain = None if first is None or domain_gpus is None else min(domain_gpus, block)
+        part = None if first is None or domain_gpus is None else min(domain_gpus, block)
         world_size = sum(plan.per_host)
-        return Topology.uniform(world_size, node_size=block, domain_size=domain), domain_gpus
-    assignment = plan.assignment
-    known = [domains for domains in of_kind if domains is not None]
-    if len(known) < len(of_kind):
-        return Topology.of(assignment.hosts), domain_gpus
-    # Number the domains over all hosts: the first number of each host, plus the number inside it.
-    number = [{gpu: i for i, group in enumerate(domains) for gpu in group} for domains in known]
-    starts = list(accumulate((len(known[kind]) for kind in plan.kinds), initial=0))
+        return Topology.uniform(world_size, node_size=block, domain_size=part), domain_gpus
+    if None in of_kind:
+        return Topology.of(plan.hosts), domain_gpus
+    # The domain of each GPU of a kind.
+    domain = [{gpu: i for i, group in enumerate(one or ()) for gpu in group} for one in of_kind]
+    taken: Counter[int] = Counter()
+    domains = []
+    for host in plan.hosts:
+        # Launchers assign the GPUs of a host in the order of its ranks.
+        domains.append((host, domain[plan.kinds[host] if plan.kinds else 0][taken[host]]))
+        taken[host] += 1
     # Numbered by appearance, so that clusters are equal whatever GPUs the job leaves out.
-    seen: dict[int, int] = {}
-    domain_of = [
-        seen.setdefault(starts[host] + number[plan.kinds[host]][gpu], len(seen))
-        for host, gpu in zip(assignment.hosts, assignment.gpus, strict=True)
-    ]
-    return Topology.of(assignment.hosts, domain_of), domain_gpus
+    return Topology.of(plan.hosts, number_names(domains)), domain_gpus
 
 
 def _find_domains(kind: HostKind, size: int | None) -> Groups | None:

@@ -5,15 +5,16 @@ Unknown facts are ``None``: a GPU without listed links is not a domain of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from meshplan.errors import TopologyInputError
 
 MAX_DEPTH = 32  # of YAML
 # GPU or rank indices as in the input, each group ascending, groups by their first index.
 Groups = tuple[tuple[int, ...], ...]
+_Member = TypeVar("_Member", bound=Any)  # can be sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,14 @@ def compose_yaml(text: str) -> list[Any]:
         raise TopologyInputError("not YAML: a character that it does not allow") from None
 
 
-def find_components(members: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Groups:
+def find_components(
+    members: Iterable[_Member], pairs: Iterable[tuple[_Member, _Member]]
+) -> tuple[tuple[_Member, ...], ...]:
     """Connected components: ``members`` joined by ``pairs``, in the order of ``Groups``."""
     parent = {member: member for member in members}
 
     # Union-find with path halving: a log or a dump may have a hundred thousand ranks.
-    def find_root(member: int) -> int:
+    def find_root(member: _Member) -> _Member:
         while parent[member] != member:
             parent[member] = parent[parent[member]]
             member = parent[member]
@@ -101,10 +104,16 @@ def find_components(members: Iterable[int], pairs: Iterable[tuple[int, int]]) ->
 
     for one, other in pairs:
         parent[find_root(one)] = find_root(other)
-    groups: dict[int, list[int]] = {}
+    groups: dict[_Member, list[_Member]] = {}
     for member in sorted(parent):
         groups.setdefault(find_root(member), []).append(member)
     return tuple(sorted(tuple(group) for group in groups.values()))
+
+
+def number_names(names: Iterable[Hashable]) -> list[int]:
+    """Each name as a number, in order of its first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def freeze(value: Any) -> Any:
