@@ -75,22 +75,22 @@ def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
     """
     ranks = range(topology.world_size)
     nodes = [0 if topology.nodes is None else int(topology.nodes[rank]) for rank in ranks]
-    if topology.domains is None:
-        near = _group_ranks([(nodes[rank],) for rank in ranks])
-        found = {"node": near, "network": _group_across(near)}
-    else:
-        domains = [int(topology.domains[rank]) for rank in ranks]
-        near = _group_ranks([(nodes[rank], domains[rank]) for rank in ranks])
-        of_node: dict[int, list[list[int]]] = defaultdict(list)
-        for group in near:
-            of_node[nodes[group[0]]].append(group)
-        found = {
-            "domain": near,
-            "node": [group for one in of_node.values() for group in _group_across(one)],
-            "network": _group_across(_group_ranks([(nodes[rank],) for rank in ranks])),
-        }
-    even = {name: _split_evenly(groups) for name, groups in found.items()}
-    return {name: groups for name, groups in even.items() if groups}
+    # What the ranks of each class of links share, the nearest first.
+    shared: dict[str, list[Any]] = {"node": nodes, "network": [0] * len(ranks)}
+    if topology.domains is not None:
+        shared = {"domain": [*zip(nodes, topology.domains.tolist(), strict=True)], **shared}
+    found = {}
+    parts = [[rank] for rank in ranks]
+    for name, keys in shared.items():
+        wholes: dict[Any, list[list[int]]] = defaultdict(list)
+        for part in parts:
+            wholes[keys[part[0]]].append(part)
+        # The first ranks of all parts, then their second ranks, up to the size of the smallest.
+        groups = [list(group) for one in wholes.values() for group in zip(*one, strict=False)]
+        if even := _split_evenly(groups):
+            found[name] = even
+        parts = [sorted(rank for part in one for rank in part) for one in wholes.values()]
+    return found
 
 
 def time_exchanges(
@@ -186,18 +186,6 @@ def _time_steadily(call: Callable[[], object] | None, device: torch.device, repe
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(median(slowest.tolist()))
-
-
-def _group_ranks(keys: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, key in enumerate(keys):
-        found[key].append(rank)
-    return list(found.values())
-
-
-def _group_across(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The first ranks of all groups, then their second ranks, up to the size of the smallest."""
-    return [list(ranks) for ranks in zip(*groups, strict=False)]
 
 
 def _split_evenly(groups: Sequence[Sequence[int]]) -> list[list[int]]:

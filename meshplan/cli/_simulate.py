@@ -174,50 +174,32 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
     if numel is None:
         room = _DRAWN // (layout.world_size * max(len(sequences), 1) * len(algorithms))
         numel = max(_LEAST, min(_MOST, 1 << max(room.bit_length() - 1, 0)))
-    rows = [
-        (
+    rows: list[dict[str, Any]] = []
+    table = [("order", "algorithm", "replicas", "differ")]
+    for steps, name in track("simulating order", [*itertools.product(sequences, algorithms)]):
+        found = planner.simulate(
+            layout,
+            topology,
             steps,
-            planner.simulate(
-                layout,
-                topology,
-                steps,
-                algorithm=name,
-                dtype=dtype,
-                numel=numel,
-                seed=seed,
-                src=src,
-            ),
+            algorithm=name,
+            dtype=dtype,
+            numel=numel,
+            seed=seed,
+            src=src,
         )
-        for steps in track("simulating order", sequences)
-        for name in algorithms
-    ]
-    facts = {
-        "dtype": dtype,
-        "numel": numel,
-        "seed": seed,
-        "model": _MODEL,
-        "rows": [
+        rows.append(
             {
                 "order": [list(step) for step in steps],
-                "algorithm": found.algorithm,
+                "algorithm": name,
                 "replicas": found.replicas,
                 "differing": found.differing,
                 "ulps": found.ulps,
                 "steps": [asdict(step) for step in found.per_step],
             }
-            for steps, found in rows
-        ],
-    }
-    table = [("order", "algorithm", "replicas", "differ")]
-    table += [
-        (
-            format_steps(steps),
-            found.algorithm,
-            str(found.replicas),
-            f"{found.differing:.1%}",
         )
-        for steps, found in rows
-    ]
+        different = f"{found.differing:.1%}"
+        table.append((format_steps(steps), name, str(found.replicas), different))
+    facts = {"dtype": dtype, "numel": numel, "seed": seed, "model": _MODEL, "rows": rows}
     about = f"{_describe_elements(numel, dtype)}, seed {seed}"
     return _format_mesh(given, layout, topology, facts, about, table, [_MODEL])
 
@@ -285,22 +267,29 @@ class _Row:
     found: Prediction
     low: float
     high: float
+    ratios: list[float]  # its time as a multiple of that of meshplan's plan, lowest and highest
 
-    def to_json(self, plan: _Row) -> dict[str, Any]:
-        times = {"low": round(self.low), "high": round(self.high)}
-        ratios = self.compare_to(plan)
-        return {
-            "way": self.name,
-            **self.found.to_json(),
-            **times,
-            "to_meshplan": ratios,
-        }
+    def to_json(self) -> dict[str, Any]:
+        times = {"low": round(self.low), "high": round(self.high), "to_meshplan": self.ratios}
+        return {"way": self.name, **self.found.to_json(), **times}
 
-    def compare_to(self, plan: _Row) -> list[float]:
-        """The range of its time as a multiple of the time of meshplan's plan; empty without."""
-        if self is plan or not plan.low:
-            return []
-        return [float(f"{one:.2g}") for one in (self.low / plan.high, self.high / plan.low)]
+    @property
+    def time(self) -> str:
+        return " to ".join(planner.format_time(round(one)) for one in (self.low, self.high))
+
+    @property
+    def ratio(self) -> str:
+        return " to ".join(f"{one:g}" for one in self.ratios)
+
+    def format_cells(self) -> tuple[str, ...]:
+        steps = zip(self.found.steps, self.found.how, strict=True)
+        cost = self.found.cost
+        sent = map(planner.format_bytes, (cost.network, cost.node, cost.domain))
+        how = ", ".join(f"{'+'.join(axes)} {how}" for axes, how in steps)
+        return self.name, how, self.time, self.ratio, *sent
+
+
+_HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
 
 
 def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
@@ -313,14 +302,11 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
     facts = {
         **model.to_json(dtype),
         "numel": numel,
-        "rows": [row.to_json(rows[0]) for row in rows],
+        "rows": [row.to_json() for row in rows],
     }
-    cells = [_format_cells(row, rows[0]) for row in rows if rows[0].found.steps]
-    about, notes = (
-        _describe_message(numel, dtype),
-        model.describe(layout.world_size),
-    )
-    return _format_mesh(given, layout, topology, facts, about, [_HEAD, *cells], notes)
+    table = [_HEAD, *(row.format_cells() for row in rows if rows[0].found.steps)]
+    about, notes = _describe_message(numel, dtype), model.describe(layout.world_size)
+    return _format_mesh(given, layout, topology, facts, about, table, notes)
 
 
 def _predict_rows(
@@ -350,19 +336,26 @@ def _predict_rows(
     orders: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
     named = [(format_steps(steps), steps) for steps in orders]
 
-    def make(name: str, steps: Steps, algorithm: Any) -> _Row:
-        found = planner.predict_backend(problem, steps, algorithm, model.calibration)
-        return _Row(name, found, *model.errors.widen(found.cost))
+    rows: list[_Row] = []
 
-    plan = planner.predict_plan(problem)
-    rows = [_Row("meshplan", plan, *model.errors.widen(plan.cost))]
+    def add(name: str, found: Prediction) -> None:
+        low, high = model.errors.widen(found.cost)
+        plan = rows[0] if rows and rows[0].low else None
+        ratios = () if plan is None else (low / plan.high, high / plan.low)
+        rows.append(_Row(name, found, low, high, [float(f"{one:.2g}") for one in ratios]))
+
+    def add_backend(name: str, steps: Steps, algorithm: Any) -> None:
+        add(name, planner.predict_backend(problem, steps, algorithm, model.calibration))
+
+    add("meshplan", planner.predict_plan(problem))
     if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
         named = [("torch, axis by axis", tuple((axis,) for axis in wide))]
     algorithms: list[Any] = ["ring", "tree"] if given.algorithm == "both" else [given.algorithm]
     every: Any = "best" if given.algorithm == "both" else given.algorithm
-    rows += [make(name, steps, every) for name, steps in named]
-    if wide and (given.flat or not given.reduce_order):
-        rows += [make(f"one {one}", (wide,), one) for one in algorithms]
+    for name, steps in named:
+        add_backend(name, steps, every)
+    for one in algorithms if wide and (given.flat or not given.reduce_order) else ():
+        add_backend(f"one {one}", (wide,), one)
     return rows
 
 
@@ -393,14 +386,12 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> s
             topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE)
             rows = _predict_rows(given, model, layout, topology, ["P", "P"], numel, dtype)
             mesh = dict(zip(layout.axes, layout.sizes, strict=True))
-            found = [row.to_json(rows[0]) for row in rows]
+            found = [row.to_json() for row in rows]
             blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": found})
-            head = [
-                "GPUs",
-                *(row.name for row in rows),
-                "a rank sends over the network",
-            ]
-            cells.append([str(ranks), *_format_times(rows)])
+            head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
+            times = [f"{row.time} ({row.ratio})" if row.ratio else row.time for row in rows]
+            sent = [planner.format_bytes(row.found.cost.network) for row in rows]
+            cells.append([str(ranks), *times, ", ".join(sent)])
         lines += [
             f"{_describe_message(numel, dtype)}:",
             *format_table([head, *cells]),
@@ -413,41 +404,6 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> s
         "each as a multiple of meshplan's"
     )
     return "\n".join([first, *lines, *model.describe(max(CLUSTERS))])
-
-
-def _format_times(rows: Sequence[_Row]) -> list[str]:
-    times = [
-        _format_range(row) + (f" ({ratios})" if (ratios := _format_ratios(row, rows[0])) else "")
-        for row in rows
-    ]
-    return [
-        *times,
-        ", ".join(planner.format_bytes(row.found.cost.network) for row in rows),
-    ]
-
-
-def _format_range(row: _Row) -> str:
-    low, high = (planner.format_time(round(one)) for one in (row.low, row.high))
-    return f"{low} to {high}"
-
-
-def _format_ratios(row: _Row, plan: _Row) -> str:
-    return " to ".join(f"{one:g}" for one in row.compare_to(plan))
-
-
-_HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
-
-
-def _format_cells(row: _Row, plan: _Row) -> tuple[str, ...]:
-    found = row.found
-    steps = ", ".join(
-        f"{'+'.join(axes)} {how}" for axes, how in zip(found.steps, found.how, strict=True)
-    )
-    sent = map(
-        planner.format_bytes,
-        (found.cost.network, found.cost.node, found.cost.domain),
-    )
-    return row.name, steps, _format_range(row), _format_ratios(row, plan), *sent
 
 
 def _describe_message(numel: int, dtype: str) -> str:

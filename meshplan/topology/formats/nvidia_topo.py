@@ -69,8 +69,8 @@ class _Table:
         self.nic_rows: dict[str, _Row] = {}
         self.cells = 0
         for number, line in enumerate(_split_lines(text), 1):
-            if row := _ROW.search(line):
-                self._add_row(row, line, number)
+            if found := _ROW.search(line):
+                self._add_row(found, line, number)
             elif header := _COLUMNS.match(line, max(line.find("GPU"), 0)):
                 self._add_header(header, line, number)
         if not self.rows:

@@ -27,22 +27,10 @@ _CONF = re.compile(
 )
 _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
-_CONF_KEYS = {
-    "blockname",
-    "blocksizes",
-    "switchname",
-    "nodes",
-    "switches",
-    "linkspeed",
-}
+_CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
 # Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
 _SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
-_NAMES = {
-    "block",
-    "switch",
-    "ring",
-    "name",
-}  # keys of topology.yaml with the name of a thing
+_NAMES = {"block", "switch", "ring", "name"}  # keys of topology.yaml with the name of a thing
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.
 _Piece = str | list[tuple[int, int, int]]
@@ -182,33 +170,20 @@ def _format_node(node: Any) -> str:
     return ",".join(one.value for one in items if one.id == "scalar")
 
 
-def _split_lines(text: str) -> Iterator[tuple[int, str]]:
-    line, counted = 1, 0
-    for number, match in enumerate(re.finditer(r"\S[^\n]*", text)):
-        line += text.count("\n", counted, match.start())
-        counted = match.start()
-        if number == _MOST_LINES:
-            raise TopologyInputError(f"more than {_MOST_LINES:,} lines", line=line)
-        yield line, text[text.rfind("\n", 0, counted) + 1 : match.end()].rstrip()
-
-
 def _join_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines without comments, those that end in a backslash joined, by their first number."""
+    if text.count("\n") > _MOST_LINES:
+        raise TopologyInputError(f"more than {_MOST_LINES:,} lines")
     pieces: list[str] = []
-    first = last = 0
-    for line, content in _split_lines(text):
-        if pieces and line > last + 1:  # a blank line ends what a backslash goes on with
-            yield first, "".join(pieces)
-            pieces = []
+    first = 1
+    for line, content in enumerate([*text.split("\n"), ""], 1):
+        first = first if pieces else line
         content = content.partition("#")[0].rstrip()
-        first, last = (first if pieces else line), line
         pieces.append(content.removesuffix("\\"))
         if not content.endswith("\\"):
             if any(pieces):
                 yield first, "".join(pieces)
-            pieces = []
-    if any(pieces):
-        yield first, "".join(pieces)
+            pieces.clear()
 
 
 class _Outline:
