@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from meshplan.errors import TopologyInputError
 from meshplan.topology import Reading
 from meshplan.topology.formats.nccl_topology import (
-    format_spans,
     parse,
     parse_number,
     parse_numbers,
@@ -380,12 +379,6 @@ def test_numbers_are_parsed_strictly() -> None:
     found = parse('<a><gpu i="2" j="1" k="1"/><gpu i="0" j="1"/></a>')[1:]
     assert parse_numbers(found, "i") == [2, 0]
     assert parse_numbers(found, "j") is parse_numbers(found, "k") is None
-
-
-def test_long_spans_are_abbreviated() -> None:
-    assert format_spans([]) == ""
-    assert format_spans([6, 0, 1, 2, 3, 4]) == "0-4, 6"
-    assert format_spans(range(0, 100, 2)).endswith("36, 38, ... 30 more")
 
 
 @given(st.text(alphabet="<>/!?ab-[]&;\"'= \n\ud800\0", max_size=40))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
-from meshplan._message_text import format_runs
+from meshplan._message_text import format_first, format_runs
 from meshplan.errors import TopologyInputError
 from meshplan.topology._reading import Groups, Note, Reading, find_components
 
@@ -117,12 +117,6 @@ def parse_numbers(elements: Iterable[Element], name: str) -> list[int] | None:
     return known if len(set(known)) == len(found) else None
 
 
-def format_spans(indices: Iterable[int]) -> str:
-    """For messages: ``0-4, 6`` for 0, 1, 2, 3, 4, 6."""
-    runs = format_runs(indices)
-    return ", ".join(runs[:20]) + (f", ... {len(runs) - 20} more" if len(runs) > 20 else "")
-
-
 Pairs = dict[tuple[int, int], tuple[int, int]]
 
 KIND = "NCCL topology XML"
@@ -134,8 +128,8 @@ _CPU_CLASS = "0x068001"  # IBM's bridge from a GPU to its CPU; NCCL takes it for
 _HIDDEN = re.compile(r"f{7,8}:f+(:f+)?(\.\d)?")
 _GPU_CLASS = re.compile(r"0x(03|12)", re.IGNORECASE)
 _DUMPED = ("dev", "sm", "rank")
-# For `find_components`: GPUs are numbered from 0 on, switches from -1 down.
-_HIDDEN_SWITCH = -1
+# An end of a link: a GPU with its host and bus id, the switch of a host, or the hidden one.
+_End = tuple[str, ...]
 
 
 def recognises(text: str) -> bool:
@@ -171,6 +165,11 @@ def read(text: str) -> Reading:
     )
 
 
+def _format_gpus(indices: Iterable[int]) -> str:
+    """``0-4, 6`` for 0, 1, 2, 3, 4, 6."""
+    return format_first(format_runs(indices), 20)
+
+
 @dataclass(slots=True)
 class _Gpu:
     element: Element
@@ -180,8 +179,13 @@ class _Gpu:
     known: bool
     index: int = -1
     links: int = 0
-    # Number of links, by the index of the other GPU, or by the number of the switch.
-    to: dict[int, int] = field(default_factory=dict)
+    to: dict[_End, int] = field(default_factory=dict)  # number of links to each end
+    is_unclear: bool = False  # whether a link may lead to another GPU or to none
+
+    @property
+    def end(self) -> _End:
+        # Bus ids repeat on every host. Parts of one GPU have one bus id.
+        return "gpu", self.host or "", self.bus or f"number {self.index}"
 
 
 class _System:
@@ -197,8 +201,6 @@ class _System:
             )
             for e in found
         ]
-        # The number of each host's switch.
-        self.switch = {gpu.host: -2 - i for i, gpu in enumerate(self.gpus)}
         self.by = next((name for name in ("rank", "dev") if parse_numbers(found, name)), "")
         for index, gpu in zip(
             parse_numbers(found, self.by) or range(len(found)),
@@ -207,9 +209,9 @@ class _System:
         ):
             gpu.index = index
         # Two <gpu> of one <pci> are parts of one GPU; links point to the first.
-        self.at: dict[tuple[str | None, str], _Gpu] = {}
+        self.at: dict[_End, _Gpu] = {}
         for gpu in self.gpus:
-            first = self.at.setdefault((gpu.host, gpu.bus), gpu) if gpu.bus else gpu
+            first = self.at.setdefault(gpu.end, gpu)
             if gpu.element.parent is not first.element.parent:
                 raise TopologyInputError(
                     f"GPUs {first.index} and {gpu.index} have one bus id, {gpu.bus[:40]!r}; pass "
@@ -221,20 +223,17 @@ class _System:
         self.bare = [pci for pci in empty if _GPU_CLASS.match(pci.attributes.get("class", ""))]
         self.selves: list[Element] = []
         self.strangers: list[Element] = []
-        unclear: set[int] = set()
         owner: dict[Element | None, _Gpu] = {gpu.element: gpu for gpu in self.gpus}
         for element in elements:
             if element.tag in _LINKS and element.parent in owner:
-                gpu = owner[element.parent]
-                if not self._add(gpu, element):
-                    unclear.add(gpu.index)
+                self._add(owner[element.parent], element)
         self.looped = {owner[link.parent].index for link in self.selves}
-        # A GPU with links to itself only has links to unknown ends.
-        unclear |= {gpu.index for gpu in self.gpus if gpu.index in self.looped and not gpu.links}
-        self.unknown = [gpu for gpu in self.gpus if not gpu.known or gpu.index in unclear]
+        for gpu in self.gpus:
+            # A GPU with links to itself only has links to unknown ends.
+            gpu.is_unclear |= gpu.index in self.looped and not gpu.links
+        self.unknown = [gpu for gpu in self.gpus if not gpu.known or gpu.is_unclear]
 
-    def _add(self, gpu: _Gpu, link: Element) -> bool:
-        """True if the end of the link is known."""
+    def _add(self, gpu: _Gpu, link: Element) -> None:
         target = link.attributes.get("target", "").strip().lower()
         tclass = link.attributes.get("tclass", "").strip().lower()
         count = parse_number(link.attributes.get("count", "").strip())
@@ -247,37 +246,37 @@ class _System:
             )
         if target == gpu.bus:
             self.selves.append(link)
-            return True
+            return
         gpu.known = True
         if not count or tclass == _CPU_CLASS:
-            return True
+            return
         gpu.links += count
-        # Bus ids repeat on every host.
-        if peer := self.at.get((gpu.host, target)):
-            end = peer.index
-        elif _HIDDEN.fullmatch(target):
-            end = _HIDDEN_SWITCH
-        elif tclass == _SWITCH_CLASS:
-            end = self.switch[gpu.host]
-        else:
-            # A GPU that the job does not use, or a switch without the class of one.
-            self.strangers.append(link)
-            return bool(_GPU_CLASS.match(tclass))
+        end: _End = ("gpu", gpu.host or "", target)
+        if end not in self.at:
+            if _HIDDEN.fullmatch(target):
+                end = ("hidden switch",)
+            elif tclass == _SWITCH_CLASS:
+                end = ("switch", gpu.host or "")
+            else:
+                # A GPU that the job does not use, or a switch without the class of one.
+                self.strangers.append(link)
+                gpu.is_unclear |= not _GPU_CLASS.match(tclass)
+                return
         gpu.to[end] = gpu.to.get(end, 0) + count
-        return True
 
     def find_domains(self) -> Groups:
-        indices = [gpu.index for gpu in self.gpus]
-        switches = {_HIDDEN_SWITCH, *self.switch.values()}
-        joined = [(gpu.index, end) for gpu in self.gpus for end in gpu.to]
-        joined += [(gpu.index, self.at[gpu.host, gpu.bus].index) for gpu in self.gpus if gpu.bus]
-        found = find_components([*indices, *switches], joined)
-        groups = (tuple(one for one in group if one >= 0) for group in found)
-        return tuple(sorted(group for group in groups if group))
+        joined = [(gpu.end, end) for gpu in self.gpus for end in gpu.to]
+        ends = {gpu.end for gpu in self.gpus} | {end for _, end in joined}
+        found = find_components(ends, joined)
+        domain = {end: number for number, group in enumerate(found) for end in group}
+        groups: dict[int, list[int]] = {}
+        for gpu in self.gpus:
+            groups.setdefault(domain[gpu.end], []).append(gpu.index)
+        return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
     def find_nodes(self, domains: Groups | None) -> Groups | None:
         """Hosts, or cliques of hosts that one domain spans, which NCCL counts as one node."""
-        hosts = self.switch
+        hosts = {gpu.host for gpu in self.gpus}
         if not self.gpus or None in hosts or (domains is None and len(hosts) > 1):
             return None
         first = {gpu.host: gpu.index for gpu in reversed(self.gpus)}
@@ -287,16 +286,14 @@ class _System:
 
     def count_pairs(self) -> Pairs:
         """Number of links that two GPUs list to each other: the lower one, and the higher one."""
-        found: Pairs = {}
-        ends = {gpu.index: gpu for gpu in self.gpus}
-        for gpu in self.gpus:
-            for other, count in gpu.to.items():
-                back = ends[other].to.get(gpu.index, 0) if other >= 0 else 0
-                if gpu.index < other:
-                    found[gpu.index, other] = (count, back)
-                elif 0 <= other < gpu.index:
-                    found[other, gpu.index] = (back, count)
-        return found
+        counts = {
+            (gpu.index, self.at[end].index): count
+            for gpu in self.gpus
+            for end, count in gpu.to.items()
+            if end in self.at
+        }
+        pairs = {(min(pair), max(pair)) for pair in counts}
+        return {pair: (counts.get(pair, 0), counts.get(pair[::-1], 0)) for pair in pairs}
 
     def list_notes(self, root: Element) -> Iterator[Note]:
         if (version := root.attributes.get("version", "")) not in ("1", "2"):
@@ -314,10 +311,10 @@ class _System:
             line = self.gpus[0].element.line
             yield Note(f"not every <gpu> has a rank of its own; numbered {how}", line=line)
         if self.selves:
-            found = f"links of GPU {format_spans(self.looped)} to itself are ignored"
+            found = f"links of GPU {_format_gpus(self.looped)} to itself are ignored"
             yield Note(found, line=self.selves[0].line)
         if self.unknown:
-            unknown = format_spans(gpu.index for gpu in self.unknown)
+            unknown = _format_gpus(gpu.index for gpu in self.unknown)
             yield Note(
                 f"the ends of the links of GPU {unknown} are unknown: an input for NCCL, or a "
                 "virtual machine; so domains are unknown",
@@ -343,7 +340,7 @@ class _System:
         if len(counts) > 1:
             most = sorted(counts.items(), key=lambda item: -len(item[1]))
             found = "; ".join(
-                f"{n} on GPU {format_spans(g.index for g in gs)}" for n, gs in most[:8]
+                f"{n} on GPU {_format_gpus(g.index for g in gs)}" for n, gs in most[:8]
             )
             few = min(most[1][1], key=lambda gpu: gpu.element.line)
             yield Note(
