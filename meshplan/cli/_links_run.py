@@ -43,10 +43,7 @@ _CALLS, _WARM_UP = 20, 2
 
 
 def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]:
-    """The links as JSON, and a line about them; the same on all ranks. ``TopologyError`` for a job
-    of one rank or times that fit no model, ``GroupAgreementError`` and ``GroupStateError`` for
-    missing ranks and GPUs, and torch's errors if the ranks cannot be connected.
-    """
+    """The links as JSON, and a line about them; the same on all ranks."""
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     with open_default_group(backend, timeout) as device:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -189,7 +186,6 @@ def _time_steadily(call: Callable[[], object] | None, device: torch.device, repe
 
 
 def _split_evenly(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The groups of two or more ranks, split into pieces of one size."""
     several = [group for group in groups if len(group) > 1]
     size = min((MOST_RANKS, *map(len, several)))
     pieces = (

@@ -30,7 +30,6 @@ exit status:
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(
         verbs,
         "lint",

@@ -74,7 +74,6 @@ class FilePatterns:
     folder: str = "."  # that paths begin in
 
     def match(self, path: str) -> bool:
-        """Whether a pattern matches a file or a directory above it."""
         if not self.patterns:
             return False
         parts = os.path.relpath(path, self.folder or ".").split(os.sep)
@@ -105,7 +104,6 @@ class FileReader:
         self.texts[name] = text
 
     def read(self, name: str) -> JobFile:
-        """The jobs of a file. Raises MeshplanError: it is unreadable or invalid."""
         if name not in self._files:
             if name not in self.texts:
                 self.texts[name] = read_content(name)
@@ -136,9 +134,7 @@ class FileReader:
         return self._files[key]
 
     def read_for(self, name: str, ranks: int) -> JobFile:
-        """The jobs of a file that `read` has read, with this number of ranks. Raises MeshplanError:
-        no mesh has that many.
-        """
+        """The jobs of a file that `read` has read, with this number of ranks."""
         options = RankOptions(ranks, arguments=self.ranks.arguments)
         return read_jobs(name, self.texts.get(name, ""), options)
 
@@ -162,7 +158,6 @@ class FileReader:
 
 
 def _skip(name: str, error: MeshplanError) -> Skipped:
-    """The error, at its line of the file."""
     text = str(error.args[0])
     place = re.match(rf"{re.escape(str(Source(name)))}(?::(\d+))?: ", text)
     if place is None:
@@ -175,8 +170,7 @@ def expand_names(
     names: Sequence[str],
 ) -> tuple[list[str], list[str], dict[str, str]]:
     """The files, the directories and the matches of patterns of a command line, each once. A match
-    has the directory in front of the first wildcard. Raises PolicyError: a pattern that matches no
-    file, or axes that are in no ``--mesh``.
+    has the directory in front of the first wildcard.
     """
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
@@ -247,7 +241,6 @@ def find_files(
 
 
 def _find_ignored(folder: str, paths: Sequence[str]) -> set[str]:
-    """Those that git ignores; none without git or outside of a repository."""
     import subprocess  # here, because single files and meshes need no git
 
     # Relative names, for git refuses paths through links; a repository may name a program to run.
@@ -281,8 +274,6 @@ def _is_description(file: Path) -> bool:
 
 @dataclass(slots=True)
 class NamedInput:
-    """One input that describes jobs."""
-
     name: str
     kind: InputKind
     file: JobFile
@@ -308,8 +299,6 @@ class NamedInput:
 
 @dataclass(slots=True)
 class LintRequest:
-    """The inputs of one command."""
-
     reader: FileReader
     # Those that describe jobs, in the order of the command
     inputs: list[NamedInput] = field(default_factory=list)
@@ -329,12 +318,10 @@ class LintRequest:
 
     @property
     def jobs(self) -> list[tuple[Job, Cluster]]:
-        """All jobs, each with its cluster."""
         return [job for one in self.inputs for job in one.jobs]
 
     @property
     def skipped(self) -> list[Skipped]:
-        """All meshes of named inputs that could not be read."""
         return [two for one in self.inputs if not one.is_found for two in one.file.skipped]
 
     def read_topology(self, name: str) -> Reading:
@@ -345,10 +332,7 @@ class LintRequest:
 
 
 def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
-    """Read all inputs of the command line. Placement options replace all placement settings of a
-    configuration. Raises MeshplanError for an invalid command, and if no input can be read or none
-    has a mesh.
-    """
+    """Read all inputs of the command line; MeshplanError if none can be read or none has a mesh."""
     request = LintRequest(reader)
     names, folders, matches = expand_names(given.files)
     if "-" in names:
@@ -392,7 +376,7 @@ def read_request(given: argparse.Namespace, reader: FileReader) -> LintRequest:
 
 
 def _read_command(given: argparse.Namespace, reader: FileReader) -> list[NamedInput]:
-    """The script of ``--run``, to which the arguments after ``--`` belong, or these arguments."""
+    """The script of ``--run``, to which the arguments after ``--`` belong, or only these."""
     if given.script is not None:
         return [NamedInput(given.script, "file", reader.run(given.script, given.arguments))]
     if not given.arguments:
@@ -412,9 +396,7 @@ def _read_standard_input(given: argparse.Namespace, reader: FileReader) -> str:
 
 
 def read_ranks(given: argparse.Namespace) -> RankOptions:
-    """Ranks of the job, for files that do not specify them: ``--world-size``, or from the hosts;
-    and the arguments of a program.
-    """
+    """For files that do not specify ranks: those of ``--world-size``, or of the hosts."""
     inputs = read_inputs(given)
     hosts = inputs.hosts[0] if len(inputs.hosts) == 1 else None
     per_host = inputs.node_size or inputs.domain_size
@@ -434,10 +416,7 @@ def _find_config(
     folders: Sequence[str],
     reader: FileReader,
 ) -> NamedInput | None:
-    """The configuration: that of ``--config``, one of the files, in this folder, or in a named one.
-    Raises PolicyError: several of the files have different settings; MeshplanError: it is
-    unreadable or invalid.
-    """
+    """That of ``--config``, one of the files, in this folder or above it, or in a named one."""
     if given.config is not None:
         path = os.path.abspath(given.config)
         named = next((one for one in files if os.path.abspath(one.name) == path), None)

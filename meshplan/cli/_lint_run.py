@@ -70,8 +70,6 @@ from meshplan.topology import Cluster, Inputs, Reading, read_cluster
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The result of one pass over the inputs."""
-
     report: LintReport
     facts: Sequence[JobFacts]
     settings: Settings
@@ -79,7 +77,6 @@ class _Run:
     errors: tuple[MeshplanError, ...]  # why inputs that the user named cannot be read or placed
 
     def find_status(self, *, exit_zero: bool) -> int:
-        """The exit status."""
         if self.errors:
             return 2
         fails = any(SEVERITIES.index(one.severity) >= self.level for one in self.report.findings)
@@ -88,9 +85,7 @@ class _Run:
 
 
 def run_lint(given: argparse.Namespace) -> int:
-    """Lint the inputs of the command, write the report; the exit status. Raises MeshplanError: the
-    command or its input is invalid.
-    """
+    """Lint the inputs of the command and write the report; the exit status."""
     if given.write and not given.fix:
         raise PolicyError("--write needs --fix; add it, or leave out --write")
     if given.write and "-" in given.files:
@@ -243,7 +238,6 @@ def _report(
 
 
 def _describe_unlisted(request: LintRequest) -> str:
-    """The number of files that were not named and not judged."""
     count = sum(one.is_found and bool(one.file.skipped) for one in request.inputs)
     remedy = "--strict lists them"
     remedy += ", --node-size 8 places the ranks" * request.is_unplaced
@@ -289,8 +283,7 @@ _TRAY, _RACK = 4, 72  # GPUs
 
 def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
     """Find the cluster of each job: by options, by ``--config``, or by its own file. Placement
-    options replace all placement settings of a configuration. Raises MeshplanError if no input can
-    be placed.
+    options replace all placement settings of a configuration.
     """
     config = request.config
     options = read_inputs(given) if list_placement_options(given) else None
@@ -449,7 +442,6 @@ def _find_live(given: argparse.Namespace, placement: Inputs | None) -> Cluster |
 
 
 def _explain_roles(job: Job, axes: Sequence[str], roles: Iterable[str]) -> str:
-    """The axes without a role, with the line for the configuration."""
     # A guess: two axes without a role are often replicas, then shards.
     guesses = ["replicate"] * (len(axes) - 1) + ["shard"]
     line = ", ".join(f'{axis} = "{role}"' for axis, role in zip(axes, guesses, strict=True))
@@ -610,9 +602,6 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,6}))?(?:[-+.].{0,40})?", 
 
 
 def read_variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environ``, overridden by ``KEY=VALUE`` texts; ``PolicyError`` for another
-    form.
-    """
     found = dict(environ)
     for text in given:
         key, equals, value = text.partition("=")

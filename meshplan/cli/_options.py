@@ -94,7 +94,6 @@ def add_timeout(parser: Any, default: float | None = 300.0) -> None:
 
 
 def add_placement(parser: argparse.ArgumentParser) -> Any:
-    """Add the group of the options that `read_inputs` reads, and return it."""
     group = parser.add_argument_group("placement of ranks")
     for name, options in PLACEMENT_OPTIONS.items():
         group.add_argument(_format_flag(name), *_ALIASES.get(name, ()), **options)
@@ -131,9 +130,7 @@ def read_hosts(text: str) -> tuple[int, ...]:
 def find_cluster(
     inputs: Inputs, world_size: int, read: Callable[[str], Reading] | None = None
 ) -> Cluster | None:
-    """The placement of the ranks of a job, by options and environment; ``None`` if unknown,
-    ``TopologyError`` if invalid. ``read`` reads a file, for a verb that places several jobs.
-    """
+    """The placement of the ranks of a job, by options and environment; ``None`` if unknown."""
     from meshplan.topology import read_cluster
     from meshplan.topology._files import read_file
 
@@ -159,7 +156,6 @@ def add_links(parser: Any) -> None:
 
 
 def read_links(given: argparse.Namespace) -> Links | None:
-    """The links in the file of ``--links``; ``TopologyError`` if it is unreadable or invalid."""
     if given.links is None:
         return None
     from meshplan.topology import Links
@@ -179,16 +175,13 @@ def read_number(
     least: int = 1,
     error: type[MeshplanError] = PolicyError,
 ) -> int:
-    """The whole number of an option; ``error`` if it is not an integer of ``least`` or more."""
     if re.fullmatch(r"[0-9]{1,10}", text.strip()) and least <= int(text) <= 10**9:
         return int(text)
     raise error(f"{option}: use an integer from {least} to {10**9}, got {quote(text)}")
 
 
 def read_dtype(text: str) -> str:
-    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``;
-    ``PolicyError`` if it is unknown or cannot be reduced.
-    """
+    """The name of a dtype from its full or short form, e.g. ``bf16``, ``torch.float32``."""
     short = text.strip().lower().removeprefix("torch.")
     for name, others in _DTYPES.items():
         if short == name or short in others:
@@ -208,9 +201,7 @@ def read_placements(text: str, option: str) -> list[str]:
 
 
 def read_steps(text: str, option: str) -> Steps:
-    """The axes of each reduction in ``tp,ddp+fsdp``; ``PolicyError`` for text without names of
-    axes.
-    """
+    """The axes of each reduction in ``tp,ddp+fsdp``."""
     steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
     for axis in (axis for step in steps for axis in step):
         if not re.fullmatch("[A-Za-z0-9_]{1,64}", axis):

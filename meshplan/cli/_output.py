@@ -15,9 +15,8 @@ from meshplan.lint._reporters.text import escape_line
 
 
 def say(text: str, *, fits: bool = False) -> None:
-    """Write lines to standard output and flush; ``PolicyError`` if it is closed or cannot be
-    written. With ``fits``, lines longer than those of a terminal continue indented: not for other
-    programs.
+    """Write lines to standard output and flush. With ``fits``, lines longer than those of a
+    terminal continue indented: not for other programs.
     """
     # A reader that leaves early does not change the status.
     columns = _find_columns()
@@ -74,7 +73,6 @@ def refuse(error: Exception) -> int:
 
 
 def save(name: str, text: str) -> None:
-    """Write a file; ``PolicyError`` if it cannot be written."""
     try:
         Path(name).write_text(text, encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError) as error:
@@ -82,9 +80,7 @@ def save(name: str, text: str) -> None:
 
 
 def try_to_open(name: str) -> None:
-    """Check that a file can be written before a long computation, or raise ``PolicyError``. Its
-    content stays.
-    """
+    """Check before a long computation that a file can be written. Its content stays."""
     try:
         path = Path(name)
         is_new = not path.exists()
@@ -151,7 +147,6 @@ def _make_error(name: str, error: Exception) -> PolicyError:
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:
-    """Write, and return the error if that fails."""
     if stream is None:  # closed when the process began
         return OSError("it is closed")
     # Names of files may have characters that the encoding of a terminal lacks.

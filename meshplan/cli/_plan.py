@@ -99,7 +99,6 @@ def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def show_plan(given: argparse.Namespace) -> str:
-    """The plan as text or JSON; ``MeshplanError`` for invalid options."""
     from meshplan.planner import hazards, plan
     from meshplan.topology import Topology
 

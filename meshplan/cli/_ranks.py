@@ -25,8 +25,7 @@ _DONE = "meshplan/lint/done"
 @contextmanager
 def open_default_group(backend: str, timeout: float) -> Iterator[torch.device]:
     """The default group while it is needed, with ``timeout`` seconds for every wait, and the device
-    of its tensors: for ``"nccl"`` a GPU (``GroupStateError`` without one), else the CPU. torch's
-    errors if the ranks cannot be connected.
+    of its tensors: for ``"nccl"`` a GPU, else the CPU.
     """
     device = torch.device("cpu")
     if backend == "nccl":
@@ -46,10 +45,7 @@ def open_default_group(backend: str, timeout: float) -> Iterator[torch.device]:
 
 
 def find_live_cluster(environ: Mapping[str, str], timeout: float) -> Cluster:
-    """Gather the placement of all ranks; every rank calls it, and gets the same result. ``environ``
-    is of a process that torchrun started. ``TopologyError`` without a launcher or connection,
-    ``GroupAgreementError`` names ranks that are missing after ``timeout`` seconds.
-    """
+    """Gather the placement of all ranks; every rank calls it, and gets the same result."""
     example = "lint --live --mesh ddp=8,fsdp=5"
     require_launcher(environ, "meshplan lint --live", example, TopologyError)
     try:

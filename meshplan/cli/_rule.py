@@ -26,10 +26,7 @@ def add(verbs: Any) -> None:
 
 
 def explain_rules(given: argparse.Namespace) -> str:
-    """The pages of the codes in Markdown, with ``--all`` a table of all rules and errors. As JSON,
-    one object for one code, else a list; with ``--all``, of all pages. ``PolicyError`` for an
-    unknown code.
-    """
+    """The pages of the codes in Markdown, with ``--all`` a table. As JSON, one object or a list."""
     if bool(given.codes) == given.all:
         raise PolicyError("no code; use, for example, meshplan rule MP101, or --all")
     codes = [*RULES, *ERRORS] if given.all else list(dict.fromkeys(map(find_code, given.codes)))

@@ -130,7 +130,6 @@ def simulate_or_predict(given: argparse.Namespace) -> str:
 def _read_mesh(
     given: argparse.Namespace,
 ) -> tuple[Layout, Topology, list[str] | None]:
-    """The mesh, the placement of its ranks, and the placements of ``--from``."""
     from meshplan.lint._spec import parse_mesh
 
     layout = parse_mesh(given.mesh)

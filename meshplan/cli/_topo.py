@@ -26,9 +26,6 @@ def add(verbs: Any) -> None:
 
 
 def show_readings(given: argparse.Namespace) -> str:
-    """The readings of the files as text or JSON; of one file, one JSON object.
-    ``TopologyInputError`` for the first unreadable file.
-    """
     readings = [(name, read_file(name)) for name in given.files]
     if given.output_format == "json":
         found = [reading.to_json() for _, reading in readings]

@@ -15,7 +15,6 @@ MAX_BYTES = 64 << 20
 
 
 def read_file(name: str) -> Reading:
-    """Read a file; ``-`` is standard input."""
     text = read_content(name)
     try:
         return read_text(text)
@@ -50,7 +49,6 @@ def read_content(name: str) -> str:
 
 
 def read_text(text: str) -> Reading:
-    """Read a text in the first format that recognises it."""
     for name in FORMATS:
         module = import_module(f"meshplan.topology.formats.{name}")
         if module.recognises(text):

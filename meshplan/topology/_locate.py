@@ -64,8 +64,6 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU and the devices at the other ends of its links."""
-
     # Of the device, or of the part of one that the rank uses: equal ids are one GPU.
     id: str
     bus: str  # PCI bus id, lower case, e.g. ``0000:1b:00.0``
@@ -111,7 +109,6 @@ class RankLocation:
 
     @classmethod
     def from_json(cls, found: Any) -> RankLocation:
-        """The location from the value that ``to_json`` returns."""
         try:
             known = freeze(found)
             if (gpu := known.get("gpu")) is not None:
@@ -523,7 +520,6 @@ def locate_rank(environ: Mapping[str, str], root: Path = Path("/")) -> RankLocat
 
 
 def _find_host(environ: Mapping[str, str], root: Path) -> tuple[str, str, str]:
-    """Identity, name and machine."""
     if given := environ.get("MESHPLAN_HOST", "")[:255]:
         return given, given, ""
     name = socket.gethostname()

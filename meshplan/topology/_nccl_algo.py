@@ -45,8 +45,6 @@ _ALL_PROTOCOLS = ("Tree", "Ring")
 
 @dataclass(frozen=True, slots=True)
 class NcclChoice:
-    """The elements that a variable allows."""
-
     # Elements for each collective; all elements for an unnamed one.
     allowed: Mapping[str, frozenset[str]]
     # The named collectives, or all of them if the value begins with a list for all.

@@ -49,8 +49,6 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class HostKind:
-    """One kind of host."""
-
     gpus: int  # number of its GPUs
     # Its joined GPUs, counted from 0 on; ``None`` if unknown.
     domains: Groups | None
@@ -88,7 +86,6 @@ class HostPlan:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The number of each rank's host."""
         return self.given or assign_in_order(self.per_host, self.order)
 
     @property
@@ -116,9 +113,6 @@ def is_rank_order(text: str) -> bool:
 
 
 def assign_in_order(per_host: Sequence[int], order: str) -> tuple[int, ...]:
-    """The host of each rank, with ``per_host[i]`` of them on host i: ``block``, ``cyclic``,
-    ``plane=N``.
-    """
     hosts = assign_nodes(len(per_host), per_host, order) if is_rank_order(order) else None
     if hosts is None:
         raise TopologyError(

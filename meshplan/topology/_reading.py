@@ -19,8 +19,6 @@ _Member = TypeVar("_Member", bound=Any)  # can be sorted
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A remark on an input."""
-
     message: str  # one line
     code: str = ""  # of the rule that reports it, e.g. ``MP202``; or empty
     line: int | None = None  # of the input, from 1 up; or ``None``
@@ -36,8 +34,6 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The facts of one input."""
-
     kind: str  # of the input, e.g. ``nvidia-smi topo -m``
     # GPUs or ranks that NVLink or xGMI joins, through a switch too; ``None`` if unknown.
     # Every listed GPU is in one of them.
@@ -58,14 +54,9 @@ class Reading:
     scope: Literal["host", "ranks", "cluster"] = "host"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready: kind, domains, nodes, complete, notes."""
-        return {
-            "kind": self.kind,
-            "domains": None if self.domains is None else list(map(list, self.domains)),
-            "nodes": None if self.nodes is None else list(map(list, self.nodes)),
-            "complete": self.complete,
-            "notes": [str(note) for note in self.notes],
-        }
+        names = ("kind", "domains", "nodes", "complete")
+        facts = {name: getattr(self, name) for name in names}
+        return {**facts, "notes": [str(note) for note in self.notes]}
 
 
 def compose_yaml(text: str) -> list[Any]:

@@ -196,8 +196,6 @@ _TREE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """One communicator of a log."""
-
     processes: tuple[str, ...]  # of its ranks, by rank
     # Global rank of each process, if the launcher wrote all of them; else empty.
     launched: tuple[int, ...]

@@ -40,8 +40,6 @@ _ROOT = re.compile(
 
 @dataclass(slots=True, eq=False)
 class Element:
-    """The root, or an element of ``_TAGS``."""
-
     tag: str
     attributes: dict[str, str]
     line: int
@@ -104,7 +102,6 @@ def parse(text: str) -> list[Element]:
 
 
 def parse_number(text: str | None) -> int | None:
-    """A whole number from 0 up; ``None`` for any other text."""
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 9:
         return None
     return int(text)
@@ -166,7 +163,6 @@ def read(text: str) -> Reading:
 
 
 def _format_gpus(indices: Iterable[int]) -> str:
-    """``0-4, 6`` for 0, 1, 2, 3, 4, 6."""
     return format_first(format_runs(indices), 20)
 
 

@@ -126,7 +126,6 @@ def _number_columns(words: list[str], line: int, name: re.Pattern[str]) -> dict[
 def _find_links(
     columns: dict[str, int], rows: _Rows
 ) -> tuple[set[tuple[int, int]], list[tuple[int, int]], list[Note]]:
-    """Pairs that xGMI joins, unknown pairs, and notes."""
     links: set[tuple[int, int]] = set()
     unknown: list[tuple[int, int]] = []
     notes: list[Note] = []

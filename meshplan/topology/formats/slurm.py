@@ -163,7 +163,6 @@ def _read_yaml(text: str) -> Reading:
 
 
 def _format_node(node: Any) -> str:
-    """A text, or a list of texts with commas."""
     if node.id == "scalar":
         return str(node.value)
     items = node.value if node.id == "sequence" else ()
