@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from expecttest import TestCase
 
-from meshplan.cli._simulate import CLUSTERS, NUMELS
+from meshplan.cli._plan import CLUSTERS, NUMELS
 from meshplan.planner import CALIBRATIONS
 from meshplan.topology import Link, Links
 from tests.test_cli_simulate import cells, refused, simulate

@@ -78,7 +78,8 @@ def make_parser(verbs: Sequence[str] = _VERBS) -> argparse.ArgumentParser:
     command.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parsers = command.add_subparsers(dest="verb", required=True, metavar="verb")
     for name in verbs:
-        import_module(f"meshplan.cli._{name}").add(parsers)
+        module, add = ("_plan", "add_simulate") if name == "simulate" else (f"_{name}", "add")
+        getattr(import_module(f"meshplan.cli.{module}"), add)(parsers)
     return command
 
 

@@ -59,7 +59,7 @@ def _run(given: argparse.Namespace) -> int:
     from meshplan.lint._spec import parse_mesh
     from meshplan.planner._observed_orders import compare_siblings
     from meshplan.topology._files import read_content
-    from meshplan.topology.formats._nccl_lines import (
+    from meshplan.topology.formats.nccl_log import (
         find_global_ranks,
         read_communicators,
     )

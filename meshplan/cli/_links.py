@@ -8,7 +8,7 @@ from typing import Any
 
 from meshplan._needs_torch import import_with_torch
 from meshplan.cli._launch import run_links
-from meshplan.cli._options import add_timeout, add_verb
+from meshplan.cli._options import add_texts, add_timeout, add_verb
 from meshplan.cli._output import complain, save, say, try_to_open
 from meshplan.errors import PolicyError
 
@@ -38,12 +38,8 @@ def add(verbs: Any) -> None:
         help="repetitions of each exchange (default: 20)",
     )
     add_timeout(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output-file",
-        metavar="FILE",
-        help="write the links here, not to standard output",
-    )
+    what = "write the links here, not to standard output"
+    add_texts(parser.add_argument_group("output"), ("--output-file", "FILE", what))
 
 
 def _measure(given: argparse.Namespace, is_first: bool) -> int:

@@ -6,9 +6,12 @@ import argparse
 from typing import Any
 
 from meshplan.cli._options import (
+    REPEATED,
     add_mesh,
     add_output,
     add_placement,
+    add_switches,
+    add_texts,
     add_timeout,
     add_verb,
 )
@@ -54,59 +57,10 @@ def add(verbs: Any) -> None:
         help="execute this script as one rank of --world-size N, up to its first optimizer step, "
         "and check its meshes. Arguments after -- are its own",
     )
-    group.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave out files and directories: 'tests', 'configs/old/*'; may be repeated",
-    )
-    group.add_argument(
-        "--stdin-filename",
-        metavar="FILE",
-        help="name of the file on standard input",
-    )
-    jobs = parser.add_argument_group("jobs")
-    add_mesh(jobs, action="append", default=[])
-    jobs.add_argument(
-        "--ranks",
-        metavar="RANKS",
-        help="global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]",
-    )
-    jobs.add_argument(
-        "--world-size",
-        metavar="N",
-        help="number of ranks, if a file does not specify it",
-    )
-    jobs.add_argument(
-        "--framework",
-        choices=("dtensor", "fsdp2", "ddp"),
-        help="how gradients are reduced (default: as the file does, else dtensor)",
-    )
-    jobs.add_argument(
-        "--reduce-order",
-        metavar="AXES",
-        help="axes in the order in which the job reduces them",
-    )
-    jobs.add_argument(
-        "--flatten",
-        action="append",
-        default=[],
-        metavar="AXES",
-        help="axes that the job flattens with DeviceMesh._flatten: ddp,fsdp",
-    )
-    jobs.add_argument(
-        "--dim",
-        action="append",
-        default=[],
-        metavar="N",
-        help="length of a sharded tensor dim",
-    )
-    jobs.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="the job reduce-scatters activations along model axes",
-    )
+    what = "leave out files and directories: 'tests', 'configs/old/*'; may be repeated"
+    add_texts(group, ("--exclude", "PATTERN", what), **REPEATED)
+    add_texts(group, ("--stdin-filename", "FILE", "name of the file on standard input"))
+    _add_jobs(parser)
     placement = add_placement(parser)
     placement.add_argument(
         "--live",
@@ -114,84 +68,82 @@ def add(verbs: Any) -> None:
         help="read the placement from running ranks: torchrun ... -m meshplan lint --live ...",
     )
     add_timeout(placement, None)
-    _add_environment(parser)
+    group = parser.add_argument_group("environment of NCCL")
+    what = "add a variable to those of this environment"
+    add_texts(group, ("--env", "KEY=VALUE", what), **REPEATED)
+    add_switches(group, ("--no-env", "ignore the variables of this environment"))
+    add_texts(
+        group,
+        ("--nccl-version", "V", "such as 2.30.7 (default: the installed one)"),
+        ("--driver", "V", "such as 550.54.15 (default: the running one)"),
+    )
+    _add_rules(parser)
     _add_output(parser)
 
 
-def _add_environment(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("environment of NCCL")
-    group.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="add a variable to those of this environment",
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    jobs = parser.add_argument_group("jobs")
+    add_mesh(jobs, **REPEATED)
+    what = "global rank at each coordinate of --mesh, row-major: 0,2,1,3 or [[0,2],[1,3]]"
+    add_texts(
+        jobs,
+        ("--ranks", "RANKS", what),
+        ("--world-size", "N", "number of ranks, if a file does not specify it"),
     )
-    group.add_argument(
-        "--no-env",
-        action="store_true",
-        help="ignore the variables of this environment",
+    jobs.add_argument(
+        "--framework",
+        choices=("dtensor", "fsdp2", "ddp"),
+        help="how gradients are reduced (default: as the file does, else dtensor)",
     )
-    group.add_argument(
-        "--nccl-version",
-        metavar="V",
-        help="such as 2.30.7 (default: the installed one)",
+    what = "axes in the order in which the job reduces them"
+    add_texts(jobs, ("--reduce-order", "AXES", what))
+    add_texts(
+        jobs,
+        ("--flatten", "AXES", "axes that the job flattens with DeviceMesh._flatten: ddp,fsdp"),
+        ("--dim", "N", "length of a sharded tensor dim"),
+        **REPEATED,
     )
-    group.add_argument("--driver", metavar="V", help="such as 550.54.15 (default: the running one)")
+    what = "the job reduce-scatters activations along model axes"
+    add_switches(jobs, ("--sequence-parallel", what))
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def _add_rules(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rules")
-    for option, what in (
-        ("--select", "check only these codes or prefixes: MP1,MP301"),
-        ("--extend-select", "check these too"),
-        ("--ignore", "do not check these"),
-    ):
-        group.add_argument(option, action="append", default=[], metavar="CODES", help=what)
+    add_texts(
+        group,
+        ("--select", "CODES", "check only these codes or prefixes: MP1,MP301"),
+        ("--extend-select", "CODES", "check these too"),
+        ("--ignore", "CODES", "do not check these"),
+        **REPEATED,
+    )
     group.add_argument(
         "--fail-level",
         choices=_LEVELS,
         help="lowest severity that fails (default: error)",
     )
-    group.add_argument(
-        "--allow-unjudged",
-        action="store_true",
-        help="list inputs that could not be judged, without failing",
-    )
-    group.add_argument(
-        "--strict",
-        action="store_true",
-        help="treat all files as if named: fail if one is not judged; read tests and libraries too",
-    )
-    group.add_argument(
-        "--exit-zero",
-        action="store_true",
-        help="exit with 0 whatever is found",
+    what = "treat all files as if named: fail if one is not judged; read tests and libraries too"
+    add_switches(
+        group,
+        ("--allow-unjudged", "list inputs that could not be judged, without failing"),
+        ("--strict", what),
+        ("--exit-zero", "exit with 0 whatever is found"),
     )
     group = parser.add_argument_group("configuration")
-    group.add_argument("--config", metavar="FILE", help="use this meshplan.toml or pyproject.toml")
-    group.add_argument("--isolated", action="store_true", help="use no configuration file")
+    add_texts(group, ("--config", "FILE", "use this meshplan.toml or pyproject.toml"))
+    add_switches(group, ("--isolated", "use no configuration file"))
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     group = add_output(parser, _FORMATS)
-    group.add_argument(
-        "--output-file",
-        metavar="FILE",
-        help="write the report here, not to standard output",
+    what = "write the report here, not to standard output"
+    add_texts(group, ("--output-file", "FILE", what))
+    add_switches(
+        group,
+        ("--fix", "print a diff for git apply, with the cheapest fix of each mesh"),
+        ("--write", "with --fix: change the files, and report what is left"),
     )
-    group.add_argument(
-        "--fix",
-        action="store_true",
-        help="print a diff for git apply, with the cheapest fix of each mesh",
-    )
-    group.add_argument(
-        "--write",
-        action="store_true",
-        help="with --fix: change the files, and report what is left",
-    )
-    group.add_argument(
-        "--html",
-        metavar="FILE",
-        help="write a web page: findings, fixes and a drawing of the meshes",
-    )
+    what = "write a web page: findings, fixes and a drawing of the meshes"
+    add_texts(group, ("--html", "FILE", what))
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -29,35 +29,23 @@ _DTYPES = {
 }
 _COMMA = re.compile(r",(?![^()]*\))")
 _PLACEMENT = re.compile(r"[A-Z](\([a-z0-9]{1,8}\))?")
-PLACEMENT_OPTIONS: dict[str, dict[str, Any]] = {
-    "topology": {
-        "action": "append",
-        "default": [],
-        "metavar": "FILE",
-        "help": "a file in a format that meshplan topo reads, or - for standard input; repeat it "
-        "for heterogeneous hosts",
-    },
-    "hosts": {
-        "metavar": "N",
-        "help": "number of hosts; or a list such as 8,8,4: the ranks of each host, or with several "
-        "files the number of hosts of each",
-    },
-    "node_size": {"metavar": "N", "help": "ranks on each host"},
-    "domain_size": {
-        "metavar": "N",
-        "help": "GPUs that NVLink or xGMI joins; above the size of a host: a clique of hosts",
-    },
-    "rank_order": {
-        "metavar": "ORDER",
-        "help": "block (default), cyclic, plane=N, or a file with the host of each rank",
-    },
+PLACEMENT_OPTIONS = {
+    "topology": "a file in a format that meshplan topo reads, or - for standard input; repeat it "
+    "for heterogeneous hosts",
+    "hosts": "number of hosts; or a list such as 8,8,4: the ranks of each host, or with several "
+    "files the number of hosts of each",
+    "node_size": "ranks on each host",
+    "domain_size": "GPUs that NVLink or xGMI joins; above the size of a host: a clique of hosts",
+    "rank_order": "block (default), cyclic, plane=N, or a file with the host of each rank",
 }
-"""The options that place ranks on hosts, with their arguments for argparse."""
+"""The options that place ranks on hosts."""
 # Of torchrun, srun and others.
 _ALIASES = {
     "hosts": ("--nodes", "--nnodes"),
     "node_size": ("--gpus-per-node", "--nproc-per-node"),
 }
+_PLACEMENT_VALUES = {"topology": "FILE", "rank_order": "ORDER"}
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
 
 
 def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
@@ -68,12 +56,20 @@ def add_verb(verbs: Any, name: str, run: Any, help: str, **options: Any) -> Any:
     return parser
 
 
+def add_texts(group: Any, *rows: tuple[str, str, str], **options: Any) -> None:
+    """Add options that have a text: the flag, the name of the text, and the help of each."""
+    for flag, metavar, text in rows:
+        group.add_argument(flag, metavar=metavar, help=text, **options)
+
+
+def add_switches(group: Any, *rows: tuple[str, str]) -> None:
+    for flag, text in rows:
+        group.add_argument(flag, action="store_true", help=text)
+
+
 def add_mesh(parser: Any, **options: Any) -> None:
-    parser.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="names and sizes, outermost first: ddp=8,fsdp=5",
-        **options,
+    add_texts(
+        parser, ("--mesh", "AXES", "names and sizes, outermost first: ddp=8,fsdp=5"), **options
     )
 
 
@@ -95,8 +91,13 @@ def add_timeout(parser: Any, default: float | None = 300.0) -> None:
 
 def add_placement(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("placement of ranks")
-    for name, options in PLACEMENT_OPTIONS.items():
-        group.add_argument(_format_flag(name), *_ALIASES.get(name, ()), **options)
+    for name, text in PLACEMENT_OPTIONS.items():
+        flags, value = (
+            (_format_flag(name), *_ALIASES.get(name, ())),
+            _PLACEMENT_VALUES.get(name, "N"),
+        )
+        options = REPEATED if name == "topology" else {}
+        group.add_argument(*flags, metavar=value, help=text, **options)
     return group
 
 
@@ -147,12 +148,9 @@ def require_cluster(cluster: Cluster | None) -> Cluster:
 
 
 def add_links(parser: Any) -> None:
-    parser.add_argument(
-        "--links",
-        metavar="FILE",
-        help="latencies and bandwidths in JSON from meshplan links, or - for standard input "
-        "(default: data-sheet figures; with simulate --cost those of --gpu)",
-    )
+    text = "latencies and bandwidths in JSON from meshplan links, or - for standard input "
+    text += "(default: data-sheet figures; with simulate --cost those of --gpu)"
+    add_texts(parser, ("--links", "FILE", text))
 
 
 def read_links(given: argparse.Namespace) -> Links | None:

@@ -1,32 +1,51 @@
-"""``meshplan plan``: the plan of a redistribution, its cost, and the hazards without meshplan."""
+"""``meshplan plan``: the plan of a redistribution, its cost, and the hazards without meshplan.
+``meshplan simulate``: the replicas after all-reduces in the order of the NCCL model, or with
+``--cost`` the predicted costs of all-reduces, on one mesh or on growing clusters.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshplan import planner
+from meshplan._dtypes import itemsize
 from meshplan.cli._options import (
+    REPEATED,
+    Steps,
     add_links,
     add_mesh,
     add_output,
     add_placement,
+    add_switches,
+    add_texts,
     add_verb,
     find_cluster,
+    format_steps,
+    list_placement_options,
     quote,
     read_dtype,
     read_inputs,
     read_links,
+    read_number,
     read_placements,
+    read_steps,
     replace_links,
+    require_cluster,
 )
-from meshplan.errors import PolicyError
+from meshplan.cli._output import format_table, track
+from meshplan.errors import PolicyError, TopologyError
 
 if TYPE_CHECKING:
-    from meshplan.planner import Plan, Problem
+    from meshplan.layout import Layout
+    from meshplan.planner import Algorithm, Plan, Prediction, Problem
+    from meshplan.topology import Topology
 
 _NEEDED = {"mesh": "--mesh ddp=8,fsdp=5", "src": "--from P,P", "dst": "--to R,R"}
 # Comparing the orders of larger groups takes many seconds.
@@ -42,28 +61,22 @@ def add(verbs: Any) -> None:
         "show the plan of a redistribution, its cost, and the hazards without meshplan",
         description="Plan one DTensor redistribution, without a job.",
     )
-    option = parser.add_argument
     add_mesh(parser)
-    option(
-        "--from",
-        dest="src",
-        metavar="PLACEMENTS",
-        help="for each axis: P, P(avg), S(0) or R",
+    what = "for each axis: P, P(avg), S(0) or R"
+    add_texts(parser, ("--from", "PLACEMENTS", what), dest="src")
+    add_texts(parser, ("--to", "PLACEMENTS", "for each axis: R or S(0)"), dest="dst")
+    add_texts(
+        parser,
+        ("--shape", "SIZES", "shape of the whole tensor: 4096,4096 or 4096x4096"),
+        ("--dtype", "DTYPE", "e.g. bf16, float32"),
     )
-    option("--to", dest="dst", metavar="PLACEMENTS", help="for each axis: R or S(0)")
-    option(
-        "--shape",
-        metavar="SIZES",
-        help="shape of the whole tensor: 4096,4096 or 4096x4096",
-    )
-    option("--dtype", metavar="DTYPE", help="e.g. bf16, float32")
-    option(
+    parser.add_argument(
         "--policy",
         choices=("deterministic", "consistent", "fast"),
         default="deterministic",
         help="default: deterministic",
     )
-    option(
+    parser.add_argument(
         "--path",
         choices=("auto", "exchange", "halving", "reference"),
         default="auto",
@@ -71,11 +84,8 @@ def add(verbs: Any) -> None:
     )
     add_links(parser)
     add_placement(parser)
-    add_output(parser).add_argument(
-        "--explain",
-        action="store_true",
-        help="also show the rejected plans, and why they were rejected",
-    )
+    what = "also show the rejected plans, and why they were rejected"
+    add_switches(add_output(parser), ("--explain", what))
 
 
 def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
@@ -99,16 +109,15 @@ def list_plain_steps(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def show_plan(given: argparse.Namespace) -> str:
-    from meshplan.planner import hazards, plan
     from meshplan.topology import Topology
 
     problem = _read_problem(given)
-    planned = plan(problem)
+    planned = planner.plan(problem)
     steps = list_plain_steps(problem)
     layout = problem.layout
     topology = problem.topology or Topology.unknown(layout.world_size)
     judged = all(layout.sizes[axis] <= _MAX_GROUP for axes in steps for axis in axes)
-    found = hazards(problem, topology, steps=steps) if judged else ()
+    found = planner.hazards(problem, topology, steps=steps) if judged else ()
     if given.output_format == "json":
         document = planned.to_json()
         document["compared"] = planned.compared
@@ -142,7 +151,6 @@ def show_plan(given: argparse.Namespace) -> str:
 
 def _read_problem(given: argparse.Namespace) -> Problem:
     from meshplan.lint._spec import parse_mesh
-    from meshplan.planner import Problem
     from meshplan.topology import Topology
 
     for name, example in _NEEDED.items():
@@ -154,7 +162,7 @@ def _read_problem(given: argparse.Namespace) -> Problem:
     topology = None if cluster is None else replace_links(cluster.topology, links)
     if topology is None and links is not None:
         topology = Topology.unknown(layout.highest_rank + 1, links)
-    return Problem.of(
+    return planner.Problem.of(
         layout,
         read_placements(given.src, "--from"),
         read_placements(given.dst, "--to"),
@@ -189,3 +197,359 @@ def _summarize(planned: Plan) -> list[str]:
         more = f"; best of {planned.compared} plans, --explain shows others" if others else ""
         lines.append(f"predicted: {chosen.removeprefix('chosen: ')}{more}")
     return lines
+
+
+_MODEL = (
+    "model of NCCL 2.30: 1 channel, hosts with NVSwitch, no NVLS; "
+    "it shows what may happen and certifies nothing"
+)
+_MAX_ORDERS = 24
+_ALGORITHMS: tuple[Algorithm, ...] = ("tree", "ring")
+# Elements without --numel: `_MOST`, or fewer if all simulations of a call would draw more than
+# `_DRAWN` random numbers, which takes seconds.
+_MOST, _LEAST, _DRAWN = 1 << 14, 1 << 8, 1 << 26
+
+
+def add_simulate(verbs: Any) -> None:
+    parser = add_verb(
+        verbs,
+        "simulate",
+        simulate_or_predict,
+        "simulate all-reduces and count the different replicas, or predict their cost",
+        description="Add random numbers in the order of a model of NCCL, rank by rank, and compare "
+        "the replicas bit by bit. With --cost: predict the time and the bytes of meshplan's plan, "
+        "of torch's all-reduces axis by axis, and of one ring and one tree over all axes; without "
+        "--mesh, on clusters of 8 to 100000 GPUs.",
+        epilog=f"A {_MODEL}.",
+    )
+    add_mesh(parser)
+    what = (
+        "reduce these axes sequentially; + joins axes that are reduced at once: tp,ddp+fsdp. Ranks "
+        "along other axes hold equal inputs. May be repeated (default: all orders of all axes, and "
+        "all axes at once)"
+    )
+    add_texts(parser, ("--reduce-order", "AXES", what), **REPEATED)
+    add_switches(parser, ("--flat", "reduce all axes at once"))
+    what = "placement before, for each axis: P, P(avg), R or S(0) (default: P if "
+    what += "--reduce-order has it)"
+    add_texts(parser, ("--from", "PLACEMENTS", what), dest="src")
+    parser.add_argument(
+        "--algorithm",
+        choices=("ring", "tree", "both"),
+        default="both",
+        help="default: both",
+    )
+    what = "e.g. bf16 (default: float32)"
+    add_texts(parser, ("--dtype", "DTYPE", what), default="float32")
+    add_texts(
+        parser,
+        ("--numel", "N", f"number of elements (default: {_MOST}, fewer for thousands of ranks)"),
+        ("--seed", "N", "seed of the random numbers (default: 0)"),
+    )
+    add_switches(parser, ("--cost", "predict time and bytes from the figures of links"))
+    parser.add_argument(
+        "--gpu",
+        choices=("h100", "a100", "a100-efa", "gb200"),
+        help="links fitted to published times (default: h100; EFA: the network of AWS)",
+    )
+    add_links(parser)
+    add_placement(parser)
+    add_output(parser)
+
+
+def simulate_or_predict(given: argparse.Namespace) -> str:
+    if given.cost:
+        if given.seed is not None:
+            raise PolicyError("--cost uses no random numbers; leave out --seed")
+        predict = _predict_clusters if given.mesh is None else _predict_mesh
+        return predict(given, read_dtype(given.dtype), _Model(given)) + "\n"
+    for option, value in (("--links", given.links), ("--gpu", given.gpu)):
+        if value is not None:
+            raise PolicyError(f"{option} needs --cost; pass --cost too")
+    return _simulate_mesh(given) + "\n"
+
+
+def _read_mesh(
+    given: argparse.Namespace,
+) -> tuple[Layout, Topology, list[str] | None]:
+    from meshplan.lint._spec import parse_mesh
+
+    layout = parse_mesh(given.mesh)
+    cluster = require_cluster(find_cluster(read_inputs(given), layout.highest_rank + 1))
+    src = None if given.src is None else read_placements(given.src, "--from")
+    return layout, cluster.topology, src
+
+
+def _format_mesh(
+    given: argparse.Namespace,
+    layout: Layout,
+    topology: Topology,
+    facts: dict[str, Any],
+    about: str,
+    table: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> str:
+    """The facts as JSON, or as text a line about the mesh, the table and the notes."""
+    if given.output_format == "json":
+        mesh = dict(zip(layout.axes, layout.sizes, strict=True))
+        return json.dumps({"mesh": mesh, "topology": str(topology), **facts}, indent=2)
+    nothing = ["nothing is reduced: no partial axis has 2 ranks or more"]
+    lines = format_table(table) if len(table) > 1 else nothing
+    return "\n".join([f"mesh {layout}, {topology}; {about}", *lines, *notes])
+
+
+def _simulate_mesh(given: argparse.Namespace) -> str:
+    algorithms = [name for name in _ALGORITHMS if given.algorithm in (name, "both")]
+    dtype = read_dtype(given.dtype)
+    numel = None if given.numel is None else read_number(given.numel, "--numel")
+    seed = read_number(given.seed or "0", "--seed", least=0)
+    if given.mesh is None:
+        raise PolicyError("no mesh; pass --mesh AXES, such as ddp=8,fsdp=5")
+    layout, topology, src = _read_mesh(given)
+    if not topology.known:
+        raise TopologyError(
+            "these files do not report the placement of ranks, which decides the order; pass "
+            "--hosts, --node-size or --domain-size too"
+        )
+    sequences = _read_sequences(given, layout, src)
+    if numel is None:
+        room = _DRAWN // (layout.world_size * max(len(sequences), 1) * len(algorithms))
+        numel = max(_LEAST, min(_MOST, 1 << max(room.bit_length() - 1, 0)))
+    rows: list[dict[str, Any]] = []
+    table = [("order", "algorithm", "replicas", "differ")]
+    for steps, name in track("simulating order", [*itertools.product(sequences, algorithms)]):
+        found = planner.simulate(
+            layout,
+            topology,
+            steps,
+            algorithm=name,
+            dtype=dtype,
+            numel=numel,
+            seed=seed,
+            src=src,
+        )
+        rows.append(
+            {
+                "order": [list(step) for step in steps],
+                "algorithm": name,
+                "replicas": found.replicas,
+                "differing": found.differing,
+                "ulps": found.ulps,
+                "steps": [asdict(step) for step in found.per_step],
+            }
+        )
+        different = f"{found.differing:.1%}"
+        table.append((format_steps(steps), name, str(found.replicas), different))
+    facts = {"dtype": dtype, "numel": numel, "seed": seed, "model": _MODEL, "rows": rows}
+    about = f"{_describe_elements(numel, dtype)}, seed {seed}"
+    return _format_mesh(given, layout, topology, facts, about, table, [_MODEL])
+
+
+def _read_sequences(
+    given: argparse.Namespace, layout: Layout, src: list[str] | None
+) -> list[Steps]:
+    every = [
+        axis
+        for i, axis in enumerate(layout.axes)
+        if layout.sizes[i] > 1 and (src is None or (i < len(src) and src[i].startswith("P")))
+    ]
+    found: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    if not given.reduce_order and not given.flat and every:
+        orders = list(itertools.islice(itertools.permutations(every), _MAX_ORDERS + 1))
+        if len(orders) > _MAX_ORDERS:
+            raise PolicyError(
+                f"{len(every)} axes have more than {_MAX_ORDERS} orders; use one, such as "
+                f"--reduce-order {','.join(every)}, or --flat"
+            )
+        found = [tuple((axis,) for axis in order) for order in orders]
+    if every and (given.flat or (not given.reduce_order and len(every) > 1)):
+        found.append((tuple(every),))
+    return found
+
+
+# Without --mesh: GPUs of the clusters, GPUs of a node that NVLink joins, and elements.
+CLUSTERS = (8, 64, 512, 4096, 32_768, 100_000)
+NODE = 8
+NUMELS = (1 << 14, 1 << 22, 1 << 28)
+_COST_MODEL = (
+    "alpha-beta model; arithmetic, contention between jobs and the creation of groups are left out"
+)
+
+
+class _Model:
+    """The links and their errors: of a kind of GPU, or of the file of ``--links``."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        if given.links is not None and given.gpu is not None:
+            raise PolicyError("--links has figures of its own; leave out --gpu")
+        own, self.name = read_links(given), given.gpu or "h100"
+        self.errors = planner.CALIBRATIONS[self.name]
+        self.calibration = None if own else self.errors
+        self.links = own or self.errors.links
+
+    def describe(self, ranks: int) -> list[str]:
+        most = self.errors.largest
+        text = f"ranges: largest error of the model for {self.name} on published times of NCCL"
+        more = f"; none was found for more than {most} GPUs" if ranks > most else ""
+        return [f"links: {self.links}", f"{text}{more}", _COST_MODEL]
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        return {
+            "dtype": dtype,
+            "links": json.loads(self.links.dumps()),
+            "published": self.errors.largest,
+            "model": _COST_MODEL,
+        }
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    found: Prediction
+    low: float
+    high: float
+    ratios: list[float]  # its time as a multiple of that of meshplan's plan, lowest and highest
+
+    def to_json(self) -> dict[str, Any]:
+        times = {"low": round(self.low), "high": round(self.high), "to_meshplan": self.ratios}
+        return {"way": self.name, **self.found.to_json(), **times}
+
+    @property
+    def time(self) -> str:
+        return " to ".join(planner.format_time(round(one)) for one in (self.low, self.high))
+
+    @property
+    def ratio(self) -> str:
+        return " to ".join(f"{one:g}" for one in self.ratios)
+
+    def format_cells(self) -> tuple[str, ...]:
+        steps = zip(self.found.steps, self.found.how, strict=True)
+        cost = self.found.cost
+        sent = map(planner.format_bytes, (cost.network, cost.node, cost.domain))
+        how = ", ".join(f"{'+'.join(axes)} {how}" for axes, how in steps)
+        return self.name, how, self.time, self.ratio, *sent
+
+
+_HEAD = ("way", "steps", "time", "to meshplan", "network", "node", "domain")
+
+
+def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
+    layout, topology, src = _read_mesh(given)
+    numel = planner.NOMINAL_ELEMENTS
+    if given.numel is not None:
+        numel = read_number(given.numel, "--numel")
+    src = src or ["P"] * len(layout.axes)
+    rows = _predict_rows(given, model, layout, topology, src, numel, dtype)
+    facts = {
+        **model.to_json(dtype),
+        "numel": numel,
+        "rows": [row.to_json() for row in rows],
+    }
+    table = [_HEAD, *(row.format_cells() for row in rows if rows[0].found.steps)]
+    about, notes = _describe_message(numel, dtype), model.describe(layout.world_size)
+    return _format_mesh(given, layout, topology, facts, about, table, notes)
+
+
+def _predict_rows(
+    given: argparse.Namespace,
+    model: _Model,
+    layout: Layout,
+    topology: Topology,
+    src: list[str],
+    numel: int,
+    dtype: str,
+) -> list[_Row]:
+    """Meshplan's plan; then torch's sequence or the requested orders; then all axes at once."""
+    problem = planner.Problem.of(
+        layout,
+        src,
+        ["R"] * len(src),
+        path="auto",
+        dtype=dtype,
+        shape=(numel,),
+        topology=replace_links(topology, model.links),
+    )
+    wide = tuple(
+        layout.axes[i]
+        for i, spec in enumerate(problem.src)
+        if spec.kind == "partial" and layout.sizes[i] > 1
+    )
+    orders: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    named = [(format_steps(steps), steps) for steps in orders]
+
+    rows: list[_Row] = []
+
+    def add(name: str, found: Prediction) -> None:
+        low, high = model.errors.widen(found.cost)
+        plan = rows[0] if rows and rows[0].low else None
+        ratios = () if plan is None else (low / plan.high, high / plan.low)
+        rows.append(_Row(name, found, low, high, [float(f"{one:.2g}") for one in ratios]))
+
+    def add_backend(name: str, steps: Steps, algorithm: Any) -> None:
+        add(name, planner.predict_backend(problem, steps, algorithm, model.calibration))
+
+    add("meshplan", planner.predict_plan(problem))
+    if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
+        named = [("torch, axis by axis", tuple((axis,) for axis in wide))]
+    algorithms: list[Any] = ["ring", "tree"] if given.algorithm == "both" else [given.algorithm]
+    every: Any = "best" if given.algorithm == "both" else given.algorithm
+    for name, steps in named:
+        add_backend(name, steps, every)
+    for one in algorithms if wide and (given.flat or not given.reduce_order) else ():
+        add_backend(f"one {one}", (wide,), one)
+    return rows
+
+
+def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> str:
+    from meshplan.layout import Layout
+    from meshplan.topology import Topology
+
+    single = {
+        "--reduce-order": given.reduce_order,
+        "--flat": given.flat,
+        "--from": given.src,
+    }
+    taken = [
+        *(option for option, value in single.items() if value),
+        *list_placement_options(given),
+    ]
+    if taken:
+        raise PolicyError(
+            f"{taken[0]} needs one mesh; add --mesh, such as --mesh ddp=8,fsdp=5, or leave it out"
+        )
+    numels = NUMELS if given.numel is None else (read_number(given.numel, "--numel"),)
+    blocks: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for numel in numels:
+        cells: list[Sequence[str]] = []
+        for ranks in CLUSTERS:
+            layout = Layout.of(ddp=ranks // NODE, fsdp=NODE)
+            topology = Topology.uniform(ranks, node_size=NODE, domain_size=NODE)
+            rows = _predict_rows(given, model, layout, topology, ["P", "P"], numel, dtype)
+            mesh = dict(zip(layout.axes, layout.sizes, strict=True))
+            found = [row.to_json() for row in rows]
+            blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": found})
+            head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
+            times = [f"{row.time} ({row.ratio})" if row.ratio else row.time for row in rows]
+            sent = [planner.format_bytes(row.found.cost.network) for row in rows]
+            cells.append([str(ranks), *times, ", ".join(sent)])
+        lines += [
+            f"{_describe_message(numel, dtype)}:",
+            *format_table([head, *cells]),
+            "",
+        ]
+    if given.output_format == "json":
+        return json.dumps({**model.to_json(dtype), "clusters": blocks}, indent=2)
+    first = (
+        f"predicted times of all-reduces over (ddp, fsdp), fsdp={NODE} on nodes of {NODE}, and of "
+        "each as a multiple of meshplan's"
+    )
+    return "\n".join([first, *lines, *model.describe(max(CLUSTERS))])
+
+
+def _describe_message(numel: int, dtype: str) -> str:
+    return f"{_describe_elements(numel, dtype)} ({planner.format_bytes(numel * itemsize(dtype))})"
+
+
+def _describe_elements(numel: int, dtype: str) -> str:
+    return f"{numel} element{'s' if numel > 1 else ''} of {dtype}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshplan.layout import Layout
 from meshplan.planner import nccl_order as order
 from meshplan.planner._hazards import Algorithm
-from meshplan.topology.formats._nccl_lines import Communicator
+from meshplan.topology.formats.nccl_log import Communicator
 
 
 @dataclass(frozen=True, slots=True)
