@@ -16,6 +16,7 @@ from meshplan.cli._options import add_verb
 from meshplan.cli._output import say
 from meshplan.errors import TorchMissingError
 from meshplan.topology._locate import Fabric, Gpu, RankLocation, locate_rank
+from meshplan.topology._reading import format_count
 
 _SHM = "/dev/shm"
 # What NCCL needs for the ranks of a full host; containers often get 64 MB.
@@ -75,7 +76,7 @@ def check_links(location: RankLocation) -> Diagnosis:
         return Diagnosis(what, location.reason, _find_remedy(location.reason))
     found = f"{gpu.model or gpu.vendor} {gpu.bus}: {_describe_reach(gpu)}"
     if gpu.on_host is not None:
-        found += f", {gpu.on_host} GPU{'' if gpu.on_host == 1 else 's'} on this host"
+        found += f", {format_count(gpu.on_host, 'GPU')} on this host"
     if gpu.unread:
         numbers = ", ".join(map(str, gpu.unread))
         ask = "nvidia-smi nvlink -s" if gpu.vendor == "nvidia" else "rocm-smi --showtopo"
@@ -96,11 +97,8 @@ def _describe_reach(gpu: Gpu) -> str:
         return "links unknown"
     if gpu.links == 0:
         return "no links"
-    count = f"{gpu.links} link{'' if gpu.links == 1 else 's'}"
-    if gpu.switch:
-        return f"{count} to a switch"
-    peers = len(gpu.peers)
-    return f"{count} to {peers} GPU{'' if peers == 1 else 's'}"
+    end = "a switch" if gpu.switch else format_count(len(gpu.peers), "GPU")
+    return f"{format_count(gpu.links, 'link')} to {end}"
 
 
 def _describe_fabric(fabric: Fabric, imex: bool) -> str:

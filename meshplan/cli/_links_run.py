@@ -66,9 +66,8 @@ def measure(backend: str | None, repeat: int, timeout: float) -> tuple[str, str]
 
 
 def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
-    """Groups of equal size over each class of links: at most ``MOST_GROUPS`` of 2 to ``MOST_RANKS``
-    ranks, none in two groups of a class. If domains are unknown, the ranks of a node form the class
-    ``node``.
+    """Groups of equal size over each class of links. If domains are unknown, the ranks of a node
+    form the class ``node``.
     """
     ranks = range(topology.world_size)
     nodes = [0 if topology.nodes is None else int(topology.nodes[rank]) for rank in ranks]
@@ -93,9 +92,7 @@ def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
 def time_exchanges(
     topology: Topology, device: torch.device, repeat: int, timeout: float
 ) -> list[TimedExchange]:
-    """Time all exchanges of all classes ``repeat`` times, on every rank of the default group; same
-    result on all. Each wait has ``timeout`` seconds, and the longest is for 22 exchanges of others.
-    """
+    """Time all exchanges of all classes ``repeat`` times, on every rank; same result on all."""
     # Batches of messages are timed as recursive halving sends them, with the work of the host.
     found = []
     limit = timedelta(seconds=timeout)

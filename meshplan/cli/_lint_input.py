@@ -140,8 +140,7 @@ class FileReader:
 
     def try_to_read(self, name: str, *, named: bool, below: str | None = None) -> JobFile:
         """The jobs of a file; one that is unreadable or invalid has a mesh that is not judged.
-        ``below`` is the directory that the user named, whose files are read if they may start a job
-        (`is_job`).
+        ``below`` is the directory that the user named.
         """
         try:
             if below is not None:
@@ -211,9 +210,8 @@ def find_files(
     excluded: Sequence[FilePatterns],
     errors: dict[str, MeshplanError],
 ) -> list[str]:
-    """The files below a directory, sorted; links to directories are not followed. A file that is
-    not Python and longer than a description of a job is left out, and so are the files that git
-    ignores. ``errors`` gets those of directories that cannot be read.
+    """The files below a directory, sorted, without those that git ignores or that are too long.
+    ``errors`` gets those of directories that cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -445,7 +443,7 @@ def _find_config(
 
 
 def _list_parents() -> list[str]:
-    """The working directory and those above it, up to the root of its repository."""
+    """The working directory and those above it in its repository."""
     found, here = ["."], Path.cwd()
     while not (here / ".git").exists() and here != here.parent:
         found.append(os.path.join(found[-1], "..").removeprefix("./"))

@@ -150,8 +150,7 @@ def _fix(
 ) -> tuple[_Run, list[Edit], dict[str, list[str]]]:
     """Change the texts of the reader until no finding has a fix that is a change of a file. A fix
     is tried with the other meshes of its file as they are, so each round makes one change of each
-    file and lints again. Returns the last run, the changes in the order of findings, and titles of
-    fixes by file.
+    file and lints again. Returns the last run, the changes, and titles of fixes by file.
     """
     edits: dict[str, Edit] = {}
     titles: dict[str, list[str]] = {}
@@ -257,7 +256,6 @@ def _write(given: argparse.Namespace, text: str, *, fits: bool = False) -> None:
 
 
 def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> None:
-    """The findings on standard error; one diff of all files for ``git apply``."""
     complain(render(run.report, "concise"))
     _, edits, _ = _fix(given, reader, run)
     seen = set()
@@ -383,14 +381,14 @@ def _prefer_file(
     """The placement with the numbers that the file itself has, and what contradicts them."""
     placement = placement or Inputs()
     hosts = placement.hosts[0] if len(placement.hosts) == 1 else None
-    others = []
-    if "hosts" in file.stated and hosts not in (None, file.hosts):
-        others.append(f"--hosts {hosts}")
-    if "ranks_per_host" in file.stated and placement.node_size not in (
-        None,
-        file.ranks_per_host,
-    ):
-        others.append(f"--node-size {placement.node_size}")
+    others = [
+        f"{option} {value}"
+        for option, key, value in (
+            ("--hosts", "hosts", hosts),
+            ("--node-size", "ranks_per_host", placement.node_size),
+        )
+        if key in file.stated and value not in (None, getattr(file, key))
+    ]
     size = options.world_size
     if hosts and placement.node_size:
         size = hosts * placement.node_size
@@ -491,7 +489,6 @@ def _reread(
     roles: Mapping[str, Role],
     layout: Layout,
 ) -> tuple[Job, ...] | None:
-    """The jobs of a file with another mesh in it, with the options applied."""
     assert job.reread is not None
     found = job.reread(layout)
     return None if found is None else tuple(_apply_options(one, given, roles) for one in found)
@@ -503,8 +500,7 @@ def _read_axes(layout: Layout, text: str) -> tuple[str, ...]:
 
 def list_states(request: LintRequest, fatal: Set[str]) -> tuple[LintInput, ...]:
     """The state of all inputs, those that describe jobs first. Files that were not named are listed
-    only if they were judged. ``fatal``: codes of the selected rules whose findings fail the
-    command.
+    only if they were judged. ``fatal``: codes whose findings fail the command.
     """
     judged = [(one, _judge_jobs(one, fatal)) for one in request.inputs]
     found = [state for one, state in judged if state.state == "judged" or not one.is_found]

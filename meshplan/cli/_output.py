@@ -99,7 +99,7 @@ _T = TypeVar("_T")
 
 def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
     """The items, with a line about the present one (``meshplan: reading file 3 of 2460``) on a
-    terminal, on rank 0 after a second, and not in CI. The line is removed at the end.
+    terminal, on rank 0 after a second, and not in CI.
     """
     stream: TextIO | None = sys.stderr
     shows = stream is not None and stream.isatty() and not os.environ.get("CI")

@@ -31,41 +31,24 @@ def explain_rules(given: argparse.Namespace) -> str:
         raise PolicyError("no code; use, for example, meshplan rule MP101, or --all")
     codes = [*RULES, *ERRORS] if given.all else list(dict.fromkeys(map(find_code, given.codes)))
     if given.output_format == "json":
-        found = [_make_entry(code) for code in codes]
+        found = [{**_describe(code), "page": format_rule_page(code)} for code in codes]
         return json.dumps(found if given.all or len(found) > 1 else found[0], indent=2) + "\n"
     if not given.all:
         return "\n".join(map(format_rule_page, codes))
-    lines = ["rules of meshplan lint"]
-    lines += [f"  {r.code}  {r.severity:<7}  {r.name:<23}  {r.summary}" for r in RULES.values()]
-    lines.append("errors of meshplan")
-    lines += [
-        f"  {code}  {'':<7}  {cls.__name__:<23}  {_read_first_line(cls)}"
-        for code, cls in ERRORS.items()
-    ]
+    lines = []
+    for heading, some in (("rules of meshplan lint", RULES), ("errors of meshplan", ERRORS)):
+        lines.append(heading)
+        for one in map(_describe, some):
+            severity = one["severity"] if one["kind"] == "rule" else ""
+            lines.append(f"  {one['code']}  {severity:<7}  {one['name']:<23}  {one['summary']}")
     return "\n".join([*lines, ""])
 
 
-def _make_entry(code: str) -> dict[str, Any]:
+def _describe(code: str) -> dict[str, Any]:
     if code in RULES:
         one = RULES[code]
         kind, name, severity, summary = "rule", one.name, one.severity, one.summary
     else:
-        cls = ERRORS[code]
-        kind, name, severity, summary = (
-            "error",
-            cls.__name__,
-            "error",
-            _read_first_line(cls),
-        )
-    return {
-        "code": code,
-        "kind": kind,
-        "name": name,
-        "severity": severity,
-        "summary": summary,
-        "page": format_rule_page(code),
-    }
-
-
-def _read_first_line(cls: type[Exception]) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0].replace("``", "`")
+        kind, name, severity = "error", ERRORS[code].__name__, "error"
+        summary = inspect.cleandoc(ERRORS[code].__doc__ or "").partition("\n")[0].replace("``", "`")
+    return {"code": code, "kind": kind, "name": name, "severity": severity, "summary": summary}

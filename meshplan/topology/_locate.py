@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any, Literal
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import find_components, freeze
+from meshplan.topology._reading import find_components, format_count, freeze
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -124,10 +124,9 @@ class RankLocation:
 
 
 def select_devices(text: str | None, ids: Sequence[str]) -> list[int | str]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` or a similar variable selects, in order. As in the
-    CUDA Programming Guide: numbers, or ids that may be abbreviated while they stay unambiguous.
-    Entries after one that is not a device are invisible. Returns positions in ``ids``, or the ids
-    of parts of devices (``MIG-...``).
+    """Positions in ``ids``, or the ids of parts of devices (``MIG-...``), that
+    ``CUDA_VISIBLE_DEVICES`` or a similar variable selects. As in the CUDA Programming Guide: ids
+    may be abbreviated, and entries after one that is not a device are invisible.
     """
     if text is None:
         return list(range(len(ids)))
@@ -202,8 +201,7 @@ def find_amd_gpu(environ: Mapping[str, str], index: int, root: Path = KFD_ROOT) 
     # Launchers that give each process one GPU count their processes all the same.
     index = 0 if len(chosen) == 1 else index
     if not 0 <= index < len(chosen):
-        count = f"{len(chosen)} GPU{'' if len(chosen) == 1 else 's'}"
-        return f"no GPU {index} among {count} that are visible here"
+        return f"no GPU {index} among {format_count(len(chosen), 'GPU')} that are visible here"
     node = chosen[index]
     buses = {one.number: one.bus for one in nodes}
     gpus = {*buses, *hidden}
@@ -256,7 +254,6 @@ def _read_nodes(root: Path) -> tuple[list[_Node], set[int]]:
 
 
 def _read_xgmi_links(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes that xGMI leads to, and numbers of the unreadable links."""
     try:
         entries = [e for e in (folder / "io_links").iterdir() if e.name.isdecimal()]
     except OSError:
@@ -356,7 +353,7 @@ def _find_index(
     index = 0 if len(chosen) == 1 else index
     if not 0 <= index < len(chosen):
         shown = "" if text is None else f", with CUDA_VISIBLE_DEVICES={text[:60]}"
-        count = f"{len(chosen)} GPU{'' if len(chosen) == 1 else 's'}"
+        count = format_count(len(chosen), "GPU")
         raise _UnknownGpuError(f"no GPU {index} among {count} that are visible here{shown}")
     one = chosen[index]
     if isinstance(one, str):
@@ -500,9 +497,8 @@ _NO_GPU = "this host shows no GPU"
 
 def locate_rank(environ: Mapping[str, str], root: Path = Path("/")) -> RankLocation:
     """The location of this process. Never raises, and takes a bounded time. The GPU is the current
-    one if CUDA is initialised, else by convention number ``LOCAL_RANK`` (``SLURM_LOCALID``) of the
-    visible ones, or the only one. Ranks with one ``MESHPLAN_HOST`` share a host. Without it hosts
-    are identified as in NCCL: by ``NCCL_HOSTID``, else by host name and boot id.
+    one if CUDA is initialised, else by convention number ``LOCAL_RANK`` of the visible ones. Ranks
+    with one ``MESHPLAN_HOST`` share a host; without it hosts are identified as in NCCL.
     """
     host, name, machine = _find_host(environ, root)
     number = _read_number(environ, "LOCAL_RANK", "SLURM_LOCALID") or 0

@@ -16,7 +16,7 @@ from meshplan._message_text import format_runs
 from meshplan.errors import TopologyError
 from meshplan.topology._locate import Gpu, RankLocation
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Note, find_components, number_names
+from meshplan.topology._reading import Note, find_components, format_count, number_names
 
 LIVE = "live"
 # Names that a note lists; a job may have thousands of ranks.
@@ -131,7 +131,10 @@ class _Job:
         return sizes.pop() if len(sizes) == 1 else None
 
     def describe(self, has_cliques: bool, has_domains: bool) -> str:
-        ranks, hosts = _count(len(self.locations), "rank"), _count(len(self.names), "host")
+        ranks, hosts = (
+            format_count(len(self.locations), "rank"),
+            format_count(len(self.names), "host"),
+        )
         text = f"live: {ranks} on {hosts}"
         if has_cliques:
             text += ", nodes are cliques of multi-node NVLink"
@@ -157,7 +160,7 @@ class _Job:
             usual, others = _split_usual(
                 nodes_of, lambda nodes: self._show_hosts([first[node] for node in nodes])
             )
-            most = _count(len(nodes_of[usual]), "node")
+            most = format_count(len(nodes_of[usual]), "node")
             yield Note(f"ranks per node differ: {usual} on {most}; {others}")
         yield from self._check_gpus()
         yield from self._check_hosts()
@@ -171,8 +174,9 @@ class _Job:
         for model, ranks_of in differing[:_SHOWN]:
             usual, others = _split_usual(ranks_of, _show_ranks)
             yield Note(
-                f"{model or 'GPUs'}: {usual} links on {_count(len(ranks_of[usual]), 'rank')}; "
-                f"{others}: links may be down, and NCCL goes by the weakest of a group",
+                f"{model or 'GPUs'}: {usual} links on "
+                f"{format_count(len(ranks_of[usual]), 'rank')}; {others}: links may be down, and "
+                "NCCL goes by the weakest of a group",
                 "MP201",
             )
         silent = [rank for rank, gpu in self.gpus if _is_silent(gpu)]
@@ -266,10 +270,6 @@ def _split_usual(
     usual = max(members, key=lambda number: (len(members[number]), number))
     others = [f"{n} on {show(members[n])}" for n in sorted(members) if n != usual]
     return usual, "; ".join(others[:_SHOWN])
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _show_ranks(ranks: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.layout import Integers
 from meshplan.topology._links import Links
-from meshplan.topology._reading import Note, freeze
+from meshplan.topology._reading import Note, format_count, freeze
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Topology:
             counts = np.unique(_require_known(self.nodes), return_counts=True)[1]
             nodes, low, high = len(counts), int(counts.min()), int(counts.max())
             sizes = f"{low if low == high else f'{low} to {high}'}, ranks not consecutive"
-        text = f"{nodes} node{'s' if nodes > 1 else ''} of {sizes}"
+        text = f"{format_count(nodes, 'node')} of {sizes}"
         if self.domain_map is None:
             return text
         fine = f"of {self.domain_map}" if isinstance(self.domain_map, int) else "given by rank"

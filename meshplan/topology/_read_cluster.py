@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology._files import read_content, read_file, show_file
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Groups, Note, Reading, number_names
+from meshplan.topology._reading import Groups, Note, Reading, format_count, number_names
 from meshplan.topology.formats.slurm import assign_nodes, expand_hosts, read_nodes
 
 _ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
@@ -64,11 +64,9 @@ class HostKind:
         return cls(len(gpus), domains, source)
 
     def __str__(self) -> str:
-        gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"
-        if self.domains is None:
-            return f"{gpus}, domains unknown"
-        sizes = " and ".join(str(len(group)) for group in self.domains)
-        return f"{gpus} in domains of {sizes}"
+        sizes = " and ".join(str(len(group)) for group in self.domains or ())
+        domains = f" in domains of {sizes}" if sizes else ", domains unknown"
+        return format_count(self.gpus, "GPU") + domains
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +154,6 @@ def plan_hosts(
     environ: Mapping[str, str],
     kinds: Sequence[HostKind],
 ) -> HostPlan | None:
-    """The hosts of a job; ``None`` if no input describes them. Without hosts from the user the
-    environment counts: Slurm's variables of a job step, and torchrun's ``LOCAL_WORLD_SIZE`` if
-    there are no files either.
-    """
     # The most specific input decides: a file with the host of each rank, files of several kinds of
     # hosts, ranks of each host, Slurm's variables, torchrun's, and last the plain numbers.
     if not is_rank_order(inputs.rank_order):
@@ -217,8 +211,8 @@ def _plan_kinds(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> H
     counts = inputs.hosts or (1,) * len(kinds)
     if len(counts) != len(kinds):
         raise TopologyError(
-            f"{len(kinds)} files describe a host, and --hosts has {len(counts)} "
-            f"number{'s' if len(counts) > 1 else ''}; pass one for each, as in --hosts "
+            f"{len(kinds)} files describe a host, and --hosts has "
+            f"{format_count(len(counts), 'number')}; pass one for each, as in --hosts "
             f"{','.join(str(2 + i % 2) for i in range(len(kinds)))}"
         )
     kind_of_host = tuple(i for i, count in enumerate(counts) for _ in range(count))
@@ -282,7 +276,7 @@ def _plan_numbers(inputs: Inputs, world_size: int, kind: HostKind | None) -> Hos
             f"{world_size}; pass --hosts {needed}, or a mesh of {hosts * size} ranks"
         )
     per_host = (size,) * (needed - 1) + (world_size - size * (needed - 1),)
-    origin = f"{needed} host{'s' if needed > 1 else ''} of {min(size, world_size)} ranks"
+    origin = f"{format_count(needed, 'host')} of {min(size, world_size)} ranks"
     if inputs.rank_order != "block":
         origin += f", {inputs.rank_order}"
     return HostPlan(per_host, origin, inputs.rank_order)

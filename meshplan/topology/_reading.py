@@ -101,6 +101,11 @@ def find_components(
     return tuple(sorted(tuple(group) for group in groups.values()))
 
 
+def format_count(count: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def number_names(names: Iterable[Hashable]) -> list[int]:
     """Each name as a number, in order of its first appearance."""
     numbers: dict[Hashable, int] = {}

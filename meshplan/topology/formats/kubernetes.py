@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Note, Reading, compose_yaml
+from meshplan.topology._reading import Note, Reading, compose_yaml, format_count
 
 _CLIQUE = "nvidia.com/gpu.clique"
 # The first that a node has names the GPUs that NVLink joins with its own.
@@ -42,9 +42,8 @@ def recognises(text: str) -> bool:
 
 
 def read(text: str) -> Reading:
-    """Names of hosts; GPUs, counted host after host, by clique if all hosts have their number. A
-    host without a clique is a node of its own. If only the capacity of a host shows GPUs, these
-    have no index, and nodes are unknown.
+    """Names of hosts; GPUs, counted host after host, by clique. A host without a clique is a node
+    of its own. If only the capacity of a host shows GPUs, nodes are unknown.
     """
     hosts = [_parse_host(item, index) for index, item in enumerate(_parse_items(text))]
     cliques: dict[str, list[int]] = {}
@@ -55,7 +54,7 @@ def read(text: str) -> Reading:
     for clique, members in list(cliques.items())[:_SHOWN]:
         some = ", ".join(hosts[index][0][:63] for index in members[:4])
         rest = f", ... {len(members) - 4} more" if len(members) > 4 else ""
-        count = f"{len(members)} host{'' if len(members) == 1 else 's'}"
+        count = format_count(len(members), "host")
         notes.append(Note(f"clique {clique[:80]}: {count}: {some}{rest}"))
     if len(cliques) > _SHOWN:
         notes.append(Note(f"... {len(cliques) - _SHOWN} more cliques"))

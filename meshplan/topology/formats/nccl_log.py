@@ -283,9 +283,8 @@ def _group_by_clique(members: Sequence[_Member]) -> dict[str, list[int]] | None:
 def _fill_nodes(
     local: Sequence[tuple[str, int, int]],
 ) -> dict[str, list[int]] | None:
-    """Nodes from (label, position in its node, size of its node) of rank 0, 1, 2, ... A rank
-    belongs to the node that has as many ranks as its position. ``None`` if several match, or one
-    stays incomplete.
+    """Nodes from (label, position in its node, size of its node) of rank 0, 1, 2, ... ``None`` if
+    several nodes have as many ranks as a rank's position, or one stays incomplete.
     """
     found: dict[str, list[int]] = {}
     waiting: dict[tuple[str, int, int], list[str]] = defaultdict(list)
@@ -407,17 +406,13 @@ class Communicator:
 
 
 def read_communicators(text: str) -> list[Communicator]:
-    """The largest first. A communicator is left out if a rank of it is missing, or if no line sets
-    it apart.
-    """
+    """The largest first, without those that lack a rank or that no line sets apart."""
     found = _group_members(_scan(text)[0]).values()
     return [_read(_index_by_rank(members) or {}) for members in found if _is_whole(members)]
 
 
 def find_global_ranks(communicators: list[Communicator], world_size: int) -> dict[str, int]:
-    """The global rank of each process. It is the rank in the communicator of all ranks; without
-    one, the rank that the launcher wrote.
-    """
+    """By process: the rank in the communicator of all ranks, else that of the launcher."""
     for one in communicators:
         if len(set(one.processes)) == world_size:
             return {process: rank for rank, process in enumerate(one.processes)}

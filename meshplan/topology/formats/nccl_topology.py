@@ -53,9 +53,7 @@ class Element:
 
 
 def parse(text: str) -> list[Element]:
-    """The elements in the order of the document; blank lines before it are allowed, as files in the
-    field have them.
-    """
+    """The elements in the order of the document. Files in the field begin with blank lines."""
     body = text.removeprefix("\ufeff").lstrip()
     # An XML declaration must be the first thing expat sees, blank lines or not.
     above = text[: len(text) - len(body)].count("\n")

@@ -57,9 +57,7 @@ class _Row:
 
 
 class _Table:
-    """The header and one row of each GPU. ``TopologyInputError`` if no row has cells, if there are
-    more than a host can have, or if rows contradict the header or each other.
-    """
+    """The header and one row of each GPU; refused if they contradict each other."""
 
     def __init__(self, text: str) -> None:
         self.gpus: list[int] = []  # of the columns
@@ -141,7 +139,6 @@ class _Table:
 
     @property
     def width(self) -> int:
-        """The cells of a whole row."""
         return max([len(self.gpus) + self.nics, *(len(row.cells) for row in self.rows.values())])
 
     def find_pairs(self) -> dict[Pair, tuple[str, str]]:

@@ -82,7 +82,6 @@ def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Readi
 def _split_rows(
     text: str, begin: int, line: int, kind: str, name: re.Pattern[str]
 ) -> tuple[dict[str, int], _Rows]:
-    """Index of each column, and (line, cells) of each row."""
     columns: dict[str, int] = {}
     rows: _Rows = {}
     # Blank lines under the heading are skipped at once.

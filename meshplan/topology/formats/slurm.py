@@ -265,9 +265,7 @@ _MOST_NODES, _MOST_RANKS = 1_000_000, 2_000_000
 
 
 def read_nodes(environ: Mapping[str, str], default: str = "block") -> tuple[int, ...] | None:
-    """Node of each rank, by position in the list of nodes; ``None`` if unknown, as with a
-    distribution other than block, cyclic and ``plane=N``. Its parts after the first ``:`` or ``,``
-    are about sockets and cores and change no node, except for ``Pack``. sbatch sets no
+    """Node of each rank, by position in the list of nodes; ``None`` if unknown. sbatch sets no
     ``SLURM_DISTRIBUTION``, and then ``default`` holds.
     """
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -316,12 +314,10 @@ def _parse_counts(text: str) -> list[int]:
 
 
 def assign_nodes(nodes: int, per_node: Sequence[int], order: str) -> tuple[int, ...] | None:
-    """Node of each rank if node i has ``per_node[i]`` of them, assigned by ``order``. ``block``
-    fills nodes sequentially, ``cyclic`` places one rank on each node in turn, ``plane=N`` places N
-    on each in turn; a full node is skipped. Any other order: ``None``.
-    """
+    """Node of each rank if node i has ``per_node[i]`` of them; ``None`` for an unknown order."""
     if len(per_node) != nodes or any(count < 0 for count in per_node):
         raise TopologyInputError(f"expected the ranks of {nodes} nodes, got {len(per_node)}")
+    # The further parts are about sockets and cores and change no node, except for Pack.
     words = re.split("[:,]", order.strip().lower())
     if "pack" in words:
         return None
