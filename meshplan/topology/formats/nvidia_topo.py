@@ -29,6 +29,7 @@ _HEAD = 2**18
 # More GPUs and cells than any host has; they keep the time bounded.
 _MOST_GPUS = 4096
 _MOST_CELLS = 2**17
+_MOST_LINES = 2**18
 _MOST_NOTES = 8
 
 _COLOR = re.compile(r"\x1b?\[[\d;]{0,20}m|\x1b\(B")
@@ -66,7 +67,10 @@ class _Table:
         self.rows: dict[int, _Row] = {}
         self.nic_rows: dict[str, _Row] = {}
         self.cells = 0
-        for number, line in enumerate(_split_lines(text), 1):
+        lines = _split_lines(text)
+        if len(lines) > _MOST_LINES:
+            raise TopologyInputError(f"{len(lines)} lines; pass only the output of the command")
+        for number, line in enumerate(lines, 1):
             if found := _ROW.search(line):
                 self._add_row(found, line, number)
             elif header := _COLUMNS.match(line, max(line.find("GPU"), 0)):

@@ -8,6 +8,7 @@ with ``--showtoponuma`` or with no option at all, nothing is known about links.
 from __future__ import annotations
 
 import re
+from io import StringIO
 from itertools import combinations
 
 from meshplan.errors import TopologyInputError
@@ -23,7 +24,6 @@ _BANNER = re.compile(
 )
 _TABLE = re.compile(r"^=+ {1,4}(Weight|Hops|Link Type) between two GPUs {1,4}=+", re.MULTILINE)
 _GPU = re.compile(r"GPU(\d{1,6})", re.ASCII)
-_CELL = re.compile(r"[^=\s]")
 _ASK = ASK.format("rocm-smi --showtopo")
 # Line and cells of each row, by name of its GPU.
 _Rows = dict[str, tuple[int, list[str]]]
@@ -80,24 +80,16 @@ def read_table(text: str, begin: int, kind: str, name: re.Pattern[str]) -> Readi
 
 
 def _split_rows(
-    text: str, begin: int, line: int, kind: str, name: re.Pattern[str]
+    text: str, begin: int, first: int, kind: str, name: re.Pattern[str]
 ) -> tuple[dict[str, int], _Rows]:
     columns: dict[str, int] = {}
     rows: _Rows = {}
-    # Blank lines under the heading are skipped at once.
-    cell = _CELL.search(text, begin)
-    at = 0 if cell is None else text.rfind("\n", begin, cell.start()) + 1
-    line += text.count("\n", begin, at) - 1 if at else 0
-    while 0 < at < len(text):
-        line += 1
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        words = text[at:end].upper().split()
-        at = end + 1
-        if not words or (columns and not name.fullmatch(words[0])):
-            break
+    for line, content in enumerate(StringIO(text[begin:]), first):
+        words = content.strip("= \t\r\n").upper().split()
         if not columns:
-            columns = _number_columns(words, line, name)
+            columns = _number_columns(words, line, name) if words else {}
+        elif not words or not name.fullmatch(words[0]):
+            break
         elif len(words) != len(columns) + 1:
             raise TopologyInputError(
                 f"{words[0]} has {len(words) - 1} cells for {len(columns)} columns",
@@ -108,7 +100,7 @@ def _split_rows(
         else:
             rows[words[0]] = (line, words[1:])
     if not columns:
-        raise TopologyInputError(f"no table of link types; {ASK.format(kind)}", line=line)
+        raise TopologyInputError(f"no table of link types; {ASK.format(kind)}", line=first)
     return columns, rows
 
 
