@@ -33,6 +33,14 @@ from tests.processes import run_ranks, warm_compiler
 
 pytestmark = pytest.mark.processes
 
+
+def test_site_of_an_installed_package_has_its_name() -> None:
+    """``meshplan run`` has fixes by package."""
+    site = _coverage._format_place("/env/lib/site-packages/lightning/core/module.py", 3, "f")
+    assert site == "lightning/core/module.py:3 f"
+    assert _coverage._format_place("/home/me/jobs/train.py", 7, "main") == "jobs/train.py:7 main"
+
+
 FORMS = (
     *entry.ALL_REDUCES,
     *entry.REDUCE_SCATTERS,

@@ -53,8 +53,6 @@ _PARTS = {
     "_inductor/": "compiled",
     "_functorch/": "compiled",
 }
-
-
 # Parts that reduce without a redistribution of a DTensor, and a package that does.
 _CPP = "C++, such as DDP's reducer"
 _LIBRARIES = ("FSDP2", "FSDP1", "DDP hook", _CPP)
@@ -111,13 +109,15 @@ def find_call_site() -> CallSite:
 
 @functools.lru_cache(maxsize=4096)
 def _format_place(filename: str, line: int, name: str) -> str:
-    path = "/".join(Path(filename).parts[-2:])
-    # Of a function that torch.compile has divided.
+    _, inside, path = filename.rpartition("-packages/")
+    if not inside:
+        path = "/".join(Path(filename).parts[-2:])
     name = _DIVIDED.sub(r"\1", name)
     return f"{path}:{line} {name}"
 
 
 _OWN = "meshplan"
+# The name of a function that torch.compile has divided.
 _DIVIDED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
