@@ -8,6 +8,7 @@ they have ended. Only what is equal on all members decides whether a group is pr
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Probe:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._begun: Any = weakref.WeakKeyDictionary()
+        self._collecting = threading.Lock()
         self._pending: list[tuple[tuple[int, ...], list[dist.Work], _Make]] = []
 
     @never_compiled
@@ -90,12 +92,16 @@ class Probe:
 
     def collect(self, post: Callable[[_Make], None]) -> None:
         """Post what has ended."""
-        pending, self._pending = self._pending, []
-        for one in pending:
-            ranks, works, make = one
-            if not all(work.is_completed() for work in works):
-                self._pending.append(one)
-                continue
+        # Other threads may step and begin groups, and so may handlers.
+        if not self._collecting.acquire(blocking=False):
+            return
+        try:
+            ended = [one for one in self._pending if all(work.is_completed() for work in one[1])]
+            for one in ended:
+                self._pending.remove(one)
+        finally:
+            self._collecting.release()
+        for ranks, works, make in ended:
             try:
                 for work in works:
                     work.wait()

@@ -20,7 +20,7 @@ from meshplan.run import RunSettings
 from meshplan.run import _observation as observation
 from meshplan.run._ledger import Ledger
 from meshplan.run._observation import Observation, observe
-from meshplan.run._probe import DTYPES, REPEATS, describe, make_leaf
+from meshplan.run._probe import DTYPES, REPEATS, Probe, describe, make_leaf
 from meshplan.run._verdict import format_verdict
 from meshplan.testing import nccl_model
 from tests.processes import run_ranks
@@ -185,6 +185,26 @@ def test_a_rank_whose_observation_fails_takes_part(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.processes
+def test_sums_that_begin_while_others_are_collected_are_posted_once() -> None:
+    """Two threads step, and one of them has begun a group."""
+    probe, posted = Probe(print), list[Any]()
+
+    class Work:
+        def is_completed(self) -> bool:
+            probe.collect(posted.append)
+            return True
+
+        def wait(self) -> None: ...
+
+    # A thread that appends has read the list before.
+    begin: Any = probe._pending.append
+    begin(((0, 1), [Work()], "first"))
+    probe.collect(posted.append)
+    begin(((0, 2), [Work()], "second"))
+    probe.collect(posted.append)
+    assert posted == ["first", "second"]
+
+
 def test_integers_and_maxima_are_not_preceded_by_a_probe() -> None:
     def job(rank: int, found: Observation) -> int:
         dist.all_reduce(torch.ones(3, dtype=torch.int64))
