@@ -44,7 +44,7 @@ def add(verbs: Any) -> None:
     option(
         "--gradients",
         action="store_true",
-        help="compare gradients before each compared step",
+        help="compare gradients of each compared step",
     )
     adds = "before the first reduction of each group, test which contract its sums match"
     option("--probe", action="store_true", help=adds)

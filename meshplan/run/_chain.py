@@ -62,8 +62,7 @@ class Chain:
 
     def add(self, rank: int, post: Message, ended: Set[int]) -> None:
         """Read what a rank posts for a step; ``ended`` post nothing more."""
-        number, last = post["link"], post["last"]
-        unit = self._units.setdefault(post["unit"], _Unit())
+        number, unit = post["link"], self._units.setdefault(post["unit"], _Unit())
         shares = [one for one in post["shares"] if one["name"]]
         for one in shares:
             about = one["name"].split()[0]
@@ -77,7 +76,7 @@ class Chain:
         if unit.ended:
             return
         # A rank posts its steps in order; one without shares posts no other.
-        unit.reached[rank] = math.inf if last and post["idle"] else number - (not last)
+        unit.reached[rank] = math.inf if post["idle"] else number
         mine = unit.pending.setdefault(number, {}).setdefault(rank, {})
         for one in shares:
             if (count := one["count"]) is not None:

@@ -47,10 +47,9 @@ class ObservedJob:
             if report is None:
                 if self._observation.rank or os.environ.get("RANK", "0") != "0":
                     return 0
-                reasons = self._observation.notes
+                reasons = "; ".join(self._observation.notes)
                 alone = "this process created no process group; if the script starts its ranks"
-                reasons = reasons or [f"{alone} itself, set MESHPLAN_RUN instead"]
-                raise ValueError("; ".join(reasons))
+                raise ValueError(reasons or f"{alone} itself, set MESHPLAN_RUN instead")
             saved = filter(None, (self._settings.report, self._settings.html))
             text = format_verdict(report, ", ".join(saved))
             status = find_status(report) if strict else 0

@@ -86,8 +86,7 @@ class Ledger:
         questions = []
         if "shares" in message:
             names = [name for post in message["shares"] for name in post.get("sets", ())]
-            steps = message["step"] - (not message["last"])
-            taken |= dict.fromkeys((str(message["unit"]), *names), steps)
+            taken |= dict.fromkeys((str(message["unit"]), *names), message["step"])
             for post in message["shares"]:
                 questions += self._add_post(rank, message["step"], post)
             if message["link"] is not None:

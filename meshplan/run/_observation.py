@@ -23,10 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshplan._observing import OBSERVING
 from meshplan._torch import default_store
@@ -143,11 +140,6 @@ class Observation:
                 raise
             self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Look at gradients."""
-        if _is_nested(sys._getframe()) is False:
-            self._look(optimizer, 1, ("gradient",))
-
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and look at what it wrote."""
         assert self._exchange is not None
@@ -161,13 +153,17 @@ class Observation:
         self._probe.collect(self._exchange.post)
         if unit == 0:
             self._step_times[1:] = [time.monotonic()]
-        self._look(optimizer, 0, ("parameter", "optimizer state", "buffer"))
+        kinds = ["parameter", "optimizer state", "buffer"]
+        if self.settings.gradients:
+            # Not before the step: a closure may compute them.
+            kinds.insert(0, "gradient")
+        self._look(optimizer, kinds)
 
-    def _look(self, optimizer: Optimizer, ahead: int, kinds: Sequence[str]) -> None:
+    def _look(self, optimizer: Optimizer, kinds: Sequence[str]) -> None:
         """Post words of tensors for comparisons and links."""
         assert self._exchange is not None
         unit = self._unit_of(optimizer)
-        step = self._steps[unit] + ahead
+        step = self._steps[unit]
         first, every = self.settings.first, self.settings.every
         # Most differences begin early, and a trial of 50 steps may never reach ``every``.
         whole = step <= first or step % every == 0 or (first > 0 and step.bit_count() == 1)
@@ -179,15 +175,13 @@ class Observation:
         items, number = [], None
         if self.settings.certify is not None:
             number = step + self._find_offset(optimizer, unit)
-            # Values that the script has added come before the step's tensors.
-            items += self._shares.pop_values() if not ahead else []
+            items += self._shares.pop_values()
         elif not whole:
             return
         for kind in kinds:
             if number is not None or kind in KINDS:
                 items += self._list_tensors(optimizer, kind)
-        last = not ahead
-        make = self._shares.take(unit, step, items, whole=whole, last=last, number=number)
+        make = self._shares.take(unit, step, items, whole=whole, number=number)
         if make is not None:
             self._exchange.post(make)
 
@@ -269,10 +263,8 @@ class Observation:
 
     def _describe(self, state: str, error: BaseException | None) -> dict[str, Any]:
         assert self._exchange is not None
-        times, steps = (
-            self._step_times,
-            self._steps[0] - 1 if self._steps else 0,
-        )
+        times = self._step_times
+        steps = self._steps[0] - 1 if self._steps else 0
         own = {
             "backend": self._backend,
             "rows": self._list_reductions(),
@@ -340,21 +332,14 @@ def observe(settings: RunSettings) -> Observation:
     atexit.register(one.abandon)
     remember_modules_and_meshes()
 
-    def hook(
-        observer: Callable[[Observation, Optimizer], None],
-    ) -> Callable[..., None]:
-        @never_compiled
-        def observe_step(optimizer: Optimizer, *_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                one.call(lambda one: observer(one, optimizer))
-
-        return observe_step
+    @never_compiled
+    def observe_step(optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            one.call(lambda one: one.after_step(optimizer))
 
     if settings.probe:
         OBSERVING.before = one._probe.begin
-    if settings.gradients:  # also in the certificate
-        register_optimizer_step_pre_hook(hook(Observation.before_step))
-    register_optimizer_step_post_hook(hook(Observation.after_step))
+    register_optimizer_step_post_hook(observe_step)
     init = dist.init_process_group
 
     @functools.wraps(init)

@@ -133,11 +133,10 @@ class Shares:
         items: Sequence[Item],
         *,
         whole: bool,
-        last: bool,
         number: int | None,
     ) -> Callable[[], Message] | None:
         """Begin the words of tensors; returns what waits for them. ``whole`` compares replicas;
-        ``last``: the step has no more; ``number``: of the certificate's link.
+        ``number``: of the certificate's link.
         """
         posts: list[Message] = []
         reads: list[tuple[Message, _Share, Callable[[], Tensor]]] = []
@@ -172,7 +171,7 @@ class Shares:
         plans = [found for (other, _), (_, found) in every if other == unit]
         idle = all(one.count is None for found in plans for one in found)
         says = left or any("keys" in one or one["count"] is not None for one in posts)
-        if number is not None and not says and (idle or not last):
+        if number is not None and not says and idle:
             number = None
         if number is None and not whole:
             return None
@@ -180,7 +179,6 @@ class Shares:
             "unit": unit,
             "step": step,
             "link": number,
-            "last": last,
             "idle": idle,
         }
 

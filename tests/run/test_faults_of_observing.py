@@ -43,7 +43,7 @@ def share(name: str, count: int | None = 0, **about: Any) -> dict[str, Any]:
 def link(step: int, unit: int = 0, idle: bool = False, shares: Any = None) -> dict[str, Any]:
     """What a rank posts for a step of one empty tensor, which only rank 0 holds."""
     shares = [share("a b", keys=["parameter w float32[0]"])] if shares is None else shares
-    head = {"unit": unit, "link": step, "last": True, "idle": idle, "left": {}}
+    head = {"unit": unit, "link": step, "idle": idle, "left": {}}
     return head | {"shares": shares}
 
 

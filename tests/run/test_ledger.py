@@ -39,7 +39,7 @@ class Ranks:
         self, rank: int, step: int, tensors: dict[str, Tensor], kind: str = "parameter"
     ) -> Any:
         items = [Item(kind, name, one, one) for name, one in tensors.items()]
-        about: Any = {"whole": True, "last": kind != "gradient", "number": None}
+        about: Any = {"whole": True, "number": None}
         make: Any = self.shares[rank].take(0, step, items, **about)
         return make()
 

@@ -24,7 +24,7 @@ from meshplan.replicas._tensors import named_tensors
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
 from tests.processes import run_ranks, warm_compiler
-from tests.run.observing import backward, make_model, observe_ranks, take_step
+from tests.run.observing import backward, flip, make_model, observe_ranks, take_step
 
 pytestmark = pytest.mark.processes
 
@@ -78,6 +78,31 @@ def test_steps_in_backward_count_for_each_parameter() -> None:
             backward(model)
 
     assert observe_ranks(job)[1]["steps"]["taken"] == {"0": 3, "1": 3}
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_gradients_that_a_step_computes_are_compared_after_it(faulty: bool) -> None:
+    """As Lightning steps: before it, each rank has gradients of its own micro-batch."""
+
+    def job(rank: int, _: Observation) -> None:
+        model, optimizer = make_model()
+
+        def compute() -> None:
+            backward(model)
+            if faulty and rank == 1:
+                flip(next(model.parameters()).grad)
+
+        for closure in ({"closure": compute}, {}):
+            with model.no_sync():  # type: ignore[operator]
+                backward(model, torch.full((1, 4), 1.0 + rank))
+            optimizer.step(*(() if closure else (compute,)), **closure)
+            optimizer.zero_grad()
+
+    _, report = observe_ranks(job, settings="gradients first=9")
+    found = report["replicas"]["first_difference"]
+    assert (found and (found["step"], found["kind"])) == ((1, "gradient") if faulty else None)
+    # Of two tensors, their gradients and no state: twice.
+    assert report["replicas"]["compared"] == 8
 
 
 def test_a_compiled_step_runs_and_is_not_observed() -> None:
