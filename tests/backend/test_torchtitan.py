@@ -52,7 +52,12 @@ def run(job: Path, steps: int, configuration: str) -> tuple[dict[str, Any], dict
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    plain, over = map(json.loads, lines)
+    plain, under, over = map(json.loads, lines)
+    # Observed: the plain job, and the same under --backend meshplan.
+    affected = [one["verdict"][0].startswith("[meshplan] affected: ") for one in (plain, under)]
+    assert affected == [plain["differ"] > 0, False], (plain, under)
+    ran = "  every reduction of floating-point numbers ran under the contract"
+    assert (under["differ"], under["outside"], ran in under["verdict"]) == (0, 0, True)
     assert (plain["group"], over["group"]) == ("nccl_model", "meshplan")
     # The plain job's reductions are all outside, and over the backend none is.
     assert (plain["contract"], plain["native"]) == (0, 0)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from meshplan.run._verdict import format_verdict
 from tests.backend import trainers
 
 ROOT = Path(__file__).parents[2]
@@ -36,20 +37,32 @@ pytestmark = [
 ]
 
 
-def run_job(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """By backend: what each rank of each run has found."""
-    backends = ("nccl_model", "meshplan")
+OBSERVED = "every=1 gradients certify={}"
+
+
+def run_job(name: str, folder: Path) -> list[list[dict[str, Any]]]:
+    """What each rank of each run has found: over a model of NCCL and over the backend, which the job
+    names, and then as ``meshplan run`` starts the first of them, alone and with its own backend.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "tests.backend.trainers", name]
+    settings = OBSERVED.format(folder / "observed.cert")
+    under = f"{OBSERVED.format(folder / 'under.cert')} backend=meshplan"
+    files = {
+        folder / "plain": ["nccl_model"],
+        folder / "meshplan": ["meshplan"],
+        folder / "observed": ["nccl_model", settings],
+        folder / "under": ["nccl_model", under],
+    }
     processes = [
         subprocess.Popen(
-            [*command, backend, str(folder / backend)],
+            [*command, backend, str(file), *more],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
-        for backend in backends
+        for file, (backend, *more) in files.items()
     ]
     try:
         errors = [process.communicate(timeout=1000)[1] for process in processes]
@@ -59,7 +72,7 @@ def run_job(name: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
             process.wait()
     for process, text in zip(processes, errors, strict=True):
         assert process.returncode == 0, text[-6000:]
-    return {backend: pickle.loads((folder / backend).read_bytes()) for backend in backends}
+    return [pickle.loads(file.read_bytes()) for file in files]
 
 
 def compare_replicas(ranks: list[dict[str, Any]]) -> tuple[int, int]:
@@ -74,7 +87,7 @@ def compare_replicas(ranks: list[dict[str, Any]]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", trainers.JOBS)
 def test_replicas_have_equal_bits_where_plain_ones_differ(name: str, tmp_path: Path) -> None:
-    plain, found = run_job(name, tmp_path).values()
+    plain, found, observed, under = run_job(name, tmp_path)
     assert {rank["group"] for rank in plain} == {"NcclModelProcessGroup"}
     assert {rank["group"] for rank in found} == {"MeshplanProcessGroup"}
     replicas, differing = compare_replicas(plain)
@@ -88,6 +101,54 @@ def test_replicas_have_equal_bits_where_plain_ones_differ(name: str, tmp_path: P
         assert rank["counts"] == {"outside": 0, "native": 0, "any_order": 0, "contract": total}, (
             rank["table"]
         )
+    assert [rank["held"] for rank in observed] == [rank["held"] for rank in plain]
+    check_verdicts(name, observed, under)
+
+
+def check_verdicts(name: str, plain: list[dict[str, Any]], under: list[dict[str, Any]]) -> None:
+    """Of observed runs, one for each map of nodes."""
+    nodes = trainers.JOBS[name].nodes
+    reports = [rank["report"] for rank in (*plain, *under) if "report" in rank]
+    assert len(reports) == 2 * len(nodes)
+    for number, report in enumerate(reports):
+        assert report["state"] == "ended"
+        assert report["steps"]["unequal"] == []
+        assert report["steps"]["compared"] >= trainers.STEPS
+        outside = [one for one in report["reductions"] if not one["contract"]]
+        affected = report["replicas"]["first_difference"] is not None
+        if number >= len(nodes):
+            assert not outside
+            assert not affected, format_verdict(report)
+        elif nodes == trainers.ONE_GROUP:
+            # All ranks of a group get one sum. Another placement gets another one.
+            assert not affected, format_verdict(report)
+        else:
+            assert affected >= any(differ_within(plain)), format_verdict(report)
+        framework = next((one for one in FRAMEWORKS if one in name), None)
+        if framework and outside:
+            assert FRAMEWORKS[framework] in format_verdict(report)
+    if nodes == trainers.ONE_GROUP:
+        links = [report["certificate"]["last"] for report in reports]
+        assert len(set(links[:2])) == 2
+        assert len(set(links[2:])) == 1
+
+
+# Of the line that fixes it. Trainers of Transformers reduce in Accelerate.
+FRAMEWORKS = {
+    "Accelerate": "before Accelerator()",
+    "Transformers": "before Accelerator()",
+    "Lightning": "process_group_backend='meshplan'",
+}
+
+
+def differ_within(ranks: list[dict[str, Any]]) -> list[str]:
+    """Parameters and states that differ between ranks of one run."""
+    found: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
+    for rank in ranks:
+        for name, part, bits in rank["held"]:
+            found[name, part].add(bits)
+    kept = {name for (name, _), bits in found.items() if len(bits) > 1}
+    return [name for name in kept if not name.startswith(("norm", "loss", "grad_norm"))]
 
 
 @pytest.mark.parametrize("name", trainers.JOBS)

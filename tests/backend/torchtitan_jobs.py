@@ -2,9 +2,10 @@
 
     python -m tests.backend.torchtitan_jobs --job JOB.py rep=2,shard=3,tp=2,node=4 ...
 
-Each configuration runs twice: over ``nccl_model``, and over the backend around ``nccl_model``, which
-``JOB.py`` selects as torchtitan's ``--module``. For each run a line of JSON: the reductions of rank 0
-by kind, and the tensors whose replicas have had other bits after any step.
+Each configuration runs three times: over ``nccl_model``, as ``meshplan run`` observes it; the same
+with its ``--backend meshplan``; and over the backend around ``nccl_model``, which ``JOB.py`` selects as
+torchtitan's ``--module``. For each run a line of JSON: the reductions of rank 0 by kind, and the
+tensors whose replicas have had other bits after any step; observed, the first line of the verdict.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import meshplan
+from meshplan.run import RunSettings
+from meshplan.run._job import ObservedJob
+from meshplan.run._verdict import format_verdict
 from meshplan.testing import nccl_model
 from tests.backend.torchtitan_on_cpu import configure, prepare
 from tests.processes import run_ranks
 
+OBSERVED = "every=1 gradients"
 DEGREES = {
     "rep": "data_parallel_replicate_degree",
     "shard": "data_parallel_shard_degree",
@@ -43,11 +48,11 @@ DEGREES = {
 ``ac``, activation checkpointing; ``spmd``, torchtitan's backend for model parallelism."""
 
 
-def train(job: Path | None, words: dict[str, str], steps: int, rank: int) -> dict[str, Any]:
+def train(job: Path | str, words: dict[str, str], steps: int, rank: int) -> dict[str, Any]:
     """One rank of a job.
 
     Args:
-        job: a Python file that selects the backend; ``None`` for a plain job.
+        job: a Python file that selects the backend; of a plain job, how it is observed.
         words: of the configuration.
         steps: of the job.
         rank: of this process.
@@ -56,7 +61,8 @@ def train(job: Path | None, words: dict[str, str], steps: int, rank: int) -> dic
     nccl_model.register()
     nccl_model.configure(domain_size=int(words["node"]), algorithm="tree")
     dist.Backend.default_device_backend_map["cpu"] = "nccl_model"
-    if job is not None:
+    observed = ObservedJob(RunSettings.parse(job)) if isinstance(job, str) else None
+    if isinstance(job, Path):
         sys.path.insert(0, str(job.parent))
         manager: Any = importlib.import_module("torchtitan.config").ConfigManager()
         manager.parse_args(["--module", job.stem, "--config", "llama3_8b"])
@@ -83,6 +89,9 @@ def train(job: Path | None, words: dict[str, str], steps: int, rank: int) -> dic
         "norms": [min(replicas.norms), max(replicas.norms)],
     }
     dist.destroy_process_group()
+    if observed is not None:
+        report = observed._observation.finish(None)
+        found["verdict"] = report and format_verdict(report).splitlines()
     # Ranks of tests end without a flush.
     sys.stdout.flush()
     (step,) = counted.steps
@@ -149,7 +158,7 @@ def _digest(parameter: Tensor) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def run_job(job: Path | None, configuration: str, steps: int) -> dict[str, Any]:
+def run_job(job: Path | str, configuration: str, steps: int) -> dict[str, Any]:
     """All ranks of a job.
 
     Args:
@@ -179,7 +188,7 @@ def main() -> None:
     # Once for all ranks, which are forked.
     importlib.import_module("torchtitan.trainer")
     for configuration in options.configurations:
-        for job in (None, options.job.resolve()):
+        for job in (OBSERVED, f"{OBSERVED} backend=meshplan", options.job.resolve()):
             found = run_job(job, configuration, options.steps)
             sys.stdout.write(json.dumps({"configuration": configuration} | found) + "\n")
             sys.stdout.flush()

@@ -1,15 +1,17 @@
 """Training jobs that know nothing of meshplan but the backend's name, which the command line gives.
 
-    python -m tests.backend.trainers JOB BACKEND FILE
+    python -m tests.backend.trainers JOB BACKEND FILE [SETTINGS]
 
 Its ranks are processes as torchrun starts them, forked from this one, which has imported what they
 need. Their nodes are those of ``nccl_model``. FILE gets, for each rank of each run, how many
-reductions ran under the contract and outside, and what the rank holds.
+reductions ran under the contract and outside, and what the rank holds. With the settings of
+``meshplan run`` the ranks are observed, and that of rank 0 has the report.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import sys
@@ -38,6 +40,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset
 
 import meshplan
+from meshplan.run import RunSettings
+from meshplan.run._job import ObservedJob
 from meshplan.testing import nccl_model
 from tests.backend.training import resume
 from tests.processes import run_ranks
@@ -383,7 +387,13 @@ JOBS = {
 
 
 def run_rank(
-    name: str, backend: str, nodes: tuple[int, ...], port: int, folder: str, rank: int
+    name: str,
+    backend: str,
+    nodes: tuple[int, ...],
+    port: int,
+    folder: str,
+    settings: str | None,
+    rank: int,
 ) -> dict[str, Any]:
     """How one rank has reduced, and what it holds."""
     size = str(len(nodes))
@@ -399,10 +409,14 @@ def run_rank(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MESHPLAN_INNER": "nccl_model",
         "JOB_FOLDER": folder,
+        "MESHPLAN_HOST": f"host{nodes[rank]}",
     }
     warnings.simplefilter("ignore")
     nccl_model.register()
     nccl_model.configure(node_of_rank=nodes, algorithm="tree")
+    file = f"{folder}/run.json"
+    parsed = RunSettings.parse(f"{settings} report={file}") if settings else None
+    job = parsed and ObservedJob(parsed)
     with meshplan.coverage() as covered:
         held = JOBS[name].train(backend)
     kind_of_group = type(dist.group.WORLD).__name__
@@ -411,10 +425,13 @@ def run_rank(
     scalars = covered.steps[0].to_scalars()
     kinds = ("outside", "native", "any_order", "contract")
     counts = {kind: int(scalars[f"meshplan/{kind}/count"]) for kind in kinds}
-    return {"group": kind_of_group, "held": held, "counts": counts, "table": str(covered)}
+    found = {"group": kind_of_group, "held": held, "counts": counts, "table": str(covered)}
+    if job is not None and not job.finish(None) + rank:
+        found["report"] = json.loads(Path(file).read_text())
+    return found
 
 
-def main(name: str, backend: str, path: str) -> None:
+def main(name: str, backend: str, path: str, settings: str | None = None) -> None:
     """Run a job, once for each map of nodes."""
     torch.set_num_threads(1)
     importlib.import_module(JOBS[name].module)
@@ -422,7 +439,7 @@ def main(name: str, backend: str, path: str) -> None:
     for nodes in JOBS[name].nodes:
         with tempfile.TemporaryDirectory() as folder:
             agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            run = partial(run_rank, name, backend, nodes, agent.port, folder)
+            run = partial(run_rank, name, backend, nodes, agent.port, folder, settings)
             found += run_ranks(run, len(nodes), init=False)
     Path(path).write_bytes(pickle.dumps(found))
 
