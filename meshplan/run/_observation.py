@@ -186,8 +186,9 @@ class Observation:
             self._exchange.post(make)
 
     def _unit_of(self, optimizer: Optimizer) -> int:
-        unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
-        self._steps += [0] * (unit == len(self._steps))
+        with self._lock:
+            unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
+            self._steps += [0] * (unit == len(self._steps))
         return unit
 
     def _find_offset(self, optimizer: Optimizer, unit: int) -> int:

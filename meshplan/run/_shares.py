@@ -123,7 +123,9 @@ class Shares:
 
     def pop_values(self) -> list[Item]:
         """Those since the last step."""
-        found, self._values = self._values, []
+        found = self._values.copy()
+        # Another thread may have added one since.
+        del self._values[: len(found)]
         return found
 
     def take(

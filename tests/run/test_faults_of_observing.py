@@ -47,6 +47,36 @@ def link(step: int, unit: int = 0, idle: bool = False, shares: Any = None) -> di
     return head | {"shares": shares}
 
 
+def test_value_that_a_thread_adds_while_a_step_takes_them_is_kept() -> None:
+    shares = Shares(ParameterTable(), print)
+    # The thread has read the list before.
+    add: Any = shares._values.append
+    shares.pop_values()
+    add("late")
+    assert shares.pop_values() == ["late"]
+
+
+def test_optimizers_that_two_threads_step_first_have_numbers_of_their_own() -> None:
+    observation: Any = Observation(RunSettings())
+    numbers, others = dict[str, int](), list[threading.Thread]()
+
+    def number(name: str) -> None:
+        numbers[name] = observation._unit_of(name)
+
+    class Table(dict[Any, int]):
+        def setdefault(self, key: Any, default: int = 0) -> int:
+            if not others:
+                others.append(threading.Thread(target=number, args=("second",)))
+                others[0].start()
+                others[0].join(1.0)
+            return super().setdefault(key, default)
+
+    observation._by_optimizer = Table()
+    number("first")
+    others[0].join()
+    assert sorted(numbers.values()) == [0, 1]
+
+
 def test_signal_handler_may_reduce_while_a_reduction_is_noted() -> None:
     """Handlers of preemption all-reduce a flag, wherever the main thread is."""
     table = ParameterTable()
