@@ -251,7 +251,7 @@ def find_replaced(found: Degrees) -> Setting | None:
             is_base = bool(_CONFIG.fullmatch(group))
         else:
             is_word = isinstance(one.value, Computed) or bool(_WORD.fullmatch(str(one.value)))
-            is_base = bool(at) or "/" in group or ("." not in group and is_word)
+            is_base = is_word and (bool(at) or "/" in group or "." not in group)
         is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
         name = str(one.value)
         is_known = name == "_self_" or match(found.framework.bases, name)

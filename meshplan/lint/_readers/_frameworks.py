@@ -144,6 +144,22 @@ _MEGATRON = Framework(
     launch=_NEMO_LAUNCH,  # of Hydra's overrides
     kinds=frozenset({"command"}),
 )
+# ms-swift, swift/megatron/arguments/megatron_args.py: each rank has whole experts by default, and
+# the optimizer's state is sharded. Its jobs of Ray have a section for each part.
+_SWIFT = replace(
+    _MEGATRON,
+    meshes=(
+        replace(
+            _MEGATRON_MESH,
+            section=r"(?P<part>(?!rollout).*)",
+            expert_tp=False,
+            is_sharded=True,
+        ),
+    ),
+    launch={"train.gpus": "world_size"},
+    kinds=frozenset({"document", "command"}),
+    word=r"\bmegatron[ \t]+(?:sft|pt|rlhf|export)\b|\b(?:tuner|train)_type\b|split_dataset_ratio",
+)
 # NeMo Automodel, nemo_automodel/components/distributed/mesh_utils.py, _create_fsdp2_device_mesh:
 # (pp, dp_replicate, dp_shard, cp, tp), and _create_moe_mesh: (ep_shard, ep) over all of them in a
 # stage. NeMo RL's DTensor workers call it: nemo_rl/models/automodel/setup.py, setup_distributed.
@@ -285,6 +301,11 @@ _VERL = Framework(
             rest="dp",
             roles={"dp": "apart"},
             needs=frozenset({"tp"}),
+            refused={
+                r"actor_rollout_ref\.hybrid_engine=false|rollout\.nnodes=[1-9].*": (
+                    "training and generation have ranks of their own"
+                ),
+            },
         ),
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
@@ -648,6 +669,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _VERL,
         _VERL_SFT,
         _AUTOMODEL,
+        _SWIFT,
         _NEMO,
         _NEMO_RECIPES,
         _MEGATRON,

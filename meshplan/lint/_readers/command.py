@@ -379,7 +379,11 @@ class Script:
                 )
 
     def _is_override(self, word: Word, key: str, read: dict[int, tuple[int, bool]]) -> bool:
-        """Whether ``key=value`` is an argument of a command, and no assignment of the shell."""
+        """Whether ``key=value`` is an argument of a command: no assignment of the shell, and no
+        argument of a function in a program of another language.
+        """
+        if re.search(r"\w\($|, ?$", self.text[max(0, word.start - 2) : word.start]):
+            return False
         if not key.isidentifier():
             return True
         # Any text may have TP=2; variables of the environment are in capitals.
