@@ -16,7 +16,6 @@ from meshplan.lint._finding import Source
 from meshplan.lint._job import Skipped
 from meshplan.lint._readers._frameworks import FRAMEWORKS
 from meshplan.lint._readers._numbers import INSTEAD, find_line, is_whole
-from meshplan.lint._readers._values import find_callee, parse, read_string
 
 _UNIT = r"[-_]?(?:size|degree|world[-_]size)"
 _AXIS = r"(?:tp|pp|dp|cp|sp|ep|mp|etp|edp|ddp|fsdp|hsdp)"
@@ -132,6 +131,8 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
 
     Comments and docstrings do not count, and neither do names that only pass a size on.
     """
+    from meshplan.lint._readers._values import find_callee, parse, read_string
+
     words = set(_WORD.findall(text))
     if words & {"allocation_mode", "backend"} and (skipped := _find_allocation(name, text)):
         return skipped
@@ -191,7 +192,8 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             return [(one.arg, one.value) for one in node.keywords if one.arg]
         case ast.Dict():
             pairs = zip(node.keys, node.values, strict=True)
-            return [(key, value) for node, value in pairs if node and (key := read_string(node))]
+            keys = [(getattr(key, "value", None), value) for key, value in pairs]
+            return [(key, value) for key, value in keys if isinstance(key, str)]
         case ast.Assign(targets=targets, value=value):
             return [(target.id, value) for target in targets if isinstance(target, ast.Name)]
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):

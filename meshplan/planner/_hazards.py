@@ -400,7 +400,8 @@ def find_distinct_rows(rows: Integers) -> tuple[Integers, Integers]:
 
 
 def _hash_rows(rows: Integers) -> Integers:
-    weights = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, rows.shape[1])
+    # Modulo 2**64. numpy.random takes long to import.
+    weights = np.arange(1, 2 * rows.shape[1], 2) ** 15
     found: Integers = (rows * weights).sum(axis=1)
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -210,7 +209,8 @@ def fit_links(found: Sequence[TimedExchange]) -> tuple[Links, float]:
             )
         changed[name] = Link(latency, 1 / inverse)
     links = Links(**changed, launch=float(figures[0]), batch=float(figures[1]))
-    return links, median(abs(predict_seconds(links, one) / one.seconds - 1) for one in found)
+    errors = [abs(predict_seconds(links, one) / one.seconds - 1) for one in found]
+    return links, float(np.median(errors))
 
 
 def predict_seconds(links: Links, one: TimedExchange) -> float:

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,6 +97,8 @@ class Rule:
 
     def read_page(self) -> str:
         """The page, without its title."""
+        from importlib.resources import files
+
         path = files("meshplan.lint") / "pages" / f"{self.code}.md"
         text = self.page or path.read_text(encoding="utf-8")
         return text.replace("{fixes by program}", format_fix_list())

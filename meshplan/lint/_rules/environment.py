@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.resources import files
 from typing import TYPE_CHECKING, Literal
 
 from meshplan._message_text import find_near, shorten
@@ -148,6 +147,8 @@ def _list_elements(name: str) -> tuple[str, ...]:
 
 def find_near_variable(name: str) -> str | None:
     """The variable that a misspelt ``NCCL_...`` probably means; ``None`` if it may be right."""
+    from importlib.resources import files
+
     # From NCCL_PARAM and getenv in the sources and plugins of NCCL 2.3 to 2.31 and from the user
     # guide of 2.30, with the variables that PyTorch, installers and containers read.
     known = files("meshplan.lint").joinpath("nccl_variables.txt").read_text("utf-8").split()
