@@ -681,3 +681,18 @@ def test_any_command_ends_without_a_traceback(
     else:
         assert status in (0, 1)
         assert err.getvalue() == ""
+
+
+@pytest.mark.parametrize(("tp", "status"), [(2, 0), (6, 2)])
+def test_a_file_without_nodes_is_judged_on_usual_ones_unless_they_have_a_hazard(
+    tp: int, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"parallelism: {{dp: 4, pp: 2, tp: {tp}, tp_mode: REDUCE_SCATTER}}\n")
+    assert main(["lint", "--no-env", "--isolated", str(job)]) == status
+    out, err = capsys.readouterr()
+    assert ("on 2 nodes of 8; no hazard on nodes of 8, and it names no other" in out) == (tp == 2)
+    assert ("the placement of ranks is unknown" in err) == (tp == 6)
+    words = ["lint", "--no-env", "--isolated", "--node-size", "4", str(job)]
+    assert main(words) == int(tp == 6)
+    assert "it names no other" not in capsys.readouterr().out

@@ -201,3 +201,46 @@ def test_damaged_file_raises_one_line(text: str) -> None:
 @given(damaged_texts(REGISTRY))
 def test_damaged_registry_raises_one_line(text: str) -> None:
     refusal("registry.py", text)
+
+
+DEFAULTS = """\
+policy:
+  megatron_cfg:
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 2
+    context_parallel_size: 1
+  dtensor_cfg:
+    tensor_parallel_size: 8
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+
+
+class TestDefaultsOfTheFile:
+    """NeMo RL merges the files that ``defaults`` names, each relative to the one that names it."""
+
+    def read(self, folder: Path, defaults: str, text: str) -> str:
+        (folder / "below").mkdir(exist_ok=True)
+        (folder / "below/base.yaml").write_text(DEFAULTS)
+        (folder / "below/middle.yaml").write_text("defaults: base.yaml\ncluster: {num_nodes: 2}\n")
+        return format_jobs(read_jobs(str(folder / "a.yaml"), f"defaults: {defaults}\n{text}"))
+
+    def test_own_values_come_first(self, tmp_path: Path) -> None:
+        own = "policy:\n  dtensor_cfg: null\n  megatron_cfg: {tensor_model_parallel_size: 4}\n"
+        found = self.read(tmp_path, "below/middle.yaml", own)
+        assert found.startswith(f"{tmp_path}/a.yaml:1 (pp=2, dp=2, cp=1, tp=4)")
+
+    def test_later_files_come_first(self, tmp_path: Path) -> None:
+        own = "policy: {dtensor_cfg: null}\n"
+        found = self.read(tmp_path, "[below/middle.yaml, below/base.yaml]", own)
+        assert found.startswith(f"{tmp_path}/a.yaml:1 (pp=2, dp=2, cp=1, tp=2)")
+
+    def test_a_missing_file_may_set_anything(self, tmp_path: Path) -> None:
+        own = "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\n"
+        found = self.read(tmp_path, "[below/base.yaml, below/none.yaml]", own)
+        assert "names another configuration, which may set pp" in found
+
+    def test_a_file_that_names_itself_ends(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("defaults: [a.yaml, a.yaml]\ntp: 1\n")
+        own = "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\n"
+        found = self.read(tmp_path, "[a.yaml, a.yaml]", own)
+        assert "names another configuration, which may set pp" in found

@@ -52,6 +52,7 @@ from meshplan.lint._finding import (
 )
 from meshplan.lint._job import Job, JobFile, Skipped
 from meshplan.lint._read_jobs import RankOptions, read_arguments
+from meshplan.lint._reductions import is_uniform
 from meshplan.lint._reporters import render, wants_color
 from meshplan.lint._reporters.text import format_fix, format_source
 from meshplan.lint._roles import (
@@ -276,7 +277,7 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
 # The placement of the jobs of each input, and with that its state.
 
 _MOST_REASONS = 2
-_TRAY, _RACK = 4, 72  # GPUs
+_USUAL, _TRAY, _RACK = 8, 4, 72  # GPUs
 
 
 def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
@@ -320,16 +321,33 @@ def _place_jobs(
 ) -> None:
     if one.file.jobs and live is None:
         placement, one.contradiction = _prefer_file(one.file, placement, request.reader.ranks)
+    has_nodes = live or placement or one.file.hosts or one.file.ranks_per_host
+    is_guess = one.kind == "file" and not has_nodes
     if live is None and one.file.skipped:
-        _judge_every_size(request, given, one, placement, roles)
+        guess = Inputs(node_size=_USUAL) if is_guess else placement
+        _judge_every_size(request, given, one, guess, roles, is_guess)
     for job in (_apply_options(job, given, roles) for job in one.file.jobs):
         if unknown := job.find_unknown_axes():
             skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
             one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
-        one.jobs.append((job, live or _find_cluster(job, one.file, placement, request)))
+        usual = _find_usual(job) if is_guess and not unknown else None
+        if usual is not None:
+            note = job.every_size or f"no hazard on nodes of {_USUAL}, and it names no other"
+            job = replace(job, roles=job.given, every_size=note)
+        cluster = live or usual or _find_cluster(job, one.file, placement, request)
+        one.jobs.append((job, cluster))
     if live is None and placement is not None:
         for name in placement.files:
             request.read_topology(name)
+
+
+def _find_usual(job: Job) -> Cluster | None:
+    """Usual nodes, for a job without a number and without a hazard there."""
+    ranks = job.layout.highest_rank + 1
+    if find_cluster(Inputs(), ranks) is not None:
+        return None  # the environment has a number
+    usual = read_cluster(Inputs(node_size=_USUAL), ranks, {})
+    return usual if usual is not None and is_uniform(job, usual.topology) else None
 
 
 def _judge_every_size(
@@ -338,6 +356,7 @@ def _judge_every_size(
     one: NamedInput,
     placement: Inputs | None,
     roles: Mapping[str, Role],
+    is_guess: bool,
 ) -> None:
     """Read the input for a number of ranks that stands for all, if the number is unknown."""
     own = one.file
@@ -361,7 +380,7 @@ def _judge_every_size(
     from meshplan.lint._every_size import judge_every_size
 
     found = judge_every_size(read_jobs, place, per_node)
-    if found is not None:
+    if found is not None and not (is_guess and found.is_hazard):
         file = read(found.nodes * per_node)
         jobs = (
             replace(

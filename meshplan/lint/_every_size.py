@@ -42,6 +42,7 @@ class EverySize(NamedTuple):
     nodes: int
     note: str  # the verdict in words
     is_open: bool = False  # whether some numbers of nodes have a hazard, and larger ones none
+    is_hazard: bool = True  # whether any number has one
 
 
 def judge_every_size(
@@ -85,7 +86,8 @@ def judge_every_size(
         if _UNKNOWN in verdicts:
             return None
         nodes = step * (2 if shortest == 1 else 1)
-        return EverySize(nodes, f"no hazard for any number of nodes of {per_node}")
+        note = f"no hazard for any number of nodes of {per_node}"
+        return EverySize(nodes, note, is_hazard=False)
     first = hazards[0]
     some = f"multiple of {step} nodes" if step > 1 else "number of nodes"
     if len(hazards) == bound + 1 - first:

@@ -62,6 +62,32 @@ class Setting(NamedTuple):
         return f"{self.path}={self.value}".lower()
 
 
+# AReaL's sglang:d4p1t2+fsdp:d8t2 and megatron:(attn:d1p6|ffn:d1p6e2).
+_ALLOCATION = re.compile(r"(?:.*\.)?(?:backend|allocation_mode)")
+_ENGINE = re.compile(
+    r"(sglang|vllm|fsdp|archon|megatron)(?:\[\w+\])?:"
+    r"\(?(?:attn:)?((?:[dptce]\d{1,6})+)(?:\|ffn:(\w+)\))?"
+)
+
+
+def split_allocations(settings: Iterable[Setting]) -> list[Setting]:
+    """The settings, with a degree for each letter of the allocations of AReaL among them."""
+    found = [*settings]
+    for one in settings:
+        text = str(one.value) if _ALLOCATION.fullmatch(one.path) else ""
+        if re.sub(r"[+|]", "", _ENGINE.sub("", text)):
+            continue  # it has another form
+        for i, (engine, dense, experts) in enumerate(_ENGINE.findall(text)):
+            sizes, inner = (dict(re.findall(r"([a-z])(\d+)", one)) for one in (dense, experts))
+            sizes |= {key: inner[at] for key, at in (("e", "e"), ("et", "t")) if at in inner}
+            path = f"{one.path}.{i}.{engine}_engine"
+            found += [
+                Setting(f"{path}.{key}", int(size), one.line, one.key)
+                for key, size in sizes.items()
+            ]
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Document:
     """The settings of a file."""
@@ -251,7 +277,8 @@ def find_replaced(found: Degrees) -> Setting | None:
             is_base = bool(_CONFIG.fullmatch(group))
         else:
             is_word = isinstance(one.value, Computed) or bool(_WORD.fullmatch(str(one.value)))
-            is_base = is_word and (bool(at) or "/" in group or "." not in group)
+            is_group = (bool(at) or "/" in group) and "=" not in str(one.value)
+            is_base = is_group or ("." not in group and is_word)
         is_elsewhere = at and package not in _ROOTS and not section.fullmatch(package)
         name = str(one.value)
         is_known = name == "_self_" or match(found.framework.bases, name)
@@ -635,7 +662,7 @@ def check_unread(
         is_inside = section.fullmatch(prefix) is not None
         # The value may be the size of an axis of several ranks.
         is_open = isinstance(one.value, Computed) or (
-            is_whole(one.value) and one.value not in (0, 1)
+            one.value == "auto" or (is_whole(one.value) and one.value not in (0, 1))
         )
         if key in keys or not is_open:
             continue

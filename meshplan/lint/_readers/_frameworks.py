@@ -130,22 +130,12 @@ _MEGATRON = Framework(
     program="megatron",
     mark=r"(?:.*\.)?(?:(?:tensor|pipeline|expert)_model_parallel_size"
     r"|num_distributed_optimizer_instances)",
-    meshes=(
-        replace(
-            _MEGATRON_MESH,
-            refused={
-                **_MEGATRON_MESH.refused,
-                r"(?:tensor|pipeline)_parallel_size=(?!1$).*": (
-                    "tensor_parallel_size and pipeline_parallel_size are not Megatron-LM's"
-                ),
-            },
-        ),
-    ),
+    meshes=(_MEGATRON_MESH,),
     launch=_NEMO_LAUNCH,  # of Hydra's overrides
     kinds=frozenset({"command"}),
 )
-# ms-swift, swift/megatron/arguments/megatron_args.py: each rank has whole experts by default, and
-# the optimizer's state is sharded. Its jobs of Ray have a section for each part.
+# ms-swift, swift/megatron/arguments/megatron_args.py: whole experts and a sharded optimizer by
+# default. Its jobs of Ray have a section for each part.
 _SWIFT = replace(
     _MEGATRON,
     meshes=(
@@ -310,7 +300,7 @@ _VERL = Framework(
     ),
     launch={"trainer.nnodes": "hosts", "trainer.n_gpus_per_node": "ranks_per_host"},
     defaults={"hosts": 1, "ranks_per_host": 8},
-    bases=r"(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
+    bases=r"(?:\./)?(?:config|ppo_trainer|ppo_megatron_trainer)(?:\.yaml)?",
 )
 # verl/trainer/fsdp_sft_trainer.py, under torchrun.
 _VERL_SFT = Framework(
@@ -399,21 +389,6 @@ _ACCELERATE_MEGATRON = Framework(
     meshes=(_ACCELERATE_MEGATRON_MESH,),
     launch=_ACCELERATE.launch,
     kinds=frozenset({"document"}),
-)
-_ACCELERATE_OLD_MEGATRON = replace(
-    _ACCELERATE_MEGATRON,
-    mark=r"megatron_lm_config\.megatron_lm_(?:tp|pp)_degree",
-    meshes=(
-        replace(
-            _ACCELERATE_MEGATRON_MESH,
-            refused={
-                r"megatron_lm_config\..*": (
-                    "the default of megatron_lm_context_parallel_size is 2 in some releases of "
-                    "accelerate; set it"
-                )
-            },
-        ),
-    ),
 )
 # accelerate's FSDP without degrees: torch's FSDP shards along all ranks, or along those of a host.
 _ACCELERATE_FSDP = Framework(
@@ -528,6 +503,13 @@ _NANOTRON = Framework(
     kinds=frozenset({"document"}),
     word=r"(?:pp_engine|tp_mode|nanotron|tp_linear_async_communication)",
 )
+_NANOTRON_CLASS = replace(
+    _NANOTRON,
+    mark=r"dp|pp|tp",
+    meshes=(replace(_NANOTRON.meshes[0], section=""),),
+    kinds=frozenset({"python"}),
+    classes=frozenset({"ParallelismArgs"}),
+)
 
 # torchtune, torchtune/training/_distributed.py, ParallelDims.build_mesh: (dp_replicate, dp_shard,
 # cp, tp). Keys: recipes/full_finetune_distributed.py, __init__.
@@ -613,7 +595,7 @@ _VLLM = Framework(
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"LLM", "EngineArgs", "AsyncEngineArgs"}),
     without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
-    word=r"\bvllm\b",
+    word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:",
 )
 _SGLANG = replace(
     _VLLM,
@@ -624,10 +606,100 @@ _SGLANG = replace(
 _SERVING = replace(
     _VLLM,
     program="serving",
-    mark=r"(?:data|pipeline|tensor|prefill_context)_parallel_size",
+    mark=r"(?:vllm_)?(?:data|pipeline|tensor|prefill_context)_parallel_size",
+    # The other spelling is that of ms-swift and TRL.
+    meshes=(
+        replace(
+            _SERVING_MESH,
+            keys={
+                **_SERVING_MESH.keys,
+                **{f"vllm_{key}": axis for key, axis in _SERVING_MESH.keys.items()},
+            },
+        ),
+    ),
     kinds=frozenset({"command"}),
     classes=frozenset(),
     word="",
+)
+
+# OpenRLHF, openrlhf/utils/deepspeed/deepspeed.py, DeepspeedStrategy.setup_distributed: (dp, sp,
+# tp), and ms-swift, swift/sequence_parallel/sequence_parallel.py, _init_device_mesh: (data,
+# sequence). Gradients are reduced along both. Engines have the trainer's ranks if all parts are
+# colocated, in GRPO of ms-swift unless vllm_mode is server.
+_SEQUENCE_MESH = Mesh(
+    keys={
+        "sequence_parallel_size": "sp",
+        "ring_attn_size": "sp",
+        "tensor_parallel_size": "tp",
+        "ds_tensor_parallel_size": "tp",
+    },
+    order=("dp", "sp", "tp"),
+    section=r"(?P<part>)(?:ds)?",
+    rest="dp",
+    roles={"dp": "shard", "sp": "shard"},
+    flattened=("dp", "sp"),
+    needs=frozenset({"sp", "tp"}),
+)
+_SEQUENCE = Framework(
+    program="unknown",
+    mark=r"sequence_parallel_size|(?:ds\.)?ring_attn_size|(?:ds|vllm)[._]tensor_parallel_size",
+    meshes=(
+        _SEQUENCE_MESH,
+        Mesh(
+            keys={
+                "tensor_parallel_size": "tp",
+                "vllm_tensor_parallel_size": "tp",
+            },
+            order=("dp", "tp"),
+            section=r"(?P<part>)(?:vllm)?",
+            rest="dp",
+            roles={"dp": "apart"},
+            needs=frozenset({"tp"}),
+            unless=r"vllm_mode=server",
+        ),
+    ),
+    launch={
+        "actor.num_nodes": "hosts",
+        "actor.num_gpus_per_node": "ranks_per_host",
+    },
+    kinds=frozenset({"command"}),
+    word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b|\bcolocate_all",
+)
+
+# AReaL, areal/engine/fsdp_utils/parallel.py, ParallelHelper.build_mesh: (dp, sp, tp), and another
+# mesh with parallel experts. areal/engine/megatron_engine.py starts Megatron-LM with its default
+# order. Each engine has ranks of its own, or shares them with another.
+_AREAL = Framework(
+    program="unknown",
+    mark=r".*_engine\.[dptce]",
+    meshes=(
+        replace(
+            _SEQUENCE_MESH,
+            keys={"d": "dp", "c": "sp", "t": "tp"},
+            section=r"(?P<part>.*)\.(?:fsdp|archon)_engine",
+            needs=frozenset({"dp"}),
+            refused={
+                r".*\.(?:fsdp|archon)_engine\.[pe]=(?!1$).*": (
+                    "its mesh with stages or experts is not read"
+                ),
+            },
+        ),
+        replace(
+            _MEGATRON_MESH,
+            keys={"d": "dp", "p": "pp", "t": "tp", "c": "cp", "e": "ep", "et": "etp"},
+            section=r"(?P<part>.*)\.megatron_engine",
+            needs=frozenset({"dp", "pp"}),
+            expert_tp=False,
+            is_sharded=True,
+        ),
+        replace(
+            _SERVING_MESH,
+            keys={"d": "dp", "p": "pp", "t": "tp"},
+            section=r"(?P<part>.*)\.(?:sglang|vllm)_engine",
+        ),
+    ),
+    launch={"cluster.n_gpus_per_node": "ranks_per_host"},
+    bases=r".*",  # an allocation is whole
 )
 
 # Plain options: the order of options does not specify the order of ranks, which is torchtitan's.
@@ -662,9 +734,11 @@ PLAIN = Framework(
 
 FRAMEWORKS: tuple[Framework, ...] = (
     *(
+        _AREAL,
         _TORCHTITAN,
         _TORCHTUNE,
         _NANOTRON,
+        _NANOTRON_CLASS,
         _NEOX,
         _VERL,
         _VERL_SFT,
@@ -676,12 +750,12 @@ FRAMEWORKS: tuple[Framework, ...] = (
     ),
     *(
         _ACCELERATE_MEGATRON,
-        _ACCELERATE_OLD_MEGATRON,
         _AXOLOTL,
         _ACCELERATE,
         _ACCELERATE_FSDP,
         _DEEPSPEED,
     ),
+    _SEQUENCE,
     *(_PRIME, _LIGHTNING, _VLLM, _SGLANG, _SERVING, PLAIN),
 )
 """The first of them whose mark is among the keys of a file reads it."""

@@ -29,6 +29,7 @@ from meshplan.lint._readers._degrees import (
     find_framework,
     match,
     read_document,
+    split_allocations,
 )
 from meshplan.lint._readers._frameworks import PLAIN
 from meshplan.lint._readers._numbers import (
@@ -230,6 +231,7 @@ _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,12})")
 _MAX_DEPTH = 20
 _MAX_CONDITIONS = 4
 _MAX_CONSTANT = 1000
+_MAX_CALL = 200  # characters of a call before one of its arguments
 
 
 class Word(NamedTuple):
@@ -379,10 +381,9 @@ class Script:
                 )
 
     def _is_override(self, word: Word, key: str, read: dict[int, tuple[int, bool]]) -> bool:
-        """Whether ``key=value`` is an argument of a command: no assignment of the shell, and no
-        argument of a function in a program of another language.
-        """
-        if re.search(r"\w\($|, ?$", self.text[max(0, word.start - 2) : word.start]):
+        """Whether ``key=value`` is an argument of a command, and no assignment or call."""
+        around = self.text[max(0, word.start - _MAX_CALL) : word.start]
+        if re.search(r"\w\([^()\n]*$|[^=]\($", around):
             return False
         if not key.isidentifier():
             return True
@@ -584,7 +585,7 @@ def read_command(name: str, text: str) -> Document:
         name,
         text,
         "command",
-        settings,
+        split_allocations(settings),
         insert,
         _count_ranks(launch),
         commands,
@@ -664,19 +665,22 @@ def _read_environment(script: Script) -> dict[str, set[int]]:
     return found
 
 
+def read_neighbor(name: str, file: str) -> str:
+    """The text of a short file, by its path from another one; empty if there is none."""
+    path = Path(name).parent / file
+    try:
+        is_short = path.is_file() and path.stat().st_size <= _MAX_SOURCED
+        return path.read_text(encoding="utf-8") if is_short else ""
+    except (OSError, ValueError):
+        return ""
+
+
 def _read_sourced(name: str, text: str) -> dict[str, str]:
     """The constants of the files next to a script that it sources, by variable."""
     found: dict[str, str] = {}
     files = dict.fromkeys(one[1] for one in _SOURCE.finditer(text))
     for file in islice(files, _MAX_SOURCED_FILES):
-        path = Path(name).parent / file
-        try:
-            if not path.is_file() or path.stat().st_size > _MAX_SOURCED:
-                continue
-            script = Script(path.read_text(encoding="utf-8"), {})
-        except (OSError, ValueError):
-            continue
-        found |= script.list_constants()
+        found |= Script(read_neighbor(name, file), {}).list_constants()
     return found
 
 
@@ -702,7 +706,8 @@ def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
-    r"parallel|actor_rollout_ref|fsdp_size|autotp|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
+    r"parallel|actor_rollout_ref|fsdp_size|autotp"
+    r"|ring_attn_size|allocation_mode|backend=|(?<![\w-])--?(?:tp|pp|dp|cp|sp|ddp|fsdp)[\w-]*",
 )
 _MARK_IN_STRING = re.compile(
     r"--(?:[\w.-]*parallel|(?:[\w.]+[._-])?(?:tp|pp|dp|cp|ep|sp|ddp|fsdp)(?![a-z]))|actor_rollout_ref|\w_parallel_\w+="

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshplan.errors import TopologyInputError
 from meshplan.lint._job import JobFile
-from meshplan.lint._readers import command
 from meshplan.lint._readers._degrees import (
     Computed,
     Document,
     Setting,
     read_document,
+    split_allocations,
 )
 from meshplan.lint._readers._numbers import Edit, Whole, is_whole
 from meshplan.lint._readers._toml import find_entries, load
@@ -22,8 +23,9 @@ from meshplan.topology._reading import MAX_DEPTH, compose_yaml
 
 # Part of each key in the table; a text without them has no degrees.
 _MARK = re.compile(
-    r"[pP]arallel|dp_(?:replicate|shard)|fsdp|mics_shard_size|zero_hpz|autotp|megatron_lm_config"
-    r"|\b(?:tp|pp|cp|ep|dp)\b|deployment",
+    r"[pP]arallel|dp_(?:replicate|shard)|fsdp|backend|allocation_mode"
+    r"|mics_shard_size|zero_hpz|autotp|megatron_lm_config"
+    r"|\b(?:tp|pp|cp|ep|dp)\b|deployment|(?m:^defaults:)",
 )
 # Keys of Kubernetes, Compose, CI and editors whose value is a command line.
 _COMMAND = re.compile(
@@ -37,6 +39,7 @@ _DEFAULT = re.compile(r"\$\{(?:oc\.env:\w+,[ \t]*|[A-Z]\w*:)(\d{1,12})\}")
 # Between the words of tensorParallelSize.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _MAX_NODES = 1 << 14
+_MAX_BASES = 8
 
 
 def recognises(name: str, text: str) -> bool:
@@ -52,12 +55,17 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
         PolicyError: not well-formed TOML.
     """
     settings = [*_read_toml(name, text)] if name.endswith(".toml") else [*_read_yaml(text)]
+    settings = _inherit(name, settings, [])
     insert = partial(_insert, text, name.rpartition(".")[2])
-    found = read_document(Document(name, text, "document", _resolve(settings), insert), world_size)
+    resolved = split_allocations(_resolve(settings))
+    found = read_document(Document(name, text, "document", resolved, insert), world_size)
     keys = {key for one in settings for key in one.path.split(".")}
     has_command = any(map(_COMMAND.fullmatch, keys))
-    if found == JobFile() and has_command and command.recognises(name, text):
-        return command.read(name, text, world_size=world_size)
+    if found == JobFile() and has_command:
+        from meshplan.lint._readers import command
+
+        if command.recognises(name, text):
+            return command.read(name, text, world_size=world_size)
     return found
 
 
@@ -65,6 +73,38 @@ def _normalize(*keys: object) -> str:
     # Megatron-LM's own configurations have options as keys: "--tensor-model-parallel-size: 2".
     path = ".".join(str(key).lstrip("-") for key in keys)
     return _CAMEL.sub("_", path).replace("-", "_").lower()
+
+
+def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Setting]:
+    """The settings, with those of the files that its ``defaults`` name (NeMo RL). All are
+    left as they are if one of the files is not there, as for the groups of Hydra, or too many.
+    """
+    listed = [one for one in settings if re.fullmatch(r"defaults(?:\.\d+)?", one.path)]
+    named = [one for one in listed if one.value is not None]  # not a list itself
+    below: dict[str, Setting] = {}
+    for one in named:
+        from meshplan.lint._readers.command import read_neighbor
+
+        file = str(one.value)
+        read.append(file)
+        if not file.endswith((".yaml", ".yml")) or len(read) > _MAX_BASES:
+            return settings
+        text = read_neighbor(name, file)
+        base = _inherit(str(Path(name).parent / file), [*_read_yaml(text)], read)
+        if not base:
+            return settings
+        # The file has no place of its values.
+        below |= {
+            two.path: two._replace(
+                line=one.line,
+                value=int(two.value) if isinstance(two.value, Whole) else two.value,
+            )
+            for two in base
+        }
+    own = {one.path: one for one in settings if one not in listed}
+    replaced = tuple(f"{path}." for path, one in own.items() if one.value is None)
+    kept = [two for path, two in below.items() if path not in own and not path.startswith(replaced)]
+    return [*own.values(), *kept] if named else settings
 
 
 def _resolve(settings: list[Setting]) -> list[Setting]:
