@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import meshplan
 from meshplan.collectives import deterministic_all_reduce
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.errors import GroupAgreementError
+from meshplan.errors import GroupAgreementError, PolicyError
 from meshplan.execute import Purpose, StepGroups, _gloo, run_reduction
 from meshplan.execute._choose import PathRequest, choose
 from meshplan.execute._shards import select_shard
@@ -27,13 +29,15 @@ from meshplan.execute._wire import Message
 from meshplan.flatten import HOSTS, Hosts, _connect, _join
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.topology import Link, Links
+from meshplan.topology._links import CPU_LINKS
 from tests.marks import full
 from tests.processes import arrive, run_ranks, wait_for
 from tests.steps import make_step
 
 pytestmark = pytest.mark.processes
 
-SLOW, FAST = (1e-4, 1.0), (1e-4, 1.001e-4)
+SLOW, FAST = 1e5, 1e11  # bytes per second
 FIRST = "ranks of a host reduce first"
 PURPOSE = Purpose("all_reduce", "planned", "world", kind="collective")
 CONTRACTS = Contract(), Contract(order="rank"), Contract(order="exact")
@@ -42,6 +46,11 @@ CONTRACTS = Contract(), Contract(order="rank"), Contract(order="exact")
 def world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def timed_hosts(near: int, speed: float) -> Hosts:
+    node, network = Link(0.0, CPU_LINKS.node.bandwidth), Link(0.0, speed)
+    return Hosts(near, replace(CPU_LINKS, node=node, network=network, launch=1e-4), timed=True)
 
 
 def why_of(step: Step, tensor: Tensor, strict: bool = False) -> str:
@@ -54,8 +63,8 @@ def reduce_everywhere(near: int, rank: int) -> list[list[bool]]:
     whether hosts reduced first, for each call.
     """
     ranks, groups, found = dist.get_world_size(), StepGroups(world()), []
-    for times, strict in ((SLOW, False), (FAST, False), (SLOW, True)):
-        HOSTS[world()] = Hosts(near, *times)
+    for speed, strict in ((SLOW, False), (FAST, False), (SLOW, True)):
+        HOSTS[world()] = timed_hosts(near, speed)
         found.append(list[bool]())
         for (dtype, op, numel), contract, scatter in itertools.product(
             ((torch.float32, "sum", 40_000), (torch.bfloat16, "sum", 41), (torch.int8, "max", 99)),
@@ -87,7 +96,7 @@ def test_bits_do_not_depend_on_the_links(ranks: int, near: int, first: bool) -> 
 
 
 def run_graphs(rank: int) -> None:
-    HOSTS[world()] = Hosts(2, *SLOW)
+    HOSTS[world()] = timed_hosts(2, SLOW)
     groups, step = StepGroups(world()), make_step((4,))
 
     def reduce(tensor: Tensor) -> Tensor:
@@ -105,32 +114,69 @@ def test_graphs_and_calls_meet_in_one_path() -> None:
     run_ranks(run_graphs, 4, collective_timeout=60)
 
 
-def find_hosts(off: Sequence[int], hosts: int, rank: int) -> tuple[Hosts | None, int]:
+def check_a_sum(rank: int) -> None:
+    leaves = [order_sensitive(40_000, rank=r, world_size=4) for r in range(4)]
+    reduced = deterministic_all_reduce(leaves[rank].clone())
+    assert_bitwise_equal(reduced, reduce_leaves(leaves, "sum", (4,)))
+
+
+def find_hosts(links: Mapping[int, str], hosts: int, rank: int) -> tuple[Hosts | None, int]:
     """The hosts that a rank knows, and how often it timed its links."""
     _connect.host = lambda: f"host {rank * hosts // 4}"
-    if rank in off:
-        os.environ["MESHPLAN_MEASURE_LINKS"] = "0"
+    os.environ["MESHPLAN_LINKS"] = links.get(rank, "")
     with mock.patch.object(_join, "_time_messages", wraps=_join._time_messages) as timed:
         for _ in range(2):
-            leaves = [order_sensitive(40_000, rank=r, world_size=4) for r in range(4)]
-            reduced = deterministic_all_reduce(leaves[rank].clone())
-            assert_bitwise_equal(reduced, reduce_leaves(leaves, "sum", (4,)))
+            check_a_sum(rank)
         return HOSTS.get(world()), timed.call_count
 
 
 def test_ranks_agree_on_the_times_of_their_links() -> None:
-    found = run_ranks(partial(find_hosts, (), 2), 4)
+    found = run_ranks(partial(find_hosts, {}, 2), 4)
     assert found == [found[0]] * 4
     assert found[0][0] is not None
     assert found[0][0].near == 2
-    assert min(found[0][0]) > 0
+    assert found[0][0].timed
     assert found[0][1] == 1
 
 
-@pytest.mark.parametrize(("off", "hosts", "known"), [((1,), 2, Hosts(2)), ((), 1, None)])
-def test_links_are_not_timed(off: Sequence[int], hosts: int, known: Hosts | None) -> None:
+@pytest.mark.parametrize(("links", "hosts", "known"), [({1: "0"}, 2, Hosts(2)), ({}, 1, None)])
+def test_links_are_not_timed(links: Mapping[int, str], hosts: int, known: Hosts | None) -> None:
     """If one rank has that turned off, and on one host."""
-    assert run_ranks(partial(find_hosts, off, hosts), 4) == [(known, 0)] * 4
+    assert run_ranks(partial(find_hosts, links, hosts), 4) == [(known, 0)] * 4
+
+
+def test_file_of_the_first_rank_replaces_times(tmp_path: Path) -> None:
+    links = Links(network=Link(1e-5, 1e6), launch=1e-3)
+    file = tmp_path / "links.json"
+    file.write_text(links.dumps({"ranks": 2}))
+    found = run_ranks(partial(find_hosts, {0: str(file), 1: "0", 2: "missing"}, 2), 4)
+    assert found == [(Hosts(2, links), 0)] * 4
+
+
+def refuse_links(text: str, rank: int) -> str:
+    _connect.host = lambda: f"host {rank // 2}"
+    os.environ["MESHPLAN_LINKS"] = text
+    with pytest.raises(PolicyError) as caught:
+        deterministic_all_reduce(torch.ones(4))
+    os.environ["MESHPLAN_LINKS"] = "0"
+    check_a_sum(rank)
+    return str(caught.value)
+
+
+def test_unreadable_links_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text('{"rails": 4}')
+    for text, why in (
+        ("missing", "[Errno 2] No such file or directory: 'missing'"),
+        (
+            str(file),
+            'MP211: links have no "rails"; use some of domain, node, network, launch, batch, '
+            "group, uses",
+        ),
+    ):
+        fix = "write 0, the path of a file of meshplan links, or unset it"
+        message = f"MP402: rank 0: MESHPLAN_LINKS={text}: {why}; {fix}"
+        assert run_ranks(partial(refuse_links, text), 4) == [message] * 4
 
 
 def stay_away(rank: int) -> tuple[int, ...]:
@@ -152,9 +198,32 @@ def test_rank_that_stops_while_links_are_timed_is_named() -> None:
     assert run_ranks(stay_away, 4, collective_timeout=8.0) == [(3,)] * 4
 
 
+def come_late(rank: int) -> Hosts | None:
+    """Rank 3 is paused until the others have given up on its messages."""
+    _connect.host = lambda: f"host {rank // 2}"
+    time_messages = _join._time_messages
+
+    def wait(pg: dist.ProcessGroup, near: int, seconds: float) -> Sequence[float]:
+        if rank == 3:
+            wait_for("the others", 3)
+            return time_messages(pg, near, seconds)
+        found = time_messages(pg, near, 0.1)
+        arrive("the others")
+        return found
+
+    with mock.patch.object(_join, "_time_messages", wait):
+        for _ in range(2):
+            check_a_sum(rank)
+    return HOSTS.get(world())
+
+
+def test_rank_paused_while_links_are_timed_is_waited_for() -> None:
+    assert run_ranks(come_late, 4) == [Hosts(2)] * 4
+
+
 def reduce_over_the_backend(rank: int) -> str:
     _connect.host = lambda: f"host {rank // 2}"
-    _join._time_messages = lambda pg, near, wait: SLOW
+    _join._time_messages = lambda *given: (1e-4, 1.0)
     leaves = [order_sensitive(40_000, rank=r, world_size=4) for r in range(4)]
     tensor = leaves[rank].clone()
     meshplan.clear_report()
@@ -170,7 +239,7 @@ def test_backend_reduces_on_hosts_first() -> None:
 def count_bytes(near: int, dtype: torch.dtype, rank: int) -> int:
     """The bytes of messages that leave this rank for other hosts in an all-reduce."""
     ranks, sent, start = dist.get_world_size(), list[int](), _gloo.start_messages
-    HOSTS[world()] = Hosts(near, *SLOW)
+    HOSTS[world()] = timed_hosts(near, SLOW)
 
     def count(messages: Sequence[Message], *given: Any) -> Any:
         far = [one for one in messages if one.sends and one.peer // near != rank // near]

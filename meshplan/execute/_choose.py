@@ -35,11 +35,11 @@ from meshplan.execute.paths._hierarchical import PATH as HIERARCHICAL
 from meshplan.execute.paths._native import PATH as NATIVE
 from meshplan.execute.paths._reference import PATH as REFERENCE
 from meshplan.execute.paths._shared_memory import FASTER_MODE, ONE_SHOT, TWO_SHOT
-from meshplan.flatten import HOSTS, TIMED_BYTES
+from meshplan.flatten import HOSTS
 from meshplan.layout import Layout
 from meshplan.planner import Between, Reach, Step, find_fastest, find_groups
 from meshplan.planner._path_costs import ReductionStrategy
-from meshplan.topology import Link, Topology
+from meshplan.topology import Topology
 from meshplan.topology._links import CPU_LINKS
 
 PathChoice = str
@@ -224,13 +224,8 @@ def _find_fastest(request: PathRequest) -> tuple[int, Between, int]:
         if single and find_fastest(cpus, nbytes, ratio, (0, 1), halves)[0] == 0:
             return 0, "exchange", 0
         return find_fastest(step.reach or cpus, nbytes, ratio, (1,), halves)
-    links, axes = CPU_LINKS, (*range(len(step.sizes)),)
-    if hosts.large and not request.strict:
-        # A small message takes the time of a start, which messages inside a host take too.
-        small, large = TIMED_BYTES
-        network = Link(0.0, (large - small) / max(hosts.large - hosts.small, 1e-6))
-        node = Link(0.0, links.node.bandwidth)
-        links = replace(links, node=node, network=network, launch=hosts.small)
+    axes = (*range(len(step.sizes)),)
+    links = CPU_LINKS if hosts.timed and request.strict else hosts.links
     topology = Topology.uniform(step.group_size, node_size=hosts.near, links=links)
     facts = find_groups(Layout(sizes=step.sizes), topology)
     parts = step.contract.has_parts(step.op, name) and step.group_size <= MOST_AT_ONCE

@@ -19,7 +19,6 @@ from meshplan.flatten._groups import MAX_GROUPS as MAX_GROUPS
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import HOSTS as HOSTS
-from meshplan.flatten._join import TIMED_BYTES as TIMED_BYTES
 from meshplan.flatten._join import Hosts as Hosts
 from meshplan.flatten._missing import RollCall as RollCall
 from meshplan.flatten._missing import find_missing as find_missing

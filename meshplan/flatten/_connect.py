@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
 from meshplan import kernel
+from meshplan.errors import PolicyError
 from meshplan.flatten._agree import (
     Members,
     VoteResult,
@@ -52,8 +54,9 @@ from meshplan.kernel import (
 )
 from meshplan.kernel._mapping_check import DeviceProbe, HostProbe, lost_word
 from meshplan.record import Record
+from meshplan.topology import Links
 
-LINKS_VARIABLE = "MESHPLAN_MEASURE_LINKS"
+LINKS_VARIABLE = "MESHPLAN_LINKS"
 _POLL_SECONDS = 0.001
 _FAREWELL_SECONDS = 5.0
 
@@ -62,6 +65,7 @@ class SeveralHosts(str):
     """Why ranks share no memory: each ``near`` consecutive ones are on one of several hosts."""
 
     near = 1
+    links = ""  # of the first rank, as JSON, if they are known
     round = ""  # in which all let links be timed; empty if one does not
 
 
@@ -94,7 +98,10 @@ class _Sharers:
                 "its ranks are on several hosts, or in containers that cannot see each other"
             )
             found.near = math.gcd(*(len([*same]) for _, same in groupby(hosts)))
-            if all(offer.get("links") for offer in offers.values()):
+            found.links = str(offers[ranks[0]].get("links"))
+            if found.links.startswith(LINKS_VARIABLE):
+                raise PolicyError(f"rank {ranks[0]}: {found.links}")
+            if all(offer.get("links") != "0" for offer in offers.values()):
                 found.round = prefix
             return prefix, found
         return prefix, offers
@@ -183,9 +190,17 @@ def _host_offer() -> Record:
     reason = kernel.why_not()
     if reason is not None:
         return Record.of(no=reason)
+    links = os.environ.get(LINKS_VARIABLE, "")
     try:
-        timed = os.environ.get(LINKS_VARIABLE) != "0" or None
-        return Record.of(host=host(), links=timed)
+        if links not in ("", "0"):
+            links = Links.loads(Path(links).read_text(encoding="utf-8")).dumps()
+    except (OSError, ValueError) as error:
+        links = (
+            f"{LINKS_VARIABLE}={links}: {error}; "
+            "write 0, the path of a file of meshplan links, or unset it"
+        )
+    try:
+        return Record.of(host=host(), links=links)
     except OSError as error:
         return Record.of(no=error)
 

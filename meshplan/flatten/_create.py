@@ -274,43 +274,35 @@ def warm_up(group: ProcessGroup, device_type: str, timeout: float) -> None:
             raise RuntimeError(f"the sum of ones over {group.size()} members was {ones.item()}")
 
 
-class _BoundDevice:
+# Of the default group: how many threads create, and what is to be given back. The lock is not held
+# while a group is created: other ranks' threads may create the same groups in the opposite order.
+_HIDDEN: WeakKeyDictionary[ProcessGroup, tuple[int, object]] = WeakKeyDictionary()
+_HIDDEN_LOCK = threading.Lock()
+
+
+@contextmanager
+def hidden_device() -> Iterator[None]:
     """Hides the default group's device while groups are created, in however many threads. With a
     bound device torch would split the default communicator, which is collective over the whole
     world: the ranks outside this group would have to take part.
     """
-
-    def __init__(self) -> None:
-        # Not held while a group is created: other ranks' threads may create the same groups in the
-        # opposite order.
-        self._lock = threading.Lock()
-        # Of the default group: how many threads create, and what is to be given back.
-        self._hidden: WeakKeyDictionary[ProcessGroup, tuple[int, object]] = WeakKeyDictionary()
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        default = default_group()
-        with self._lock:
-            count, bound = self._hidden.get(default, (0, None))
-            if count == 0:
-                bound = getattr(default, "bound_device_id", None)
-            if bound is not None:
-                default.bound_device_id = None
-            self._hidden[default] = (count + 1, bound)
-        try:
-            yield
-        finally:
-            with self._lock:
-                count, bound = self._hidden.pop(default)
-                if count > 1:
-                    self._hidden[default] = (count - 1, bound)
-                elif bound is not None:
-                    default.bound_device_id = bound  # type: ignore[assignment]
-
-
-_BOUND_DEVICE = _BoundDevice()
-hidden_device = _BOUND_DEVICE.hidden
-"""While it is open, torch does not split the communicator of the default group."""
+    default = default_group()
+    with _HIDDEN_LOCK:
+        count, bound = _HIDDEN.get(default, (0, None))
+        if count == 0:
+            bound = getattr(default, "bound_device_id", None)
+        if bound is not None:
+            default.bound_device_id = None
+        _HIDDEN[default] = (count + 1, bound)
+    try:
+        yield
+    finally:
+        with _HIDDEN_LOCK:
+            count, bound = _HIDDEN.pop(default)
+            if count > 1:
+                _HIDDEN[default] = (count - 1, bound)
+            elif bound is not None:
+                default.bound_device_id = bound  # type: ignore[assignment]
 
 
 def attempt_store(prefix: str, backend: str, store: Store | None = None) -> Store:

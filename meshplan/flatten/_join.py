@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -65,6 +65,8 @@ from meshplan.flatten._missing import (
     roll_call_seconds,
 )
 from meshplan.record import Record, differences
+from meshplan.topology import Link, Links
+from meshplan.topology._links import CPU_LINKS
 
 if TYPE_CHECKING:
     from meshplan.layout import Layout
@@ -154,20 +156,18 @@ def agree_on_place(key: GroupKey, members: Members, in_place: bool) -> str:
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
 
-TIMED_BYTES = 1 << 6, 1 << 16
-"""Of a small and a large message between hosts."""
-_TIMED_TURNS = 3
+# Bytes. The large ones of a host are more than the burst that a limited link lets pass.
+_SMALL, _LARGE = 1 << 6, 1 << 19
+_SIZES, _TIMED_TURNS = ("small", "large"), 3
 _TAG = 0x6D706B  # of no other message
 
 
 class Hosts(NamedTuple):
-    """Each ``near`` consecutive ranks are on one host. A message to another host, on all ranks at
-    once, takes so many seconds; 0 if that was not timed.
-    """
+    """Each ``near`` consecutive ranks are on one host."""
 
     near: int
-    small: float = 0.0
-    large: float = 0.0
+    links: Links = CPU_LINKS
+    timed: bool = False  # by this job; else the same in every run
 
 
 HOSTS: WeakKeyDictionary[ProcessGroup, Hosts] = WeakKeyDictionary()
@@ -414,48 +414,55 @@ def share_memory(
 
 
 def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
-    """Time messages between hosts, and agree on the longest times."""
+    """Take the first rank's links, or time messages between hosts and agree on the longest."""
+    near = found.near
+    if found.links not in ("", "0"):
+        return Hosts(near, Links.loads(found.links))
     if not found.round:
-        return Hosts(found.near)
-    small, large = _time_messages(group.pg, found.near, members.wait)
-    mine = Record.of(small=small, large=large)
+        return Hosts(near)
+    times = _time_messages(group.pg, near, members.wait)
+    mine = Record.of(**dict(zip(_SIZES, times, strict=False)))
     verdict = vote(replace(members, call=0), f"{found.round}/links", mine)
     if verdict.missing:
         raise refusal(verdict, members)
     # A vote without tokens is one on equal ones.
     tokens = [*verdict.tokens.values()] or [mine]
-    times = [[float(token.get(size) or 0) for token in tokens] for size in ("small", "large")]
-    if not all(times[0]):
-        # A rank could not: the next reduction shows why.
-        return Hosts(found.near)
-    return Hosts(found.near, *map(max, times))
+    if not all(token.get("large") for token in tokens):
+        # A rank came late, or could not: the next reduction shows why.
+        return Hosts(near)
+    small, large = (max(float(t.get(size) or 0) for t in tokens) for size in _SIZES)
+    # A small message takes the time of a start, which messages inside a host take too.
+    network = Link(0.0, (_LARGE // near - _SMALL) / max(large - small, 1e-6))
+    node = Link(0.0, CPU_LINKS.node.bandwidth)
+    links = replace(CPU_LINKS, node=node, network=network, launch=small)
+    return Hosts(near, links, timed=True)
 
 
 def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
-    """The seconds of a small and a large message between hosts, on all ranks at once, or zeros."""
+    """The seconds of a small and a large message to the next host; less if a rank is late."""
     to, come = ((pg.rank() + way) % pg.size() for way in (near, -near))
+    times = list[float]()
+
+    def swap() -> None:
+        with suppress(RuntimeError):
+            for nbytes in (_SMALL, _LARGE // near):
+                rows = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
+                turns = []
+                for _ in range(_TIMED_TURNS):
+                    started = time.perf_counter()
+                    sent = pg.send([rows[0]], to, _TAG)
+                    pg.recv([rows[1]], come, _TAG).wait()
+                    sent.wait()
+                    turns.append(time.perf_counter() - started)
+                # The others hold times in which a rank had no core.
+                times.append(min(turns))
+
+    # A wait that ends early breaks gloo's connections, which a late rank needs.
+    thread = threading.Thread(target=swap, daemon=True)
+    thread.start()
     # Ranks that wait for one that died come to the vote before the others give up on them.
-    deadline, times = (
-        time.monotonic() + seconds_left(wait) / 2,
-        list[float](),
-    )
-    try:
-        for nbytes in TIMED_BYTES:
-            rows = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
-            turns = []
-            for _ in range(_TIMED_TURNS):
-                started = time.perf_counter()
-                for work in (
-                    pg.send([rows[0]], to, _TAG),
-                    pg.recv([rows[1]], come, _TAG),
-                ):
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-                turns.append(time.perf_counter() - started)
-            # The others hold times in which a rank had no core.
-            times.append(min(turns))
-    except RuntimeError:
-        return 0.0, 0.0
-    return times
+    thread.join(seconds_left(wait) / 2)
+    return tuple(times)
 
 
 def backend_name(pg: ProcessGroup) -> str:

@@ -90,19 +90,14 @@ def check_turn(what: object, *, lent: bool) -> None:
                 "one before; wait for each in Thread.join() without a timeout, or give this one a "
                 "mesh of its own"
             )
-    elif in_place and not is_worker_thread():
-        _check_main(what)
-
-
-def _check_main(what: object) -> None:
-    waits = _joined_by(threading.main_thread()) is not None
-    others = [one.name for one in tuple(in_place) if _runs(one)]
-    if others and not waits:
-        raise GroupStateError(
-            f"the main thread came to a reduction over {what} while thread {others[0]!r} goes on, "
-            "which reduces over groups of the main thread because that waited for it; join the "
-            "thread before, or give it a mesh of its own from the start"
-        )
+    elif in_place and not is_worker_thread() and _joined_by(threading.main_thread()) is None:
+        others = [one.name for one in tuple(in_place) if _runs(one)]
+        if others:
+            raise GroupStateError(
+                f"the main thread came to a reduction over {what} while thread {others[0]!r} goes "
+                "on, which reduces over groups of the main thread because that waited for it; join "
+                "the thread before, or give it a mesh of its own from the start"
+            )
 
 
 def _runs(thread: threading.Thread) -> bool:
