@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.collectives import deterministic_all_reduce
@@ -93,6 +94,28 @@ def test_bits_do_not_depend_on_the_links(ranks: int, near: int, first: bool) -> 
     # The choices differ, so the comparison of bits above is one. Three ranks are no subtree.
     assert (slow > fast) == first
     assert (slow != strict) == first
+
+
+def reduce_in_rounds(rank: int) -> list[list[bool]]:
+    """As in a group of more than 32 ranks; blocks halve too."""
+    with mock.patch.object(_gloo, "MOST_AT_ONCE", 3):
+        step, groups = make_step((4,), inner=2, between="halving"), StepGroups(world())
+        for numel in (41, 40_000):
+            leaves = [order_sensitive(numel, rank=r, world_size=4) for r in range(4)]
+            reduced = run_reduction(leaves[rank], step, groups, purpose=PURPOSE, path="exchange")
+            assert_bitwise_equal(reduced, reduce_leaves(leaves, "sum", (4,)))
+        return reduce_everywhere(2, rank)
+
+
+def test_large_groups_reduce_on_hosts_first() -> None:
+    found = run_ranks(reduce_in_rounds, 4)
+    assert any(found[0][0])
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    try:
+        HOSTS[world()] = timed_hosts(8, SLOW)
+        assert FIRST in why_of(make_step((64,)), torch.ones(40_000))
+    finally:
+        dist.destroy_process_group()
 
 
 def run_graphs(rank: int) -> None:

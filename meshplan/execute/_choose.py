@@ -22,7 +22,7 @@ from meshplan.errors import (
     PolicyError,
 )
 from meshplan.execute._deferred import is_deferred
-from meshplan.execute._gloo import MOST_AT_ONCE, inline_bytes
+from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._header import RankHeader
 from meshplan.execute._provenance import Event
@@ -228,8 +228,7 @@ def _find_fastest(request: PathRequest) -> tuple[int, Between, int]:
     links = CPU_LINKS if hosts.timed and request.strict else hosts.links
     topology = Topology.uniform(step.group_size, node_size=hosts.near, links=links)
     facts = find_groups(Layout(sizes=step.sizes), topology)
-    parts = step.contract.has_parts(step.op, name) and step.group_size <= MOST_AT_ONCE
-    blocks = facts.blocks(axes) if parts else ()
+    blocks = facts.blocks(axes) if step.contract.has_parts(step.op, name) else ()
     sharded = tuple(i for i in axes if step.axes[i] in dict(step.scatter))
     reach = facts.find_reach(ReductionStrategy(axes, sharded, max((1, *blocks))))
     return find_fastest(reach, nbytes, ratio, (0,) * single + (1, *blocks), halves)

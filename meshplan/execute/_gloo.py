@@ -461,7 +461,9 @@ class GlooWire(Wire):
     checked = wait
 
     def begin_rounds(self, group: ProcessGroup, nbytes: int, *, inline: bool) -> None:
-        self._inline = self._in_rounds and inline and nbytes <= ROUND_BYTES
+        # The rounds of blocks are not those of all ranks.
+        rounds = self._in_rounds and not self._compared
+        self._inline = rounds and inline and nbytes <= ROUND_BYTES
         if not self._inline:
             self.compare()
 
