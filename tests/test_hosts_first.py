@@ -244,6 +244,17 @@ def test_rank_paused_while_links_are_timed_is_waited_for() -> None:
     assert run_ranks(come_late, 4) == [Hosts(2)] * 4
 
 
+def hide_times(rank: int) -> float:
+    _connect.host = lambda: f"host {rank // 2}"
+    _join._time_messages = lambda *given: (0.01, 0.01)
+    check_a_sum(rank)
+    return HOSTS[world()].links.network.bandwidth
+
+
+def test_starts_that_hide_the_rest_make_no_link_fast() -> None:
+    assert run_ranks(hide_times, 4) == [(2**18 - 64) / 0.005] * 4
+
+
 def reduce_over_the_backend(rank: int) -> str:
     _connect.host = lambda: f"host {rank // 2}"
     _join._time_messages = lambda *given: (1e-4, 1.0)

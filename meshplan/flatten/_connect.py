@@ -65,7 +65,7 @@ class SeveralHosts(str):
     """Why ranks share no memory: each ``near`` consecutive ones are on one of several hosts."""
 
     near = 1
-    links = ""  # of the first rank, as JSON, if they are known
+    links = ""  # of the first rank, as JSON, if known
     round = ""  # in which all let links be timed; empty if one does not
 
 

@@ -156,7 +156,7 @@ def agree_on_place(key: GroupKey, members: Members, in_place: bool) -> str:
 _LOG = logging.getLogger("meshplan")
 _POLL_SECONDS = 0.001
 
-# Bytes. The large ones of a host are more than the burst that a limited link lets pass.
+# Bytes. The large ones of a host exceed the burst that limited links let pass.
 _SMALL, _LARGE = 1 << 6, 1 << 19
 _SIZES, _TIMED_TURNS = ("small", "large"), 3
 _TAG = 0x6D706B  # of no other message
@@ -431,11 +431,12 @@ def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
         # A rank came late, or could not: the next reduction shows why.
         return Hosts(near)
     small, large = (max(float(t.get(size) or 0) for t in tokens) for size in _SIZES)
-    # A small message takes the time of a start, which messages inside a host take too.
-    network = Link(0.0, (_LARGE // near - _SMALL) / max(large - small, 1e-6))
+    # A small message takes the time of a start, which messages inside a host take too. On a busy
+    # machine that may hide the rest: half of a large one is none.
+    network = Link(0.0, (_LARGE // near - _SMALL) / max(large - small, large / 2))
     node = Link(0.0, CPU_LINKS.node.bandwidth)
-    links = replace(CPU_LINKS, node=node, network=network, launch=small)
-    return Hosts(near, links, timed=True)
+    timed = replace(CPU_LINKS, node=node, network=network, launch=small)
+    return Hosts(near, timed, timed=True)
 
 
 def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
