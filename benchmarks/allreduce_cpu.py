@@ -28,12 +28,11 @@ from benchmarks.record import Bar, Case, Figures, at_least, at_most
 from benchmarks.script import Suite, run
 from benchmarks.timing import calls_to_settle, in_blocks, on_ranks, slowest
 from meshplan import kernel
-from meshplan.contract import Contract
 from meshplan.execute import BoundReduction, Purpose, StepGroups
 from meshplan.flatten import registry
 from meshplan.layout import Layout
-from meshplan.planner import Step
 from meshplan.record import Record
+from tests.steps import make_step
 
 SIZES = tuple(1 << n for n in (10, 12, 14, 16, 18, 20, 22, 24, 26))
 SMOKE_SIZES = (1 << 10, 1 << 16)
@@ -60,18 +59,8 @@ def ways(world_size: int) -> dict[str, Callable[[Tensor], object]]:
     layout = Layout.from_mesh(mesh)
     group = registry().get(mesh, layout, (0,), token=Record.of(use="benchmark"), peers="always")
     assert group.peers is not None, group.no_peers
-    peers, contract = group.peers.name, Contract()
-    step = Step(
-        kind="all_reduce",
-        axes=(0,),
-        sizes=(world_size,),
-        move="P -> R",
-        why="",
-        op="sum",
-        path="exchange",
-        contract=contract,
-    )
-    groups, bound = StepGroups(group.pg), BoundReduction(step, Purpose("", "", ""))
+    peers, groups = group.peers.name, StepGroups(group.pg)
+    bound = BoundReduction(make_step((world_size,)), Purpose("", "", ""))
 
     def exchange(tensor: Tensor) -> None:
         torch.ops._c10d_functional.wait_tensor(bound.start(tensor, groups))

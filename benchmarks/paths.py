@@ -1,16 +1,14 @@
-"""Paths between hosts over gloo: an exchange, an exchange in blocks, and recursive halving.
+"""All-reduces between hosts over gloo, beside gloo's own and what a host's link must carry.
 
-Jobs of processes on four hosts, which are network namespaces with a rate that the kernel limits.
-They measure their links as `meshplan links` does. ``auto`` is what the planner chooses from these.
+The hosts are network namespaces whose links the kernel limits. Each group times its links at its
+first use. Calls take turns; bytes are those that leave the busiest host for one call.
 
-    exchange   all-to-all among all ranks, addition, all-gather
-    in blocks  the same inside each host first, then between hosts
-    halving    rounds of messages between pairs of all ranks
-    mixed      all-to-all inside each host, rounds of halving between hosts
+    gloo       torch.distributed.all_reduce, in place
     auto       what `path="auto"` runs
-
-The model says what each of them takes. Where it says that halving or mixed takes at most 0.8 of
-the exchange, that is a bar; ``auto`` has a bar of 1.1 of each other path everywhere.
+    exchange   all-to-all among all ranks, addition, all-gather
+    halving    rounds of messages between pairs of all ranks
+    in blocks  the same as exchange inside each host first, then between hosts
+    limit      the bytes that every path under the contract must send, at the rate of the link
 
     python -m benchmarks.paths
 """
@@ -19,141 +17,149 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.record import Bar, Case, Figures, at_most
-from benchmarks.scaling import problem_of
 from benchmarks.script import Suite, run
 from benchmarks.timing import in_blocks, on_hosts, say_cases, slowest
-from meshplan import Layout
-from meshplan.cli._links_run import time_exchanges
+from meshplan.collectives import deterministic_all_reduce
 from meshplan.execute import BoundReduction, Purpose, StepGroups
-from meshplan.flatten import discover
-from meshplan.planner import Problem, Step, plan
-from meshplan.planner._group_facts import find_groups
-from meshplan.planner._path_costs import (
-    ElementWidth,
-    PlannedReduction,
-    ReductionStrategy,
-    exchange_cost,
-)
-from meshplan.planner._planner import _make_reduction
-from meshplan.topology._links import fit_links
+from meshplan.flatten import _join
 from tests.multinode.cluster import why_not
+from tests.steps import make_step
 
-HOSTS = 4
-# Ranks on each host, and megabits a second between hosts.
-JOBS = ((2, 1000), (4, 1000))
-SMOKE_JOBS = ((1, 1000),)
-# Bytes, and calls that count.
-SIZES = ((1 << 10, 30), (1 << 16, 30), (1 << 22, 9), (1 << 26, 3))
-SMOKE_SIZES = ((1 << 10, 2),)
-_AXES = (0, 1)
-_WAYS: dict[str, ReductionStrategy] = {
-    "exchange": ReductionStrategy(_AXES),
-    "in blocks": ReductionStrategy(_AXES, inner=2),
-    "halving": ReductionStrategy(_AXES, between="halving"),
-    "mixed": ReductionStrategy(_AXES, inner=2, between="halving"),
-}
+# Hosts, ranks on each, and megabits a second between hosts.
+JOBS = (
+    *((hosts, each, 1000) for hosts in (2, 4) for each in (1, 2, 4)),
+    *((hosts, 2, 10_000) for hosts in (2, 4)),
+)
+SMOKE_JOBS = ((2, 2, 1000),)
+# Bytes, calls that count, and dtypes.
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = (
+    *((1 << bits, calls, DTYPES) for bits, calls in ((16, 30), (20, 12), (22, 9))),
+    (1 << 26, 3, DTYPES[:1]),
+)
+SMOKE_SIZES = ((1 << 10, 2, DTYPES[1:]),)
 
 
-def measure(sizes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
+def sent_bytes() -> int:
+    """Bytes that have left this host by its link."""
+    found = re.search(r"eth0:((?:\s+\d+){9})", Path("/proc/net/dev").read_text())
+    return int(found[1].split()[8]) if found else 0
+
+
+def count(call: Callable[[], object]) -> tuple[Figures, Figures]:
+    """MiB that leave the busiest host during one call, and CPU time of all ranks in ms. Collective,
+    and the same on every rank.
+    """
+    dist.barrier()
+    before, every = (sent_bytes(), time.process_time()), [(0, 0.0)] * dist.get_world_size()
+    call()
+    dist.barrier()
+    dist.all_gather_object(every, (sent_bytes() - before[0], time.process_time() - before[1]))
+    sent, used = zip(*every, strict=True)
+    return Figures.of([max(sent) / 2**20]), Figures.of([sum(used) * 1e3])
+
+
+def bars(nbytes: int, each: int, rate: int) -> Iterator[Bar]:
+    """What was wanted."""
+    if each == 1:
+        yield at_most(1.05, "auto", "gloo")
+    elif nbytes <= 1 << 16:
+        yield at_most(1.0, "auto", "gloo")
+    if nbytes >= 4 << 20 and rate <= 1000:
+        yield at_most(1.15, "auto", "limit")
+
+
+def measure(hosts: int, rate: int, sizes: Sequence[tuple[int, int, Any]]) -> Iterator[Case]:
     """Every path at every size, on every rank of a job."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    each = ranks // HOSTS
-    cluster = discover(c10d._get_default_store(), rank, ranks, 60.0)
-    found = time_exchanges(cluster.topology, torch.device("cpu"), 5, 60.0)
-    topology = replace(cluster.topology, links=fit_links(found)[0])
-    layout = Layout.of(hosts=HOSTS, ranks=each)
-    inside = [dist.new_group([*range(h * each, (h + 1) * each)]) for h in range(HOSTS)]
-    across = [dist.new_group([*range(place, ranks, each)]) for place in range(each)]
-    whole = StepGroups(dist.group.WORLD)
-    blocks = StepGroups(None, inside[rank // each], across[rank % each])
+    ranks, world = dist.get_world_size(), dist.group.WORLD
+    assert world is not None
+    each, taken = ranks // hosts, list[float]()
+    find_hosts = _join._find_hosts
 
-    def steps(problem: Problem) -> Iterator[tuple[str, Step, ReductionStrategy | None]]:
-        for name, strategy in _WAYS.items():
-            if strategy.inner == 1 or each > 1:
-                wanted = replace(strategy, inner=each if strategy.inner > 1 else 1)
-                yield name, _make_reduction(problem, wanted), wanted
-        (chosen,) = plan(problem).reductions
-        yield "auto", chosen, None
+    def timed(*given: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return find_hosts(*given)
+        finally:
+            taken.append((time.perf_counter() - started) * 1e3)
 
-    for nbytes, calls in sizes:
-        numel = nbytes // 4
-        tensor = torch.zeros(numel)
-        problem = replace(problem_of(layout, numel, topology), path="auto")
-        runs: dict[str, Callable[[], object]] = {}
-        predicted = {}
-        for name, step, strategy in steps(problem):
-            groups = blocks if step.inner > 1 else whole
-            path = "halving" if name == "halving" else "auto" if name == "auto" else "exchange"
-            purpose = Purpose(f"benchmark {name}", "", "all ranks")
-            runs[name] = partial(BoundReduction(step, purpose, path=path).start, tensor, groups)
-            if strategy is not None:
-                reduction = PlannedReduction(
-                    find_groups(layout, topology).find_reach(strategy),
-                    numel,
-                    numel,
-                    ElementWidth(4, 4),
-                    strategy.inner,
-                    strategy.between,
+    with mock.patch.object(_join, "_find_hosts", timed):
+        deterministic_all_reduce(torch.zeros(1))
+    where = f"{hosts} hosts of {each}, {rate / 1000:g} Gb/s"
+    about: dict[str, int | str] = {"hosts": hosts, "world_size": ranks, "rate": rate}
+    yield Case(
+        name=f"links timed, {where}",
+        unit="ms",
+        runs=slowest({"links": taken}),
+        ranks=ranks,
+        parameters=about,
+        bars=(at_most(50, "links"),),
+    )
+    ways = {"auto": ("auto", 1), "exchange": ("exchange", 1), "halving": ("halving", 1)}
+    if each > 1:
+        ways["in blocks"] = "exchange", each
+    for nbytes, calls, dtypes in sizes:
+        for dtype in dtypes:
+            name = str(dtype).removeprefix("torch.")
+            # Partials of float32 leave a host of several ranks, and results come back.
+            share = 1 + (4 // dtype.itemsize if each > 1 else 1)
+            tensor = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+            runs: dict[str, Callable[[], object]] = {"gloo": partial(dist.all_reduce, tensor)}
+            for way, (path, inner) in ways.items():
+                step = make_step((ranks,), inner=inner, chunk=1 << 20)
+                bound = BoundReduction(step, Purpose(way, "", "all ranks"), path=path)
+                runs[way] = partial(bound.start, tensor, StepGroups(world))
+            limit = share * (hosts - 1) / hosts * nbytes
+            samples = slowest(in_blocks(runs, calls, scale=1e3, warm_up=1 if calls < 9 else 2))
+            load = f"load {os.getloadavg()[0]:.1f}"
+            counted = {way: count(call) for way, call in runs.items()}
+            for what, unit, found, least in (
+                (load, "ms", samples, limit * 8 / rate / 1e3),
+                (
+                    "bytes out of a host",
+                    "MiB",
+                    {w: c[0] for w, c in counted.items()},
+                    limit / 2**20,
+                ),
+                ("CPU time of all ranks", "ms", {w: c[1] for w, c in counted.items()}, 0.0),
+            ):
+                yield Case(
+                    name=f"{nbytes >> 10} KiB of {name}, {where}, {what}",
+                    unit=unit,
+                    runs=found | ({"limit": Figures.of([least])} if least else {}),
+                    peers=("gloo", "limit") if least else ("gloo",),
+                    ranks=ranks,
+                    parameters=about | {"bytes": nbytes, "dtype": name},
+                    bars=tuple(bars(nbytes, each, rate)) if what == load else (),
                 )
-                predicted[name] = exchange_cost(reduction).nanoseconds / 1e6
-        # What a call of seconds finds of the one before is little beside it.
-        samples = slowest(in_blocks(runs, calls, scale=1e3, warm_up=1 if calls < 9 else 2))
-        bars: list[Bar] = [at_most(1.1, "auto", name) for name in runs if name != "auto"]
-        for name in ("halving", "mixed"):
-            if name in predicted and predicted[name] <= 0.8 * predicted["exchange"]:
-                bars.append(at_most(0.8, name, "exchange"))
-        where = f"{ranks} ranks on {HOSTS} hosts"
-        yield Case(
-            name=f"all-reduce of {nbytes >> 10} KiB, {where}",
-            unit="ms",
-            runs=samples,
-            peers=("exchange",),
-            ranks=ranks,
-            parameters={"bytes": nbytes, "hosts": HOSTS, "world_size": ranks},
-            bars=tuple(bars),
-        )
-        yield Case(
-            name=f"all-reduce of {nbytes >> 10} KiB, {where}, predicted from measured links",
-            unit="ms",
-            runs={name: Figures.of([value]) for name, value in predicted.items()},
-            peers=("exchange",),
-            ranks=ranks,
-            parameters={
-                "bytes": nbytes,
-                "hosts": HOSTS,
-                "world_size": ranks,
-                "source": "predicted",
-                "links": str(topology.links),
-            },
-        )
 
 
 def cases(smoke: bool) -> Iterator[Case]:
     """Jobs of some ranks on each host."""
-    for each, rate in SMOKE_JOBS if smoke else JOBS:
-        yield from on_hosts(__file__, [each] * HOSTS, ["--smoke"] * smoke, rate)
+    for hosts, each, rate in SMOKE_JOBS if smoke else JOBS:
+        words = ["--hosts", str(hosts), "--rate", str(rate), *["--smoke"] * smoke]
+        yield from on_hosts(__file__, [each] * hosts, words, rate)
 
 
 def total(smoke: bool) -> int:
-    """Measured and predicted, for each size of each job."""
-    return 2 * (len(SMOKE_JOBS) * len(SMOKE_SIZES) if smoke else len(JOBS) * len(SIZES))
+    """Times, bytes and CPU time of each size and dtype, and the links of each job."""
+    jobs, sizes = (SMOKE_JOBS, SMOKE_SIZES) if smoke else (JOBS, SIZES)
+    return len(jobs) * (1 + 3 * sum(len(dtypes) for _, _, dtypes in sizes))
 
 
-SUITE = Suite(
-    __doc__ or "",
-    cases,
-    total,
-    lambda: why_not("namespaces") or None,
-)
+SUITE = Suite(__doc__ or "", cases, total, lambda: why_not("namespaces") or None)
 
 
 def main() -> None:
@@ -162,9 +168,12 @@ def main() -> None:
         run(SUITE)
         return
     parser = argparse.ArgumentParser()
+    parser.add_argument("--hosts", type=int)
+    parser.add_argument("--rate", type=int)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    say_cases(measure(SMOKE_SIZES if options.smoke else SIZES))
+    sizes = SMOKE_SIZES if options.smoke else SIZES
+    say_cases(measure(options.hosts, options.rate, sizes))
 
 
 if __name__ == "__main__":

@@ -68,9 +68,8 @@ def _panels(name: str, cases: Sequence[Case]) -> list[_Panel]:
     panels: list[_Panel] = []
     for key, group in groups.items():
         if name in _LINES and len(group) > 1:
-            counts = {"world_size": "{} ranks", "hosts": "{} hosts"}
-            named = [(k, v) for k, v in key[2:] if k != "links"]  # type: ignore[misc]
-            words = [counts.get(k, "{}").format(v) for k, v in named]
+            counts = {"world_size": "{} ranks", "hosts": "{} hosts", "rate": "{} Mb/s"}
+            words = [counts.get(k, "{}").format(v) for k, v in key[2:]]  # type: ignore[misc]
             panels.append((", ".join(words), lambda axis, g=group: _lines(axis, g)))  # type: ignore[misc]
         else:
             panels.append(("", lambda axis, g=group: _bars(axis, g)))  # type: ignore[misc]
