@@ -26,7 +26,7 @@ from meshplan.execute import (
 )
 from meshplan.execute._gloo import GlooWire
 from meshplan.execute.paths import _exchange
-from meshplan.kernel import _fold_operator, large_pages, reduce_into
+from meshplan.kernel import _fold_operator, combine_leaves, large_pages, reduce_into
 from meshplan.kernel._host_peers import LARGE_BYTES
 from meshplan.planner import Step
 from meshplan.testing import assert_bitwise_equal, order_sensitive
@@ -302,3 +302,6 @@ def test_huge_pages_are_requested() -> None:
     assert advised(large)
     small = torch.frombuffer(mmap.mmap(-1, LARGE_BYTES - 1), dtype=torch.uint8)
     assert not advised(large_pages(small))
+    leaf = torch.zeros(LARGE_BYTES // 4)
+    assert not advised(leaf)
+    assert advised(combine_leaves([leaf, leaf], "sum", [2]))

@@ -26,6 +26,7 @@ from meshplan.definition import (
 )
 from meshplan.errors import ContractTypeError
 from meshplan.kernel._device_peers import fold_device, fold_plan, launch_fold
+from meshplan.kernel._host_peers import large_pages
 from meshplan.kernel._library import DTYPES, OPS, load
 from meshplan.orders import ORDERS
 
@@ -199,7 +200,7 @@ def _fold(leaves: list[Tensor], *call: Any) -> Tensor:
     if part != _WHOLE and Contract(*words).sums_exactly(op, name_of(dtype)):
         # The library has whole sums only.
         return _define(leaves, *call)
-    out = _empty(leaves, *call)
+    out = large_pages(_empty(leaves, *call))
     _write(out, leaves, *call)
     return out
 

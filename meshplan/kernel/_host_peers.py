@@ -163,9 +163,9 @@ def host() -> str:
 
 
 def large_pages(tensor: Tensor) -> Tensor:
-    """Ask the system to back a new, contiguous ``tensor`` with large pages; returns ``tensor``."""
+    """Ask for large pages for a new, contiguous ``tensor``, if plain; returns ``tensor``."""
     # A hint: a system that ignores it changes nothing but time.
-    advise = _madvise()
+    advise = _madvise() if type(tensor) is Tensor and tensor.is_cpu else None
     if advise is not None and tensor.nbytes >= LARGE_BYTES:
         # Whole pages that are the tensor's alone.
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -40,9 +40,7 @@ def _empty(message: Tensor, parts: list[int], *call: Any) -> Tensor:
 
 def _peer_reduce(message: Tensor, parts: list[int], *call: Any) -> Tensor:
     message = message.contiguous()
-    out = _empty(message, parts, *call)
-    if out.is_cpu:
-        large_pages(out)
+    out = large_pages(_empty(message, parts, *call))
     _reduce(message, out, tuple(parts), *call)
     return out
 

@@ -31,7 +31,7 @@ from meshplan.execute._groups import StepGroups
 from meshplan.execute._shards import gather_shard, select_shard, split_parts
 from meshplan.execute._wire import Message, Wire
 from meshplan.execute.paths._path import Outcome, Path
-from meshplan.kernel import combine_leaves, finish_partials
+from meshplan.kernel import combine_leaves, finish_partials, large_pages
 from meshplan.orders import order_named
 from meshplan.planner import (
     Cost,
@@ -291,7 +291,7 @@ class HalvedReduction:
         """Return the whole, from the flat ``part`` of all ranks, of any dtype, in ``room`` (apart
         from ``part``) or new memory.
         """
-        whole = part.new_empty(self._numel) if room is None else room
+        whole = large_pages(part.new_empty(self._numel)) if room is None else room
         whole[self.owned] = part
         flat = whole.view(torch.uint8)
         for one in (*self._idle(), *self._plan.gather()):
@@ -324,7 +324,8 @@ class HalvedReduction:
     def _memory(self, like: Tensor, message: HalvingMessage) -> Tensor:
         width = sum(self._width(kind).itemsize for kind in (message.sum, message.tail) if kind)
         span = self._slice(message.start, message.stop)
-        return like.new_empty((span.stop - span.start) * width, dtype=torch.uint8)
+        nbytes = (span.stop - span.start) * width
+        return large_pages(like.new_empty(nbytes, dtype=torch.uint8))
 
     def _read(self, message: HalvingMessage, data: Tensor) -> tuple[Tensor, Tensor | None]:
         """The sum and the tail in a received message."""

@@ -72,11 +72,13 @@ class HierarchicalPath(Path):
             return Outcome(gathered[: tensor.numel()].view(tensor.shape), wire.log)
         wire.compare()
         flat = flatten(tensor.detach())
-        result = torch.empty_like(flat)
-        if flat.device.type == "cpu":
-            large_pages(result)
+        result = large_pages(torch.empty_like(flat))
         lengths = cut_chunks(flat.numel(), chunks, step.group_size)
-        pairs = zip(torch.split(flat, lengths), torch.split(result, lengths), strict=True)
+        pairs = zip(
+            torch.split(flat, lengths),
+            torch.split(result, lengths),
+            strict=True,
+        )
         levels.run(_write(place, levels.all_reduce(chunk, place)) for chunk, place in pairs)
         return Outcome(result.view(tensor.shape), wire.log)
 
@@ -186,7 +188,10 @@ class Levels:
         pieces = torch.split(combined, lengths, dim=-1)
         if not self.halves:
             messages = [piece.reshape(-1) for piece in pieces]
-            return self._finish_rows((yield self._send(messages, self._outer)), combined.shape[:-1])
+            return self._finish_rows(
+                (yield self._send(messages, self._outer)),
+                combined.shape[:-1],
+            )
         served = share_owners(self._outer_sizes)
         cuts = [
             0,
