@@ -66,7 +66,7 @@ class ThreadGroup:
         self.board.barrier.wait(3600)
         return found
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, _: object) -> Work:
         leaves = list(self.exchange_rows(input.view(self.size(), -1)))
         output.copy_(reduce_leaves(leaves, "sum", (self.size(),), self.contract))
         return Work([output])

@@ -32,12 +32,12 @@ from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup, describe_group
 from meshplan.backend._options import NAME, BackendOptions, check_inner_options
 from meshplan.backend._reductions import (
+    EXCHANGE,
     BoundTable,
     Operation,
     agree_on_policy,
     check_blocks,
     check_equal_blocks,
-    is_watched,
     read_operation,
     reduce_inside,
 )
@@ -48,8 +48,8 @@ from meshplan.backend._work import (
     writable,
 )
 from meshplan.collectives._lanes import OrderedThread, Work
-from meshplan.collectives._options import ReductionOptions, check_destination
-from meshplan.collectives._reduction import Kind, bind, list_kinds
+from meshplan.collectives._options import check_destination
+from meshplan.collectives._reduction import Kind, list_kinds
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
 from meshplan.flatten import first_use, registry
@@ -151,7 +151,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 f"allreduce got {len(tensors)} tensors of one rank; pass one, or call "
                 "allreduce_coalesced"
             )
-        if sums.LEFT_OUT and sums.LEFT_OUT.pop(tensors[0], False):
+        if tensors[0].__dict__.pop(sums.LEFT_OUT, False):
             return Work(tensors)
         partial_sum = sums.take_partial_sum(tensors[0])
         if partial_sum is not None and self.size() > 1:
@@ -243,22 +243,13 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         """
         if self.size() == 1:
             return rows
-        # The kernel for GPUs has no exchange.
-        path = "auto" if rows.is_cpu and self.options.path == "auto" else "exchange"
-        how = ReductionOptions("sum", path, self.options.contract, False, leaves=True)
         found = rows.detach().contiguous()
         flat = found.view(-1)
         opts = dist.ReduceScatterOptions()
         opts.asyncOp = False
-
-        def run(group: dist.ProcessGroup, ticket: Ticket) -> None:
-            lengths = (found[0].numel(),) * self.size()
-            name = "exchange of leaves"
-            bound, groups = bind(flat, how, group, name, ticket, shards=(0, lengths))
-            if is_watched() or not bound.run_into(flat, flat, ticket.word):
-                flat.copy_(bound.run(flat, groups, ticket.word))
-
-        self._begin(in_caller_mode(run, [found]), [found[0]], opts)
+        again = self._bound.find(EXCHANGE, flat, flat, opts.reduceOp)
+        first = in_caller_mode(partial(self._bound.exchange, flat), [found])
+        self._begin(again or first, [found[0]], opts)
         return found
 
     def _find_lane(self, call: int) -> dist.ProcessGroup:

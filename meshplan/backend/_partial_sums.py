@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshplan._calls import Ticket
 from meshplan._dtypes import name_of
@@ -47,9 +45,9 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-# Tensors whose next all-reduce does nothing: their owner reduces over these ranks in collectives of
-# its own, and FSDP2 has no switch for that.
-LEFT_OUT: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+# An attribute of tensors whose next all-reduce does nothing: their owner reduces over these ranks
+# in collectives of its own, and FSDP2 has no switch for that.
+LEFT_OUT = "_meshplan_left_out"
 
 
 def keep_partial_sum(tensor: Tensor, partial_sum: PartialSum) -> None:

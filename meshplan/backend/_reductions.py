@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,8 @@ def _request(kind: str, operation: Operation) -> str:
     return f"{kind} {operation.name} of backend {NAME}"
 
 
+Exchange = Literal["exchange of leaves"]
+EXCHANGE: Exchange = "exchange of leaves"
 MAX_BOUND = 256
 """Reductions that a group keeps; where there are more, all are bound again."""
 
@@ -136,7 +138,7 @@ class BoundTable:
         self._options = options
         self._bound: dict[Hashable, BoundReduction] = {}
 
-    def find(self, kind: Kind, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
+    def find(self, kind: Kind | Exchange, message: Tensor, out: Tensor, op: Any) -> Reduce | None:
         """The reduction of ``message`` into ``out``, or of equal blocks of it, by a ``ReduceOp``,
         to be run once in its turn. ``None`` if none like it was run before, or if operators or
         spans are watched.
@@ -184,16 +186,30 @@ class BoundTable:
                 output.copy_(rounded(value, output.dtype).view(output.shape))
             equal = cut is None or {*cut[1]} == {output.numel()}
             if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
-                if len(self._bound) >= MAX_BOUND:
-                    self._bound.clear()
                 bound, _ = bind(tensor, how, group, request, ticket, shards=cut)
                 op = getattr(dist.ReduceOp, operation.name.upper())
-                self._bound[kind, op, tensor.dtype, output.shape] = bound
+                self._keep((kind, op, tensor.dtype, output.shape), bound)
+
+    def exchange(self, flat: Tensor, group: ProcessGroup, ticket: Ticket) -> None:
+        """Give this rank its block of the messages of all ranks, in order, in place."""
+        options, ranks = self._options, group.size()
+        # The kernel for GPUs has no exchange.
+        path = "auto" if flat.is_cpu and options.path == "auto" else "exchange"
+        how = ReductionOptions("sum", path, options.contract, strict=False, leaves=True)
+        shards = 0, (flat.numel() // ranks,) * ranks
+        bound, groups = bind(flat, how, group, EXCHANGE, ticket, shards=shards)
+        flat.copy_(bound.run(flat, groups, ticket.word))
+        self._keep((EXCHANGE, dist.ReduceOp.SUM, flat.dtype, flat.shape), bound)
+
+    def _keep(self, key: Hashable, bound: BoundReduction) -> None:
+        if len(self._bound) >= MAX_BOUND:
+            self._bound.clear()
+        self._bound[key] = bound
 
     def _repeat(
         self,
         found: BoundReduction,
-        kind: Kind,
+        kind: Kind | Exchange,
         message: Tensor,
         out: Tensor,
         op: Any,
@@ -205,7 +221,9 @@ class BoundTable:
             operation, written = read_operation(op, message, self._options.contract), writable(out)
             flat = written if message is out else writable(flat)
             lengths = [] if kind == "all_reduce" else [[out.numel()] * group.size()]
-            run = partial(self.reduce, kind, [written], [flat], lengths, operation)
+            run: Reduce = partial(self.exchange, flat)
+            if kind != EXCHANGE:
+                run = partial(self.reduce, kind, [written], [flat], lengths, operation)
             in_caller_mode(run, [out])(group, ticket)
 
 

@@ -164,9 +164,9 @@ class GradientAccumulator:
         finally:
             # DDP's ranks exchange next, and would wait for one that raises.
             every = self._gather([refused], torch.int64) if self._over_ddp else []
-        if any(every):
+        if [1] in every:
             raise ElasticError(
-                f"data-parallel rank {every.index(1)} raised an error in round {self._round}, as "
+                f"data-parallel rank {every.index([1])} raised an error in round {self._round}, as "
                 "its log states; call reset on every rank, and begin the step again"
             )
         self._used |= {
@@ -278,10 +278,7 @@ class GradientAccumulator:
         if divisor is not None and (not isinstance(divisor, int) or not 1 <= divisor < 2**63):
             raise ElasticError(f"divisor={divisor!r}; pass an integer from 1 to 2**63 - 1")
         divisor = divisor or self.micro_batches.count
-        self._check_step(divisor)
-        names = list(self._parameters)
-        flags = self._gather([int(name in self._used) for name in names], torch.int64)
-        used = {names[at % len(names)] for at, flag in enumerate(flags) if flag}
+        used = self._agree_on_step(divisor)
         with torch.no_grad():
             # Those of an FSDP module are views of one memory.
             flats = {}
@@ -348,17 +345,17 @@ class GradientAccumulator:
         # A repeated micro-batch adds nothing.
         repeated = self.micro_batches.is_repeated(len(values) - 1)
         numbers = [*map(float, values[: len(values) - repeated]), *[0.0] * repeated]
-        return exact_sum(self._gather(numbers, torch.float64))
+        return exact_sum([one for row in self._gather(numbers, torch.float64) for one in row])
 
-    def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[Any]:
-        """The numbers of all ranks, in mesh order."""
-        device = next(iter(self._parameters.values())).device
+    def _gather(self, numbers: list[Any], dtype: torch.dtype) -> list[list[Any]]:
+        """The numbers of each rank, in mesh order."""
+        device, rows = next(iter(self._parameters.values())).device, [numbers]
         for group in [one for one in reversed(self._groups) if one.size() > 1]:
-            mine = torch.tensor(numbers, dtype=dtype, device=device)
+            mine = torch.tensor(rows, dtype=dtype, device=device)
             every = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(every, mine, group=group)
-            numbers = torch.cat(every).tolist()
-        return numbers
+            rows = torch.cat(every).tolist()
+        return rows
 
     def _check(self, names: Set[str]) -> None:
         """Check parameters that get gradients."""
@@ -369,27 +366,27 @@ class GradientAccumulator:
     def _check_agreement(self, micro_batches: int, seed: int | None) -> None:
         """Raise an error on all ranks if their numbers differ."""
         check_count(micro_batches)
-        found = self._differing_rank([micro_batches, seed is not None, *divmod(seed or 0, 1 << 32)])
-        if found:
-            rank, *facts = found
-            other, first = (
-                (count, (high << 32) + low if seeded else None)
-                for count, seeded, high, low in facts
-            )
+        mine = [micro_batches, seed is not None, *divmod(seed or 0, 1 << 32)]
+        every = self._gather(mine, torch.int64)
+        rows = [(m, (high << 32) + low if seeded else None) for m, seeded, high, low in every]
+        if found := _differing_rank(rows):
+            rank, other, first = found
             raise ElasticError(
                 f"data-parallel rank {rank} has (micro_batches, seed) = {other}, rank 0 "
                 f"{first}; pass the same on all ranks"
             )
 
-    def _check_step(self, divisor: int) -> None:
-        """Raise an error on all ranks if their steps differ."""
+    def _agree_on_step(self, divisor: int) -> set[str]:
+        """The parameters used on any rank; an error on all ranks if steps differ."""
         numbers = [divisor, self.micro_batches.step, len(self._sequences)]
-        found = self._differing_rank([*numbers, mix(*sorted(self._sequences)) >> 1])
+        flags = [int(name in self._used) for name in self._parameters]
+        rows = self._gather([*numbers, mix(*sorted(self._sequences)) >> 1, *flags], torch.int64)
+        found = _differing_rank([tuple(row[:4]) for row in rows])
         if found and found[1][:2] != found[2][:2]:
             rank, other, first = found
             raise ElasticError(
-                f"data-parallel rank {rank} has (divisor, finished steps) = {tuple(other[:2])}, "
-                f"rank 0 {tuple(first[:2])}; pass the same divisor and load the same checkpoint on "
+                f"data-parallel rank {rank} has (divisor, finished steps) = {other[:2]}, "
+                f"rank 0 {first[:2]}; pass the same divisor and load the same checkpoint on "
                 "all ranks"
             )
         if found or len(self._sequences) > 1:
@@ -399,12 +396,10 @@ class GradientAccumulator:
                 "backward reaches different calls; do the same in the same order in each, or shard "
                 "a module that differs with its parent"
             )
+        used = zip(self._parameters, *(row[4:] for row in rows), strict=True)
+        return {name for name, *flags in used if any(flags)}
 
-    def _differing_rank(self, mine: list[int]) -> tuple[int, list[int], list[int]] | None:
-        """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
-        every = self._gather(mine, torch.int64)
-        rows = [every[at : at + len(mine)] for at in range(0, len(every), len(mine))]
-        return next(
-            ((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]),
-            None,
-        )
+
+def _differing_rank(rows: list[tuple[Any, ...]]) -> tuple[int, Any, Any] | None:
+    """The first rank with other numbers than rank 0, its numbers and those of rank 0."""
+    return next(((at, row, rows[0]) for at, row in enumerate(rows) if row != rows[0]), None)

@@ -47,6 +47,9 @@ class LeafSums:
         self._contract = contract
         self.replicas, self._shards = (groups, []) if ddp else (groups[:-1], groups[-1:])
         self._width = self._shards[0].size() if self._shards else 1
+        # On this thread.
+        self._at_once = dist.ReduceScatterOptions()
+        self._at_once.asyncOp = False
         # Of each FSDP module, and of each time that a round reduces it.
         self._trees: dict[tuple[object, int], TreeSum] = {}
         self._turns: Counter[object] = Counter()
@@ -90,7 +93,7 @@ class LeafSums:
             input.fill_(_NO_LEAF)
         if self._width & (self._width - 1) == 0:
             # They are an aligned subtree, for any number of replicas.
-            shards.reduce_scatter_single(output, input).wait()
+            shards.reduce_scatter_single(output, input, self._at_once)
             self._blocks = [(self._width, [output])]
             return
         rows = shards.exchange_rows(input.view(self._width, -1))
@@ -137,10 +140,11 @@ class LeafSums:
         """The blocks of all replicas, for this replica's slice of the shard."""
         starts = range(self._first, self._first + group.size() * self._width, self._width)
         sizes = [block_sizes(start, self._width) for start in starts]
-        slices = torch.stack([split_equally(block, group.size()) for block in blocks], dim=1)
+        slices = [split_equally(block, group.size()) for block in blocks]
         # Replicas may have different numbers of blocks.
-        missing = max(map(len, sizes)) - len(blocks)
-        rows = group.exchange_rows(nn.functional.pad(slices, (0, 0, 0, missing)))
+        slices += slices[:1] * (max(map(len, sizes)) - len(slices))
+        mine = torch.stack(slices, 1) if len(slices) > 1 else slices[0][:, None]
+        rows = group.exchange_rows(mine)
         return [
             (size, [row[at]])
             for own, row in zip(sizes, rows, strict=True)
@@ -308,8 +312,7 @@ class _SumScatter(ReduceScatter):
     def allocate(self, *size: Any, **options: Any) -> Tensor:
         self._sums.check_round()
         found = super().allocate(*size, **options)
-        if self._sums.replicas:
-            LEFT_OUT[found] = True
+        setattr(found, LEFT_OUT, True)
         return found
 
     def reduce(self, output: Tensor, input: Tensor, group: Any, op: Any) -> None:
