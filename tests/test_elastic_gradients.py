@@ -510,7 +510,7 @@ MP902: an exception ended round 0, or backward was called outside of it; call re
 MP902: an exception ended round 0, or backward was called outside of it; call reset on every rank, and begin the step again
 MP902: parameter 'weights.1' was frozen, or trained again, within the step; set requires_grad between steps
 MP902: FSDP2 reduced the shards of module 'root' by another reduce-scatter; call integrations.fsdp.apply before GradientAccumulator, and set none after it
-MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True); replace no parameter
 MP902: a round ended without a reduction, and FSDP2 adds its gradients to the next ones; make the model again from the last checkpoint""",
         )
 
@@ -542,8 +542,8 @@ MP902: a round ended without a reduction, and FSDP2 adds its gradients to the ne
         self.assertExpectedInline(
             "\n".join([*found[:1], found[1].splitlines()[-1]]),
             """\
-MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True); replace no parameter
 MP902: backward was called outside of GradientAccumulator.round; call it inside
 MP902: data-parallel rank 1 raised an error in round 0, as its log states; call reset on every rank, and begin the step again
-MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True)""",
+MP902: no gradient was reduced in round 0; call backward once in it, without no_sync, and with set_requires_gradient_sync(True); replace no parameter""",
         )

@@ -460,6 +460,30 @@ def test_buckets_that_ddp_does_not_reduce_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("way", ["replaced", "not reduced"])
+def test_gradients_of_a_layer_that_go_elsewhere_are_refused(way: str) -> None:
+    """A sum of rounds would be in a new parameter, or the layer would never be trained."""
+
+    def run(rank: int) -> str:
+        model, accumulator = build("fsdp", 2)
+        layer: Any = model.layers[1]  # type: ignore[index]
+        if way == "replaced":
+            layer.load_state_dict({**layer.state_dict()}, assign=True)
+        else:
+            layer.set_requires_gradient_sync(False, recurse=False)
+        return refuse(partial(step, model, accumulator))
+
+    assert (
+        run_ranks(run, 2, backend="meshplan")
+        == [
+            "MP902: no gradient of 'layers.1.bias' was reduced in round 0; call backward once in "
+            "it, without no_sync, and with set_requires_gradient_sync(True); replace no "
+            "parameter"
+        ]
+        * 2
+    )
+
+
 def test_replicas_with_shards_in_another_order_are_refused() -> None:
     """FSDP2 would add the first shard of a replica and the second one of another."""
 

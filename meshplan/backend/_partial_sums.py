@@ -45,8 +45,8 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-# An attribute of tensors whose next all-reduce does nothing: their owner reduces over these ranks
-# in collectives of its own, and FSDP2 has no switch for that.
+# An attribute of tensors whose next all-reduce does nothing: their owner reduces over these
+# ranks itself, and FSDP2 has no switch for that.
 LEFT_OUT = "_meshplan_left_out"
 
 

@@ -220,11 +220,13 @@ class GradientAccumulator:
 
     def _check_found(self, found: dict[str, Tensor]) -> None:
         reached = self._sums.reached
-        if not found or (self._over_ddp and not reached):
+        lost = sorted(set(self._sums.counts) - found.keys())
+        if not found or lost or (self._over_ddp and not reached):
             self._unreduced = not self._over_ddp
             raise ElasticError(
-                f"no gradient was reduced in round {self._round}; call backward once in it, "
-                "without no_sync, and with set_requires_gradient_sync(True)"
+                f"no gradient{f' of {lost[0]!r}' if lost else ''} was reduced in round "
+                f"{self._round}; call backward once in it, without no_sync, and with "
+                "set_requires_gradient_sync(True); replace no parameter"
             )
         counts = Counter(self._sums.counts)
         for name in found if self._over_ddp else ():
@@ -377,7 +379,7 @@ class GradientAccumulator:
             )
 
     def _agree_on_step(self, divisor: int) -> set[str]:
-        """The parameters used on any rank; an error on all ranks if steps differ."""
+        """Parameters that any rank used; raises on all if steps differ."""
         numbers = [divisor, self.micro_batches.step, len(self._sequences)]
         flags = [int(name in self._used) for name in self._parameters]
         rows = self._gather([*numbers, mix(*sorted(self._sequences)) >> 1, *flags], torch.int64)
