@@ -96,7 +96,8 @@ class _Parser(argparse.ArgumentParser):
             message = f"pass a verb: {', '.join(_VERBS[:-1])} or {_VERBS[-1]}"
         # The choices have quotes or none by the version of Python.
         if found := re.fullmatch(
-            r"(argument .*): invalid choice: (.*) \(choose from (.*)\)", message
+            r"(argument .*): invalid choice: (.*) \(choose from (.*)\)",
+            message,
         ):
             known = re.findall(r"[\w.-]+", found[3])
             hint = suggest(found[2].strip("'"), known)

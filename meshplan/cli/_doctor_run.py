@@ -83,7 +83,11 @@ def _check_library() -> Diagnosis:
     has_compiler = shutil.which("g++") or shutil.which("clang++")
     first = "" if has_compiler else "apt-get install g++, and then: "
     # The reason ends with a remedy too.
-    return Diagnosis(what, reason.rpartition("; ")[0] or reason, first + installation().remedy)
+    return Diagnosis(
+        what,
+        reason.rpartition("; ")[0] or reason,
+        first + installation().remedy,
+    )
 
 
 def _check_memory() -> Diagnosis:

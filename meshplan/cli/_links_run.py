@@ -74,7 +74,10 @@ def group_by_class(topology: Topology) -> dict[str, list[list[int]]]:
     # What the ranks of each class of links share, the nearest first.
     shared: dict[str, list[Any]] = {"node": nodes, "network": [0] * len(ranks)}
     if topology.domains is not None:
-        shared = {"domain": [*zip(nodes, topology.domains.tolist(), strict=True)], **shared}
+        shared = {
+            "domain": [*zip(nodes, topology.domains.tolist(), strict=True)],
+            **shared,
+        }
     found = {}
     parts = [[rank] for rank in ranks]
     for name, keys in shared.items():

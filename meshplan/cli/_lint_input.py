@@ -455,7 +455,10 @@ def _differ(one: NamedInput, other: NamedInput, *, elsewhere: bool) -> bool:
     """Whether settings differ; placement settings matter only to jobs in other inputs."""
     first, second = (each.file.settings or Settings() for each in (one, other))
     if not elsewhere:
-        second = replace(second, **{name: getattr(first, name) for name in PLACEMENT_OPTIONS})
+        second = replace(
+            second,
+            **{name: getattr(first, name) for name in PLACEMENT_OPTIONS},
+        )
     elif first.topology or first.rank_order:
         # Names of files are relative to the configuration.
         return first != second or Path(one.name).parent != Path(other.name).parent

@@ -266,7 +266,10 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
             seen.add((finding.source, finding.subject))
             if not any(map(_changes_file, finding.fixes)):
                 where = format_source(finding.source)
-                fix = next((fix for fix in finding.fixes if fix.mesh), finding.fixes[0])
+                fix = next(
+                    (fix for fix in finding.fixes if fix.mesh),
+                    finding.fixes[0],
+                )
                 complain(f"meshplan: {where}: no change of a file; {format_fix(fix)}\n")
     _write(
         given,
@@ -463,7 +466,10 @@ def _explain_roles(job: Job, axes: Sequence[str], roles: Iterable[str]) -> str:
     guesses = ["replicate"] * (len(axes) - 1) + ["shard"]
     line = ", ".join(f'{axis} = "{role}"' for axis, role in zip(axes, guesses, strict=True))
     # A spelling mistake in the mesh, or in the roles of the configuration.
-    known = [*roles, *(name for names in AXIS_NAMES.values() for name in names)]
+    known = [
+        *roles,
+        *(name for names in AXIS_NAMES.values() for name in names),
+    ]
     hints = dict.fromkeys(suggest(axis, known, 0.75) for axis in axes)
     return (
         f"the use of {join_names(axes)} in {job.layout} is not visible and the "
@@ -481,7 +487,8 @@ def _apply_options(job: Job, given: argparse.Namespace, roles: Mapping[str, Role
     if given.framework:
         stated = changes.get("roles", job.given)
         changes["roles"] = assume_roles(
-            resolve_roles(layout.axes, stated, given.framework), given.framework
+            resolve_roles(layout.axes, stated, given.framework),
+            given.framework,
         )
         changes["framework"] = given.framework
         if job.program == "unknown":

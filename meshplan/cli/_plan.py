@@ -47,7 +47,11 @@ if TYPE_CHECKING:
     from meshplan.planner import Algorithm, Plan, Prediction, Problem
     from meshplan.topology import Topology
 
-_NEEDED = {"mesh": "--mesh ddp=8,fsdp=5", "src": "--from P,P", "dst": "--to R,R"}
+_NEEDED = {
+    "mesh": "--mesh ddp=8,fsdp=5",
+    "src": "--from P,P",
+    "dst": "--to R,R",
+}
 # Comparing the orders of larger groups takes many seconds.
 _MAX_GROUP = 1 << 16
 _MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 62
@@ -67,7 +71,11 @@ def add(verbs: Any) -> None:
     add_texts(parser, ("--to", "PLACEMENTS", "for each axis: R or S(0)"), dest="dst")
     add_texts(
         parser,
-        ("--shape", "SIZES", "shape of the whole tensor: 4096,4096 or 4096x4096"),
+        (
+            "--shape",
+            "SIZES",
+            "shape of the whole tensor: 4096,4096 or 4096x4096",
+        ),
         ("--dtype", "DTYPE", "e.g. bf16, float32"),
     )
     parser.add_argument(
@@ -130,7 +138,12 @@ def show_plan(given: argparse.Namespace) -> str:
                 for candidate in planned.candidates
             ]
         entries = [
-            {"verdict": one.verdict, **asdict(one), "classes": dict(one.classes)} for one in found
+            {
+                "verdict": one.verdict,
+                **asdict(one),
+                "classes": dict(one.classes),
+            }
+            for one in found
         ]
         document["plain"] = {
             "steps": [[layout.axes[i] for i in axes] for axes in steps],
@@ -243,7 +256,11 @@ def add_simulate(verbs: Any) -> None:
     add_texts(parser, ("--dtype", "DTYPE", what), default="float32")
     add_texts(
         parser,
-        ("--numel", "N", f"number of elements (default: {_MOST}, fewer for thousands of ranks)"),
+        (
+            "--numel",
+            "N",
+            f"number of elements (default: {_MOST}, fewer for thousands of ranks)",
+        ),
         ("--seed", "N", "seed of the random numbers (default: 0)"),
     )
     add_switches(parser, ("--cost", "predict time and bytes from the figures of links"))
@@ -340,7 +357,13 @@ def _simulate_mesh(given: argparse.Namespace) -> str:
         )
         different = f"{found.differing:.1%}"
         table.append((format_steps(steps), name, str(found.replicas), different))
-    facts = {"dtype": dtype, "numel": numel, "seed": seed, "model": _MODEL, "rows": rows}
+    facts = {
+        "dtype": dtype,
+        "numel": numel,
+        "seed": seed,
+        "model": _MODEL,
+        "rows": rows,
+    }
     about = f"{_describe_elements(numel, dtype)}, seed {seed}"
     return _format_mesh(given, layout, topology, facts, about, table, [_MODEL])
 
@@ -411,7 +434,11 @@ class _Row:
     ratios: list[float]  # its time as a multiple of that of meshplan's plan, lowest and highest
 
     def to_json(self) -> dict[str, Any]:
-        times = {"low": round(self.low), "high": round(self.high), "to_meshplan": self.ratios}
+        times = {
+            "low": round(self.low),
+            "high": round(self.high),
+            "to_meshplan": self.ratios,
+        }
         return {"way": self.name, **self.found.to_json(), **times}
 
     @property
@@ -445,8 +472,14 @@ def _predict_mesh(given: argparse.Namespace, dtype: str, model: _Model) -> str:
         "numel": numel,
         "rows": [row.to_json() for row in rows],
     }
-    table = [_HEAD, *(row.format_cells() for row in rows if rows[0].found.steps)]
-    about, notes = _describe_message(numel, dtype), model.describe(layout.world_size)
+    table = [
+        _HEAD,
+        *(row.format_cells() for row in rows if rows[0].found.steps),
+    ]
+    about, notes = (
+        _describe_message(numel, dtype),
+        model.describe(layout.world_size),
+    )
     return _format_mesh(given, layout, topology, facts, about, table, notes)
 
 
@@ -486,7 +519,10 @@ def _predict_rows(
         rows.append(_Row(name, found, low, high, [float(f"{one:.2g}") for one in ratios]))
 
     def add_backend(name: str, steps: Steps, algorithm: Any) -> None:
-        add(name, planner.predict_backend(problem, steps, algorithm, model.calibration))
+        add(
+            name,
+            planner.predict_backend(problem, steps, algorithm, model.calibration),
+        )
 
     add("meshplan", planner.predict_plan(problem))
     if not orders and not given.flat and (len(wide) > 1 or given.mesh is None):
@@ -529,7 +565,11 @@ def _predict_clusters(given: argparse.Namespace, dtype: str, model: _Model) -> s
             mesh = dict(zip(layout.axes, layout.sizes, strict=True))
             found = [row.to_json() for row in rows]
             blocks.append({"ranks": ranks, "mesh": mesh, "numel": numel, "rows": found})
-            head = ["GPUs", *(row.name for row in rows), "a rank sends over the network"]
+            head = [
+                "GPUs",
+                *(row.name for row in rows),
+                "a rank sends over the network",
+            ]
             times = [f"{row.time} ({row.ratio})" if row.ratio else row.time for row in rows]
             sent = [planner.format_bytes(row.found.cost.network) for row in rows]
             cells.append([str(ranks), *times, ", ".join(sent)])

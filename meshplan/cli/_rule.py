@@ -36,7 +36,10 @@ def explain_rules(given: argparse.Namespace) -> str:
     if not given.all:
         return "\n".join(map(format_rule_page, codes))
     lines = []
-    for heading, some in (("rules of meshplan lint", RULES), ("errors of meshplan", ERRORS)):
+    for heading, some in (
+        ("rules of meshplan lint", RULES),
+        ("errors of meshplan", ERRORS),
+    ):
         lines.append(heading)
         for one in map(_describe, some):
             severity = one["severity"] if one["kind"] == "rule" else ""
@@ -47,8 +50,19 @@ def explain_rules(given: argparse.Namespace) -> str:
 def _describe(code: str) -> dict[str, Any]:
     if code in RULES:
         one = RULES[code]
-        kind, name, severity, summary = "rule", one.name, one.severity, one.summary
+        kind, name, severity, summary = (
+            "rule",
+            one.name,
+            one.severity,
+            one.summary,
+        )
     else:
         kind, name, severity = "error", ERRORS[code].__name__, "error"
         summary = inspect.cleandoc(ERRORS[code].__doc__ or "").partition("\n")[0].replace("``", "`")
-    return {"code": code, "kind": kind, "name": name, "severity": severity, "summary": summary}
+    return {
+        "code": code,
+        "kind": kind,
+        "name": name,
+        "severity": severity,
+        "summary": summary,
+    }

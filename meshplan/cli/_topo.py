@@ -21,7 +21,12 @@ def add(verbs: Any) -> None:
         "show the contents of files that describe a cluster",
         description="Show the domains and nodes of GPUs or ranks, read from supported files.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="file, or - for standard input")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="file, or - for standard input",
+    )
     add_output(parser)
 
 
@@ -38,7 +43,10 @@ def show_readings(given: argparse.Namespace) -> str:
 def _format_reading(name: str, reading: Reading) -> str:
     shown = "standard input" if name == "-" else name
     lines = [f"{shown}: {reading.kind}{'' if reading.complete else ', incomplete'}"]
-    for what, groups in (("domains", reading.domains), ("nodes", reading.nodes)):
+    for what, groups in (
+        ("domains", reading.domains),
+        ("nodes", reading.nodes),
+    ):
         text = "unknown from this input"
         if groups is not None:
             text = " ".join(f"{{{','.join(format_runs(group))}}}" for group in groups) or "none"

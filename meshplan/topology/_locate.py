@@ -331,7 +331,15 @@ def _read_gpu(nvml: Any, environ: Mapping[str, str], index: int, uuid: str) -> G
     elif links["links"] == 0:
         domain = 1
     model = str(nvml.nvmlDeviceGetName(handle))
-    return Gpu(id, bus, "nvidia", model, on_host=len(all_of_host), domain=domain, **links)
+    return Gpu(
+        id,
+        bus,
+        "nvidia",
+        model,
+        on_host=len(all_of_host),
+        domain=domain,
+        **links,
+    )
 
 
 def _find_handle(nvml: Any, number: int) -> Any:
@@ -343,7 +351,10 @@ def _find_handle(nvml: Any, number: int) -> Any:
 
 
 def _find_index(
-    nvml: Any, environ: Mapping[str, str], index: int, all_of_host: Sequence[Any]
+    nvml: Any,
+    environ: Mapping[str, str],
+    index: int,
+    all_of_host: Sequence[Any],
 ) -> tuple[Any, str, bool]:
     """The handle, the id, and whether it is a part of a GPU."""
     ids = [str(nvml.nvmlDeviceGetUUID(handle)) if handle else "" for handle in all_of_host]
@@ -556,7 +567,10 @@ def _call_driver(call: Callable[[], Gpu | str]) -> Gpu | str:
 
 def _allows_multi_node(environ: Mapping[str, str]) -> bool:
     """As NCCL 2.30.7 asks, src/init.cc and src/graph/paths.cc."""
-    if "0" in (environ.get("NCCL_MNNVL_ENABLE"), environ.get("NCCL_CUMEM_ENABLE")):
+    if "0" in (
+        environ.get("NCCL_MNNVL_ENABLE"),
+        environ.get("NCCL_CUMEM_ENABLE"),
+    ):
         return False
     level = environ.get("NCCL_P2P_LEVEL", "").upper()
     return environ.get("NCCL_P2P_DISABLE") != "1" and level not in ("0", "LOC")

@@ -16,7 +16,12 @@ from meshplan._message_text import format_runs
 from meshplan.errors import TopologyError
 from meshplan.topology._locate import Gpu, RankLocation
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Note, find_components, format_count, number_names
+from meshplan.topology._reading import (
+    Note,
+    find_components,
+    format_count,
+    number_names,
+)
 
 LIVE = "live"
 # Names that a note lists; a job may have thousands of ranks.
@@ -153,12 +158,16 @@ class _Job:
         hosts_of = _invert((" and ".join(sorted(kinds[host])), host) for host in sorted(kinds))
         if len(hosts_of) > 1:
             shown = [f"{self._show_hosts(found)}: {kind}" for kind, found in hosts_of.items()]
-            yield Note(f"hosts are not identical: {'; '.join(shown[:_SHOWN])}", "MP204")
+            yield Note(
+                f"hosts are not identical: {'; '.join(shown[:_SHOWN])}",
+                "MP204",
+            )
         nodes_of = _invert((size, node) for node, size in Counter(self.nodes).items())
         if len(nodes_of) > 1:
             first = dict(reversed(list(zip(self.nodes, self.hosts, strict=True))))
             usual, others = _split_usual(
-                nodes_of, lambda nodes: self._show_hosts([first[node] for node in nodes])
+                nodes_of,
+                lambda nodes: self._show_hosts([first[node] for node in nodes]),
             )
             most = format_count(len(nodes_of[usual]), "node")
             yield Note(f"ranks per node differ: {usual} on {most}; {others}")
@@ -198,7 +207,10 @@ class _Job:
         unread = _invert((gpu.unread, rank) for rank, gpu in self.gpus if gpu.unread)
         for links in sorted(unread)[:_SHOWN]:
             which = ", ".join(map(str, links[:_SHOWN])) + (", ..." if len(links) > _SHOWN else "")
-            plural, where = "s" if len(links) > 1 else "", _show_ranks(unread[links])
+            plural, where = (
+                "s" if len(links) > 1 else "",
+                _show_ranks(unread[links]),
+            )
             yield Note(f"link{plural} {which} could not be read on {where}", "MP201")
 
     def _check_gpus(self) -> Iterator[Note]:

@@ -54,7 +54,10 @@ class Topology:
                 f"a topology needs at least 1 rank, got world_size={self.world_size}; "
                 "pass for example Topology.uniform(40, node_size=8)"
             )
-        for what, found in (("node", self.node_map), ("domain", self.domain_map)):
+        for what, found in (
+            ("node", self.node_map),
+            ("domain", self.domain_map),
+        ):
             if isinstance(found, tuple):
                 _check_ids(what, found, self.world_size)
             elif found is not None and found < 1:
@@ -136,7 +139,12 @@ class Topology:
             return found
         if domains is None:
             return even
-        fine = cls(len(nodes), node_size, min(_count_leading(domains), node_size), links)
+        fine = cls(
+            len(nodes),
+            node_size,
+            min(_count_leading(domains), node_size),
+            links,
+        )
         same = np.array_equal(_require_known(fine.domains), _require_known(found.domains))
         return fine if same else cls(len(nodes), node_size, domains, links)
 
@@ -218,7 +226,11 @@ class Topology:
             sizes = f"{size}, the last of {low}" if low < size else f"{size}"
         else:
             counts = np.unique(_require_known(self.nodes), return_counts=True)[1]
-            nodes, low, high = len(counts), int(counts.min()), int(counts.max())
+            nodes, low, high = (
+                len(counts),
+                int(counts.min()),
+                int(counts.max()),
+            )
             sizes = f"{low if low == high else f'{low} to {high}'}, ranks not consecutive"
         text = f"{format_count(nodes, 'node')} of {sizes}"
         if self.domain_map is None:
@@ -289,7 +301,11 @@ def pack_cluster(cluster: Cluster) -> str:
     """Compressed ASCII: some kilobytes for ten thousand ranks. The cost of links is left out."""
     topology = cluster.topology
     known = {field.name: getattr(cluster, field.name) for field in fields(cluster)}
-    known["topology"] = topology.world_size, topology.node_map, topology.domain_map
+    known["topology"] = (
+        topology.world_size,
+        topology.node_map,
+        topology.domain_map,
+    )
     known["notes"] = [astuple(note) for note in cluster.notes]
     return base64.b85encode(zlib.compress(json.dumps(known).encode(), 6)).decode()
 
@@ -301,7 +317,13 @@ def unpack_cluster(text: str) -> Cluster:
         placed = Topology(*known.pop("topology"))
         notes = tuple(SourcedNote(source, Note(*note)) for source, note in known.pop("notes"))
         return Cluster(placed, notes, **known)
-    except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        zlib.error,
+    ) as error:
         raise TopologyInputError(
             f"the published location of the ranks cannot be read ({error}); do all ranks run one "
             "version of meshplan?"

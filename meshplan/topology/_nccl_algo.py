@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from meshplan._message_text import find_near
 from meshplan.errors import PolicyError
 
-COLLECTIVES = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
+COLLECTIVES = (
+    "Broadcast",
+    "Reduce",
+    "AllGather",
+    "ReduceScatter",
+    "AllReduce",
+)
 ALGORITHMS = (
     "Tree",
     "Ring",

@@ -14,10 +14,23 @@ from dataclasses import dataclass
 from meshplan.errors import TopologyError, TopologyInputError
 from meshplan.topology._files import read_content, read_file, show_file
 from meshplan.topology._model import Cluster, SourcedNote, Topology
-from meshplan.topology._reading import Groups, Note, Reading, format_count, number_names
-from meshplan.topology.formats.slurm import assign_nodes, expand_hosts, read_nodes
+from meshplan.topology._reading import (
+    Groups,
+    Note,
+    Reading,
+    format_count,
+    number_names,
+)
+from meshplan.topology.formats.slurm import (
+    assign_nodes,
+    expand_hosts,
+    read_nodes,
+)
 
-_ORDERS = re.compile(r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?", re.IGNORECASE | re.DOTALL)
+_ORDERS = re.compile(
+    r"(?:block|cyclic|plane=[1-9]\d{0,8})(?:[:,].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
 _SLOTS = re.compile(r"(?:slots=|:)(\d{1,6})", re.ASCII)
 _MOST_RANKS = 1 << 24
 
@@ -168,7 +181,14 @@ def plan_hosts(
             names = expand_hosts(environ.get("SLURM_JOB_NODELIST") or environ["SLURM_NODELIST"])
             order = "" if environ.get("SLURM_DISTRIBUTION") else f", {inputs.rank_order} order"
             remedy = "unset SLURM_TASKS_PER_NODE"
-            return _plan_given(hosts, names, world_size, f"Slurm's variables{order}", "", remedy)
+            return _plan_given(
+                hosts,
+                names,
+                world_size,
+                f"Slurm's variables{order}",
+                "",
+                remedy,
+            )
         if not kinds and inputs.domain_size is None:
             return _plan_launcher(inputs, world_size, environ)
     return _plan_numbers(inputs, world_size, kinds[0] if kinds else None)
@@ -203,7 +223,10 @@ def _plan_file(inputs: Inputs, world_size: int, kinds: Sequence[HostKind]) -> Ho
             "of them, or --hosts with block, cyclic or plane=N"
         )
     hosts, names = read_rank_file(inputs.rank_order)
-    source, remedy = show_file(inputs.rank_order), "list one line for each rank"
+    source, remedy = (
+        show_file(inputs.rank_order),
+        "list one line for each rank",
+    )
     return _plan_given(hosts, names, world_size, source, "hosts from ", remedy)
 
 
@@ -411,7 +434,11 @@ def _build_from_nodes(
     nodes = [node_of[rank] for rank in range(world_size)]
     counts = Counter(nodes)
     uneven = _note_uneven([counts[node] for node in sorted(counts)], show_file(name))
-    return Cluster(Topology.of(nodes), notes + uneven, origin=f"nodes from {show_file(name)}")
+    return Cluster(
+        Topology.of(nodes),
+        notes + uneven,
+        origin=f"nodes from {show_file(name)}",
+    )
 
 
 def _build_from_plan(

@@ -14,7 +14,12 @@ import re
 from typing import Any
 
 from meshplan.errors import TopologyInputError
-from meshplan.topology._reading import Note, Reading, compose_yaml, format_count
+from meshplan.topology._reading import (
+    Note,
+    Reading,
+    compose_yaml,
+    format_count,
+)
 
 _CLIQUE = "nvidia.com/gpu.clique"
 # The first that a node has names the GPUs that NVLink joins with its own.

@@ -149,7 +149,11 @@ def _scan(text: str) -> tuple[list[_Member], list[int]]:
             # Lines of a thread before its communicator is named belong to it.
             if member is None or member.comm or "Destroy" in body:
                 member = _start_member(members, process, host, line, prefix)
-        member.comm, member.rank, member.size = found[1], int(found[2]), int(found[3])
+        member.comm, member.rank, member.size = (
+            found[1],
+            int(found[2]),
+            int(found[3]),
+        )
         member.fields.update(_FIELD.findall(body[found.end() :]))
         known[process, found[1]] = current[thread] = member
         if "COMPLETE" in body:
@@ -265,11 +269,16 @@ def _group_ranks(members: Sequence[_Member]) -> dict[str, list[int]] | None:
     return None if found is None or (counts and counts != {len(found)}) else found
 
 
-def _group_by_clique(members: Sequence[_Member]) -> dict[str, list[int]] | None:
+def _group_by_clique(
+    members: Sequence[_Member],
+) -> dict[str, list[int]] | None:
     cliques = []
     found: dict[str, list[int]] = defaultdict(list)
     for member in members:
-        clique, fabric = member.find("clique", _CLIQUE), member.find("fabric", _FABRIC)
+        clique, fabric = (
+            member.find("clique", _CLIQUE),
+            member.find("fabric", _FABRIC),
+        )
         if clique is None:
             return None
         cliques.append((clique[1], int(clique[3]), int(clique[2])))
@@ -351,7 +360,11 @@ def _note_counts(what: str, counts: dict[int, list[_Member]]) -> Note:
         f"{count} (rank {members[0].rank}{f' and {len(members) - 1} more' * (len(members) > 1)})"
         for count, members in ordered[:_SHOWN]
     )
-    return Note(f"{what}: channel counts differ: {shown}", "MP201", ordered[-1][1][0].line)
+    return Note(
+        f"{what}: channel counts differ: {shown}",
+        "MP201",
+        ordered[-1][1][0].line,
+    )
 
 
 def _summarize(communicators: dict[_Key, list[_Member]]) -> list[Note]:
@@ -378,7 +391,12 @@ def _summarize(communicators: dict[_Key, list[_Member]]) -> list[Note]:
             cut = " (the line is cut)" if kind == "rings" and _is_cut(body, members[0].size) else ""
             notes.append(Note(f"{' '.join(body[:400].split())[:160]}{cut}", line=line))
         if len(lines) > _SHOWN:
-            notes.append(Note(f"... {len(lines) - _SHOWN} more {what}", line=lines[_SHOWN][0]))
+            notes.append(
+                Note(
+                    f"... {len(lines) - _SHOWN} more {what}",
+                    line=lines[_SHOWN][0],
+                )
+            )
     return notes
 
 

@@ -195,7 +195,10 @@ class _System:
             )
             for e in found
         ]
-        self.by = next((name for name in ("rank", "dev") if parse_numbers(found, name)), "")
+        self.by = next(
+            (name for name in ("rank", "dev") if parse_numbers(found, name)),
+            "",
+        )
         for index, gpu in zip(
             parse_numbers(found, self.by) or range(len(found)),
             self.gpus,
@@ -291,7 +294,10 @@ class _System:
 
     def list_notes(self, root: Element) -> Iterator[Note]:
         if (version := root.attributes.get("version", "")) not in ("1", "2"):
-            yield Note(f"version {version[:20]!r} is not known; read as 1", line=root.line)
+            yield Note(
+                f"version {version[:20]!r} is not known; read as 1",
+                line=root.line,
+            )
         if not self.gpus:
             yield Note(
                 "no <gpu>: an input for NCCL that lists PCI only; links of GPUs are unknown: dump "
@@ -303,7 +309,10 @@ class _System:
         if self.by != "rank":
             how = "by dev" if self.by else "in the order of the file"
             line = self.gpus[0].element.line
-            yield Note(f"not every <gpu> has a rank of its own; numbered {how}", line=line)
+            yield Note(
+                f"not every <gpu> has a rank of its own; numbered {how}",
+                line=line,
+            )
         if self.selves:
             found = f"links of GPU {_format_gpus(self.looped)} to itself are ignored"
             yield Note(found, line=self.selves[0].line)

@@ -143,7 +143,12 @@ class _Table:
 
     @property
     def width(self) -> int:
-        return max([len(self.gpus) + self.nics, *(len(row.cells) for row in self.rows.values())])
+        return max(
+            [
+                len(self.gpus) + self.nics,
+                *(len(row.cells) for row in self.rows.values()),
+            ]
+        )
 
     def find_pairs(self) -> dict[Pair, tuple[str, str]]:
         """(lower, higher) to the cell in the row of the lower and in that of the higher one; the

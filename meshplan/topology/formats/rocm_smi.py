@@ -39,7 +39,10 @@ def read(text: str) -> Reading:
     tables = {match[1]: match for match in _TABLE.finditer(text)}
     if "Link Type" not in tables:
         kind = "rocm-smi --showtopo" if tables else "rocm-smi --showtoponuma"
-        return Reading(kind, notes=(Note(f"no table of link types in this output; {_ASK}"),))
+        return Reading(
+            kind,
+            notes=(Note(f"no table of link types in this output; {_ASK}"),),
+        )
     return read_table(text, tables["Link Type"].end(), "rocm-smi --showtopo", _GPU)
 
 

@@ -27,10 +27,22 @@ _CONF = re.compile(
 )
 _YAML = re.compile(r"^[ \t]{0,80}-[ \t]{1,80}topology:", re.MULTILINE)
 _PAIR = re.compile(r"([A-Za-z]\w{0,40})=(\S*)", re.ASCII)
-_CONF_KEYS = {"blockname", "blocksizes", "switchname", "nodes", "switches", "linkspeed"}
+_CONF_KEYS = {
+    "blockname",
+    "blocksizes",
+    "switchname",
+    "nodes",
+    "switches",
+    "linkspeed",
+}
 # Further keys of `scontrol show topology`, whose aggregated blocks are made of the others.
 _SHOWN_KEYS = {"blockindex", "blocksize", "level", "aggregatedblock"}
-_NAMES = {"block", "switch", "ring", "name"}  # keys of topology.yaml with the name of a thing
+_NAMES = {
+    "block",
+    "switch",
+    "ring",
+    "name",
+}  # keys of topology.yaml with the name of a thing
 _HOST = re.compile(r"\s*((?:[^\s,\[\]]|\[[^\[\]]*\])++)\s*(,|$)")
 # A text, or ranges of numbers: first, last, digits.
 _Piece = str | list[tuple[int, int, int]]
