@@ -42,15 +42,21 @@ if TYPE_CHECKING:
     from meshplan.collectives import (
         configure_deterministic_nccl_env as configure_deterministic_nccl_env,
     )
-    from meshplan.collectives import deterministic_all_gather as deterministic_all_gather
+    from meshplan.collectives import (
+        deterministic_all_gather as deterministic_all_gather,
+    )
     from meshplan.collectives import (
         deterministic_all_gather_coalesced as deterministic_all_gather_coalesced,
     )
-    from meshplan.collectives import deterministic_all_reduce as deterministic_all_reduce
+    from meshplan.collectives import (
+        deterministic_all_reduce as deterministic_all_reduce,
+    )
     from meshplan.collectives import (
         deterministic_all_reduce_coalesced as deterministic_all_reduce_coalesced,
     )
-    from meshplan.collectives import deterministic_reduce_scatter as deterministic_reduce_scatter
+    from meshplan.collectives import (
+        deterministic_reduce_scatter as deterministic_reduce_scatter,
+    )
     from meshplan.collectives import (
         deterministic_reduce_scatter_coalesced as deterministic_reduce_scatter_coalesced,
     )

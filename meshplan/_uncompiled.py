@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshplan._torch import FrameAction, FrameExecStrategy, is_absent, set_code_exec_strategy
+from meshplan._torch import (
+    FrameAction,
+    FrameExecStrategy,
+    is_absent,
+    set_code_exec_strategy,
+)
 from meshplan.errors import InstallError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -14,7 +14,12 @@ from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 from meshplan._torch import SEAM, disable_current_modes
 from meshplan._torch._entry import Entry, is_absent

@@ -363,7 +363,15 @@ METHODS = frozenset(
 )
 FUNCTIONS = frozenset(
     {*dir(builtins)} - {"delattr", "eval", "exec", "getattr", "setattr", "super", "vars"}
-    | {"DeviceMesh", "_unflatten", "array", "debug", "error", "info", "init_device_mesh"}
+    | {
+        "DeviceMesh",
+        "_unflatten",
+        "array",
+        "debug",
+        "error",
+        "info",
+        "init_device_mesh",
+    }
     | {"join", "new_group", "prod", "tensor", "warning"}
 )
 # Functions that may bind any name of the module, and words of those that set attributes.
