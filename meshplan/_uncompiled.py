@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +16,20 @@ from meshplan._torch import (
 )
 from meshplan.errors import InstallError
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
-def never_compiled(function: _Function) -> _Function:
-    """Have a function, and all that it calls, run as it stands below compiled code: what a graph
-    break leaves to Python is compiled piece by piece, down to the functions of ours.
+def never_compiled(function: _Called) -> _Called:
+    """Have a function, or the methods of a class of ours, and all that they call, run as they stand
+    below compiled code: what a graph break leaves to Python is compiled piece by piece, down to the
+    functions of ours. So is what torch calls from C++, such as DDP's reducer.
     """
+    if isinstance(function, type):
+        ours = [one for one in function.__mro__ if one.__module__.startswith("meshplan.")]
+        for method in (value for one in ours for value in vars(one).values()):
+            if isinstance(called := getattr(method, "fget", method), FunctionType):
+                never_compiled(called)
+        return function
     # Without them install() refuses; to import must be possible for that.
     if not is_absent(FrameAction, FrameExecStrategy, set_code_exec_strategy):
         strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

@@ -27,6 +27,7 @@ from meshplan._torch import (
     Store,
     dispatch_modes,
 )
+from meshplan._uncompiled import never_compiled
 from meshplan.backend import _inner
 from meshplan.backend import _partial_sums as sums
 from meshplan.backend._derived import DerivingProcessGroup, describe_group
@@ -82,6 +83,7 @@ def _counts_refused(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+@never_compiled
 class MeshplanProcessGroup(DerivingProcessGroup):
     """A group whose reductions run under a contract; see ``BackendOptions``. ``made`` holds
     torch's options. Without ``BackendOptions``, ``defaults`` apply, or those of the default group.

@@ -21,11 +21,13 @@ from meshplan._torch.process_group import (
     end_coalescing,
     start_coalescing,
 )
+from meshplan._uncompiled import never_compiled
 from meshplan.collectives._lanes import SideStream, StreamWork, Work, stopping
 from meshplan.errors import BackendError
 from meshplan.flatten._create import hidden_device
 
 
+@never_compiled
 class PassedWork(ReceivingWork):
     """Calls of the inner group, as one work. ``finish`` runs once after them, on the thread that
     waits first; it may be called again. The future has what is ``written``.

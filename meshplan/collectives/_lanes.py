@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from meshplan._aborts import THIS_THREAD, Abort
 from meshplan._calls import GroupCalls
 from meshplan._observing import OBSERVING, carry_origin
+from meshplan._uncompiled import never_compiled
 from meshplan.errors import GroupStateError, SignatureMismatchError
 from meshplan.execute._deferred import raise_pending
 
@@ -159,6 +160,7 @@ _Result = TypeVar("_Result")
 _Job = tuple["_CallFuture", Callable[[], Any]]
 
 
+@never_compiled
 class Work(dist.Work):
     """A collective, as torch's own asynchronous collectives return it. ``wait`` raises its failure,
     and is bounded by the process group's timeout. Without a ``future`` it has ended, and has
@@ -228,6 +230,7 @@ def _pass_on(found: torch.futures.Future[Any], future: Future[Any]) -> None:
         found.set_exception(error)
 
 
+@never_compiled
 class StreamWork(Work):
     """A collective on a side stream of a device. ``wait`` does not make the host wait, and queries
     no event of a graph that is captured. It writes ``result``, or returns tensors in the side

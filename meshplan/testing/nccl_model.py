@@ -33,6 +33,7 @@ from meshplan._torch import (
     gather_bytes,
 )
 from meshplan._torch.process_group import PythonProcessGroup, factor_of, forward
+from meshplan._uncompiled import never_compiled
 from meshplan.collectives import Work
 from meshplan.errors import LayoutError
 from meshplan.planner import nccl_order as order
@@ -108,6 +109,7 @@ def register() -> None:
         dist.Backend.register_backend(_NAME, NcclModelProcessGroup, True, ["cpu"])
 
 
+@never_compiled
 class NcclModelProcessGroup(PythonProcessGroup):
     """A model of NCCL's order of additions, see the module's docstring; not NCCL.
 

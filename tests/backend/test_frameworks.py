@@ -166,6 +166,42 @@ def test_strict_mode_accepts_compiled_code_that_the_backend_reduces() -> None:
     assert found == [[True, True, False, True]] * 2
 
 
+def synchronize(x: Tensor) -> Tensor:
+    """What dynamo leaves to Python, between two graphs."""
+    x = x + 1
+    dist.broadcast(x, 0)
+    dist.all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
+    dist.barrier()
+    return x * 2
+
+
+def call_below_compiled_code(rank: int) -> tuple[bool, list[float]]:
+    """DDP, whose reducer broadcasts from C++ in the second step; and calls of the script."""
+    trained = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            torch.manual_seed(2 * step + rank)
+            run(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.detach().view(torch.int32).tolist() for p in model.parameters()])
+    with warnings.catch_warnings():
+        # Dynamo says what it leaves to Python.
+        warnings.simplefilter("ignore")
+        found = torch.compile(synchronize, backend="aot_eager")(torch.full((2,), float(rank)))
+    return trained[0] == trained[1], found.tolist()
+
+
+def test_torch_calls_groups_below_compiled_code() -> None:
+    warm_compiler()
+    assert run_ranks(call_below_compiled_code, 2, backend="meshplan") == [(True, [4.0] * 2)] * 2
+
+
 def gradients(rank: int, shape: tuple[int, ...]) -> list[Tensor]:
     """Of one step on four ranks, sharded over the last axis and replicated over the others."""
     names = ("ddp", "fsdp")[-len(shape) :]
