@@ -191,7 +191,7 @@ class BoundTable:
                 self._keep((kind, op, tensor.dtype, output.shape), bound)
 
     def exchange(self, flat: Tensor, group: ProcessGroup, ticket: Ticket) -> None:
-        """Give this rank its block of the messages of all ranks, in order, in place."""
+        """Exchange the blocks of ``flat``: in place, this rank's block of each rank, in order."""
         options, ranks = self._options, group.size()
         # The kernel for GPUs has no exchange.
         path = "auto" if flat.is_cpu and options.path == "auto" else "exchange"
