@@ -23,7 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from meshplan._observing import OBSERVING
 from meshplan._torch import default_store
@@ -42,7 +45,7 @@ from meshplan.run._holders import (
 from meshplan.run._ledger import KINDS
 from meshplan.run._probe import Probe
 from meshplan.run._report import build, read_settings, write_file
-from meshplan.run._shares import Item, Shares
+from meshplan.run._shares import Begun, Item, Shares
 from meshplan.run._signals import is_of_handler
 from meshplan.topology._locate import locate_rank
 
@@ -75,6 +78,7 @@ class Observation:
         self._by_optimizer: Any = weakref.WeakKeyDictionary()
         self._steps: list[int] = []  # by unit
         self._nested: Any = weakref.WeakSet()
+        self._begun: Any = weakref.WeakKeyDictionary()  # before a step, by optimizer
         self._step_times: list[float] = []  # of the first and the last step
         self._coverage = coverage()
         self._lock = threading.RLock()
@@ -140,7 +144,12 @@ class Observation:
                 raise
             self._note(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, closure: object) -> None:
+        """Look at gradients, which some optimizers change or free in a step."""
+        if closure is None and _is_nested(sys._getframe()) is False:
+            self._look(optimizer, ["gradient"], ahead=1)
+
+    def after_step(self, optimizer: Optimizer, closure: object) -> None:
         """Count a step, and look at what it wrote."""
         assert self._exchange is not None
         nested = _is_nested(sys._getframe())
@@ -150,20 +159,18 @@ class Observation:
             return
         unit = self._unit_of(optimizer)
         self._steps[unit] += 1
-        self._probe.collect(self._exchange.post)
         if unit == 0:
             self._step_times[1:] = [time.monotonic()]
-        kinds = ["parameter", "optimizer state", "buffer"]
-        if self.settings.gradients:
-            # Not before the step: a closure may compute them.
-            kinds.insert(0, "gradient")
-        self._look(optimizer, kinds)
+        # A closure computes them in the step.
+        late = self.settings.gradients and closure is not None
+        self._look(optimizer, ["gradient"] * late + ["parameter", "optimizer state", "buffer"])
+        self._probe.collect(self._exchange.post)
 
-    def _look(self, optimizer: Optimizer, kinds: Sequence[str]) -> None:
-        """Post words of tensors for comparisons and links."""
+    def _look(self, optimizer: Optimizer, kinds: Sequence[str], ahead: int = 0) -> None:
+        """Begin words of tensors for comparisons and links, and post those of the step after it."""
         assert self._exchange is not None
         unit = self._unit_of(optimizer)
-        step = self._steps[unit]
+        step = self._steps[unit] + ahead
         first, every = self.settings.first, self.settings.every
         # Most differences begin early, and a trial of 50 steps may never reach ``every``.
         whole = step <= first or step % every == 0 or (first > 0 and step.bit_count() == 1)
@@ -172,16 +179,22 @@ class Observation:
         if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
             self._note("steps over a later default group of other ranks")
             return
-        items, number = [], None
-        if self.settings.certify is not None:
-            number = step + self._find_offset(optimizer, unit)
-            items += self._shares.pop_values()
-        elif not whole:
+        begun = self._begun.pop(optimizer, None)
+        if begun is None or ahead:  # else a step has raised
+            begun = Begun([], [])
+        certified = self.settings.certify is not None
+        if not certified and not whole:
             return
+        items = self._shares.pop_values() if certified and not ahead else []
         for kind in kinds:
-            if number is not None or kind in KINDS:
+            if certified or kind in KINDS:
                 items += self._list_tensors(optimizer, kind)
-        make = self._shares.take(unit, step, items, whole=whole, number=number)
+        self._shares.begin(begun, unit, step, items, whole=whole, certified=certified)
+        if ahead:
+            self._begun[optimizer] = begun
+            return
+        number = step + self._find_offset(optimizer, unit) if certified else None
+        make = self._shares.take(begun, unit, step, whole=whole, number=number)
         if make is not None:
             self._exchange.post(make)
 
@@ -333,14 +346,20 @@ def observe(settings: RunSettings) -> Observation:
     atexit.register(one.abandon)
     remember_modules_and_meshes()
 
-    @never_compiled
-    def observe_step(optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            one.call(lambda one: one.after_step(optimizer))
+    def hook(observer: Callable[[Observation, Optimizer, object], None]) -> Callable[..., None]:
+        @never_compiled
+        def observe_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                closure = args[1] if len(args) > 1 else kwargs.get("closure")
+                one.call(lambda one: observer(one, optimizer, closure))
+
+        return observe_step
 
     if settings.probe:
         OBSERVING.before = one._probe.begin
-    register_optimizer_step_post_hook(observe_step)
+    if settings.gradients:  # also in the certificate
+        register_optimizer_step_pre_hook(hook(Observation.before_step))
+    register_optimizer_step_post_hook(hook(Observation.after_step))
     init = dist.init_process_group
 
     @functools.wraps(init)

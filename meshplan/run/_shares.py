@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,6 +93,13 @@ class _Share:
         return total
 
 
+class Begun(NamedTuple):
+    """What a rank will post of a step, and the words that it waits for."""
+
+    posts: list[Message]
+    reads: list[tuple[Message, _Share, Callable[[], Tensor]]]
+
+
 # Tensors, what waits for their words, and copies of small ones.
 _Kept = tuple[_Share, Callable[[], Tensor], list[Tensor]]
 
@@ -123,31 +131,31 @@ class Shares:
 
     def pop_values(self) -> list[Item]:
         """Those since the last step."""
-        found = self._values.copy()
-        # Another thread may have added one since.
-        del self._values[: len(found)]
+        found = list[Item]()
+        # Other threads may add and take some meanwhile.
+        with suppress(IndexError):
+            while True:
+                found.append(self._values.pop(0))
         return found
 
-    def take(
+    def begin(
         self,
+        begun: Begun,
         unit: int,
         step: int,
         items: Sequence[Item],
         *,
         whole: bool,
-        number: int | None,
-    ) -> Callable[[], Message] | None:
-        """Begin the words of tensors; returns what waits for them. ``whole`` compares replicas;
-        ``number``: of the certificate's link.
-        """
-        posts: list[Message] = []
-        reads: list[tuple[Message, _Share, Callable[[], Tensor]]] = []
+        certified: bool,
+    ) -> None:
+        """Begin the words of tensors. ``whole`` compares replicas."""
+        posts, reads = begun
         with torch.no_grad(), disable_current_modes():
             for kind, group in itertools.groupby(items, lambda one: one.kind):
                 some = list(group)
                 local = [_parts_of(one.tensor) for one in some]
                 for share in self._plan(unit, kind, some, local, again=whole):
-                    name = share.name if number is not None else ""
+                    name = share.name if certified else ""
                     post: Message = {"name": name, "count": share.count}
                     post |= self._declare(share) if name else {}
                     if whole and share.sets:
@@ -160,13 +168,19 @@ class Shares:
                             "kind": kind,
                             "tensors": len(share.keys),
                         }
-                    first = number is not None and share.count is not None
+                    first = certified and share.count is not None
                     if "sets" in post or first:
                         tensors = [local[one.at[0]][one.at[1]] for one in share.parts]
                         reads.append((post, share, share.start(tensors)))
                         if "sets" in post:
                             self._keep(step, share, tensors, reads[-1][-1])
                     posts += [post] if first or len(post) > 2 else []
+
+    def take(
+        self, begun: Begun, unit: int, step: int, *, whole: bool, number: int | None
+    ) -> Callable[[], Message] | None:
+        """What waits for the words that were begun; ``number``: of the certificate's link."""
+        posts, reads = begun
         left, self._left = self._left, {}
         # Another thread may step.
         every = list(self._plans.items())

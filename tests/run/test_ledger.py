@@ -15,7 +15,7 @@ from torch import Tensor
 from meshplan.run import _ledger, _shares
 from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
-from meshplan.run._shares import Item, Shares
+from meshplan.run._shares import Begun, Item, Shares
 from meshplan.testing import order_sensitive
 from tests.run.observing import flip
 
@@ -39,8 +39,9 @@ class Ranks:
         self, rank: int, step: int, tensors: dict[str, Tensor], kind: str = "parameter"
     ) -> Any:
         items = [Item(kind, name, one, one) for name, one in tensors.items()]
-        about: Any = {"whole": True, "number": None}
-        make: Any = self.shares[rank].take(0, step, items, **about)
+        begun, shares = Begun([], []), self.shares[rank]
+        shares.begin(begun, 0, step, items, whole=True, certified=False)
+        make: Any = shares.take(begun, 0, step, whole=True, number=None)
         return make()
 
     def deliver(self, rank: int, message: Any) -> None:

@@ -105,6 +105,34 @@ def test_gradients_that_a_step_computes_are_compared_after_it(faulty: bool) -> N
     assert report["replicas"]["compared"] == 8
 
 
+class Owner(torch.optim.Optimizer):
+    """As distributed Muon: the rank that owns a parameter writes to its gradient in the step."""
+
+    def __init__(self, parameters: Any, rank: int) -> None:
+        super().__init__(parameters, {"rank": rank})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad.mul_(1 + group["rank"])
+
+
+def test_gradients_that_a_step_changes_and_frees_are_compared_before_it() -> None:
+    def job(rank: int, _: Observation) -> None:
+        model, _ = make_model()
+        optimizer = Owner(model.parameters(), rank)
+        optimizer.register_step_post_hook(lambda one, *_: one.zero_grad())
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+
+    found = observe_ranks(job, settings="gradients first=9")[1]["replicas"]
+    # Of two tensors and their gradients: twice.
+    assert (found["first_difference"], found["compared"]) == (None, 8)
+
+
 def test_a_compiled_step_runs_and_is_not_observed() -> None:
     def job(*_: Any) -> Any:
         model, optimizer = make_model(ddp=False)
