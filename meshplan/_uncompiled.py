@@ -27,7 +27,12 @@ def never_compiled(function: _Called) -> _Called:
     if isinstance(function, type):
         ours = [one for one in function.__mro__ if one.__module__.startswith("meshplan.")]
         for method in (value for one in ours for value in vars(one).values()):
-            if isinstance(called := getattr(method, "fget", method), FunctionType):
+            called = getattr(method, "fget", method)
+            # A method that torch has decorated shares its code with others of torch.
+            if (
+                isinstance(called, FunctionType)
+                and called.__globals__["__name__"][:9] == "meshplan."
+            ):
                 never_compiled(called)
         return function
     # Without them install() refuses; to import must be possible for that.

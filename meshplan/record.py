@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from meshplan.contract import Accumulate, Contract, Rounding
 from meshplan.orders import order_of_code
 
-VERSION = 4
+VERSION = 5
 """Counts up with a change of a table or a field below, of the contract's version, of the protocol
 of a vote, or of what lies in memory that ranks share."""
 WORDS = 15

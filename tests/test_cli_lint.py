@@ -683,16 +683,24 @@ def test_any_command_ends_without_a_traceback(
         assert err.getvalue() == ""
 
 
-@pytest.mark.parametrize(("tp", "status"), [(2, 0), (6, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "placed", "status"),
+    [
+        (8, 2, ("--node-size", "4"), 0),
+        (8, 6, ("--node-size", "8"), 2),
+        (2, 3, ("--node-size", "4"), 2),
+        (9, 16, ("--node-size", "4", "--domain-size", "72"), 2),
+    ],
+)
 def test_a_file_without_nodes_is_judged_on_usual_ones_unless_they_have_a_hazard(
-    tp: int, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dp: int, tp: int, placed: tuple[str, ...], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(f"parallelism: {{dp: 4, pp: 2, tp: {tp}, tp_mode: REDUCE_SCATTER}}\n")
+    job.write_text(f"parallelism: {{dp: {dp}, pp: 1, tp: {tp}, tp_mode: REDUCE_SCATTER}}\n")
     assert main(["lint", "--no-env", "--isolated", str(job)]) == status
     out, err = capsys.readouterr()
-    assert ("on 2 nodes of 8; no hazard on nodes of 8, and it names no other" in out) == (tp == 2)
-    assert ("the placement of ranks is unknown" in err) == (tp == 6)
-    words = ["lint", "--no-env", "--isolated", "--node-size", "4", str(job)]
-    assert main(words) == int(tp == 6)
-    assert "it names no other" not in capsys.readouterr().out
+    note = "no hazard on nodes of 8, of 4 or in racks of 72; their size was not read"
+    assert (note in out) == (status == 0)
+    assert ("the placement of ranks is unknown" in err) == (status == 2)
+    assert main(["lint", "--no-env", "--isolated", *placed, str(job)]) == int(status == 2)
+    assert "was not read" not in capsys.readouterr().out

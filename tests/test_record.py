@@ -160,9 +160,9 @@ def test_another_version_is_reported_and_not_read() -> None:
     assert [bool(one.fields) for one in found.values()] == [True, False, True, False, False]
     assert_expected_inline(
         differences(found),
-        """version of meshplan's records 4 (ranks 0, 4), 3 (rank 1), 5 (rank 5), 1 (rank 6): install one release of meshplan on every rank""",
+        """version of meshplan's records 5 (ranks 0, 4), 4 (rank 1), 6 (rank 5), 1 (rank 6): install one release of meshplan on every rank""",
     )
-    assert_expected_inline(str(found[1]), """a record of version 3""")
+    assert_expected_inline(str(found[1]), """a record of version 4""")
 
 
 def test_text_is_read_back() -> None:

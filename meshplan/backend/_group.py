@@ -376,9 +376,8 @@ class MeshplanProcessGroup(DerivingProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             check_equal_blocks(output, tensor, self.size())
         lengths = [[output.numel()] * self.size() for output in outputs]
-        flat = [tensor.reshape(-1) for tensor in map(writable, inputs)]
-        outs = [*map(writable, outputs)]
-        return self._reduce("reduce_scatter", outs, flat, lengths, operation, outputs, opts)
+        found, outs = [*map(writable, inputs)], [*map(writable, outputs)]
+        return self._reduce("reduce_scatter", outs, found, lengths, operation, outputs, opts)
 
     def _reduce(
         self,

@@ -162,14 +162,17 @@ class BoundTable:
         ticket: Ticket,
     ) -> None:
         """Reduce each input over the inner ``group`` for reductions, and write the whole to its
-        output, which is the input; or of a flat input, with the blocks of all ranks in order, the
-        block of this rank, to an output of any shape. ``lengths`` are those of the blocks, for each
+        output, which is the input; or of an input with the blocks of all ranks in order, the block
+        of this rank, to an output of any shape. ``lengths`` are those of the blocks, for each
         input. All are detached, of any dtypes for which ``operation`` is the same, which the
         contract defines.
         """
         options, ranks = self._options, group.size()
         how, request = options_of(operation, options), _request(kind, operation)
         shards: Sequence[Shards] = [(0, tuple(sizes)) for sizes in lengths]
+        if shards:
+            # In the turn of the call: a reduction before it may write to them.
+            inputs = [one.reshape(-1) for one in inputs]
         # An audit compares one reduction at a time.
         in_one = operation.factor is None and options.audit is None
         if in_one and len(outputs) > 1 and ranks > 1:

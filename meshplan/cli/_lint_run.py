@@ -280,7 +280,14 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
 # The placement of the jobs of each input, and with that its state.
 
 _MOST_REASONS = 2
-_USUAL, _TRAY, _RACK = 8, 4, 72  # GPUs
+_TRAY, _RACK = 4, 72  # GPUs
+# Hosts that are sold. What has no hazard on any is not asked for its own.
+_USUAL = (
+    Inputs(node_size=8),
+    Inputs(node_size=_TRAY),
+    Inputs(node_size=_TRAY, domain_size=_RACK),
+)
+_NOT_READ = f"of {_TRAY} or in racks of {_RACK}; their size was not read"
 
 
 def place_jobs(request: LintRequest, given: argparse.Namespace) -> None:
@@ -327,15 +334,14 @@ def _place_jobs(
     has_nodes = live or placement or one.file.hosts or one.file.ranks_per_host
     is_guess = one.kind == "file" and not has_nodes
     if live is None and one.file.skipped:
-        guess = Inputs(node_size=_USUAL) if is_guess else placement
-        _judge_every_size(request, given, one, guess, roles, is_guess)
+        _judge_every_size(request, given, one, _USUAL if is_guess else (placement,), roles)
     for job in (_apply_options(job, given, roles) for job in one.file.jobs):
         if unknown := job.find_unknown_axes():
             skipped = Skipped(job.source, _explain_roles(job, unknown, roles))
             one.file = replace(one.file, skipped=(*one.file.skipped, skipped))
         usual = _find_usual(job) if is_guess and not unknown else None
         if usual is not None:
-            note = job.every_size or f"no hazard on nodes of {_USUAL}, and it names no other"
+            note = f"{job.every_size or 'no hazard on nodes of 8'}, {_NOT_READ}"
             job = replace(job, roles=job.given, every_size=note)
         cluster = live or usual or _find_cluster(job, one.file, placement, request)
         one.jobs.append((job, cluster))
@@ -345,29 +351,24 @@ def _place_jobs(
 
 
 def _find_usual(job: Job) -> Cluster | None:
-    """Usual nodes, for a job without a number and without a hazard there."""
+    """Nodes of 8, for a job without a size of nodes that has no hazard on usual ones."""
     ranks = job.layout.highest_rank + 1
     if find_cluster(Inputs(), ranks) is not None:
         return None  # the environment has a number
-    usual = read_cluster(Inputs(node_size=_USUAL), ranks, {})
-    return usual if usual is not None and is_uniform(job, usual.topology) else None
+    found = [read_cluster(one, ranks, {}) for one in _USUAL]
+    judged = all(one is not None and is_uniform(job, one.topology) for one in found)
+    return found[0] if judged else None
 
 
 def _judge_every_size(
     request: LintRequest,
     given: argparse.Namespace,
     one: NamedInput,
-    placement: Inputs | None,
+    placements: Sequence[Inputs | None],  # several: guesses, and no hazard on any is judged
     roles: Mapping[str, Role],
-    is_guess: bool,
 ) -> None:
     """Read the input for a number of ranks that stands for all, if the number is unknown."""
     own = one.file
-    per_node = own.ranks_per_host
-    if placement is not None:
-        per_node = placement.node_size or placement.domain_size
-    if per_node is None or own.hosts or (placement is not None and placement.hosts):
-        return
 
     def read(ranks: int) -> JobFile:
         if one.kind == "arguments":
@@ -377,24 +378,32 @@ def _judge_every_size(
     def read_jobs(ranks: int) -> list[Job]:
         return [_apply_options(job, given, roles) for job in read(ranks).jobs]
 
-    def place(job: Job) -> Cluster:
-        return _find_cluster(job, own, placement, request)
-
     from meshplan.lint._every_size import judge_every_size
 
-    found = judge_every_size(read_jobs, place, per_node)
-    if found is not None and not (is_guess and found.is_hazard):
-        file = read(found.nodes * per_node)
-        jobs = (
-            replace(
-                job,
-                roles=job.given,
-                every_size=found.note,
-                is_open=found.is_open,
-            )
-            for job in file.jobs
+    judged = []
+    for placement in placements:
+        per_node = own.ranks_per_host
+        if placement is not None:
+            per_node = placement.node_size or placement.domain_size
+        if per_node is None or own.hosts or (placement is not None and placement.hosts):
+            return
+        place = partial(_find_cluster, file=own, placement=placement, request=request)
+        found = judge_every_size(read_jobs, place, per_node)
+        if found is None or (len(placements) > 1 and found.is_hazard):
+            return
+        judged.append((found, per_node))
+    found, per_node = judged[0]
+    file = read(found.nodes * per_node)
+    jobs = (
+        replace(
+            job,
+            roles=job.given,
+            every_size=found.note,
+            is_open=found.is_open,
         )
-        one.file = replace(own, jobs=tuple(jobs), skipped=file.skipped)
+        for job in file.jobs
+    )
+    one.file = replace(own, jobs=tuple(jobs), skipped=file.skipped)
 
 
 def _prefer_file(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -159,7 +161,6 @@ _POLL_SECONDS = 0.001
 # Bytes. The large ones of a host exceed the burst that limited links let pass.
 _SMALL, _LARGE = 1 << 6, 1 << 19
 _SIZES, _TIMED_TURNS = ("small", "large"), 3
-_TAG = 0x6D706B  # of no other message
 
 
 class Hosts(NamedTuple):
@@ -420,7 +421,7 @@ def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
         return Hosts(near, Links.loads(found.links))
     if not found.round:
         return Hosts(near)
-    times = _time_messages(group.pg, near, members.wait)
+    times = _time_messages(group.pg, near, members.wait, found.round)
     mine = Record.of(**dict(zip(_SIZES, times, strict=False)))
     verdict = vote(replace(members, call=0), f"{found.round}/links", mine)
     if verdict.missing:
@@ -439,10 +440,13 @@ def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
     return Hosts(near, timed, timed=True)
 
 
-def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
+def _time_messages(pg: ProcessGroup, near: int, wait: float, name: str) -> Sequence[float]:
     """The seconds of a small and a large message to the next host; less if a rank is late."""
     to, come = ((pg.rank() + way) % pg.size() for way in (near, -near))
     times = list[float]()
+    # A thread of an earlier round may still wait for a rank that failed in it.
+    tag = zlib.crc32(name.encode()) & 0x3FFFFFFF
+    limit = timedelta(seconds=default_timeout("cpu", pg))
 
     def swap() -> None:
         with suppress(RuntimeError):
@@ -451,9 +455,9 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float) -> Sequence[float]:
                 turns = []
                 for _ in range(_TIMED_TURNS):
                     started = time.perf_counter()
-                    sent = pg.send([rows[0]], to, _TAG)
-                    pg.recv([rows[1]], come, _TAG).wait()
-                    sent.wait()
+                    sent = pg.send([rows[0]], to, tag)
+                    pg.recv([rows[1]], come, tag).wait(limit)
+                    sent.wait(limit)
                     turns.append(time.perf_counter() - started)
                 # The others hold times in which a rank had no core.
                 times.append(min(turns))

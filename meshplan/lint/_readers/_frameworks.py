@@ -146,6 +146,8 @@ _SWIFT = replace(
             is_sharded=True,
         ),
     ),
+    # Those of NeMo, which has a train_type too.
+    without=r"(?:trainer|cluster)\..*",
     launch={"train.gpus": "world_size"},
     kinds=frozenset({"document", "command"}),
     word=r"\bmegatron[ \t]+(?:sft|pt|rlhf|export)\b|\b(?:tuner|train)_type\b|split_dataset_ratio",
@@ -663,7 +665,7 @@ _SEQUENCE = Framework(
         "actor.num_gpus_per_node": "ranks_per_host",
     },
     kinds=frozenset({"command"}),
-    word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b|\bcolocate_all",
+    word=r"\bswift[ \t]+(?:sft|pt|rlhf)\b|(?:^|\n)[^#\n]*\bcolocate_all",
 )
 
 # AReaL, areal/engine/fsdp_utils/parallel.py, ParallelHelper.build_mesh: (dp, sp, tp), and another
@@ -671,7 +673,8 @@ _SEQUENCE = Framework(
 # order. Each engine has ranks of its own, or shares them with another.
 _AREAL = Framework(
     program="unknown",
-    mark=r".*_engine\.[dptce]",
+    # Names that `split_allocations` makes.
+    mark=r".*\.\d+\.(?:fsdp|archon|megatron|sglang|vllm)_engine\.[dptce]",
     meshes=(
         replace(
             _SEQUENCE_MESH,

@@ -126,7 +126,9 @@ class _Table:
         self._count(len(row.cells), [gpu], number)
         kept = self.rows.get(gpu, row)
         # Outputs of several ranks of one host repeat the table; of several hosts, they differ.
-        if any(one != other for one, other in zip(kept.cells, row.cells, strict=False)):
+        known = len(self.gpus) or None  # cells of NICs are those of a host's slots
+        pairs = zip(kept.cells[:known], row.cells[:known], strict=False)
+        if any(one != other for one, other in pairs):
             raise TopologyInputError(
                 f"GPU{gpu} differs from its row in line {kept.line}; pass the output of one host",
                 line=number,
@@ -155,9 +157,10 @@ class _Table:
         same cell twice if only one of them is readable.
         """
         found: dict[Pair, str] = {}
+        width = self.width
         for gpu, row in self.rows.items():
             # NV1 at the end of a truncated row may have been NV18.
-            cells = row.cells if len(row.cells) == self.width else row.cells[:-1]
+            cells = row.cells if len(row.cells) == width else row.cells[:-1]
             found |= {(gpu, other): cell for other, cell in zip(self.gpus, cells, strict=False)}
         pairs = {(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}
         return {
@@ -174,16 +177,17 @@ class _Table:
                 f"{len(self.rows)} of {len(self.gpus)} rows of GPUs; "
                 "the columns replace the missing rows"
             )
-        cut = [(gpu, row) for gpu, row in self.rows.items() if len(row.cells) < self.width]
+        width = self.width
+        cut = [(gpu, row) for gpu, row in self.rows.items() if len(row.cells) < width]
         for gpu, row in cut[:_MOST_NOTES]:
-            message = f"GPU{gpu}: {len(row.cells)} of {self.width} cells can be read"
+            message = f"GPU{gpu}: {len(row.cells)} of {width} cells can be read"
             yield Note(message, line=row.line)
         if len(cut) > _MOST_NOTES:
             yield Note(f"{len(cut) - _MOST_NOTES} more rows with cells that cannot be read")
-        nics = sum(len(row.cells) >= self.width for row in self.nic_rows.values())
+        nics = sum(len(row.cells) >= width for row in self.nic_rows.values())
         # Without a header, only a square table shows that no column, and so no GPU, is missing.
-        expected = self.width - len(self.gpus)
-        if nics != expected:
+        expected = width - len(self.gpus)
+        if nics < expected or (nics > expected and self.header is None):
             yield Note(f"{nics} of {expected} rows of NICs")
 
 
