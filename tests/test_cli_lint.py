@@ -693,7 +693,12 @@ def test_any_command_ends_without_a_traceback(
     ],
 )
 def test_a_file_without_nodes_is_judged_on_usual_ones_unless_they_have_a_hazard(
-    dp: int, tp: int, placed: tuple[str, ...], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dp: int,
+    tp: int,
+    placed: tuple[str, ...],
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(f"parallelism: {{dp: {dp}, pp: 1, tp: {tp}, tp_mode: REDUCE_SCATTER}}\n")

@@ -226,11 +226,11 @@ def come_late(rank: int) -> Hosts | None:
     _connect.host = lambda: f"host {rank // 2}"
     time_messages = _join._time_messages
 
-    def wait(pg: dist.ProcessGroup, near: int, seconds: float) -> Sequence[float]:
+    def wait(pg: dist.ProcessGroup, near: int, seconds: float, name: str) -> Sequence[float]:
         if rank == 3:
             wait_for("the others", 3)
-            return time_messages(pg, near, seconds)
-        found = time_messages(pg, near, 0.1)
+            return time_messages(pg, near, seconds, name)
+        found = time_messages(pg, near, 0.1, name)
         arrive("the others")
         return found
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._calls import NO_TICKET
-from meshplan._torch import AsyncCollectiveTensor, get_proxy_mode
+from meshplan._torch import AsyncCollectiveTensor, TracingContext, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.flatten import default_timeout
@@ -225,7 +225,13 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_compiled() -> bool:
-    return torch.compiler.is_compiling() or get_proxy_mode() is not None
+    """Whether this thread traces. Torch's flag is the process's: a reduction may run on another
+    thread while the caller's compiles what comes next.
+    """
+    if torch.compiler.is_compiling():
+        here = torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
+        return here or get_proxy_mode() is not None
+    return get_proxy_mode() is not None
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,6 +201,24 @@ def call_below_compiled_code(rank: int) -> tuple[bool, list[float]]:
 def test_torch_calls_groups_below_compiled_code() -> None:
     warm_compiler()
     assert run_ranks(call_below_compiled_code, 2, backend="meshplan") == [(True, [4.0] * 2)] * 2
+
+
+def reduce_while_another_thread_compiles(rank: int) -> list[float]:
+    """The flag of torch is set for the whole process, on the rank that still compiles."""
+    found = []
+    for _ in range(3):
+        x = torch.full((2,), 1.0 + rank)
+        work = dist.all_reduce(x, async_op=True)
+        with mock.patch("torch.compiler._is_compiling_flag", rank == 0):
+            dist.all_reduce(x.clone())
+            work.wait()  # type: ignore[union-attr]
+        found += x.tolist()
+    return found
+
+
+def test_a_thread_that_compiles_changes_no_reduction_of_another() -> None:
+    run = reduce_while_another_thread_compiles
+    assert run_ranks(run, 2, backend="meshplan") == [[3.0] * 6] * 2
 
 
 def gradients(rank: int, shape: tuple[int, ...]) -> list[Tensor]:
