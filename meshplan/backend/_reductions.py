@@ -221,7 +221,10 @@ class BoundTable:
     ) -> None:
         flat = message if kind == "all_reduce" else message.view(-1)
         if not found.run_into(flat, out, ticket.word):
-            operation, written = read_operation(op, message, self._options.contract), writable(out)
+            operation, written = (
+                read_operation(op, message, self._options.contract),
+                writable(out),
+            )
             flat = written if message is out else writable(flat)
             lengths = [] if kind == "all_reduce" else [[out.numel()] * group.size()]
             run: Reduce = partial(self.exchange, flat)

@@ -99,7 +99,11 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     add_texts(jobs, ("--reduce-order", "AXES", what))
     add_texts(
         jobs,
-        ("--flatten", "AXES", "axes that the job flattens with DeviceMesh._flatten: ddp,fsdp"),
+        (
+            "--flatten",
+            "AXES",
+            "axes that the job flattens with DeviceMesh._flatten: ddp,fsdp",
+        ),
         ("--dim", "N", "length of a sharded tensor dim"),
         **REPEATED,
     )

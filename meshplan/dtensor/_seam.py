@@ -263,7 +263,10 @@ OBSERVING.falls_through = _falls_through
 
 
 def _decide(
-    infos: list[TransformInfo], device_mesh: DeviceMesh, src: Placements, dst: Placements
+    infos: list[TransformInfo],
+    device_mesh: DeviceMesh,
+    src: Placements,
+    dst: Placements,
 ) -> list[TransformInfo]:
     # The token is read before the facts. If one changes meanwhile, the decision is cached under the
     # old token, which is never valid again.

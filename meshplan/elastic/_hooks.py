@@ -312,8 +312,7 @@ class _SumScatter(ReduceScatter):
     def allocate(self, *size: Any, **options: Any) -> Tensor:
         self._sums.check_round()
         found = super().allocate(*size, **options)
-        if self._sums.replicas:
-            setattr(found, LEFT_OUT, True)
+        setattr(found, LEFT_OUT, True)
         return found
 
     def reduce(self, output: Tensor, input: Tensor, group: Any, op: Any) -> None:

@@ -58,7 +58,10 @@ class StepGroups:
         """``nested`` of blocks of ``inner`` ranks, whose messages travel over ``whole``."""
         first = self.flat.rank() // inner * inner
         among = range(self.flat.rank() % inner, self.flat.size(), inner)
-        found: Any = Part(self.flat, range(first, first + inner)), Part(self.flat, among)
+        found: Any = (
+            Part(self.flat, range(first, first + inner)),
+            Part(self.flat, among),
+        )
         return found[0], found[1]
 
     @property

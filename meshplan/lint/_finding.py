@@ -124,7 +124,10 @@ class LintReport:
     def list_unjudged(self) -> Iterator[LintInput]:
         """The inputs that were not judged, each with the reasons that no finding has."""
         told = {
-            (one.source.file or one.source.option, one.message.removeprefix("not judged: "))
+            (
+                one.source.file or one.source.option,
+                one.message.removeprefix("not judged: "),
+            )
             for one in self.findings
         }
         for one in self.list_inputs("not judged"):
