@@ -569,7 +569,7 @@ def test_the_default_groups_own_timeout_bounds_the_wait() -> None:
 def test_failed_creation_on_one_member_fails_all_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*arguments: object) -> None:
+    def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("no cable")
 
     def ranks(rank: int) -> tuple[str, float]:

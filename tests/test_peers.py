@@ -312,9 +312,9 @@ class TestFaults(TestCase):
             d = DTensor.from_local(leaves[rank], mesh, (P,), run_check=False)
             waits, call = [], _missing.roll_call
 
-            def roll_call(*given: Any, wait: float, **more: Any) -> Any:
-                waits.append(wait)
-                return call(*given, wait=wait, **more)
+            def roll_call(members: Any, *given: Any) -> Any:
+                waits.append(members.wait)
+                return call(members, *given)
 
             _missing.roll_call = roll_call  # type: ignore[assignment]
             with meshplan.installed():

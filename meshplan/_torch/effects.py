@@ -107,8 +107,15 @@ class _NotedPartial(PartialHooks):
     """Called as ``PlannedPartial`` is."""
 
     asked = "a plan made by hand"
-    reduce_value = _noted(_REDUCE)
-    reduce_shard_value = _noted(_REDUCE_SHARD)
+
+    # As many arguments as those of the carrier.
+    def reduce_value(self, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> Any:
+        return _noted(_REDUCE)(self, tensor, mesh, mesh_dim)
+
+    def reduce_shard_value(
+        self, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard_spec: Placement
+    ) -> Any:
+        return _noted(_REDUCE_SHARD)(self, tensor, mesh, mesh_dim)
 
 
 class _NotedShard(ShardHooks):

@@ -225,7 +225,7 @@ def _find_fastest(request: PathRequest) -> tuple[int, Between, int]:
             return 0, "exchange", 0
         return find_fastest(step.reach or cpus, nbytes, ratio, (1,), halves)
     axes = (*range(len(step.sizes)),)
-    links = CPU_LINKS if hosts.timed and request.strict else hosts.links
+    links = CPU_LINKS if hosts.timed and request.strict else hosts.links or CPU_LINKS
     topology = Topology.uniform(step.group_size, node_size=hosts.near, links=links)
     facts = find_groups(Layout(sizes=step.sizes), topology)
     blocks = facts.blocks(axes) if step.contract.has_parts(step.op, name) else ()

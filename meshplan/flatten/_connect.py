@@ -54,7 +54,6 @@ from meshplan.kernel import (
 )
 from meshplan.kernel._mapping_check import DeviceProbe, HostProbe, lost_word
 from meshplan.record import Record
-from meshplan.topology import Links
 
 LINKS_VARIABLE = "MESHPLAN_LINKS"
 _POLL_SECONDS = 0.001
@@ -193,6 +192,8 @@ def _host_offer() -> Record:
     links = os.environ.get(LINKS_VARIABLE, "")
     try:
         if links not in ("", "0"):
+            from meshplan.topology import Links  # needs numpy
+
             links = Links.loads(Path(links).read_text(encoding="utf-8")).dumps()
     except (OSError, ValueError) as error:
         links = (

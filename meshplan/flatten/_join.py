@@ -67,11 +67,10 @@ from meshplan.flatten._missing import (
     roll_call_seconds,
 )
 from meshplan.record import Record, differences
-from meshplan.topology import Link, Links
-from meshplan.topology._links import CPU_LINKS
 
 if TYPE_CHECKING:
     from meshplan.layout import Layout
+    from meshplan.topology import Links
 
 
 # Along each group of an axis, by what all members have in common: how many names were agreed on.
@@ -167,7 +166,7 @@ class Hosts(NamedTuple):
     """Each ``near`` consecutive ranks are on one host."""
 
     near: int
-    links: Links = CPU_LINKS
+    links: Links | None = None  # those of CPUs
     timed: bool = False  # by this job; else the same in every run
 
 
@@ -416,6 +415,9 @@ def share_memory(
 
 def _find_hosts(group: Group, found: SeveralHosts, members: Members) -> Hosts:
     """Take the first rank's links, or time messages between hosts and agree on the longest."""
+    from meshplan.topology import Link, Links  # needs numpy
+    from meshplan.topology._links import CPU_LINKS
+
     near = found.near
     if found.links not in ("", "0"):
         return Hosts(near, Links.loads(found.links))

@@ -113,7 +113,9 @@ def check_verdicts(name: str, plain: list[dict[str, Any]], under: list[dict[str,
     for number, report in enumerate(reports):
         assert report["state"] == "ended"
         assert report["steps"]["unequal"] == []
-        assert report["steps"]["compared"] >= trainers.STEPS
+        # Parameters that are sharded along all axes of their mesh have no replica.
+        compared = 0 if name.startswith("Llama with FSDP2") else trainers.STEPS
+        assert report["steps"]["compared"] >= compared
         outside = [one for one in report["reductions"] if not one["contract"]]
         affected = report["replicas"]["first_difference"] is not None
         if number >= len(nodes):
