@@ -183,15 +183,16 @@ class BoundTable:
         cuts: Sequence[Shards | None] = shards or [None] * len(outputs)
         for output, tensor, cut in zip(outputs, inputs, cuts, strict=True):
             value = operation.scale(tensor, options.contract)
-            if ranks > 1:
+            equal = cut is None or {*cut[1]} == {output.numel()}
+            if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
+                bound, groups = bind(value, how, group, request, ticket, shards=cut)
+                value = bound.run(value, groups, ticket.word)
+                op = getattr(dist.ReduceOp, operation.name.upper())
+                self._keep((kind, op, tensor.dtype, output.shape), bound)
+            elif ranks > 1:
                 value = reduce_tensor(value, how, group, ticket, request=request, shards=cut)
             if value is not output and output.numel():
                 output.copy_(rounded(value, output.dtype).view(output.shape))
-            equal = cut is None or {*cut[1]} == {output.numel()}
-            if equal and operation.factor is None and ranks > 1 and _can_repeat(tensor, output):
-                bound, _ = bind(tensor, how, group, request, ticket, shards=cut)
-                op = getattr(dist.ReduceOp, operation.name.upper())
-                self._keep((kind, op, tensor.dtype, output.shape), bound)
 
     def exchange(self, flat: Tensor, group: ProcessGroup, ticket: Ticket) -> None:
         """Exchange the blocks of ``flat``: in place, this rank's block of each rank, in order."""
