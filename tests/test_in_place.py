@@ -295,13 +295,13 @@ def test_huge_pages_are_requested() -> None:
                 return "hg" in line.split()
         raise AssertionError("no mapping")
 
-    # Of its own: what the allocator gives may have been advised for another test.
-    large = torch.frombuffer(mmap.mmap(-1, LARGE_BYTES + 1), dtype=torch.uint8)
+    def mapped(nbytes: int) -> Tensor:
+        # What the allocator gives may have been advised for another test.
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32)
+
+    large = mapped(LARGE_BYTES + 4)
     assert not advised(large)
-    assert large_pages(large) is large
-    assert advised(large)
-    small = torch.frombuffer(mmap.mmap(-1, LARGE_BYTES - 1), dtype=torch.uint8)
-    assert not advised(large_pages(small))
-    leaf = torch.zeros(LARGE_BYTES // 4)
-    assert not advised(leaf)
+    assert advised(large_pages(large))
+    assert not advised(large_pages(mapped(LARGE_BYTES - 4)))
+    leaf = mapped(LARGE_BYTES)
     assert advised(combine_leaves([leaf, leaf], "sum", [2]))
