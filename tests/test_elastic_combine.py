@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,12 +170,12 @@ def test_few_sums_are_kept() -> None:
     for start in range(9):
         tree = TreeSum(Contract(), start)
         for count in range(1, 65):
-            tree.add([torch.ones(1)])
+            tree.add(torch.ones(1))
             sizes = [size for _, size, _ in tree._kept]
             assert sizes == block_sizes(start, count)
             assert start or len(sizes) == count.bit_count()
-        blocks: Sequence[tuple[int, Any]] = tree.take_blocks()
-        assert sum(total.item() for _, (total,) in blocks) == 64
+        blocks = tree.take_blocks()
+        assert sum(total.item() for _, total in blocks) == 64
 
 
 def test_leaves_are_not_written_to() -> None:
@@ -183,6 +183,6 @@ def test_leaves_are_not_written_to() -> None:
     before = [bits(leaf).clone() for leaf in leaves]
     tree = TreeSum(Contract())
     for leaf in leaves:
-        tree.add([leaf])
+        tree.add(leaf)
     tree.take()
     assert all(torch.equal(bits(leaf), old) for leaf, old in zip(leaves, before, strict=True))

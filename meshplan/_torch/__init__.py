@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     functional_operators: Any
     attribute_source: Callable[..., Any]
     install_guard: Callable[..., Any]
-    foreach_add_: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
     foreach_mul_: Callable[[Sequence[Tensor], float | Tensor], None]
     new_process_group: Callable[..., tuple[ProcessGroup, Any]]
     is_in_bad_fork: Callable[[], bool]

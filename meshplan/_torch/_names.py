@@ -112,7 +112,6 @@ _TENSORS = {
         "sees whether a tensor was written to",
         "attribute",
     ),
-    "foreach_add_": Entry("torch", "_foreach_add_", "adds gradients"),
     "foreach_mul_": Entry("torch", "_foreach_mul_", "scales gradients"),
     "is_zerotensor": Entry("torch", "Tensor._is_zerotensor", "reads the bits of tensors", "method"),
     "is_traceable_wrapper_subclass": Entry(

@@ -8,14 +8,13 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from meshplan._torch import foreach_add_
 from meshplan.contract import Contract
 from meshplan.definition import refuse_flushed_subnormals
 from meshplan.kernel import combine_leaves
 
 
 class TreeSum:
-    """The sums of aligned subtrees of the contract's tree, which come in order, of several tensors.
+    """The sums of aligned subtrees of the contract's tree, which come in order.
 
     At most ``log2(n) + 1`` sums over n leaves are kept, the new one included: a subtree waits until
     a neighbour of its size is there, like the digits of a binary counter. If ``start`` is not 0,
@@ -24,41 +23,37 @@ class TreeSum:
 
     def __init__(self, contract: Contract, start: int = 0) -> None:
         self._contract, self._end = contract, start
-        # The first leaf, the number of leaves, and the sums.
-        self._kept: list[tuple[int, int, Sequence[Tensor]]] = []
+        # The first leaf, the number of leaves, and the sum.
+        self._kept: list[tuple[int, int, Tensor]] = []
 
-    def add(self, parts: Sequence[Tensor], size: int = 1) -> None:
-        """Add the next ``size`` leaves, a power of two that divides the number of the first one:
-        ``parts``, one for each sum, which are copied as their memory may be that of a message.
+    def add(self, part: Tensor, size: int = 1) -> None:
+        """Add the sum of the next ``size`` leaves, a power of two that divides the number of the
+        first one. It is copied, as its memory may be that of a message.
         """
-        # The threads that compute on the largest part on a CPU include those of the others.
-        refuse_flushed_subnormals(max(parts, key=lambda part: part.is_cpu * part.numel()))
-        start, self._end, added = self._end, self._end + size, parts
+        refuse_flushed_subnormals(part)
+        start, self._end, added = self._end, self._end + size, part
         while self._kept and self._kept[-1][1] == size and self._kept[-1][0] % (2 * size) == 0:
             start, _, left = self._kept.pop()
             added, size = self._node(left, added), 2 * size
-        own = [part.clone() for part in parts] if added is parts else added
-        self._kept.append((start, size, own))
+        self._kept.append((start, size, part.clone() if added is part else added))
 
-    def take_blocks(self) -> list[tuple[int, Sequence[Tensor]]]:
+    def take_blocks(self) -> list[tuple[int, Tensor]]:
         """The largest aligned subtrees, in order, with their sizes; none are left then."""
-        found, self._kept = [(size, sums) for _, size, sums in self._kept], []
+        found, self._kept = [(size, total) for _, size, total in self._kept], []
         return found
 
-    def take(self) -> Sequence[Tensor]:
-        """The sums of all subtrees, neither divided nor rounded; none are left then."""
+    def take(self) -> Tensor:
+        """The sum of all subtrees, neither divided nor rounded; none are left then."""
         *blocks, (_, total) = self.take_blocks()
         # The tree of n leaves splits after the largest power of two, so the last ones come first.
         for _, left in reversed(blocks):
             total = self._node(left, total)
         return total
 
-    def _node(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _node(self, left: Tensor, right: Tensor) -> Tensor:
         if self._contract.rounding == "node":
-            pairs = zip(left, right, strict=True)
-            return [combine_leaves(list(pair), "sum", (2,), self._contract) for pair in pairs]
-        foreach_add_(left, right)
-        return left
+            return combine_leaves([left, right], "sum", (2,), self._contract)
+        return left.add_(right)
 
 
 def block_sizes(start: int, count: int) -> list[int]:

@@ -55,7 +55,7 @@ class LeafSums:
         self._turns: Counter[object] = Counter()
         # What may be a collective of the round, in order.
         self.calls: list[str] = []
-        self._blocks: list[tuple[int, Sequence[Tensor]]] = []
+        self._blocks: list[tuple[int, Tensor]] = []
         # How often DDP's buckets of the round had each parameter, by ``id``.
         self.reached: Counter[int] = Counter()
         # Gradients of the round, and the whole parameters of called FSDP modules.
@@ -94,22 +94,20 @@ class LeafSums:
         if self._width & (self._width - 1) == 0:
             # They are an aligned subtree, for any number of replicas.
             shards.reduce_scatter_single(output, input, self._at_once)
-            self._blocks = [(self._width, [output])]
+            self._blocks = [(self._width, output)]
             return
-        rows = shards.exchange_rows(input.view(self._width, -1))
-        self._blocks = [(1, [row]) for row in rows]
         # Replicas exchange sums, which are fewer.
-        for group in self.replicas:
-            tree = TreeSum(self._contract, self._first + group.rank() * self._width)
-            for row in rows:
-                tree.add([row])
-            self._blocks = tree.take_blocks()
+        replica = sum(group.rank() for group in self.replicas)
+        tree = TreeSum(self._contract, self._first + replica * self._width)
+        for row in shards.exchange_rows(input.view(self._width, -1)):
+            tree.add(row)
+        self._blocks = tree.take_blocks()
 
     def add(self, name: object, output: Tensor) -> None:
         """Add the leaves of a round; in the last one, write the sums to ``output``."""
         blocks, self._blocks = self._blocks, []
         if self._width == 1:
-            blocks = [(1, [torch.full_like(output, _NO_LEAF) if self._repeated else output])]
+            blocks = [(1, torch.full_like(output, _NO_LEAF) if self._repeated else output)]
         if not blocks:
             raise ElasticError(
                 f"FSDP2 reduced the shards of module {name or 'root'!r} by another reduce-scatter; "
@@ -117,17 +115,17 @@ class LeafSums:
             )
         self.calls.append(f"{name} reduced")
         self._turns[name] += 1
-        key = name, self._turns[name]
-        tree = self._trees.setdefault(key, TreeSum(self._contract))
-        for group in self.replicas:
-            blocks = self._exchange(group, [block for _, (block,) in blocks])
-        for size, block in blocks:
-            if output.is_cuda:
+        tree = self._trees.setdefault((name, self._turns[name]), TreeSum(self._contract))
+        for _, block in blocks:
+            if block.is_cuda:
                 # Its memory may belong to the stream of the reduce-scatter.
-                block[0].record_stream(torch.cuda.current_stream(output.device))
+                block.record_stream(torch.cuda.current_stream(block.device))
+        for group in self.replicas:
+            blocks = self._exchange(group, [block for _, block in blocks])
+        for size, block in blocks:
             tree.add(block, size)
         if self._last:
-            (total,) = tree.take()
+            total = tree.take()
             for group in self.replicas:
                 # Each rank sends its slice to all.
                 whole = group.exchange_rows(total.expand(group.size(), -1))
@@ -136,8 +134,15 @@ class LeafSums:
 
     def _exchange(
         self, group: MeshplanProcessGroup, blocks: Sequence[Tensor]
-    ) -> list[tuple[int, Sequence[Tensor]]]:
+    ) -> list[tuple[int, Tensor]]:
         """The blocks of all replicas, for this replica's slice of the shard."""
+        ranks = group.size() * self._width
+        if ranks & (ranks - 1) == 0:
+            # They are one aligned subtree.
+            rows = split_equally(blocks[0], group.size())
+            total = torch.empty_like(rows[0])
+            group.reduce_scatter_single(total, rows.view(-1), self._at_once)
+            return [(ranks, total)]
         starts = range(self._first, self._first + group.size() * self._width, self._width)
         sizes = [block_sizes(start, self._width) for start in starts]
         slices = [split_equally(block, group.size()) for block in blocks]
@@ -146,7 +151,7 @@ class LeafSums:
         mine = torch.stack(slices, 1) if len(slices) > 1 else slices[0][:, None]
         rows = group.exchange_rows(mine)
         return [
-            (size, [row[at]])
+            (size, row[at])
             for own, row in zip(sizes, rows, strict=True)
             for at, size in enumerate(own)
         ]
