@@ -563,9 +563,6 @@ class Future:
         self._value = value
         self._events = [(one, current_stream(one).record_event()) for one in self._devices]
 
-    def set_exception(self, error: Any) -> None:
-        self._error = error
-
     def wait(self) -> Any:
         if self._error is not None:
             raise self._error
@@ -584,7 +581,10 @@ class Future:
         with Stream(self._devices[0]):
             if self._error is None:
                 self.wait()
-            found.set_result(callback(self))
+            try:
+                found.set_result(callback(self))
+            except Exception as error:
+                found._error = RuntimeError(f"{type(error).__name__}: {error}")
         return found
 
 

@@ -211,23 +211,27 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result, for DDP's reducer and functional collectives."""
+        """A future of the result, for DDP's reducer and hooks; its error is a RuntimeError."""
         if self._torch_future is None:
-            self._torch_future = torch.futures.Future()
+            done = torch.futures.Future[Any]()
             if self.future is None:
-                self._torch_future.set_result(self._result)
+                done.set_result(self._result)
+                self._torch_future = done
             else:
                 # Not a method: the callback would keep this work alive.
-                self.future.add_done_callback(partial(_pass_on, self._torch_future))
+                self._torch_future = done.then(partial(_read, self.future))
+                self.future.add_done_callback(lambda _: done.set_result(None))
         return self._torch_future
 
 
-def _pass_on(found: torch.futures.Future[Any], future: Future[Any]) -> None:
-    error = future.exception()
-    if error is None:
-        found.set_result(future.result())
-    else:
-        found.set_exception(error)
+# An exception that is set from Python is a value for C++, in which DDP's reducer looks for tensors:
+# it ends the process by a signal. One that a callback raises is an error there too.
+def _read(future: Future[Any], _: object) -> Any:
+    return future.result()
+
+
+def _fail(error: BaseException, _: object) -> Any:
+    raise error
 
 
 @never_compiled
@@ -280,10 +284,9 @@ class StreamWork(Work):
             self._torch_future = torch.futures.Future(devices=[call.side.device])
             # The future records events on the current streams.
             with call.behind():
-                if call.failure is None:
-                    self._torch_future.set_result(self._result)
-                else:
-                    self._torch_future.set_exception(call.failure)
+                self._torch_future.set_result(self._result)
+                if call.failure:
+                    self._torch_future = self._torch_future.then(partial(_fail, call.failure))
         return self._torch_future
 
 
@@ -348,7 +351,7 @@ class OrderedThread:
     def join(self) -> None:
         """Wait for all calls that were submitted; none of their errors is raised here."""
         with suppress(GroupStateError):
-            self.run(_nothing)
+            self.run(lambda: None)
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """``function()`` at once, in an order that is up to the caller, but not after ``abort``."""
@@ -402,10 +405,6 @@ class OrderedThread:
             return self._turn.call(function)
         finally:
             self._turn.end()
-
-
-def _nothing() -> None:
-    """Runs after all that was issued before."""
 
 
 class _Turn:
