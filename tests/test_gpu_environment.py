@@ -92,7 +92,7 @@ def run(command: list[str | Path], folder: Path, **more: str) -> str:
         env=kept | hidden | {"MESHPLAN_CUDA_ARCHITECTURES": ""} | more,
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=1100,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,7 +38,7 @@ def check(program: Path, world_size: int, schedules: int, timeout_us: int) -> No
     """
     for longer in (1, 20, 500):
         words = (world_size, SEED, max(schedules // longer, 6), timeout_us * longer)
-        _, printed = run(program, "late", *words, timeout=280)
+        _, printed = run(program, "late", *words, timeout=1100)
         assert RACE not in printed, printed
         found = re.search(
             r"(\d+) done, (\d+) refused; 0 wrong, 0 unpoisoned, 0 done after a failure", printed
