@@ -133,23 +133,23 @@ class LeafSums:
             output.copy_(total)
 
     def _exchange(
-        self, group: MeshplanProcessGroup, blocks: Sequence[Tensor]
+        self, replicas: MeshplanProcessGroup, blocks: Sequence[Tensor]
     ) -> list[tuple[int, Tensor]]:
         """The blocks of all replicas, for this replica's slice of the shard."""
-        ranks = group.size() * self._width
+        ranks = replicas.size() * self._width
         if ranks & (ranks - 1) == 0:
             # They are one aligned subtree.
-            rows = split_equally(blocks[0], group.size())
+            rows = split_equally(blocks[0], replicas.size())
             total = torch.empty_like(rows[0])
-            group.reduce_scatter_single(total, rows.view(-1), self._at_once)
+            replicas.reduce_scatter_single(total, rows.view(-1), self._at_once)
             return [(ranks, total)]
-        starts = range(self._first, self._first + group.size() * self._width, self._width)
+        starts = range(self._first, self._first + replicas.size() * self._width, self._width)
         sizes = [block_sizes(start, self._width) for start in starts]
-        slices = [split_equally(block, group.size()) for block in blocks]
+        slices = [split_equally(block, replicas.size()) for block in blocks]
         # Replicas may have different numbers of blocks.
         slices += slices[:1] * (max(map(len, sizes)) - len(slices))
         mine = torch.stack(slices, 1) if len(slices) > 1 else slices[0][:, None]
-        rows = group.exchange_rows(mine)
+        rows = replicas.exchange_rows(mine)
         return [
             (size, row[at])
             for own, row in zip(sizes, rows, strict=True)
