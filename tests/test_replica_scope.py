@@ -265,8 +265,8 @@ MP401: tensor: float32[8] (Partial(sum),) is a partial sum along dp, so its rank
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP112: distinct has 'epp', and the meshes of the tensors have the axes dp, ep, rank (did you mean 'ep'?); pass one of these, or (mesh, axis)
-MP112: distinct has 'ep', and the meshes of the tensors have the axes rank; pass one of these, or (mesh, axis)
+MP112: distinct has 'epp', and the meshes of the tensors have the axes dp, ep, rank (did you mean 'ep'?); pass one of these, or (mesh, 'epp') with the mesh that has this axis
+MP112: distinct has 'ep', and the meshes of the tensors have the axes rank; pass one of these, or (mesh, 'ep') with the mesh that has this axis
 MP402: distinct has 'ep', which is an axis of different ranks in the meshes (dp=2, ep=1) and (ep=2, dp=1); pass (mesh, 'ep')
 MP112: no axis 'tp' in the mesh, it has dp, ep
 MP402: distinct has 3; pass names of axes, (mesh, axis) pairs or process groups""",

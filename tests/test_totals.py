@@ -259,7 +259,7 @@ MP411: on rank 0: tensor 1 is no DTensor, but the total is over ranks 0, 1, 2, 3
 MP411: on rank 1: the tensors and group= are on several largest meshes, ranks 0, 1 and ranks 1, 3, and none has all ranks of the total; pass group= with a process group of all these ranks, or tensors on one of the meshes at a time
 MP412: on rank 2: tensor 1 is torch.int64, whose squares have no exact sum here; convert it to one of float16, bfloat16, float32, float64
 MP412: on rank 2: tensor 0 is torch.int64, whose squares have no exact sum here; convert it to one of float16, bfloat16, float32, float64
-MP112: on rank 0: distinct has 'experts', and the meshes of the tensors have the axes dp, ep, x; pass one of these, or (mesh, axis)
+MP112: on rank 0: distinct has 'experts', and the meshes of the tensors have the axes dp, ep, x; pass one of these, or (mesh, 'experts') with the mesh that has this axis
 MP402: on rank 0: distinct has 'ep', which is an axis of different ranks in the meshes (x=2, ep=2) and (y=2, ep=2; ranks 0, 2, 3, 1); pass (mesh, 'ep')
 MP402: on rank 0: distinct has 3; pass names of axes, (mesh, axis) pairs or process groups
 MP112: on rank 0: no axis 'tp' in the mesh, it has x, ep

@@ -38,8 +38,13 @@ def read_distinct(
     direct = list(dict.fromkeys(meshes))
     roots = list(dict.fromkeys(root_mesh_of(mesh) for mesh in direct))
     roots += [flat for root in roots for flat in flattened_meshes_of(root).values()]
-    declared = [distinct] if isinstance(distinct, str) else list(distinct)
-    return tuple(_read(item, direct, roots) for item in declared)
+    return tuple(_read(item, direct, roots) for item in list_distinct(distinct))
+
+
+def list_distinct(distinct: Iterable[DistinctAxis] | DistinctAxis) -> list[DistinctAxis]:
+    """The declarations, not checked yet; one may stand without a list."""
+    alone = isinstance(distinct, str) or not isinstance(distinct, Iterable)
+    return [distinct] if alone else list(distinct)
 
 
 def ranks_along(
@@ -89,7 +94,8 @@ def _find_axis(
     names = sorted({name for mesh in (*direct, *roots) for name in mesh.mesh_dim_names or ()})
     raise AxisNameError(
         f"distinct has {name!r}, and the meshes of the tensors have the axes "
-        f"{', '.join(names) or '(none)'}{suggest(name, names)}; pass one of these, or (mesh, axis)"
+        f"{', '.join(names) or '(none)'}{suggest(name, names)}; pass one of these, or "
+        f"(mesh, {name!r}) with the mesh that has this axis"
     )
 
 

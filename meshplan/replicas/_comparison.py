@@ -462,7 +462,9 @@ class ReplicaReport:
     def __str__(self) -> str:
         along = "; ".join(f"{count} along {', '.join(axes)}" for axes, count in self.by_axes)
         step = "" if self.step is None else f"step {self.step}: "
-        compared = f"{self.tensors} tensors, {self.nbytes} bytes, agree on all ranks"
+        compared = "nothing was compared"
+        if self.tensors:
+            compared = f"{self.tensors} tensors, {self.nbytes} bytes, agree on all ranks"
         single = len(self.unreplicated)
         rest = f"; {single} have one replica each" if single else ""
         return f"{step}{compared}{f' ({along})' if along else ''}{rest}, in {self.seconds:.3f} s"

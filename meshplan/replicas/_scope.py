@@ -79,7 +79,8 @@ def compare_scope(
     distinct: Sequence[DistinctGroup],
     header: str,
     options: CheckOptions,
-) -> None:
+) -> bool:
+    """Compare all parts; whether any rank has tensors on other meshes, or with ``distinct``."""
     # Ranks that wait for each other on several meshes take them in the same order.
     others.sort(
         key=lambda part: (
@@ -105,7 +106,7 @@ def compare_scope(
         )
     ranks = tuple(scope.layout.ranks)
     if len(ranks) == 1:
-        return
+        return bool(others)
     notes = [hash_lines([str(group.coordinate) for group in distinct])]
     for part in others:
         layout = part.layout
@@ -114,7 +115,7 @@ def compare_scope(
     padded = notes + [(0, 0)] * (_NOTES - len(notes))
     gathered = compare_sets(channel, first.sets, first.lines, options, padded)
     if not bool(gathered[:, 1:].any()):
-        return
+        return False
     words = {
         rank: [tuple(row) for row in rows]
         for rank, rows in zip(ranks, gathered.tolist(), strict=True)
@@ -133,6 +134,7 @@ def compare_scope(
         ) as error:
             failure = failure or error
     _share_failure(channel, failure, options.step)
+    return True
 
 
 def _compare_part(

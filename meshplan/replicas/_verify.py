@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import index
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,14 @@ from meshplan._calls import Ticket, calls_of
 from meshplan._message_text import format_first
 from meshplan._torch import device_types_of
 from meshplan._uncompiled import never_compiled, refuse_in_graph
-from meshplan.errors import GroupStateError, PolicyError, ReplicaDivergenceError
+from meshplan.errors import (
+    GroupStateError,
+    PolicyError,
+    ReplicaDivergenceError,
+    ReplicaInputError,
+)
 from meshplan.flatten import is_worker_thread
-from meshplan.flatten._distinct_axes import DistinctAxis, read_distinct
+from meshplan.flatten._distinct_axes import DistinctAxis, list_distinct, read_distinct
 from meshplan.kernel import DIGEST_VERSION, digest_table
 from meshplan.layout import Layout
 from meshplan.replicas._comparison import (
@@ -91,7 +98,8 @@ def verify_replicas(
         SignatureMismatchError: on all ranks: some passed other tensors or another step.
         ReplicaInputError, PlacementError, PolicyError, AxisNameError, LayoutError: before anything
             is sent: a tensor that cannot be compared, such as a partial sum, a negative
-            ``details``, an unknown axis, or a mesh that is not a DeviceMesh.
+            ``details``, an unknown axis, or a mesh that is not a DeviceMesh. On all ranks, if none
+            passed a tensor.
         GroupAgreementError, GroupCreationError, GroupStateError: at the first use of a mesh.
     """
     refuse_in_graph("meshplan.verify_replicas")
@@ -99,8 +107,7 @@ def verify_replicas(
     if _is_outside(mesh):
         return None
     with _take_ticket(mesh) as ticket:
-        if details < 0:
-            raise PolicyError(f"details={details} is negative; pass 0 or more")
+        _check_count("details", details, 0)
         tensors = named_tensors(source, grads=grads)
         options = CheckOptions(step, details, holds_fsdp(source), ticket.number)
         parts = _compare(tensors, mesh, distinct, f"step {step}", options)
@@ -134,7 +141,7 @@ def _compare(
     source = options.repair.source if options.repair else None
     if source not in (None, *parts[scope_mesh].layout.ranks):
         ranks = parts[scope_mesh].layout
-        raise PolicyError(f"source={source} is not a rank of mesh {ranks}; pass one")
+        raise PolicyError(f"source={source!r} is not a rank of mesh {ranks}; pass one")
     for tensor in tensors:
         own = scope_mesh if mesh is not None or tensor.mesh is None else tensor.mesh
         # On ranks outside of its mesh a DTensor has no data.
@@ -145,11 +152,17 @@ def _compare(
     declared = read_distinct(distinct, [scope_mesh, *own_meshes])
     scope, *others = parts.values()
     header = f"call {options.call}, digest {DIGEST_VERSION}, {about}"
+    elsewhere = False
     if mesh is not None and not declared:
         scope.group(header)
         scope.compare(options)
     else:
-        compare_scope(scope, others, declared, header, options)
+        elsewhere = compare_scope(scope, others, declared, header, options)
+    if not tensors and not elsewhere:
+        raise ReplicaInputError(
+            "no rank passed a tensor, so nothing was compared; pass a module, or a list instead "
+            "of a generator that was used before, such as model.parameters()"
+        )
     return list(parts.values())
 
 
@@ -209,11 +222,15 @@ def repair_replicas(
     refuse_in_graph("meshplan.repair_replicas")
     if _is_outside(mesh):
         return None
-    distinct = [distinct] if isinstance(distinct, str) else list(distinct)
+    distinct = list_distinct(distinct)
     with _take_ticket(mesh) as ticket:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = [optimizer]
-        state = {"model": model, "optimizer": list(optimizer)}
+        if not isinstance(model, nn.Module):
+            raise ReplicaInputError(
+                f"model is of type {type(model).__name__}; pass a torch.nn.Module"
+            )
+        # What is no optimizer is refused with the tensors.
+        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        state = {"model": model, "optimizer": optimizers}
         tensors = named_tensors(state)
         # Each reading of a number makes a tensor of its own.
         again = {tensor.name: tensor.local for tensor in named_tensors(state)}
@@ -232,6 +249,12 @@ def repair_replicas(
         raise error from next(filter(None, failures), None)
     assert report is not None
     return ReplicaRepair(tuple(one.copied for one in plan.copies), report)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    # Integers of numpy too.
+    if not isinstance(value, SupportsIndex) or index(value) < least:
+        raise PolicyError(f"{name}={value!r} is invalid; pass an integer of {least} or more")
 
 
 def _is_outside(mesh: DeviceMesh | None) -> bool:
@@ -298,15 +321,13 @@ class ReplicaCheck:
         grads: bool = False,
         details: int = 4,
     ) -> None:
-        if every < 1:
-            raise PolicyError(f"every={every} is not a number of steps; pass 1 or more")
+        _check_count("every", every, 1)
         self.every, self.step = every, 0
-        distinct = [distinct] if isinstance(distinct, str) else list(distinct)
         self._verify = partial(
             verify_replicas,
             source,
             mesh,
-            distinct=distinct,
+            distinct=list_distinct(distinct),
             grads=grads,
             details=details,
         )
