@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+import meshplan
 from meshplan import (
     Contract,
     deterministic_all_gather,
@@ -23,7 +25,7 @@ from meshplan import (
 )
 from meshplan.collectives import Work, _reduction, functional
 from meshplan.definition import reduce_leaves
-from meshplan.errors import GroupStateError, SignatureMismatchError
+from meshplan.errors import ContractTypeError, GroupStateError, SignatureMismatchError
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from tests.marks import full
 from tests.processes import run_ranks
@@ -406,3 +408,31 @@ def test_gather_backward_uses_the_contract_of_the_call() -> None:
                 assert torch.equal(bits(part.grad), bits(wanted)), f"{contract} {path}"
 
     run_ranks(ranks, RANKS)
+
+
+def pass_meta_tensors(rank: int) -> None:
+    """Every door refuses it before its ranks exchange anything, so that the groups stay usable."""
+    empty, mesh = torch.ones(4, device="meta"), init_device_mesh("cpu", (2,))
+    over_backend = dist.new_group(backend="meshplan")
+
+    def redistribute(local: Tensor) -> object:
+        partial = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+        with meshplan.installed():
+            return partial.redistribute(mesh, [Replicate()])
+
+    doors: list[Callable[[Tensor], object]] = [
+        deterministic_all_reduce,
+        deterministic_all_gather,
+        functional.all_reduce,
+        lambda local: meshplan.exact_norm([local]),
+        redistribute,
+        lambda local: dist.all_reduce(local, group=over_backend),
+    ]
+    for door in doors:
+        with pytest.raises(ContractTypeError, match="is on the meta device"):
+            door(empty)
+        door(torch.ones(4))
+
+
+def test_meta_tensors_are_refused_before_anything_is_sent() -> None:
+    run_ranks(pass_meta_tensors, 2)

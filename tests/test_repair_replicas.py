@@ -309,7 +309,8 @@ def pass_wrong_arguments(rank: int) -> list[str]:
     )
     texts = [error(call) for call in wrong]
     report = verify(model, mesh)
-    assert report is not None and report.tensors == 2
+    assert report is not None
+    assert report.tensors == 2
     # One axis needs no list. Along it each rank has parameters of its own.
     alone = verify(model, mesh, distinct=mesh["dp"])
     assert alone is not None

@@ -21,6 +21,7 @@ from meshplan.errors import (
 )
 from meshplan.execute._choose import (
     check_contract,
+    check_data,
     check_one_shot,
     one_shot_switch,
 )
@@ -122,6 +123,7 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
             f"{name} is a DTensor, which is reduced by its placements; call redistribute on it, or "
             "pass tensor.to_local()"
         )
+    check_data(tensor, name)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ContractTypeError(f"{name} is {kind}; pass a dense one, e.g. tensor.to_dense()")

@@ -35,6 +35,7 @@ from meshplan.dtensor._config import Config
 from meshplan.dtensor._tracking import note_reduction
 from meshplan.execute import BoundReduction, Purpose, StepGroups, is_traced
 from meshplan.execute._announce import is_counted, run_as_one
+from meshplan.execute._choose import check_data
 from meshplan.flatten import (
     Block,
     Group,
@@ -173,6 +174,7 @@ class PlannedPartial(PartialHooks):
             return run_as_one(again, kind, op, shape, tensor.dtype, self._any_group)
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
+        check_data(tensor, "the local tensor")
         found = self._last
         if found is None or found.mesh() is not mesh or found.thread != get_ident():
             found = self._groups_of(mesh)

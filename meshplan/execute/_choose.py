@@ -95,6 +95,16 @@ class ChosenPath:
     was_sought: bool = False
 
 
+def check_data(tensor: Tensor, name: str = "the tensor") -> None:
+    """Refuse a tensor without elements of its own, before its ranks exchange anything."""
+    # A fake tensor, which torch traces, has the device of the real one.
+    if tensor.device.type == "meta":
+        raise ContractTypeError(
+            f"{name} is on the meta device, so it has no elements to send; call "
+            "to_empty(device=...) and set its values first"
+        )
+
+
 def choose(request: PathRequest) -> ChosenPath:
     """The path of a reduction. Raises ContractTypeError for an average of integers, and PolicyError
     for an unknown path.

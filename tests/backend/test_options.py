@@ -80,7 +80,7 @@ MP402: MESHPLAN_AUDIT='1.5' is not a number of calls; set e.g. 100 to compare ev
             "\n".join(first),
             """\
 ContractError: MP411: allreduce got 2 tensors of one rank; pass one, or call allreduce_coalesced
-BackendError: MP505: the inner backend 'gloo' does not reduce meta tensors; pass e.g. inner='cpu:gloo,cuda:nccl'
+ContractTypeError: MP412: the tensor is on the meta device, so it has no elements to send; call to_empty(device=...) and set its values first
 ContractError: MP411: the tensors of one reduction are torch.float32 on cpu, torch.float64 on cpu; pass tensors of one dtype on one device
 ContractError: MP411: a reduction got no tensors; pass one or more
 ContractError: MP411: a reduce-scatter over 2 ranks got an input of 4 and an output of 3 elements; pass an input of 2 times the output's elements
