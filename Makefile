@@ -4,8 +4,6 @@
 #   PYTHON=python3.12 make test        another interpreter (3.11 or newer)
 
 PYTHON ?= python3
-# GPUs that setup compiles kernels for if nvcc exists, also without a GPU; for others at first use.
-export MESHPLAN_CUDA_ARCHITECTURES ?= 90
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
