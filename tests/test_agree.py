@@ -298,7 +298,7 @@ def test_another_release_is_reported_at_once_on_every_rank(store: dist.Store) ->
             version = 7 if "meshplan" in text else 1
             assert found == {
                 (
-                    "MP501: the ranks that came together differ in the version of meshplan's "
+                    "MP501: the ranks of the group differ in the version of meshplan's "
                     f"records {VERSION} (ranks 0, 2), {version} (rank 1): install one release "
                     "of meshplan on every rank",
                     (1,),

@@ -405,5 +405,5 @@ class TestMismatchErrors(TestCase):
         assert len(set(found)) == 1
         self.assertExpectedInline(
             found[0],
-            """MP501: rank 0 came to the first reduction over ranks 0, 1, 2 with another agreement than the others. Different: contract v1/rank/wide/once (rank 0), v1/tree/wide/once (ranks 1, 2). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+            """MP501: rank 0 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: contract v1/rank/wide/once (rank 0), v1/tree/wide/once (ranks 1, 2). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )

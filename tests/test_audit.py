@@ -206,7 +206,7 @@ MP704: call 1 of (P(sum), P(sum)) -> (R, R) on (a=2, b=2): path one_shot does no
 
         self.assertExpectedInline(
             run_ranks(ranks, 2, collective_timeout=3.0)[1],
-            """MP501: rank 0 did not come within 3 s to a reduction over ranks 0, 1, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: rank 0 did not reach a reduction over ranks 0, 1 within 3 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 

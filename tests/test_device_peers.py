@@ -154,7 +154,7 @@ class TestFaults(TestCase):
         assert set(first + third) == {first[0]}
         self.assertExpectedInline(
             first[0],
-            """MP702: rank 1 did not come within 1 s to block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2: float32[20] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks reconnect""",
+            """MP702: rank 1 did not reach block 0, phase 0 (summands) of a reduction over ranks 0, 1, 2 within 1 s: float32[20] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot; look for a rank that died or took another branch. Call meshplan.shutdown on every rank, and these ranks reconnect""",
         )
 
     def test_differing_calls_are_named_on_every_rank(self) -> None:
@@ -173,7 +173,7 @@ class TestFaults(TestCase):
         assert [rank for rank, _ in found] == [1, 0, 1]
         self.assertExpectedInline(
             found[0][1],
-            """MP703: rank 1 came to a reduction over ranks 0, 1, 2 with int32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with int32[4000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [8] (rank 1), [4000] (rank 0). Nothing was reduced: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 1 called a reduction over ranks 0, 1, 2 with int32[8] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot, this rank 0 with int32[4000] for all_reduce sum over 3 ranks, contract v1/tree/wide/once, path two_shot. Different: shape [8] (rank 1), [4000] (rank 0). Nothing was reduced: every rank must pass the same shape, dtype, operation and contract""",
         )
 
     def test_communicator_is_remade_after_all_ranks_close(self) -> None:

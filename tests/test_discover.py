@@ -67,7 +67,7 @@ class TestErrors(TestCase):
         assert found[0][0] == found[1][0] == found[3][0]
         self.assertExpectedInline(
             found[0][0],
-            """MP501: rank 2 did not come within 1 s to the gathering of where ranks sit over ranks 0, 1, 2, 3, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: rank 2 did not reach the exchange of rank locations over ranks 0, 1, 2, 3 within 1 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
     def test_rank_of_another_version_is_named(self) -> None:
@@ -257,7 +257,7 @@ def test_install_live_without_group_or_with_an_absent_rank_fails() -> None:
         return message
 
     found = run_ranks(ranks, 2, init=False)
-    assert 'rank 1 did not come within 1 s to meshplan.install(topology="live")' in found[0]
+    assert 'rank 1 did not reach meshplan.install(topology="live")' in found[0]
 
 
 def test_given_topology_is_not_discovered() -> None:

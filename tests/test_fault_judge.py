@@ -117,10 +117,10 @@ def test_hang_and_unexpected_end_are_found() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "explained"),
     [
-        ("MP501: rank 1 did not come within 3 s", "MP501", True),
+        ("MP501: rank 1 did not reach it within 3 s", "MP501", True),
         ("MP504: it failed on all; ranks 0, 2 did not report it", "MP504", True),
         ("MP503: the store of the default group does not answer", "MP503", True),
-        ("MP504: all of its ranks report it: look for one that came late", "MP504", True),
+        ("MP504: all of its ranks report it: look for a late rank", "MP504", True),
         ("MP412: op='avg' requires a floating-point tensor, got torch.int64", "MP412", True),
         ("MP504: the backend failed", "MP504", False),
         ("MP702: no rank came", "MP702", False),
@@ -145,7 +145,7 @@ def test_unnoticed_difference_is_found() -> None:
 def test_lost_recovery_is_found() -> None:
     """After a difference, after a late first reduction, and in a new group."""
     assert kinds(judge(seen("dtype", failed_from(1, DIFFERENT, STOPPED)))) == {"lost"}
-    late = Result(error="GroupAgreementError", code="MP501", text="MP501: rank 1 did not come")
+    late = Result(error="GroupAgreementError", code="MP501", text="MP501: rank 1 did not reach it")
     assert kinds(judge(seen("late", failed_from(0, late, STOPPED), at=0))) == {"lost"}
     assert judge(seen("late", failed_from(0, late, None), at=0)) == []
     assert judge(seen("late", failed_from(0, late, STOPPED), at=0, door="backend")) == []

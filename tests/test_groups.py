@@ -106,11 +106,11 @@ class TestMessages(TestCase):
         missing, differing, full = found[0]
         self.assertExpectedInline(
             missing,
-            """MP501: rank 1 did not come within 1 s to the first reduction over ranks 2, 0, 1, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: rank 1 did not reach the first reduction over ranks 2, 0, 1 within 1 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
         self.assertExpectedInline(
             differing,
-            """MP501: rank 2 came to the first reduction over ranks 2, 0, 1 with another agreement than the others. Different: contract rank (rank 2), tree (ranks 0, 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+            """MP501: rank 2 called the first reduction over ranks 2, 0, 1 with other settings than the others. Different: contract rank (rank 2), tree (ranks 0, 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
         self.assertExpectedInline(
             full,
@@ -558,7 +558,7 @@ def test_the_default_groups_own_timeout_bounds_the_wait() -> None:
             return wait_for("the error", 1)
         started = time.monotonic()
         found = error(registry().get, mesh, Layout.from_mesh(mesh), (0,), token=TOKEN)
-        assert "rank 1 did not come within 3 s" in found
+        assert "rank 1 did not reach" in found
         assert time.monotonic() - started >= 3
         return arrive("the error")
 

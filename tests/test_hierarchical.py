@@ -165,7 +165,7 @@ class TestErrors(TestCase):
         assert {differing for differing, _ in found} == {(3,)}
         self.assertExpectedInline(
             found[0][1],
-            """MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with another agreement than the others. Different: topology 29b8d8bdd7c4 (ranks 0, 1, 2), 6980dfa9119b (rank 3); group in blocks (ranks 0, 1, 2), default (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+            """MP501: rank 3 called the first reduction over ranks 0, 1, 2, 3 with other settings than the others. Different: topology 29b8d8bdd7c4 (ranks 0, 1, 2), 6980dfa9119b (rank 3); group in blocks (ranks 0, 1, 2), default (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
 
 

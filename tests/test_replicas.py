@@ -342,7 +342,7 @@ replicas that drift apart are reduced in different orders: use meshplan.install(
         assert found[0] == found[2]
         self.assertExpectedInline(
             found[0],
-            """MP501: replicas could not be compared: rank 1 did not come within 1 s to the first reduction over ranks 2, 0, 1, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: replicas could not be compared: rank 1 did not reach the first reduction over ranks 2, 0, 1 within 1 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 

@@ -83,7 +83,7 @@ class TestMessages(TestCase):
         assert texts[0] == texts[1].replace("on rank 1", "on rank 0")
         self.assertExpectedInline(
             texts[0],
-            """MP504: a reduction over default group 0 of 2 ranks: 0, 1 failed on rank 0: Application timeout caused pair closure; all of its ranks report it: look for one that came late, or a network that fails. This rank waited N s. These groups are unusable: call meshplan.shutdown() and destroy_process_group(), then init_process_group() with the ranks that are left""",
+            """MP504: a reduction over default group 0 of 2 ranks: 0, 1 failed on rank 0: Application timeout caused pair closure; all of its ranks report it: look for a late rank or a failing network. This rank waited N s. These groups are unusable: call meshplan.shutdown() and destroy_process_group(), then init_process_group() with the ranks that are left""",
         )
         self.assertExpectedInline(
             first[1][0],

@@ -175,9 +175,9 @@ class TestMismatchErrors(TestCase):
         first, second = run_ranks(ranks, 2)[0]
         self.assertExpectedInline(
             first,
-            """MP703: rank 1 came to a reduction over ranks 0, 1 with tensor float32[4], call deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once, this rank 0 with tensor float32[4], call deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once. Different: call deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once (rank 1), deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once (rank 0). Nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 1 called a reduction over ranks 0, 1 with tensor float32[4], call deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once, this rank 0 with tensor float32[4], call deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once. Different: call deterministic_reduce_scatter of dim 0 to (3, 1) by auto, sum, v1/tree/wide/once (rank 1), deterministic_reduce_scatter of dim 0 to (4, 0) by auto, sum, v1/tree/wide/once (rank 0). Nothing was sent: every rank must pass the same shape, dtype, operation and contract""",
         )
         self.assertExpectedInline(
             second,
-            """MP703: rank 1 came to a reduction over ranks 0, 1 with tensor float32[0], call deterministic_all_gather to [6] of (3, 3), this rank 0 with tensor float32[0], call deterministic_all_gather to [4] of (2, 2). Different: call deterministic_all_gather to [6] of (3, 3) (rank 1), deterministic_all_gather to [4] of (2, 2) (rank 0). Nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 1 called a reduction over ranks 0, 1 with tensor float32[0], call deterministic_all_gather to [6] of (3, 3), this rank 0 with tensor float32[0], call deterministic_all_gather to [4] of (2, 2). Different: call deterministic_all_gather to [6] of (3, 3) (rank 1), deterministic_all_gather to [4] of (2, 2) (rank 0). Nothing was sent: every rank must pass the same shape, dtype, operation and contract""",
         )

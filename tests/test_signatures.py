@@ -47,12 +47,12 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "\n".join(found[0]),
             """\
-MP703: rank 1 came to a reduction over ranks 0, 1, 2 with tensor float32[5], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float32[5] (rank 1), float32[4] (rank 0). Nothing was sent: every rank must bring the same shape, dtype, operation and contract
-MP703: rank 1 came to a reduction over ranks 0, 1, 2 with tensor float64[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float64[4] (rank 1), float32[4] (rank 0). Nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with tensor float32[5], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float32[5] (rank 1), float32[4] (rank 0). Nothing was sent: every rank must pass the same shape, dtype, operation and contract
+MP703: rank 1 called a reduction over ranks 0, 1, 2 with tensor float64[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 0 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float64[4] (rank 1), float32[4] (rank 0). Nothing was sent: every rank must pass the same shape, dtype, operation and contract""",
         )
         self.assertExpectedInline(
             found[1][0],
-            """MP703: rank 0 came to a reduction over ranks 0, 1, 2 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 1 with tensor float32[5], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float32[4] (rank 0), float32[5] (rank 1). Nothing was sent: every rank must bring the same shape, dtype, operation and contract""",
+            """MP703: rank 0 called a reduction over ranks 0, 1, 2 with tensor float32[4], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once, this rank 1 with tensor float32[5], call (P(sum)) -> (R) on (axis0=3), step all_reduce sum over (axis0), exchange, contract v1/tree/wide/once. Different: tensor float32[4] (rank 0), float32[5] (rank 1). Nothing was sent: every rank must pass the same shape, dtype, operation and contract""",
         )
 
     def test_absent_rank_is_named(self) -> None:
@@ -74,7 +74,7 @@ MP703: rank 1 came to a reduction over ranks 0, 1, 2 with tensor float64[4], cal
         assert found[0] == found[1]
         self.assertExpectedInline(
             found[0],
-            """MP501: rank 2 did not come within 1 s to a reduction over ranks 0, 1, 2, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """MP501: rank 2 did not reach a reduction over ranks 0, 1, 2 within 1 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
 

@@ -187,7 +187,7 @@ class TestMessages(TestCase):
         assert len(set(messages)) == 1
         self.assertExpectedInline(
             messages[0],
-            """MP503: thread 'loop' came to a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 (the main thread's, which waits for this thread), a group of the main thread, which does not wait for this thread as it did for the one before; wait for each in Thread.join() without a timeout, or give this one a mesh of its own""",
+            """MP503: thread 'loop' called a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 (the main thread's, which waits for this thread), a group of the main thread, which does not wait for this thread as it did for the one before; wait for each in Thread.join() without a timeout, or give this one a mesh of its own""",
         )
 
     def test_main_thread_reducing_concurrently_is_refused(self) -> None:
@@ -219,7 +219,7 @@ class TestMessages(TestCase):
         assert len(set(messages)) == 1
         self.assertExpectedInline(
             messages[0],
-            """MP503: the main thread came to a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 while thread 'loop' goes on, which reduces over groups of the main thread because that waited for it; join the thread before, or give it a mesh of its own from the start""",
+            """MP503: the main thread called a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 while thread 'loop' runs, which reduces over groups of the main thread because that waited for it; join the thread first, or give it a mesh of its own from the start""",
         )
 
     def test_store_without_clone_is_refused(self) -> None:

@@ -96,7 +96,7 @@ def _found_out(roll: RollCall, rank: int) -> str:
             "ended, is stopped, late or in another branch, or one that still waits for such a rank"
         )
     if roll.seconds > 0:
-        return "all of its ranks report it: look for one that came late, or a network that fails"
+        return "all of its ranks report it: look for a late rank or a failing network"
     lost = "the store did not answer, so no rank can be asked, and none on this host has ended; "
     return f"{lost * roll.lost}look for a rank that ended, hangs or took another branch"
 

@@ -344,7 +344,7 @@ def _guarded(
             owner = _busy.setdefault(group, mine)
             if owner is not mine:
                 raise GroupStateError(
-                    f"thread {mine[0].name!r} came to a reduction over {purpose.group} while "
+                    f"thread {mine[0].name!r} called a reduction over {purpose.group} while "
                     f"thread {owner[0].name!r} is in one: ranks meet in the order of their calls, "
                     "and threads have no order that is the same on all ranks; reduce over one mesh "
                     "on one thread, or give each thread a mesh of its own"

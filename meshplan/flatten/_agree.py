@@ -262,7 +262,7 @@ def _read(text: bytes) -> VoteResult:
     if len(versions) > 1:
         common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
         raise GroupAgreementError(
-            f"the ranks that came together differ in the {differences(verdict.tokens)}",
+            f"the ranks of the group differ in the {differences(verdict.tokens)}",
             differing=tuple(r for r, t in verdict.tokens.items() if t.version != common.version),
         )
     return verdict
@@ -385,10 +385,10 @@ class Signatures:
             who, theirs = next(iter(others.items()))
             among = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
             raise SignatureMismatchError(
-                f"rank {who} came to a reduction over ranks {among} with {theirs}, this rank "
+                f"rank {who} called a reduction over ranks {among} with {theirs}, this rank "
                 f"{rank} with {mine}. Different: "
                 f"{differences({who: theirs, rank: mine})}. Nothing was sent: every rank must "
-                "bring the same shape, dtype, operation and contract",
+                "pass the same shape, dtype, operation and contract",
                 rank=who,
             )
         return verdict

@@ -32,7 +32,7 @@ def discover(
     timeout: float,  # seconds to wait for the other ranks, from this rank's arrival
     *,
     # The purpose of the wait, in the words of an error.
-    what: str = "the gathering of where ranks sit",
+    what: str = "the exchange of rank locations",
     # Finds this rank's place; from its environment by default.
     place: Callable[[], RankLocation] | None = None,
     # That needs the places, in words that all ranks have; empty: none does.

@@ -345,9 +345,10 @@ def _passed(calls: Mapping[int, int], members: Members) -> GroupAgreementError:
     call = calls[rank]
     ahead = tuple(r for r, number in calls.items() if number > call)
     return GroupAgreementError(
-        f"rank {rank} (this one) came late to call {call} of the group of ranks {_shown(ranks)}: "
-        f"{format_ranks(ahead)} gave up waiting for it and came to call {max(calls.values())}. No "
-        f"rank started call {call}; every rank of the group must make the same calls",
+        f"rank {rank} (this one) was late for call {call} of the group of ranks {_shown(ranks)}: "
+        f"{format_ranks(ahead)} gave up waiting for it and went on to call "
+        f"{max(calls.values())}. No rank started call {call}; every rank of the group "
+        "must make the same calls",
         missing=(rank,),
         differing=ahead,
     )
@@ -363,7 +364,7 @@ def _unlike(calls: Mapping[int, int], members: Members) -> SignatureMismatchErro
     )
     other = next(r for r, number in calls.items() if number != calls.get(rank))
     return SignatureMismatchError(
-        f"the ranks that came to the first reduction over ranks {_shown(ranks)} are in different "
+        f"the ranks in the first reduction over ranks {_shown(ranks)} are in different "
         f"calls: {shown}. {UNLIKE_CALLS}",
         rank=other,
         unlike_calls=True,
@@ -602,16 +603,16 @@ def refusal(
         else:
             late = format_ranks(others)
         return GroupAgreementError(
-            f"{late} did not come within {members.wait:g} s to {what} over ranks "
-            f"{_shown(ranks)}, so no rank started it; every rank of the group must make the same "
-            "calls: look for a rank that died or took another branch",
+            f"{late} did not reach {what} over ranks {_shown(ranks)} within {members.wait:g} s, so "
+            "no rank started it; every rank of the group must make the same calls: look for a rank "
+            "that died or took another branch",
             missing=verdict.missing,
         )
     common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
     differing = tuple(sorted(r for r, t in verdict.tokens.items() if t != common))
     return GroupAgreementError(
-        f"{format_ranks(differing)} came to {what} over ranks {_shown(ranks)} with another "
-        f"agreement than the others. Different: {differences(verdict.tokens)}. No rank started it; "
+        f"{format_ranks(differing)} called {what} over ranks {_shown(ranks)} with other settings "
+        f"than the others. Different: {differences(verdict.tokens)}. No rank started it; "
         "pass the same arguments (to meshplan.install, or to the call) on every rank; after "
         "meshplan.install call meshplan.shutdown there",
         differing=differing,

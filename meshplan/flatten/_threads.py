@@ -85,7 +85,7 @@ def check_turn(what: object, *, lent: bool) -> None:
     if lent and is_worker_thread():
         if not has_main_place():
             raise GroupStateError(
-                f"thread {threading.current_thread().name!r} came to a reduction over {what}, a "
+                f"thread {threading.current_thread().name!r} called a reduction over {what}, a "
                 "group of the main thread, which does not wait for this thread as it did for the "
                 "one before; wait for each in Thread.join() without a timeout, or give this one a "
                 "mesh of its own"
@@ -94,9 +94,9 @@ def check_turn(what: object, *, lent: bool) -> None:
         others = [one.name for one in tuple(in_place) if _runs(one)]
         if others:
             raise GroupStateError(
-                f"the main thread came to a reduction over {what} while thread {others[0]!r} goes "
-                "on, which reduces over groups of the main thread because that waited for it; join "
-                "the thread before, or give it a mesh of its own from the start"
+                f"the main thread called a reduction over {what} while thread {others[0]!r} "
+                "runs, which reduces over groups of the main thread because that waited for it; "
+                "join the thread first, or give it a mesh of its own from the start"
             )
 
 

@@ -288,7 +288,7 @@ class Communicator(ABC, Generic[_Call]):
             unlike = outcome.theirs.words[CALL_WORD] != signature.words[CALL_WORD]
             advice = UNLIKE_CALLS if unlike else _UNLIKE_TENSORS
             return SignatureMismatchError(
-                f"rank {who} came to a reduction over ranks {among} with {records[who]}, this rank "
+                f"rank {who} called a reduction over ranks {among} with {records[who]}, this rank "
                 f"{me} with {mine}. Different: {differences(records)}. {advice}",
                 rank=who,
                 unlike_calls=unlike,
@@ -300,16 +300,16 @@ class Communicator(ABC, Generic[_Call]):
                 f"{next_step}"
             )
         assert outcome.fate in (_LATE, _REFUSED), (outcome.fate, mine)
-        found = f"did not come within {self.timeout:g} s"
+        found, bound = "did not reach", f" within {self.timeout:g} s"
         if outcome.ended:
-            found = "has ended and did not come"
+            found, bound = "has ended and did not reach", ""
         elif outcome.rank == self.rank:
-            found = f"(this one) did not come within {self.timeout:g} s, the others have given up,"
+            found, bound = f"(this one) {found}", f"{bound}, and the others gave up"
         phase = ("summands", "results")[outcome.phase]
         return PeerTimeoutError(
-            f"rank {who} {found} to block {outcome.block}, phase "
-            f"{outcome.phase} ({phase}) of a reduction over ranks {among}: {mine}; look for a rank "
-            f"that died or took another branch. {next_step}",
+            f"rank {who} {found} block {outcome.block}, phase {outcome.phase} ({phase}) of a "
+            f"reduction over ranks {among}{bound}: {mine}; look for a rank that died or took "
+            f"another branch. {next_step}",
             rank=who,
             block=outcome.block,
             phase=outcome.phase,

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from meshplan.errors import PolicyError
 from meshplan.run import RunSettings
 from meshplan.run._observation import observe
-from meshplan.run._verdict import find_status, format_verdict, write_verdict
+from meshplan.run._verdict import Report, find_status, format_verdict, write_verdict
+
+_NO_GROUP = (
+    "this process created no process group; start all ranks with torchrun, such as torchrun "
+    "--nproc-per-node 8 -m meshplan run train.py, or set MESHPLAN_RUN if the script starts its "
+    "ranks itself"
+)
 
 
 class ObservedJob:
@@ -42,31 +48,33 @@ class ObservedJob:
         if os.getpid() != self._process:
             return 0
         strict = self._settings.strict and error is None
+        status = 3 if strict else 0
         try:
             report = self._observation.finish(error)
-            if report is None:
-                if self._observation.rank or os.environ.get("RANK", "0") != "0":
-                    return 0
+            if report is not None:
+                text = self._format(report)
+                status = find_status(report) if strict else 0
+            elif self._observation.rank or os.environ.get("RANK", "0") != "0":
+                return 0
+            else:
                 reasons = "; ".join(self._observation.notes)
-                alone = "this process created no process group; if the script starts its ranks"
-                raise ValueError(reasons or f"{alone} itself, set MESHPLAN_RUN instead")
-            saved = filter(None, (self._settings.report, self._settings.html))
-            text = format_verdict(report, ", ".join(saved))
-            status = find_status(report) if strict else 0
-            if self._page:
-                try:
-                    judged = self._observation.judged
-                    write_verdict(self._page, report, text, *judged)
-                except Exception as fault:
-                    text += f"  the page could not be written: {fault}\n"
+                text = f"[meshplan] no verdict: {reasons or _NO_GROUP}\n"
         except Exception as fault:
-            name = type(fault).__name__
-            text = f"[meshplan] no verdict: {name}: {fault}\n"
-            status = 3 if strict else 0
+            text = f"[meshplan] no verdict: {type(fault).__name__}: {fault}\n"
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(text)
             sys.stderr.flush()
         return status
+
+    def _format(self, report: Report) -> str:
+        saved = filter(None, (self._settings.report, self._settings.html))
+        text = format_verdict(report, ", ".join(saved))
+        if self._page:
+            try:
+                write_verdict(self._page, report, text, *self._observation.judged)
+            except Exception as fault:
+                text += f"  the page could not be written: {fault}\n"
+        return text
 
 
 def observe_by_variable(text: str, folder: str) -> None:

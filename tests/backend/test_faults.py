@@ -241,7 +241,7 @@ def check_first(fault: str, case: Case, rank: int, first: Found) -> None:
     if fault == "killed":
         assert "rank 1 has ended" in message
     elif in_memory:
-        assert "rank 1 did not come" in message
+        assert "rank 1 did not reach" in message
     elif fault == "stopped":
         assert "rank 1 is stopped or unreachable" in message
     else:

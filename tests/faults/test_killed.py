@@ -118,7 +118,7 @@ def test_kill_before_group_creation_is_named() -> None:
     found = job("exchange", die, warm=False, mesh=turned)
     for name, message in found:
         assert name == "GroupAgreementError"
-        assert message.startswith("MP501: rank 1 did not come within 1 s to the first reduction")
+        assert message.startswith("MP501: rank 1 did not reach the first reduction")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_kill_before_group_creation_is_named_on_every_path(path: str) -> None:
     found = job(path, die, warm=False, mesh=square)
     for name, message in found:
         assert name == "GroupAgreementError"
-        assert message.startswith("MP501: rank 1 did not come within 1 s to the first reduction")
+        assert message.startswith("MP501: rank 1 did not reach the first reduction")
 
 
 def stop_serving(store: list[dist.TCPStore]) -> None:

@@ -66,7 +66,7 @@ def test_different_inputs_are_an_error_on_every_member(how: dict[str, Any]) -> N
         for name, kind, message in outcome.value:
             assert kind == "SignatureMismatchError", (name, rank, message)
             other = "rank 0" if rank == ODD else "rank 1"
-            assert f"{other} came to a reduction over ranks 0, 1, 2, 3 with " in message
+            assert f"{other} called a reduction over ranks 0, 1, 2, 3 with " in message
             assert f"this rank {rank} with " in message
 
 
@@ -128,8 +128,8 @@ def test_members_on_different_groups_name_each_other() -> None:
     # Ranks 0 and 2 are one group over the first axis, 1 and 3 the other.
     messages = [outcome.value for outcome in outcomes]
     assert messages[0] == messages[2] == ""
-    assert "rank 1 did not come within 5 s to the first reduction over ranks 1, 3" in messages[3]
-    assert "did not come within 5 s" in messages[1]
+    assert "rank 1 did not reach the first reduction over ranks 1, 3 within 5 s" in messages[3]
+    assert "within 5 s, so no rank started it" in messages[1]
 
 
 class TestMessages(TestCase):
@@ -162,6 +162,6 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             "\n".join(outcomes[0].value),
             """\
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with another agreement than the others. Different: contract v1/tree/wide/once (ranks 0, 2), v1/rank/wide/once (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
-MP501: rank 1 came to the first reduction over ranks 0, 1, 2 with another agreement than the others. Different: path auto (ranks 0, 2), exchange (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+MP501: rank 1 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: contract v1/tree/wide/once (ranks 0, 2), v1/rank/wide/once (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there
+MP501: rank 1 called the first reduction over ranks 0, 1, 2 with other settings than the others. Different: path auto (ranks 0, 2), exchange (rank 1). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )

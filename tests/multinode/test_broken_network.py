@@ -99,7 +99,7 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             self.shown(texts),
             """\
-[0, 1, 2]: MP501: rank 3 did not come within 5 s to the first reduction over ranks 0, 1, 2, 3, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch
+[0, 1, 2]: MP501: rank 3 did not reach the first reduction over ranks 0, 1, 2, 3 within 5 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch
 [3]: MP503: the store of the default group at host0:29500 did not answer this rank within 5 s; look at the network between this host and that one, and whether that one is alive""",
         )
 
@@ -116,7 +116,7 @@ class TestMessages(TestCase):
         self.assertExpectedInline(
             self.shown(texts),
             """\
-[0, 1]: MP501: ranks 2, 3 did not come within 5 s to the first reduction over ranks 0, 1, 2, 3, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch
+[0, 1]: MP501: ranks 2, 3 did not reach the first reduction over ranks 0, 1, 2, 3 within 5 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch
 [2, 3]: MP503: the store of the default group at host0:29500 did not answer this rank within 5 s; look at the network between this host and that one, and whether that one is alive""",
         )
 
@@ -133,7 +133,7 @@ class TestMessages(TestCase):
         assert found[2]["type"] in ("GroupAgreementError", "GroupStateError"), found
         self.assertExpectedInline(
             self.shown(met(others, 3.0)),
-            """[0, 1, 3]: MP501: rank 2 did not come within 3 s to the first reduction over ranks 0, 1, 2, 3, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
+            """[0, 1, 3]: MP501: rank 2 did not reach the first reduction over ranks 0, 1, 2, 3 within 3 s, so no rank started it; every rank of the group must make the same calls: look for a rank that died or took another branch""",
         )
 
     def test_different_plan_on_another_host_is_an_error(self) -> None:
@@ -143,7 +143,7 @@ class TestMessages(TestCase):
         assert all(one["differing"] == [3] for one in found.values()), found
         self.assertExpectedInline(
             self.shown(met(found, 5.0)),
-            """[0, 1, 2, 3]: MP501: rank 3 came to the first reduction over ranks 0, 1, 2, 3 with another agreement than the others. Different: path auto (ranks 0, 1, 2), reference (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
+            """[0, 1, 2, 3]: MP501: rank 3 called the first reduction over ranks 0, 1, 2, 3 with other settings than the others. Different: path auto (ranks 0, 1, 2), reference (rank 3). No rank started it; pass the same arguments (to meshplan.install, or to the call) on every rank; after meshplan.install call meshplan.shutdown there""",
         )
 
     @staticmethod
