@@ -1,7 +1,7 @@
-"""An end, requested by another thread, to the waits of a reduction.
+"""Requests of other threads to end the waits of a reduction.
 
-A process group that is aborted sets its ``Abort``. Each wait of a reduction of that group, on the
-thread that runs it, looks at the abort of its thread.
+A process group that is aborted sets its ``Abort``. Each wait of a reduction of that group
+checks the abort of the thread that runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meshplan.errors import GroupStateError
 
 
 class Abort:
-    """Whether the process group ``name`` was aborted."""
+    """A request to abort the process group ``name``."""
 
     __slots__ = ("_name", "requested")
 

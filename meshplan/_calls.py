@@ -1,10 +1,10 @@
 """The calls of a group, which its ranks compare: counted on entry, refused once the group stopped.
 
-A rank that fails alone, comes late or skips a call would bring its next call to another one of its
-peers, often of the same shape. So every call takes a *ticket*, a number that counts the calls of
-its group on this rank, and ranks with different tickets all raise (docs/adr/0020).
+The next call of a rank that fails alone, is late or skips a call would pair with another call of
+its peers, often of the same shape. So every call takes a *ticket*, a number that counts the calls
+of its group on this rank, and ranks with different tickets all raise (docs/adr/0020).
 
-The count belongs to the process groups that the caller named, by identity and never by looks: two
+The count belongs to the process groups that the caller named, by identity and never by shape: two
 meshes of equal shape count apart, even where they reduce over one group of torch. A call that fails
 has used its ticket. Errors that every rank raises for one ticket leave the group usable; after any
 other one the group has stopped on this rank, and each later call fails at once.
@@ -82,7 +82,7 @@ class Ticket:
 
     def __enter__(self) -> Ticket:
         calls = self._calls
-        # Each call comes here, so the method is called only where it has something to do.
+        # On the path of each call, so the method is called only if it has something to do.
         if calls._works or calls._failure:
             calls.refuse_stopped()
         return self
@@ -187,7 +187,7 @@ class GroupCalls:
             self.stop(error, where)
 
     def stop_inside(self, error: Exception) -> None:
-        """``stop_after`` an error of the inner backend: a rank may have come to it alone."""
+        """``stop_after`` an error of the inner backend: one rank alone may have called it."""
         self.stop_after(
             error,
             "the inner backend, which names no rank, failed on this rank: ",

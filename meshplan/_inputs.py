@@ -28,7 +28,7 @@ _SCALES = {
     torch.float64: (0, 50, 58),
 }
 # Kinds of special columns, repeating with a period that no vector width divides, so that each
-# kind meets each vector lane. The columns of the other 11 kinds stay order sensitive.
+# kind falls into each vector lane. The columns of the other 11 kinds stay order sensitive.
 _PERIOD = 17
 
 

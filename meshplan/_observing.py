@@ -25,7 +25,7 @@ class Origin(Protocol):
 
 
 class _Observing:
-    """Who counts."""
+    """The hooks of the counter of reductions."""
 
     __slots__ = ("before", "falls_through", "observer")
 

@@ -162,7 +162,7 @@ ok      memory that the processes of this host share: host ID, up to 72 ranks
 ok      host, as ranks identify it: node1, boot id 0123-4567
 ok      /dev/shm, for NCCL: 64.0 GiB
 ok      links between GPUs: NVIDIA H100 0000:1b:00.0: 18 links to a switch, 8 GPUs on this host
-ok      GPUs: 8, with kernels of 32 blocks; path exchange unless asked
+ok      GPUs: 8, with kernels of 32 blocks; path exchange by default
 ok      driver of GPUs: libcuda.so.1
 ok      GPU memory that processes share: by CUDA IPC
 ok      compilers of kernels for GPUs: /usr/local/cuda/bin/nvcc

@@ -367,7 +367,7 @@ MP801: logit_shards[1] without its last dim has shape (1,), token_ids has shape 
 MP801: logit_shards without its last dim has shape (2,), token_ids has shape (1,); pass both in one shape
 MP801: logit_shards[1] is a NoneType; pass a torch.Tensor
 MP801: 1 vocab_start_indices for 2 logit_shards; pass one per shard
-MP801: vocab_start_indices are [0, -3]; pass indices from zero on
+MP801: vocab_start_indices are [0, -3]; pass indices of 0 or more
 MP801: logit_shards[0] is [0, 3) and logit_shards[1] is [2, 5), they overlap; assign each token of the vocabulary to one rank
 MP801: vocab_start_indices are [3, 0]; pass the shards sorted by their first token
 MP801: token_ids are torch.float64; pass integers

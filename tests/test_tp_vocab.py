@@ -139,7 +139,7 @@ def test_start_indices_must_be_sorted_and_disjoint() -> None:
         messages(calls),
         """\
 MP801: 2 vocab_start_indices for 3 logit_shards; pass one per shard
-MP801: vocab_start_indices are [0, 3, -4]; pass indices from zero on
+MP801: vocab_start_indices are [0, 3, -4]; pass indices of 0 or more
 MP801: vocab_start_indices are [0, 4, 3]; pass the shards sorted by their first token
 MP801: logit_shards[0] is [0, 3) and logit_shards[1] is [2, 3), they overlap; assign each token of the vocabulary to one rank
 MP801: logit_shards[1] is [0, 1) and logit_shards[0] is [0, 3), they overlap; assign each token of the vocabulary to one rank""",

@@ -84,7 +84,7 @@ class TestMessages(TestCase):
             total(mesh)
         self.assertExpectedInline(
             str(caught.value),
-            """MP603: torch was given the plan of (P(sum), P(sum)) -> (R, R) on (a=2, b=2) and has not run its reduction: what it returned is not reduced, do not use it; undo what has replaced torch.distributed.tensor._redistribute.redistribute_local_tensor since meshplan.install, or use a tested torch version""",
+            """MP603: torch was given the plan of (P(sum), P(sum)) -> (R, R) on (a=2, b=2) and has not run its reduction. Do not use the result, which is not reduced; undo whatever replaced torch.distributed.tensor._redistribute.redistribute_local_tensor since meshplan.install, or use a tested torch version""",
         )
 
 

@@ -86,7 +86,7 @@ _MESHES = {
     "thread_of_mesh": Entry(
         "torch.distributed.device_mesh",
         "DeviceMesh._thread_id",
-        "tells meshes of threads that play ranks apart",
+        "distinguishes meshes of threads that simulate ranks",
         "attribute",
         optional=True,
     ),
@@ -285,15 +285,14 @@ _COMPILING = {
     "set_code_exec_strategy": Entry(_FRAMES, "set_code_exec_strategy", _SKIPPING),
     "TracingContext": Entry("torch._guards", "TracingContext", _GRAPHS, parts=("try_get",)),
     "tracing": Entry("torch._guards", "tracing", _GRAPHS, "call"),
-    # Where ``try_get`` reads the context; a torch without it is asked through that.
+    # Where ``try_get`` reads the context. In a torch without it, ``try_get`` is called.
     "tracing_state": Entry("torch._guards", "_TLS", _GRAPHS, optional=True),
     "get_proxy_mode": Entry("torch.fx.experimental.proxy_tensor", "get_proxy_mode", _GRAPHS),
     "UNSET_SENTINEL": Entry("torch.utils._config_module", "_UNSET_SENTINEL", "the cache key tag"),
     "CACHE_KEY_TAG": Entry(
         "torch.compiler.config",
         "cache_key_tag",
-        "tells compiled graphs on disk apart, so that those of other jobs are not taken for this "
-        "one's",
+        "separates compiled graphs on disk, so that this job loads none of another job",
         "text",
     ),
     "compiler_settings": Entry(

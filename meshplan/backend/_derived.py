@@ -111,11 +111,11 @@ class DerivingProcessGroup(PassingProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> DerivingProcessGroup:
-        """A group of the ranks that come to ``store``, in the order in which they come.
+        """A group of the ranks that join through ``store``, in the order in which they join.
 
         Args:
             store: for this merge alone. Ranks of several jobs also agree through it later.
-            size: how many ranks come.
+            size: number of ranks that join.
             timeout: of the new group.
             group_name, group_desc: of the new group.
         """
@@ -149,11 +149,11 @@ def _named(group: DerivingProcessGroup, name: str, desc: str) -> DerivingProcess
 
 
 def gather_members(store: Store, rank: int, size: int) -> tuple[str, list[int]]:
-    """A name for the group of those who meet at ``store``, which is for this group alone, and their
-    global ranks; none if they belong to several jobs. Raises RuntimeError, from the store, if
-    members do not come.
+    """A name for the group of the ranks that join through ``store``, which is for this group alone,
+    and their global ranks; none if they belong to several jobs. Raises RuntimeError, from the
+    store, if members are missing.
     """
-    # Who belongs to the job of rank 0 finds the key in the default store.
+    # A rank of the same job as rank 0 finds the key in the default store.
     if rank == 0:
         job = f"meshplan/job/{uuid.uuid4().hex}"
         default_store().set(job, "")

@@ -491,8 +491,8 @@ def create_group_across_jobs(
     options: BackendOptions | None,
 ) -> MeshplanProcessGroup:
     """A group of ranks that each have a default group of their own. The members agree through
-    ``store`` for as long as the group lives. Without ``options``, those of the default group apply
-    if it is of the backend. Raises RuntimeError, from torch, if members do not come.
+    ``store`` for the lifetime of the group. Without ``options``, those of the default group apply
+    if it is of the backend. Raises RuntimeError, from torch, if members are missing.
     """
     # Each job has used other names before.
     if rank == 0:

@@ -131,7 +131,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class BoundTable:
     """The reductions of a group of the backend. It keeps those of one tensor, by kind, operation,
     dtype and shape. What is kept changes no bit, no message and no order: a reduction that is not
-    found runs the ordinary way, and meets those that are. ``options`` are the group's.
+    found runs the ordinary way, and pairs with those that are. ``options`` are the group's.
     """
 
     def __init__(self, options: BackendOptions) -> None:

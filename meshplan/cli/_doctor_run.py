@@ -119,7 +119,7 @@ def _check_devices(gpus: bool) -> list[Diagnosis]:
         remedy += "nvidia-cuda-nvrtc, or install nvcc or hipcc"
         return [Diagnosis(what, f"{count}, without kernels: {error}", remedy)]
     blocks = min(device.processors, kernel.MAX_BLOCKS)
-    found = f"{count}, with kernels of {blocks} blocks; path exchange unless asked"
+    found = f"{count}, with kernels of {blocks} blocks; path exchange by default"
     return [
         Diagnosis(what, found),
         Diagnosis("driver of GPUs", device.driver.library),

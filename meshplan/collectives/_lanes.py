@@ -278,7 +278,7 @@ class StreamWork(Work):
         return self._call.failure
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As ``Work``; who waits for it, or is called back, waits on its own stream."""
+        """As ``Work``; waits and callbacks run on the stream of the waiting thread."""
         if self._torch_future is None:
             call = self._call
             self._torch_future = torch.futures.Future(devices=[call.side.device])
@@ -477,7 +477,8 @@ def _serve(jobs: SimpleQueue[_Job | None], turn: _Turn) -> None:
             found = turn.call(function)
         except BaseException as failure:
             error = failure
-        # Callbacks keep the turn. Otherwise who has waited for the future finds the thread idle.
+        # Callbacks keep the turn. Without them, a thread that waited for the future finds this one
+        # idle.
         keeps = future.end()
         if not keeps:
             turn.end()
@@ -491,8 +492,8 @@ def _serve(jobs: SimpleQueue[_Job | None], turn: _Turn) -> None:
         del job, future, function, found, error
 
 
-# One thread for each process group, as long as that lives, and its process: threads do not come
-# along into a fork.
+# One thread for each process group and process, for the lifetime of the group: a fork does not
+# inherit threads.
 _THREADS: WeakKeyDictionary[ProcessGroup, tuple[int, OrderedThread]] = WeakKeyDictionary()
 
 

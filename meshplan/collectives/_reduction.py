@@ -1,7 +1,7 @@
 """One reduction over a process group: its members, the group it runs on, and its execution.
 
 The group of a contract reduction is found once for a process group and its options, by an
-agreement round, and kept with its step as long as the process group lives.
+agreement round, and kept with its step for the lifetime of the process group.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ def compare_calls(
         call += f" of dim {shards[0]} to {shards[1]}"
     elif shards is not None:
         call += f" to {list(result_shape(tensor, shards))} of {shards[1]}"
-        # Ranks may bring shards of several lengths.
+        # Shards of different ranks may have different lengths.
         tensor = tensor.new_empty(0)
     if options is not None:
         call += f" by {options}"

@@ -49,7 +49,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 def _reduce(tensor: Tensor, shards: Shards | None, *how: Any, in_place: bool = False) -> Tensor:
     path, op, contract, strict, group = how
-    # A graph comes here without the function that checks, perhaps in another environment.
+    # A compiled graph skips the function that checks, and may run in another environment.
     options = read_options(op, path, Contract.of_id(contract), strict)
     check_summand(tensor, options)
     found = resolve_group(group, None if shards is None else len(shards[1]))

@@ -310,7 +310,7 @@ def split_runs(
     runs: list[list[TransformInfo]] = []
     reasons: list[str] = []
     # While torch traces, a size may be a symbol. A question about it would become a guard of the
-    # graph, so it is asked only if the user has flattened a mesh.
+    # graph, so it is read only if the user has flattened a mesh.
     asks = flattened or not traced
     for run in _runs(infos):
         reason = _objection(run, layout, rank) if asks and len(run) > 1 else None

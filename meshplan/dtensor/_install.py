@@ -222,8 +222,8 @@ def install(
 
 
 def _put_in_place(config: Config) -> None:
-    # The configuration comes before the function that reads it. A thread that meets the function
-    # without a configuration calls torch's own.
+    # The configuration comes before the function that reads it. A thread that calls the function
+    # without a configuration runs torch's own.
     set_tag(current_key)
     activate((config, getattr(redistribute_module, SEAM)))
     report_libraries(_report)

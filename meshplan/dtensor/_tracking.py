@@ -173,7 +173,7 @@ def _is_executor(caller: FrameType) -> bool:
 
 def _not_run(asked: str) -> PlanNotRunError:
     return PlanNotRunError(
-        f"torch was given the plan of {asked} and has not run its reduction: what it returned is "
-        f"not reduced, do not use it; undo what has replaced {redistribute_module.__name__}."
+        f"torch was given the plan of {asked} and has not run its reduction. Do not use the "
+        f"result, which is not reduced; undo whatever replaced {redistribute_module.__name__}."
         f"{EXECUTOR} since meshplan.install, or use a tested torch version"
     )

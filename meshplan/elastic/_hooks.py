@@ -1,4 +1,4 @@
-"""Reductions of FSDP2 and DDP that bring the leaves of each round to the owners of slices."""
+"""Reductions of FSDP2 and DDP that send the leaves of each round to the owners of slices."""
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.
 

@@ -9,7 +9,7 @@ Gathering W headers takes W - 1 steps around a ring. More than ``_MOST_GATHERED`
 largest and smallest words instead, which the backend does in log W steps. The last word is a digest
 of the header and the rank, so its extremes are two ranks with different headers.
 
-NCCL checks no sizes. Ranks that bring different sizes can hang in the collective of the data, which
+NCCL checks no sizes. Ranks that pass different sizes can hang in the collective of the data, which
 NCCL's watchdog ends. The headers were gathered before, so that ``meshplan.check`` names the ranks.
 """
 

@@ -36,7 +36,7 @@ def raise_failure(
     on_cpu = device_type == "cpu"
     if isinstance(error, PeerTimeoutError) and on_cpu and not error.ended:
         # Ranks of another contract wait in other memory. Of all contracts: the name of the call
-        # must not tell them apart.
+        # must not depend on them.
         shared = "shared memory"
         roll = find_missing(groups.flat, groups.members, device_type, started, shared, call)
         stopped = f". {_ranks(roll.stopped, 'is', 'are')} stopped" * bool(roll.stopped)

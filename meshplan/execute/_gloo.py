@@ -151,7 +151,7 @@ class Channel:
         self._receives = [self._each] * self._ranks
         # Nothing travels to this rank itself.
         self._receives[self._rank] = 0
-        # The same on all ranks, whatever they bring: gloo ends the process that gets a message
+        # The same on all ranks, whatever their tensors: gloo ends the process that gets a message
         # longer than its buffer, before any header can be compared.
         size = (self._ranks - 1) * self._each
         # Tensors that are created in inference mode could not be written to outside of it.
@@ -369,7 +369,7 @@ class GlooWire(Wire):
         longest = parts.shape[1] if isinstance(parts, Tensor) else max(p.numel() for p in parts)
         nbytes = longest * parts[0].element_size()
         if not self._compared:
-            # Ranks that bring different tensors may choose differently here. Either message has
+            # Ranks with different tensors may choose differently here. Either message has
             # headers in front and fits the same buffers, so the difference is found before data is
             # used.
             fits = nbytes <= inline_bytes(group.size())

@@ -345,7 +345,7 @@ def _guarded(
             if owner is not mine:
                 raise GroupStateError(
                     f"thread {mine[0].name!r} called a reduction over {purpose.group} while "
-                    f"thread {owner[0].name!r} is in one: ranks meet in the order of their calls, "
+                    f"thread {owner[0].name!r} is in one: ranks pair their calls in order, "
                     "and threads have no order that is the same on all ranks; reduce over one mesh "
                     "on one thread, or give each thread a mesh of its own"
                 )

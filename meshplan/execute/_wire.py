@@ -78,7 +78,7 @@ class Wire:
         last: bool = True,
         room: Sequence[Tensor] | None = None,
     ) -> Callable[[], Sequence[Tensor]]:
-        """``exchange``, whose messages are under way when it returns; the returned function waits
+        """``exchange``, which returns while its messages are under way; the returned function waits
         for the parts. After ``compare`` it sends no headers, and several exchanges may be under
         way. A backend may write the parts of others to ``room``: one place for each rank, apart
         from ``parts``. ``last``: no other exchange follows in this reduction.
@@ -159,9 +159,9 @@ class Wire:
     def start_round(
         self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
     ) -> Callable[[], None]:
-        """Exchange messages with some ranks of ``group``; those between two ranks are in one order
-        on both. All ranks take part in each round: it is one all-to-all, of which NCCL sends only
-        what is not empty, as one group. The returned function waits, and writes each message to its
+        """Exchange messages with some ranks of ``group``; both ranks of a pair order theirs
+        identically. All ranks take part in each round: it is one all-to-all. NCCL sends only what
+        is not empty, as one group. The returned function waits, and writes each message to its
         memory.
         """
         splits = [[0] * group.size(), [0] * group.size()]

@@ -174,9 +174,9 @@ def open_round(members: Members, name: str) -> tuple[str, VoteResult | None]:
         verdict = None
         if store.check([f"{prefix}/verdict"]):
             verdict = VoteResult.loads(store.get(f"{prefix}/verdict").decode())
-            # A yes was for those who were there. So was a list of missing ranks, but for a missing
-            # one in the same call: the others are in later calls, and would not come to this one.
-            # A refusal holds for every rank, however late.
+            # A yes was for the ranks that took part. So was a list of missing ranks, but for a
+            # missing one in the same call: the others are in later calls, and would not join this
+            # one. A refusal holds for every rank, however late.
             if verdict.veto is None and not verdict.gave_up_on(rank, members.call):
                 continue
         # Written once: a vote in which this rank was before, even one that was never decided
@@ -269,7 +269,7 @@ def _read(text: bytes) -> VoteResult:
 
 
 def wait_for_ranks(store: Store, prefix: str, ranks: Sequence[int], wait: float) -> tuple[int, ...]:
-    """The other members of a vote, ``ranks``, that do not come to it within ``wait`` seconds."""
+    """The other members of a vote, ``ranks``, that do not reach it within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     while missing := tuple(r for r in ranks if not store.check([f"{prefix}/token/{r}"])):
         left = deadline - time.monotonic()
@@ -394,7 +394,7 @@ class Signatures:
         return verdict
 
     def _forget_last(self) -> None:
-        """Take the last vote out of the store: who has come to this one is done with it."""
+        """Remove the last vote from the store: a rank in this one no longer needs it."""
         last = f"{self.prefix}/{self.number - 1}"
         members = self.members
         keys = [f"{last}/token/{members.rank}"]

@@ -156,7 +156,7 @@ def connect(
     timeout: float,  # seconds that the communicator waits for a peer
 ) -> HostCommunicator | str | VoteResult:
     """Map memory of this host with the other members. Returns the communicator, the reason why
-    there is none, or the verdict of a vote to which members did not come.
+    there is none, or the verdict of a vote that members did not reach.
     """
     ranks = members.ranks
     if not 2 <= len(ranks) <= MAX_PEERS:

@@ -252,7 +252,7 @@ class GroupTable:
                 known.peers.close()
 
     def alive(self, key: GroupKey) -> Group | None:
-        """The group of ``key``, if it lives."""
+        """The group of ``key``, if it is alive."""
         with self._lock:
             known = self._groups.get(key)
             if known is None and key.peers == "never":

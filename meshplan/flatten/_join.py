@@ -1,4 +1,4 @@
-"""How a group comes to be: looked for among torch's, voted on, created, voted on again."""
+"""How a group is made: looked for among torch's, voted on, created, voted on again."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def create_beside(
     backend = backend_name(pg)
     if backend == "fake":
         return create("meshplan/fake")
-    # The round of who reduces over the first one: members that differ in that meet there.
+    # The round that the first reduction over the group opens: members that differ are found there.
     name = GroupKey(ranks, backend, "cpu", "never", f"given {pg.group_name}").group_name(pg)
     objection = descriptor_objection(backend, len(ranks))
     members = members_of(pg, ranks, timeout, call)
@@ -382,7 +382,7 @@ def share_memory(
     agreed: str = "",
 ) -> Group:
     """The group with memory that its ranks share, or with the reason why there is none. All members
-    hold it and call this. Raises GroupAgreementError if a member did not come.
+    hold it and call this. Raises GroupAgreementError if a member is missing.
     """
     # On GPUs perhaps only if it was timed to be faster on them.
     timed = key.peers == "timed"
@@ -468,7 +468,7 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float, name: str) -> Seque
     # A wait that ends early breaks gloo's connections, which a late rank needs.
     thread = threading.Thread(target=swap, daemon=True)
     thread.start()
-    # Ranks that wait for one that died come to the vote before the others give up on them.
+    # Ranks that wait for a dead one reach the vote before the others give up on them.
     thread.join(seconds_left(wait) / 2)
     return tuple(times)
 
@@ -521,7 +521,7 @@ def _connect(
     failure: Exception | None = None
     left = _unanswered(pg).pop(name, None)
     group = left.made if left else None
-    # A backend may fail on some members only. The second vote tells the others, so that all keep
+    # A backend may fail on some members only. The second vote reports that, so that all keep
     # the group or all drop it.
     try:
         if group is None:

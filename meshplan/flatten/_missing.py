@@ -117,7 +117,7 @@ class RollCall:
     # for a missing rank.
     silent: tuple[int, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()  # the call in which each reporting rank was
-    lost: bool = False  # the store could not be asked, and no process near this one has ended
+    lost: bool = False  # the store did not answer, and no process on this host has ended
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -3,16 +3,16 @@
 A forked process has its parent's process groups, and connections that are its parent's: what it
 sent would reach the peers in the middle of what the parent sends.
 
-Members of a group meet in the order of their calls, and threads have no order in common from rank
-to rank. So what a ``threading.Thread`` reduces goes over groups that are kept for its mesh, apart
-from those of the main thread. Threads that Python has not started, such as those in which autograd
+Members of a group pair their calls in order, and the order of threads differs between ranks. So a
+``threading.Thread`` reduces over groups that are kept for its mesh, apart from those of the main
+thread. Threads that Python has not started, such as those in which autograd
 runs backward on a GPU while the main thread waits, belong to the main thread.
 
 The calls of one thread are in order with those of the main thread: of the thread that the main
 thread waits for in ``Thread.join()`` without a timeout. It is in the main thread's place until it
 ends, and so is a thread that such a thread waits for. One rank sees only its own threads, so the
-ranks agree before a thread uses the main thread's groups (``_groups``). While that thread lives, no
-other may use them: if ``join`` was interrupted, the main thread is refused.
+ranks agree before a thread uses the main thread's groups (``_groups``). While that thread is alive,
+no other may use them: if ``join`` was interrupted, the main thread is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_worker_thread() -> bool:
 
 def has_main_place() -> bool:
     """Whether the calling thread is in the main thread's place: that waits until it ends. The
-    thread that has started it may not have come to ``join`` yet, and gets a second for it.
+    thread that started it may not have called ``join`` yet, and gets a second for it.
     """
     current = threading.current_thread()
     if _place_cache.has_main_place is not None:

@@ -44,7 +44,7 @@ _LONGEST_SECONDS = 2**32
 LINE_BYTES = 64
 
 _UNLIKE_TENSORS = (
-    "Nothing was reduced: every rank must bring the same shape, dtype, operation and contract"
+    "Nothing was reduced: every rank must pass the same shape, dtype, operation and contract"
 )
 
 # Fates of a call, as csrc/peer.h has them.

@@ -300,8 +300,8 @@ def _launch(
 # GPUs on which the paths were timed, and what ``auto`` takes there: ``timed_gpus.json``.
 #
 # ``make bench-gpu`` writes the file, by name of the GPU and ranks of a group. A group shares memory
-# at every size or at none: ranks whose sizes differ by mistake meet in one call, which compares
-# them.
+# at every size or at none: ranks whose sizes differ by mistake then make one call, which
+# compares them.
 
 
 class TimedPaths(NamedTuple):

@@ -105,7 +105,7 @@ DriverKind = Literal["cuda", "hip"]
 """Whose driver a GPU is reached through."""
 IPC_HANDLE_BYTES = 64
 
-# The library, and what the loader is asked for where the process has not loaded it yet.
+# The library, and the name for the loader if the process has not loaded it yet.
 _LIBRARIES: dict[DriverKind, tuple[str, str]] = {
     "cuda": ("libcuda.so", "libcuda.so.1"),
     "hip": ("libamdhip64.so", "libamdhip64.so"),

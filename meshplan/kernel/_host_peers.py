@@ -236,7 +236,7 @@ class HostCommunicator(Communicator[PeerCall]):
         self._release = weakref.finalize(self, _release, memory, processes)
         self._release.atexit = False
         self._reduce = library().mp_peer_reduce
-        # Of what lives as long as this object: a small reduction takes no longer than to ask again.
+        # Of memory that this object keeps alive. Reading them takes as long as a small reduction.
         self._addresses = tuple(
             ctypes.addressof(one) for one in (self._peers, self._outcome, self._processes)
         )

@@ -98,8 +98,8 @@ def _reduce(
 def _refuse(message: Tensor, *_: object) -> Tensor:
     where = message.device.type if message.layout is torch.strided else str(message.layout)
     raise ContractTypeError(
-        f"a tensor on {where} cannot be reduced through the memory that these ranks share; bring a "
-        "strided tensor on the device of their group, or take the path exchange"
+        f"a tensor on {where} cannot be reduced through the memory that these ranks share; pass a "
+        "strided tensor on the device of their group, or path='exchange'"
     )
 
 

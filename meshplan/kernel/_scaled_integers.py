@@ -15,7 +15,7 @@ holds the lowest bits, which are never negative.
 A summand is rounded down to whole units. Its lowest field counts 1 if that lost anything. So the
 sum S of all ranks' units and the count c of lossy summands arrive together, and the exact sum lies
 in [S, S + c] units. If both ends have one rounding, so has everything between; if not, the element
-is ambiguous. With 62 bits a count has no room above 1024 ranks: there, all summands are taken for
+is ambiguous. With 62 bits a count has no room above 1024 ranks: there, all summands count as
 lossy, and no sum of 2^20 of them overflows.
 
 All of it are integer operations, and products of float64 with powers of two that are exact.
@@ -78,7 +78,7 @@ class _Widths:
 
 
 def words_of(accumulator: torch.dtype) -> int:
-    """How many int64 a summand is."""
+    """The number of int64 words of a summand."""
     return 2 if accumulator is torch.float64 else 1
 
 

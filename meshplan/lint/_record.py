@@ -45,7 +45,7 @@ _NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
 
 
 class _FirstStep(BaseException):
-    """The script has come to its first optimizer step: its meshes are made."""
+    """The script has reached its first optimizer step: its meshes are made."""
 
 
 class _OnCpu(TorchFunctionMode):

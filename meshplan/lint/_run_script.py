@@ -27,7 +27,7 @@ from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, Skipped
 from meshplan.lint._roles import Role
 
-# A busy machine may take long, so that the limit that most scripts meet is of CPU time.
+# Mainly a limit of CPU time, because a busy machine may take long.
 SECONDS, _CPU_SECONDS = 600, 120
 _BYTES = 8 << 30
 _MAX_EVENTS = 10_000

@@ -10,10 +10,10 @@ these intervals, in groups of ranks with equal inner positions.
 A later block is smaller, and has its sum b < a rounds after the start. In round b + 1 it sends the
 sum, as a *tail*, to the first ranks of the block before it, which pass their part on inside the
 messages of later rounds. After round a all ranks of the block hold their interval of the tail, and
-add it. So no rank meets all others, and a tail costs no round.
+add it. So no rank exchanges messages with all others, and a tail costs no round.
 
 Three ranks, or three blocks of 2^a, have one round instead, with as many messages: each rank sends
-each other one a third, and adds what both have sent. So all three go on with a third.
+each other one a third, and adds what both sent. Then all three continue with a third.
 
 The gather of the results is the same messages in reverse. Only ranks of first blocks on all axes
 own an interval; all other ranks send early and receive late.

@@ -209,7 +209,7 @@ class Exchange(threading.Thread):
             if asked == 0:
                 self._read(0, self._answer(question))
             for one in [one for one, found in self._peers.items() if found == asked]:
-                with suppress(OSError):  # one that has ended is noticed where it is read
+                with suppress(OSError):  # reading from a peer notices that it has ended
                     self._send(one, question)
 
     def _clear(self) -> None:

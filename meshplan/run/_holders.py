@@ -114,7 +114,7 @@ class ParameterTable:
 
     def refresh(self) -> None:
         """Read the modules of this process, if there are new ones."""
-        find_layouts()  # slices of meshes may not live until the end
+        find_layouts()  # slices of meshes may be gone at the end
         if self._read == _REGISTERED[0]:
             return
         self._read = _REGISTERED[0]
@@ -262,7 +262,7 @@ def name_groups(rank: int) -> dict[Ranks, str]:
     for layout in find_layouts():
         wide = [axis for axis, size in enumerate(layout.sizes) if size > 1]
         sets = chain.from_iterable(combinations(wide, n + 1) for n in range(len(wide)))
-        # A mesh without names has labels where they tell its axes apart.
+        # A mesh without names has labels only if it has several axes to distinguish.
         for axes in sets if layout.names or len(wide) > 1 else ():
             label = " x ".join(layout.axes[axis] for axis in axes)
             found.setdefault(tuple(sorted(layout.group_of(rank, axes) or ())), label)

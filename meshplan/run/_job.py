@@ -44,7 +44,7 @@ class ObservedJob:
         """Write the verdict to standard error on rank 0; the exit status of a script that ended
         with 0. Nothing here raises into the job, which is over.
         """
-        # A forked child of the script comes here too, and has no verdict.
+        # A forked child of the script runs this too, and has no verdict.
         if os.getpid() != self._process:
             return 0
         strict = self._settings.strict and error is None

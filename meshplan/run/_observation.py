@@ -90,7 +90,7 @@ class Observation:
     def start(self) -> None:
         """Begin, if there is a process group and this has not begun."""
         with self._lock:
-            # A signal handler may come here meanwhile.
+            # A signal handler may run this meanwhile.
             begun = self._starting or self._exchange is not None
             if begun or self._ended or not dist.is_initialized():
                 return

@@ -59,7 +59,7 @@ class Probe:
         if self._begun.setdefault(group, mark) is not mark or not _is_probed(group, device):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        find_layouts()  # meshes may not live until the sums are described
+        find_layouts()  # meshes may be gone when the sums are described
         cuda: Any = torch.cuda
         stream = nullcontext()
         if device.type == "cuda":  # the job's may wait for another group

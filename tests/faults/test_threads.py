@@ -156,5 +156,5 @@ class TestMessages(TestCase):
         assert outcomes[0].value == outcomes[1].value
         self.assertExpectedInline(
             outcomes[0].value,
-            """MP503: thread 'second' called a reduction over created group meshplan:508097c67864f83d05a85c7bf7936f85089be1d0 of 2 ranks: 0, 1 (the thread's own: the main thread of every rank did not wait for its thread in join() without a timeout) while thread 'first' is in one: ranks meet in the order of their calls, and threads have no order that is the same on all ranks; reduce over one mesh on one thread, or give each thread a mesh of its own""",
+            """MP503: thread 'second' called a reduction over created group meshplan:508097c67864f83d05a85c7bf7936f85089be1d0 of 2 ranks: 0, 1 (the thread's own: the main thread of every rank did not wait for its thread in join() without a timeout) while thread 'first' is in one: ranks pair their calls in order, and threads have no order that is the same on all ranks; reduce over one mesh on one thread, or give each thread a mesh of its own""",
         )

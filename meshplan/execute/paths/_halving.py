@@ -224,7 +224,7 @@ class HalvedReduction:
         # Where parts of the message begin, in elements, and its length: ``parts + 1`` numbers.
         # ``None``: equal parts of ``numel``.
         cuts: Sequence[int] | None = None,
-        raised: bool = False,  # ranks bring partials, on which the tree goes on
+        raised: bool = False,  # the inputs are partials, from which the tree continues
     ) -> None:
         self._op, self._contract, self._divisor, self._dtype = (
             op,

@@ -211,8 +211,8 @@ class Levels:
         group: ProcessGroup,
         room: Tensor | None = None,
     ) -> Pending:
-        """Send ``parts[r]`` to rank r. Parts from other ranks may come to ``room``: a row for each,
-        apart from ``parts``.
+        """Send ``parts[r]`` to rank r. Parts from other ranks may be written to ``room``: a row for
+        each, apart from ``parts``.
         """
         memory = None if room is None else room.view(group.size(), -1).unbind(0)
         last = group is self._outer

@@ -56,8 +56,8 @@ class Path(Protocol):
 
     def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:
         """Why it cannot run ``step``, equal on all ranks; empty if it can. It must not read the
-        shape of ``tensor``: a rank that passes another shape than the others must come to the
-        comparison with them.
+        shape of ``tensor``: a rank that passes another shape than the others must still take
+        part in the comparison.
         """
         return (
             ""

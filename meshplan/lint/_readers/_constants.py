@@ -67,7 +67,7 @@ _NAMES_PER_STEP = 8
 
 
 class TooLong(Exception):
-    """The file has more calls than are followed."""
+    """The file has more calls than the reader follows."""
 
 
 class Reader(PythonText):
@@ -103,7 +103,7 @@ class Reader(PythonText):
         """Read the module, then the functions that it does not call.
 
         Raises:
-            TooLong: it has more calls than are followed.
+            TooLong: it has more calls than the reader follows.
         """
         self._read_block(self.tree.body, Scope())
         called = {find_callee(call) for call in self.calls}

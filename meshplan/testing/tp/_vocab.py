@@ -218,7 +218,7 @@ def start_indices(starts: Sequence[int] | None, shards: Sequence[Tensor]) -> lis
             f"{len(found)} vocab_start_indices for {len(sizes)} logit_shards; pass one per shard"
         )
     if min(found) < 0:
-        raise ShardError(f"vocab_start_indices are {found}; pass indices from zero on")
+        raise ShardError(f"vocab_start_indices are {found}; pass indices of 0 or more")
     if found != sorted(found):
         raise ShardError(
             f"vocab_start_indices are {found}; pass the shards sorted by their first token"
