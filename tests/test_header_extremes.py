@@ -35,7 +35,7 @@ class TestExtremes(TestCase):
         brought = {rank: longer if rank == 17 else usual for rank in range(40)}
         self.assertExpectedInline(
             str(error_on(5, brought)),
-            """MP703: the ranks of one collective brought different tensors or options: ranks 17 and 39, and there may be more. Rank 5 brought float32[8, 4] for all_reduce sum over 40 ranks, contract v1/tree/wide/once, path exchange. Different: elements, shape. No result was returned on any rank: pass the same shape, dtype, operation and contract on every rank""",
+            """MP703: the ranks of one collective passed different tensors or options: ranks 17 and 39, and there may be more. Rank 5 passed float32[8, 4] for all_reduce sum over 40 ranks, contract v1/tree/wide/once, path exchange. Different: elements, shape. No result was returned on any rank: pass the same shape, dtype, operation and contract on every rank""",
         )
 
     def test_named_ranks_differ_and_no_rank_blames_itself(self) -> None:

@@ -75,7 +75,7 @@ def test_works_run_in_order_and_fail_separately() -> None:
         works = [in_lane(group, CPU, one) for one in (first, second, lambda: 5)]
         assert seen == []
         assert not any(work.is_completed() for work in works)
-        with pytest.raises(GroupStateError, match=r"did not finish within 0\.01 s and goes on"):
+        with pytest.raises(GroupStateError, match=r"did not finish within 0\.01 s and still runs"):
             works[1].wait(timedelta(seconds=0.01))
         go.set()
         assert works[2].result() == 5

@@ -329,4 +329,4 @@ def test_headers_on_devices_poison_the_result_and_are_raised_later(
     for rank, (text, _) in enumerate(found):
         assert ", and there may be more. " in text
         assert f"{ODD}" in text.partition(", and there may")[0]
-        assert f"Rank {rank} brought float32[8, 4] for " in text
+        assert f"Rank {rank} passed float32[8, 4] for " in text

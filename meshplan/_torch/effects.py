@@ -40,7 +40,7 @@ _REDUCE, _REDUCE_SHARD, _SLICE, _GATHER, _MOVE = (
 
 
 class Follow(Protocol):
-    """What sees whether the executor runs a plan that it was given."""
+    """A watch on whether the executor runs a plan that it was given."""
 
     def track_steps(self, steps: list[Any], carriers: list[Any], caller: FrameType) -> list[Any]:
         """The steps that the executor receives."""
@@ -69,7 +69,7 @@ class _Mesh:
 
 
 class _Run:
-    """What the executor has called in one run, in order, and what was wrong with it."""
+    """The calls of the executor in one run, in order, and the faults found."""
 
     def __init__(self, follow: Follow) -> None:
         self.follow = follow

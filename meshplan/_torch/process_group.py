@@ -118,7 +118,7 @@ REFUSED = (
 
 
 def factor_of(op: dist.ReduceOp) -> float | Tensor:
-    """What an operation of kind ``PREMUL_SUM`` multiplies this rank's summand by."""
+    """The factor of this rank's summand in an operation of kind ``PREMUL_SUM``."""
     state: Any = op.__getstate__()
     factor: float | Tensor = state[1]
     return factor

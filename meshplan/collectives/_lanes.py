@@ -174,7 +174,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result, and return True. Raises what the collective failed with, or
-        GroupStateError if it is not finished within ``timeout``; it then goes on. C++ passes a
+        GroupStateError if it is not finished within ``timeout``; it then continues. C++ passes a
         timeout of zero for none.
         """
         if self.future is None:
@@ -198,11 +198,11 @@ class Work(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """What it has failed with, or ``None``; waits for it."""
+        """Its error, or ``None``; waits for it."""
         return None if self.future is None else self.future.exception()
 
     def result(self) -> Any:
-        """What the collective returns without ``async_op``; waits for it."""
+        """The result of the collective without ``async_op``; waits for it."""
         self.wait()
         return self._result if self.future is None else self.future.result()
 
@@ -255,7 +255,7 @@ class StreamWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the collective, and return True; with ``timeout`` the
         host waits as well. Raises the error of issuing it, GroupStateError if it is not finished in
-        time, and SignatureMismatchError if ranks brought different headers to an earlier reduction.
+        time, and SignatureMismatchError if ranks had different headers in an earlier reduction.
         """
         stream = self._call.wait()
         for tensor in self._made:
@@ -274,7 +274,7 @@ class StreamWork(Work):
         return self._call.failure is not None or self._call.is_done()
 
     def exception(self) -> Any:
-        """What issuing it has failed with, or ``None``."""
+        """The error of issuing it, or ``None``."""
         return self._call.failure
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -303,7 +303,7 @@ def stopping(calls: GroupCalls | None) -> Iterator[None]:
 
 def _unfinished(timeout: timedelta) -> GroupStateError:
     return GroupStateError(
-        f"the collective did not finish within {timeout.total_seconds():g} s and goes on; "
+        f"the collective did not finish within {timeout.total_seconds():g} s and still runs; "
         "wait again, or leave the timeout to the process group"
     )
 

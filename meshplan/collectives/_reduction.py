@@ -66,8 +66,8 @@ _LOCK = threading.Lock()
 
 
 def counts_refused(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Let calls that their arguments end use up a ticket, like all others. Peers go on with such a
-    call, and would reduce it together with this rank's next one if that had its number.
+    """Let calls that are refused for their arguments use up a ticket, like all others. Peers make
+    such a call, and would pair it with this rank's next one if that had its number.
     """
 
     @wraps(function)
@@ -611,7 +611,7 @@ def result_shape(
 
 def gather_tensor(tensor: Tensor, group: ProcessGroup, shards: Shards, ticket: Ticket) -> Tensor:
     """The shards of all ranks, joined, from checked arguments. Over gloo, raises
-    SignatureMismatchError on every rank if ranks brought different shards.
+    SignatureMismatchError on every rank if ranks passed different shards.
     """
     started = time.perf_counter()
     dim, lengths = shards

@@ -98,7 +98,7 @@ def _wrap_pending(result: torch.Tensor) -> torch.Tensor:
 def unplanned_calls(
     mesh: DeviceMesh, layout: Layout, src: Sequence[Placement], dst: Sequence[Placement]
 ) -> list[tuple[GroupCalls, str]]:
-    """Who counts each reduction of a redistribution that no plan was made for, and its lane."""
+    """The counter and the lane of each reduction of a redistribution without a plan."""
     axes: dict[str, list[int]] = {}
     for axis, (before, after) in enumerate(zip(src, dst, strict=True)):
         if type(before) is Partial and not after.is_partial() and mesh.size(axis) > 1:
@@ -190,7 +190,7 @@ class PlannedPartial(PartialHooks):
         return result if traced else _wrap_pending(result)
 
     def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
-        """What is known of the groups of ``mesh``: by identity, as equal meshes may have others."""
+        """The groups of ``mesh``, found by identity, as equal meshes may have others."""
         axes = self.step.axes
         beside = is_worker_thread()
         calls = calls_of(*map(mesh.get_group, axes), order=self._members(), beside=beside)

@@ -72,7 +72,7 @@ class MicroBatches:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the number of finished steps, and M."""
+        """The state for a checkpoint: the number of finished steps, and M."""
         return {"step": self.step, "micro_batches": self.count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class PathRequest:
 
     @property
     def nbytes(self) -> int | None:
-        """Of the summand; ``None`` while torch traces with a size that it does not know."""
+        """Bytes of the summand; ``None`` while torch traces with an unknown size."""
         numel = self.tensor.numel()
         return numel * self.tensor.element_size() if isinstance(numel, int) else None
 

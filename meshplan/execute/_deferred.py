@@ -72,7 +72,7 @@ def is_deferred(tensor: Tensor, groups: StepGroups) -> bool:
 
 
 def raise_pending() -> None:
-    """Raise SignatureMismatchError if ranks brought different headers to an earlier reduction. It
+    """Raise SignatureMismatchError if ranks had different headers in an earlier reduction. It
     does not wait for a device: a difference that is still on its way is raised by a later call.
     """
     with _lock:

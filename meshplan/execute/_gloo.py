@@ -120,7 +120,7 @@ def inline_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the parts of one kind of message are placed: views of the channel's two buffers."""
+    """The parts of one kind of message: views of the channel's two buffers."""
 
     sent: Tensor  # the blocks for all other ranks
     sends: list[int]  # bytes of the block for each rank

@@ -167,8 +167,8 @@ def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMis
     )
     unlike = WORD_FIELDS[CALL_WORD] in fields
     return SignatureMismatchError(
-        f"the ranks of one collective brought different tensors or options: ranks "
-        f"{min(first, last)} and {max(first, last)}, and there may be more. Rank {mine[0]} brought "
+        f"the ranks of one collective passed different tensors or options: ranks "
+        f"{min(first, last)} and {max(first, last)}, and there may be more. Rank {mine[0]} passed "
         f"{mine[1]}. Different: "
         f"{', '.join(fields)}. {UNLIKE_CALLS if unlike else _UNLIKE_TENSORS}",
         rank=other,
@@ -177,8 +177,8 @@ def extremes_error(ends: Sequence[RankHeader], mine: RankHeader) -> SignatureMis
 
 
 def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatchError:
-    """The error of a collective to which ranks brought different headers. ``brought`` has those of
-    all ranks, and the text is the same on all of them.
+    """The error of a collective whose ranks have different headers. ``brought`` has those of all
+    ranks, and the text is the same on all of them.
     """
     # From the headers of all ranks and nothing else, so that every rank raises the same text.
     by_header: dict[Header, list[int]] = {}
@@ -195,7 +195,7 @@ def mismatch_error(brought: Sequence[RankHeader], rank: int) -> SignatureMismatc
     shown = "; ".join(lines[:8]) + ("; ..." if len(lines) > 8 else "")
     found = differences({who: read_words(header.words) for who, header in brought})
     return SignatureMismatchError(
-        f"the ranks of one collective brought different tensors or options. {shown}. Different: "
+        f"the ranks of one collective passed different tensors or options. {shown}. Different: "
         f"{found}. {UNLIKE_CALLS if unlike else _UNLIKE_TENSORS}",
         rank=other,
         unlike_calls=unlike,

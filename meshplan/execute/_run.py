@@ -1,6 +1,4 @@
-"""Run one planned reduction on one tensor. The only choice left is the path; ``BoundReduction`` has
-made that, too.
-"""
+"""Run one planned reduction on one tensor. Only the path is left: ``BoundReduction`` chooses it."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ _LOCK = threading.Lock()
 
 
 class BoundReduction:
-    """What all ranks have decided once about a reduction over some groups: of each dtype, shape and
+    """The decisions of all ranks about a reduction over some groups: for each dtype, shape and
     device, the path. It keeps no process group and no tensor alive; ``handles`` find the groups.
     """
 

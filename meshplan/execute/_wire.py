@@ -30,7 +30,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
 WAIT_SLICE = timedelta(milliseconds=200)
-"""How soon a wait for a rank that does not come finds that its group was aborted."""
+"""Seconds after which a wait for a missing rank finds that its group was aborted."""
 # Messages of the program over the same group have other tags.
 _TAG = 0x6D706C
 
@@ -145,7 +145,7 @@ class Wire:
         return partial(self.wait, self.all_gather(tensor, group))
 
     def wait(self, tensor: Tensor) -> Tensor:
-        """``tensor``, of ``all_to_all`` or ``all_gather`` or a view of it, once it has come."""
+        """``tensor``, of ``all_to_all`` or ``all_gather`` or a view of it, once it has arrived."""
         found: Tensor = _ops.wait_tensor(tensor)
         return found
 

@@ -1,7 +1,7 @@
 """Unanimous decisions of a group's members, over the store, before any group exists.
 
-Creating a process group blocks until every member has come. A member that does not come, or comes
-for something else, hangs the others. So the members vote first. A vote is one key that is written
+Creating a process group blocks until every member takes part. A member that is missing, or creates
+something else, hangs the others. So the members vote first. A vote is one key that is written
 once, atomically, with ``compare_set``: the last member to arrive writes "yes"; the first that runs
 out of time writes "no" and the missing ranks. All members read the same key, so either all go on or
 none does.
@@ -60,7 +60,7 @@ def first_use(timeout: float) -> Iterator[None]:
 
 
 def seconds_left(timeout: float) -> float:
-    """Of ``timeout``, what the first use of a group leaves to a wait of this thread."""
+    """The part of ``timeout`` that the first use of a group leaves to a wait of this thread."""
     ends = getattr(_FIRST_USE, "ends", None)
     return timeout if ends is None else max(min(timeout, ends - time.monotonic()), 0.0)
 
@@ -76,7 +76,7 @@ class Members:
     # That needs the votes. Members in calls of different numbers differ, as with different tokens;
     # 0, in no call, differs from none.
     call: int | str = 0
-    # Where in the store they have noted, before the votes, that they had come at all.
+    # The key prefix under which they note their arrival, before the votes.
     arrivals: str = ""
 
 

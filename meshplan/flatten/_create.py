@@ -57,8 +57,8 @@ _LEAST_SECONDS = 0.1
 def rest_at_end() -> None:
     """Let this process rest for a moment before it ends. To be called once or more."""
     if sys.version_info < (3, 14):
-        # Gloo's thread frees the tensors of a collective after those who wait for it have gone on,
-        # and aborts a process whose interpreter has ended by then.
+        # Gloo's thread frees the tensors of a collective after the threads that wait continue, and
+        # aborts a process whose interpreter has ended by then.
         atexit.register(time.sleep, _REST_SECONDS)
 
 

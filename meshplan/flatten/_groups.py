@@ -254,7 +254,7 @@ class GroupRegistry:
             raise refusal(verdict, members, "a reduction")
 
     def memory_of(self, pg: ProcessGroup) -> list[Communicator[Any]]:
-        """What the ranks of ``pg`` have mapped to reduce over it; empty if they share no memory."""
+        """The memory that the ranks of ``pg`` have mapped; empty if they share none."""
         return self._table.memory_of(pg)
 
     def handle(self, group: Group) -> GroupHandle:

@@ -86,8 +86,8 @@ def agree_on_name(
     members: Members,  # of the groups over ``axes`` of ``mesh``
 ) -> Members:
     """Agree on the name of ``calls``, the same on all ranks that differ there. Returns the members,
-    with where they noted that they had come. If the rank that passes on the names does not come,
-    raises GroupAgreementError on the others, and on that rank if it comes after they gave up.
+    with the key under which they noted their arrival. If the rank that passes on the names is
+    missing, raises GroupAgreementError on the others, and on that rank if it arrives later.
     """
     if calls.name:
         return members
@@ -177,8 +177,8 @@ HOSTS: WeakKeyDictionary[ProcessGroup, Hosts] = WeakKeyDictionary()
 @dataclass(frozen=True, slots=True)
 class _Unanswered:
     """A vote of which this rank does not know the verdict, as the store did not answer it. The
-    others may have gone on. So the next call of this rank, which has the same ticket, asks for that
-    verdict, instead of waiting for the others in another vote.
+    others may have continued. So the next call of this rank, which has the same ticket, reads that
+    verdict instead of waiting for the others in another vote.
     """
 
     prefix: str
@@ -474,7 +474,7 @@ def _time_messages(pg: ProcessGroup, near: int, wait: float, name: str) -> Seque
 
 
 def backend_name(pg: ProcessGroup) -> str:
-    """What the user chose for ``pg``."""
+    """The user's choice for ``pg``."""
     return str(getattr(c10d, WORLD).pg_map[pg][0])
 
 
@@ -589,7 +589,7 @@ def _reason(
 def refusal(
     verdict: VoteResult, members: Members, what: str = "the first reduction"
 ) -> GroupAgreementError | GroupStateError:
-    """What a vote that said no is to the caller."""
+    """The error for the caller of a vote that said no."""
     ranks, rank = members.ranks, members.rank
     if verdict.veto is not None:
         who, reason = verdict.veto

@@ -64,7 +64,7 @@ def _numbering(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def process_state(store: Store, rank: int) -> ProcessState:
-    """What the process of global rank ``rank`` does; ``unknown`` unless it is on this host."""
+    """The state of the process of global rank ``rank``; ``unknown`` unless it is on this host."""
     return _state(store.get(_key(rank))) if store.check([_key(rank)]) else "unknown"
 
 

@@ -80,7 +80,7 @@ def has_main_place() -> bool:
 def check_turn(what: object, *, lent: bool) -> None:
     """Raise GroupStateError for a thread that would use a group while another thread has the turn:
     for a group of the main thread (``lent``), if that does not wait for this thread; on the main
-    thread, if a thread in its place goes on.
+    thread, if a thread in its place still runs.
     """
     if lent and is_worker_thread():
         if not has_main_place():
@@ -95,8 +95,8 @@ def check_turn(what: object, *, lent: bool) -> None:
         if others:
             raise GroupStateError(
                 f"the main thread called a reduction over {what} while thread {others[0]!r} "
-                "runs, which reduces over groups of the main thread because that waited for it; "
-                "join the thread first, or give it a mesh of its own from the start"
+                "runs, which reduces over groups of the main thread because that one waited for "
+                "it; join the thread first, or give it a mesh of its own from the start"
             )
 
 

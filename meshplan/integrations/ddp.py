@@ -1,7 +1,7 @@
 """``DistributedDataParallel`` over the backend, with one rounding instead of one for each summand.
 
 DDP divides each gradient by the number of ranks before the sum: every summand is rounded, and the
-sum once more. The hook sums first. Without it the replicas have equal bits, too.
+sum once more. The hook sums first. Without it the replicas have equal bits too.
 """
 
 # No "from __future__ import annotations" here: torch compares a hook's annotations with types.

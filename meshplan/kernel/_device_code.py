@@ -243,7 +243,7 @@ def prebuilt() -> bytes | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept; it need not exist."""
+    """The folder of compiled kernels; it need not exist."""
     named = os.environ.get("MESHPLAN_CACHE")
     if named:
         return Path(named)

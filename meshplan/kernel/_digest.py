@@ -76,7 +76,7 @@ def digest_words(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What dtype and shape add to the lanes, as int64 has it."""
+    """The words of dtype and shape that are added to the lanes, as int64."""
     text = f"{name_of(dtype)}[{','.join(map(str, shape))}]"
     found = hashlib.sha256(text.encode()).digest()
     words = (found[8 * lane : 8 * lane + 8] for lane in range(_LANES))

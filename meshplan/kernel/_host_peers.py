@@ -126,7 +126,7 @@ class SharedMemory:
 
     @property
     def address(self) -> int:
-        """Of the first byte behind the header, in this process."""
+        """The address of the first byte behind the header, in this process."""
         assert self._bytes is not None
         return ctypes.addressof(self._bytes) + HEADER_BYTES
 

@@ -4,7 +4,7 @@ The tree of an axis of n ranks is a chain: n is a sum of powers of two, the tree
 of 2^a ranks, plus (the second block, plus (the third ...)). Inside a block, round t pairs ranks
 whose positions differ in bit t - 1. Both hold the sum of 2^(t-1) ranks over one interval. Each
 keeps a half, sends the other, and adds what it received: exactly the nodes of the tree. After a
-rounds each rank of the block holds its sum over one interval in 2^a. An outer axis goes on with
+rounds each rank of the block holds its sum over one interval in 2^a. An outer axis continues with
 these intervals, in groups of ranks with equal inner positions.
 
 A later block is smaller, and has its sum b < a rounds after the start. In round b + 1 it sends the

@@ -327,7 +327,8 @@ class Siblings:
             # same x[c] for every c, hence are equal; and equal rings agree in every chunk.
             return np.array(self.ring(int(self._first_group[pattern]), channel)).tobytes()
         # A sum is known by its lowest leaf. Each other leaf is the lowest of a sum that is once
-        # added to one with a lower leaf: which one, and after how many others, determines all pairs.
+        # added to one with a lower leaf. That leaf, and the number of sums before, determine all
+        # pairs.
         size = self.size
         pairs, added = array("q", bytes(8 * size)), [0] * size
 

@@ -131,7 +131,7 @@ def count_chunks(nbytes: int, unit: int) -> int:
 
 def weigh_chunks(count: int) -> list[int]:
     """The proportions of so many chunks: the longest in the middle, half of it at the ends."""
-    # Until the first chunk has come through its block, nothing travels between blocks, and then
+    # Until the first chunk has passed through its block, nothing travels between blocks, and then
     # only the first rounds of few chunks do; at the end it is the same. Few chunks are equal: of
     # them, a longer one in the middle costs more.
     if count < MIN_RAMP:
@@ -173,9 +173,9 @@ Stage = Collective | Round
 
 def predict_turns(links: Links, chunks: Sequence[Sequence[Stage]]) -> float:
     # In each turn one more chunk starts, the batch of all rounds is sent, and every chunk but the
-    # new one waits for what it has under way, and goes on. As in LogGP (Alexandrov et al., 1995), a
-    # rank sends the bytes of one message after the other through the port of a class of links, and
-    # receives them so; each arrives a latency after it has left.
+    # new one waits for its messages, and continues. As in LogGP (Alexandrov et al., 1995), a
+    # rank sends the bytes of its messages sequentially through the port of a class of links, and
+    # receives them likewise. Each arrives one latency after it was sent.
     first = chunks[0]
     clocks = _Clocks(links, max(len(one.sends) if isinstance(one, Round) else 1 for one in first))
     waiting = iter(chunks)
@@ -198,7 +198,7 @@ def predict_turns(links: Links, chunks: Sequence[Sequence[Stage]]) -> float:
 
 
 class _Clocks:
-    """When each rank goes on, and its groups and ports are free."""
+    """When each rank continues, and its groups and ports are free."""
 
     def __init__(self, links: Links, ranks: int) -> None:
         self._links = links
@@ -258,8 +258,10 @@ class ElementWidth:
 
     @classmethod
     def of(cls, dtype: str | None, contract: Contract) -> ElementWidth:
-        """Of ``dtype``. If it is unknown, of float32, or in an exact order of the dtype whose
-        partials have the most bytes for one of its own: no plan is worse than a flat one."""
+        """The widths of ``dtype``. If it is unknown, those of float32, or in an exact order of the
+        dtype whose partials have the most bytes for one of its own: no plan is worse than a flat
+        one.
+        """
         if dtype is None:
             dtype = "float32"
             if contract.ordering.exact:
@@ -483,7 +485,7 @@ def _list_rounds(
             return link, item * (stop - start)
 
         def find(rank: int, received: _Messages) -> Iterator[tuple[int, int]]:
-            """Where the messages that ``rank`` receives are among those that are sent."""
+            """The places of the messages to ``rank`` among all messages."""
             for place, one in enumerate(received):
                 sender = index[represent(one.peer)]
                 same = [i for i, m in enumerate(sides[sender][0]) if m.is_tail == one.is_tail]

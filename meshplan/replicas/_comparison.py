@@ -227,8 +227,8 @@ class ReplicaChannel:
     def broadcast(self, record: Any, source: int) -> Any:
         """On all ranks, the JSON record of the rank at position ``source``."""
         data = json.dumps(record, ensure_ascii=False).encode(errors="replace")
-        # The length first: the receivers must allocate. Bytes that ranks other than the source
-        # brought are overwritten.
+        # The length first: the receivers must allocate. Bytes of ranks other than the source are
+        # overwritten.
         size = torch.tensor([len(data)], device=self._device)
         with self._moving("broadcast"):
             dist.broadcast(size, group=self._group, group_src=source)

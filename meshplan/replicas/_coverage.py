@@ -417,7 +417,7 @@ def coverage(
 
 
 class _Caller:
-    """Who begins a reduction on this thread, and in which steps."""
+    """The caller of a reduction on this thread, and the steps."""
 
     def __init__(self) -> None:
         self.site = find_call_site()

@@ -168,7 +168,7 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRepair:
-    """What ``repair_replicas`` has changed.
+    """The copies that ``repair_replicas`` made.
 
     Attributes:
         copies: those among the ranks that this one compares with.

@@ -219,7 +219,7 @@ class CertificateFile:
 
 
 def _read_conditions(report: Mapping[str, Any]) -> Message:
-    """What a report knows that decides bits; compared, and no part of the chain."""
+    """The facts of a report that decide bits; compared, and no part of the chain."""
     names = ("world_size", "backend", "torch", "meshplan")
     found = {name: report[name] for name in names}
     found["hosts"] = sorted(len(ranks) for ranks in report["hosts"].values())

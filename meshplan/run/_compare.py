@@ -36,7 +36,7 @@ class _Certificate:
 
 
 def compare_files(first: str, second: str) -> tuple[str, int]:
-    """What differs between two certificates or two reports, and the exit status: 0 same, 1 not the
+    """The differences of two certificates or two reports, and the exit status: 0 same, 1 not the
     same, 2 unknown.
 
     Raises:

@@ -50,7 +50,7 @@ _MOST_LAYOUTS = 64
 
 
 def find_layouts() -> list[Layout]:
-    """Of the device meshes of this process, and of those that it had before."""
+    """The layouts of the device meshes that this process has or had."""
     for mesh in _list_alive(_MESHES) if len(_LAYOUTS) < _MOST_LAYOUTS else ():
         # A slice reads its ranks from the default group, and only on its own ranks.
         with suppress(Exception):
@@ -94,7 +94,7 @@ def _list_alive(found: Any) -> list[Any]:
 
 
 class ParameterTable:
-    """What is known of parameters, by identity; read again when an unknown one appears."""
+    """Facts about parameters, by identity; read again when an unknown one appears."""
 
     def __init__(self) -> None:
         self.uses: dict[Ranks, set[bool]] = {}  # whether replicated, along a group of this rank

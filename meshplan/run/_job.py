@@ -26,7 +26,7 @@ _NO_GROUP = (
 
 
 class ObservedJob:
-    """What observes this process, and reports on rank 0 when it ends."""
+    """An observer of this process, which reports on rank 0 when it ends."""
 
     def __init__(self, settings: RunSettings, folder: str = "") -> None:
         if settings.backend is not None:

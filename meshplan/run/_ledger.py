@@ -52,7 +52,7 @@ class _TensorSet:
 
 
 class Ledger:
-    """What the ranks of a job have posted, by rank and by set of tensors."""
+    """The posts of the ranks of a job, by rank and by set of tensors."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

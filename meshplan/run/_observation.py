@@ -59,7 +59,7 @@ _STATE_INITIALISATION = os.path.join("distributed", "checkpoint", "state_dict.py
 
 
 class Observation:
-    """What is observed of this process, from the first process group on."""
+    """The observation of this process, from the first process group on."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -205,7 +205,7 @@ class Observation:
         return unit
 
     def _find_offset(self, optimizer: Optimizer, unit: int) -> int:
-        """Steps before this process: a resumed job goes on with those of its optimizer's state."""
+        """Steps before this process: a resumed job has those of its optimizer's state."""
         if unit not in self._offsets:
             states = (self._state_of(optimizer, one) for one in _parameters_of(optimizer))
             taken = next((one["step"] for one in states if "step" in one), None)

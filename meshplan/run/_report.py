@@ -28,7 +28,7 @@ _VARIABLES = [
 
 
 def read_settings() -> dict[str, Any]:
-    """What decides bits besides the order of reductions, as it is now."""
+    """The settings that decide bits besides the order of reductions, as they are now."""
     cudnn = torch.backends.cudnn
     found: dict[str, Any] = {"torch": torch.__version__}
     found |= {name: os.environ.get(name) for name in _VARIABLES}

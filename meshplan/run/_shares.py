@@ -94,7 +94,7 @@ class _Share:
 
 
 class Begun(NamedTuple):
-    """What a rank will post of a step, and the words that it waits for."""
+    """The part of a step that a rank will post, and the words that it waits for."""
 
     posts: list[Message]
     reads: list[tuple[Message, _Share, Callable[[], Tensor]]]

@@ -302,7 +302,7 @@ class Reader(PythonText):
             scope.names[name] = join([scope.names.get(name, UNKNOWN), UNKNOWN])
 
     def _find_any(self, value: Value) -> Value:
-        """What an item of a value may be."""
+        """The possible items of a value."""
         if isinstance(value, Items) and value.entries is not None:
             found = join([one for one, _ in value.entries])
             if found is not UNKNOWN:
@@ -383,7 +383,7 @@ class Reader(PythonText):
                 self.set_field(owner, key if isinstance(key, Text) else None, value)
 
     def _read_target(self, node: ast.expr, scope: Scope) -> Value:
-        """What is changed in place: the object that a name stands for now, not later."""
+        """The object that is changed in place: that of a name now, not later."""
         inner = node
         while isinstance(inner, ast.Attribute):
             inner = inner.value
@@ -589,7 +589,7 @@ class Reader(PythonText):
         return found if found is None or len(found) <= _MAX_ITEMS else None
 
     def _read_comprehension(self, node: Any, scope: Scope) -> Value:
-        """What a comprehension has: ``{name: mesh[name] for name in NAMES}`` item by item."""
+        """The items of a comprehension: ``{name: mesh[name] for name in NAMES}`` item by item."""
         inner = Scope(scope, is_part=True)
         source = self.read(node.generators[0].iter, scope)
         entries = source.entries if isinstance(source, Items) else None
@@ -670,7 +670,7 @@ class Reader(PythonText):
         return join(found + [UNKNOWN] * (0 < len(known) < len(choices)))
 
     def _find_parent(self, scope: Scope) -> Value:
-        """What ``super()`` stands for in a method."""
+        """The object of ``super()`` in a method."""
         one: Scope | None = scope
         while one is not None:
             if one.function is not None and one.function.owner is not None:

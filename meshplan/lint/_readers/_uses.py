@@ -202,7 +202,7 @@ class Mesh:
 
 @dataclass(slots=True)
 class _AxisUse:
-    """What is known of one axis: ``strong`` comes before its name, ``weak`` after it."""
+    """Evidence about one axis: ``strong`` comes before its name, ``weak`` after it."""
 
     strong: set[Role] = field(default_factory=set)
     weak: set[Role] = field(default_factory=set)
@@ -286,7 +286,7 @@ class Uses:
         return _choose(use.weak) if use.weak and named == "unknown" else "unknown"
 
     def find_kinds(self, root: Root) -> set[_Kind]:
-        """What the mesh is given to."""
+        """The function or class that gets the mesh."""
         return {kind for key, use in self._axes.items() if key[0] is root for kind in use.kinds}
 
 

@@ -66,7 +66,7 @@ class _Member:
         return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
     def find(self, kind: str, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """What the pattern finds in the last line of a kind."""
+        """The match of the pattern in the last line of a kind."""
         return pattern.search(self.lines[kind][-1][1]) if kind in self.lines else None
 
     def find_rank(self) -> int:
