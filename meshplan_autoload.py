@@ -65,8 +65,10 @@ def _observe_from_first_group(dist: Any) -> None:
                     observe_by_variable(text, folder)
                 except Exception as error:
                     # Invalid settings end a job at once, and so does a backend that is not there:
-                    # it never falls back to another. No other failure is the job's.
-                    if getattr(error, "code", None) == "MP402" or "backend=" in text:
+                    # it never falls back to another. A requirement is never left out either. No
+                    # other failure is the job's.
+                    needed = "backend=" in text or "require=" in text
+                    if getattr(error, "code", None) == "MP402" or needed:
                         raise
                     text = f"[meshplan] not observed: {type(error).__name__}: {error}\n"
                     with suppress(Exception):

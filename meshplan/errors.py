@@ -259,6 +259,17 @@ class ChecksumError(MeshplanError, RuntimeError):
     code = "MP706"
 
 
+class BitwiseRequirementError(MeshplanError, RuntimeError):
+    """``meshplan run --require bitwise`` stopped the job: something in it can change bits.
+
+    The message has the cause and its fix: a reduction outside the contract, a setting, or an
+    operator of torch without a deterministic implementation. Each later reduction or optimizer step
+    raises it again, and so do those of the other ranks, whose message names the first rank.
+    """
+
+    code = "MP707"
+
+
 class ReplicaInputError(MeshplanError, TypeError):
     """A compared value is not a tensor, or is a tensor without data of its own."""
 

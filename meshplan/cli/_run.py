@@ -52,6 +52,9 @@ def add(verbs: Any) -> None:
     option("--strict", action="store_true", help=refuses)
     creates = "create all process groups with it: every reduction under the contract"
     option("--backend", choices=("meshplan",), help=creates)
+    stops = "stop the job at a reduction outside the contract, a setting that varies bits, or an "
+    stops += "operator that torch lists as nondeterministic: error MP707 names the fix"
+    option("--require", choices=("bitwise",), help=stops)
     option(
         "-m",
         "--module",
@@ -80,6 +83,7 @@ def run(given: argparse.Namespace) -> int:
             backend=given.backend,
             certify=given.certify,
             probe=given.probe,
+            require=given.require,
         )
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:

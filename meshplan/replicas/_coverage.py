@@ -258,6 +258,18 @@ class Coverage:
         self._ended: deque[CoverageStep] = deque(maxlen=keep)
         self.open_step: CoverageStep | None = None
 
+    def check(self) -> None:
+        """Called for each reduction of any kind; an error ends it."""
+
+    def admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
+        """Called before a reduction that is ``outside`` or ``native``; an error ends it. ``fix`` is
+        empty if only another backend is one.
+        """
+        if self.strict and kind == "outside":
+            raise FallbackRefusedError(
+                f"{about}; {fix or _FIX}, or pass strict=False to meshplan.coverage"
+            )
+
     @property
     def steps(self) -> tuple[CoverageStep, ...]:
         """The last ``keep`` steps that have ended, oldest first."""
@@ -420,6 +432,8 @@ class _Caller:
     """The caller of a reduction on this thread, and the steps."""
 
     def __init__(self) -> None:
+        for one in _active:
+            one.check()
         self.site = find_call_site()
         self.steps = [step for one in _active if (step := one.open_step) is not None]
 
@@ -464,15 +478,16 @@ def _watch(
     native = extent == "native" or site.falls_through
     kind: Kind = "any order" if any_order else "native" if native else "outside"
     what = f"{_short(name)} {op.lower()} over {group.name()}"
-    if kind == "outside":
+    if not any_order:
         about = (
             f"{site.text}: {what}, {group.size()} ranks, of {name_of(dtype)} is outside the "
-            f"contract, in the backend's own order; {_FIXES.get(extent, _FIX)}"
+            "contract, in the backend's own order"
         )
-        if report is not None and site.library and extent != "fallback":
-            report(site.library, about)
-        if any(one.strict for one in _active):
-            raise FallbackRefusedError(f"{about}, or pass strict=False to meshplan.coverage")
+        fix = _FIXES.get("native" if native else extent, "")
+        if kind == "outside" and report is not None and site.library and extent != "fallback":
+            report(site.library, f"{about}; {_FIX}")
+        for one in _active:
+            one.admit(kind, about, fix, site.text)
     if not caller.steps:
         return reduction()
     started = time.perf_counter()
@@ -492,7 +507,10 @@ def _watch(
 
 
 _FIX = 'create the group by init_process_group("meshplan") or new_group(backend="meshplan")'
-_FIXES = {"fallback": "convert the tensor to a dtype and layout of the contract"}
+_FIXES = {
+    "fallback": "convert the tensor to a dtype and layout of the contract",
+    "native": "remove the policy or path that requests this order",
+}
 
 
 def _flatten(given: Any) -> Iterator[Tensor]:

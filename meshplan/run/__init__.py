@@ -30,6 +30,7 @@ class RunSettings(NamedTuple):
     backend: str | None = None  # ``None`` leaves the job's own
     certify: str | None = None
     probe: bool = False  # the same on all ranks
+    require: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> RunSettings:

@@ -195,6 +195,7 @@ class Exchange(threading.Thread):
             shown, _, rank = data.decode().partition(" ")
             if secrets.compare_digest(shown, token):
                 self._peers[one] = int(rank)
+                self._pass_on_refusal(one)
                 return b""
         except (EOFError, OSError, ValueError, TypeError):
             self._gone.add(self._peers[one])
@@ -205,12 +206,20 @@ class Exchange(threading.Thread):
     def _read(self, rank: int, message: Message) -> None:
         with self.lock:
             questions = self.ledger.add(rank, message)
+        if "refused" in message:
+            for one in [one for one, found in self._peers.items() if found != -1]:
+                self._pass_on_refusal(one)
         for asked, question in questions:
             if asked == 0:
                 self._read(0, self._answer(question))
             for one in [one for one, found in self._peers.items() if found == asked]:
                 with suppress(OSError):  # reading from a peer notices that it has ended
                     self._send(one, question)
+
+    def _pass_on_refusal(self, one: Connection) -> None:
+        if self.ledger.refused is not None:
+            with suppress(OSError):
+                self._send(one, {"refused": self.ledger.refused})
 
     def _clear(self) -> None:
         """Let ranks go that have ended and of which nothing is needed any more."""
@@ -250,7 +259,10 @@ class Exchange(threading.Thread):
                     question = json.loads(peer.recv_bytes())
                 if "clear" in question:
                     return
-                self._send(peer, self._answer(question))
+                if "refused" in question:
+                    self.ledger.refused = question["refused"]
+                else:
+                    self._send(peer, self._answer(question))
 
     def _own_store(self) -> Any:
         """The default group's store, over a connection that no request of the job blocks."""

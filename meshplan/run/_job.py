@@ -48,14 +48,17 @@ class ObservedJob:
         if os.getpid() != self._process:
             return 0
         strict = self._settings.strict and error is None
-        status = 3 if strict else 0
+        # A script that goes on after the error that stops it has not passed.
+        requirement = self._observation.requirement if self._settings.require else None
+        stopped = requirement is not None and error is None and requirement.refusal is not None
+        status = 3 * (strict or stopped)
         try:
             report = self._observation.finish(error)
             if report is not None:
                 text = self._format(report)
-                status = find_status(report) if strict else 0
+                status = find_status(report) if strict else 3 * stopped
             elif self._observation.rank or os.environ.get("RANK", "0") != "0":
-                return 0
+                return 3 * stopped
             else:
                 reasons = "; ".join(self._observation.notes)
                 text = f"[meshplan] no verdict: {reasons or _NO_GROUP}\n"
@@ -90,11 +93,11 @@ def observe_by_variable(text: str, folder: str) -> None:
             "MESHPLAN_RUN: nothing can change the exit status of a script from inside; use "
             "python -m meshplan run --strict, or remove strict"
         )
-    if settings.backend not in (None, "meshplan"):
-        raise PolicyError(
-            f"MESHPLAN_RUN: backend={settings.backend!r} is not supported; use meshplan, or leave "
-            "it out"
-        )
+    for name, only in (("backend", "meshplan"), ("require", "bitwise")):
+        if (value := getattr(settings, name)) not in (None, only):
+            raise PolicyError(
+                f"MESHPLAN_RUN: {name}={value!r} is not supported; use {only}, or leave it out"
+            )
     job = ObservedJob(settings, folder)
     # Python keeps the exception that ends the process there.
     atexit.register(lambda: job.finish(getattr(sys, "last_value", None)))

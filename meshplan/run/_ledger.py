@@ -63,6 +63,7 @@ class Ledger:
         self.probes: dict[tuple[Any, ...], dict[int, Message]] = {}  # by members, and by rank
         self.chain = Chain(world_size)
         self.first: Message | None = None
+        self.refused: Message | None = None  # what first stopped a rank, under ``--require``
         self._held = 0  # posts of steps that not all holders have posted
         self._place = (0, 0)
         self._search: _Search | None = None
@@ -76,6 +77,8 @@ class Ledger:
         if "final" in message:
             self.finals[rank] = message["final"]
             self.chain.advance(self.finals.keys())
+        if "refused" in message:
+            self.refused = self.refused or {"rank": rank} | message["refused"]
         if "probe" in message:
             one = message["probe"]
             # Several groups may have the same ranks.

@@ -1,6 +1,7 @@
 """The observers of this process: its steps, reductions, meshes and settings.
 
-Nothing here may change the job: an error is recorded as not observed and never raised. Of torch,
+Nothing here may change the job, except under ``--require``: an error is recorded as not observed
+and never raised. Of torch,
 ``init_process_group`` and the constructor of meshes are replaced by functions that call them.
 """
 
@@ -45,6 +46,7 @@ from meshplan.run._holders import (
 from meshplan.run._ledger import KINDS
 from meshplan.run._probe import Probe
 from meshplan.run._report import build, read_settings, write_file
+from meshplan.run._require import Requirement
 from meshplan.run._shares import Begun, Item, Shares
 from meshplan.run._signals import is_of_handler
 from meshplan.topology._locate import locate_rank
@@ -80,7 +82,8 @@ class Observation:
         self._nested: Any = weakref.WeakSet()
         self._begun: Any = weakref.WeakKeyDictionary()  # before a step, by optimizer
         self._step_times: list[float] = []  # of the first and the last step
-        self._coverage = coverage()
+        self.requirement = Requirement(settings.backend) if settings.require else None
+        self._coverage = self.requirement or coverage()
         self._lock = threading.RLock()
         self._starting = self._ended = self._is_saved = False
         self._saving = threading.Lock()
@@ -118,6 +121,8 @@ class Observation:
         )
         exchange.post(lambda: {"hello": hello})
         self._exchange = exchange
+        if self.requirement is not None:
+            self.requirement.exchange = exchange
         exchange.start()
 
     def call(self, observe: Callable[[Observation], None]) -> None:
@@ -146,7 +151,8 @@ class Observation:
 
     def before_step(self, optimizer: Optimizer, closure: object) -> None:
         """Look at gradients, which some optimizers change or free in a step."""
-        if closure is None and _is_nested(sys._getframe()) is False:
+        # Gradients are also in the certificate.
+        if self.settings.gradients and closure is None and _is_nested(sys._getframe()) is False:
             self._look(optimizer, ["gradient"], ahead=1)
 
     def after_step(self, optimizer: Optimizer, closure: object) -> None:
@@ -309,6 +315,8 @@ class Observation:
 
     def _finish(self, error: BaseException | None) -> None:
         assert self._exchange is not None
+        if self.requirement is not None:
+            self.requirement.explain(error)
         if not self._steps:
             self._note("no optimizer step was seen (compiled steps are not)")
         self._probe.finish(self._exchange.post, _FAILED_SECONDS)
@@ -352,12 +360,14 @@ def observe(settings: RunSettings) -> Observation:
             if not torch.compiler.is_compiling():
                 closure = args[1] if len(args) > 1 else kwargs.get("closure")
                 one.call(lambda one: observer(one, optimizer, closure))
+                if one.requirement is not None:
+                    one.requirement.check()
 
         return observe_step
 
     if settings.probe:
         OBSERVING.before = one._probe.begin
-    if settings.gradients:  # also in the certificate
+    if settings.gradients or settings.require:
         register_optimizer_step_pre_hook(hook(Observation.before_step))
     register_optimizer_step_post_hook(hook(Observation.after_step))
     init = dist.init_process_group

@@ -25,31 +25,29 @@ _VARIABLES = [
     "NCCL_NVLS_ENABLE",
     "NCCL_PROTO",
 ]
+_MOST_CAUSES = 8
+_MODES = (False, "warn only", True)
 
 
 def read_settings() -> dict[str, Any]:
     """The settings that decide bits besides the order of reductions, as they are now."""
-    cudnn = torch.backends.cudnn
-    found: dict[str, Any] = {"torch": torch.__version__}
-    found |= {name: os.environ.get(name) for name in _VARIABLES}
-    for name, read in {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-        "float32_matmul_precision": torch.get_float32_matmul_precision,
-        "cudnn_allow_tf32": lambda: cudnn.allow_tf32,
-        "cudnn_benchmark": lambda: cudnn.benchmark,
-        "cudnn_deterministic": lambda: cudnn.deterministic,
-        "threads": torch.get_num_threads,
-    }.items():
-        # Torch refuses to read what was set by the other one of its two interfaces to TF32.
-        try:
-            found[name] = read()
-        except RuntimeError:
-            found[name] = "unreadable"
-    return found
+    cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    found = {"torch": torch.__version__} | {name: os.environ.get(name) for name in _VARIABLES}
+    # Of torch's two interfaces to TF32, this one can be read whichever of them was used.
+    return found | {
+        "deterministic_algorithms": _MODES[torch.get_deterministic_debug_mode()],
+        "matmul_precision": cuda.matmul.fp32_precision,
+        "convolution_precision": cudnn.conv.fp32_precision,
+        "rnn_precision": cudnn.rnn.fp32_precision,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_deterministic": cudnn.deterministic,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def build(
-    ledger: Ledger, own: dict[str, Any], state: str, error: object
+    ledger: Ledger, own: dict[str, Any], state: str, error: BaseException | None
 ) -> tuple[dict[str, Any], Judged]:
     """The report on what has been posted until now, and its findings; ``own`` is what rank 0 has
     observed itself.
@@ -86,7 +84,8 @@ def build(
     report = {
         "version": 1,
         "state": state,
-        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "error": ", raised from ".join(map(_describe_error, list_causes(error))) or None,
+        "refused": ledger.refused,
         "world_size": ledger.world_size,
         "torch": torch.__version__,
         "meshplan": __version__,
@@ -118,6 +117,19 @@ def write_file(path: str, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def list_causes(error: BaseException | None) -> list[BaseException]:
+    """An error, and those that it was raised from or in the handling of: trainers wrap errors."""
+    found: list[BaseException] = []
+    while error is not None and len(found) < _MOST_CAUSES:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _key(row: dict[str, Any]) -> str:

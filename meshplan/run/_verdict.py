@@ -103,7 +103,9 @@ def _describe_job(report: Report) -> Iterator[str]:
     for mesh in report["meshes"][: _MOST["meshes"]]:
         parts.append("mesh " + " x ".join(f"{axis}={n}" for axis, n in mesh["axes"].items()))
     yield f"job: {', '.join(parts)}, backend {report['backend']}, torch {report['torch']}"
-    if report["error"]:
+    if refused := report.get("refused"):
+        yield f"stopped by --require bitwise, first on rank {refused['rank']}: {refused['what']}"
+    elif report["error"]:
         yield f"the job failed: {' '.join(report['error'].split())}"
 
 
@@ -184,11 +186,13 @@ def _describe_probe(row: Report) -> str:
 
 
 def _list_fixes(report: Report) -> Iterator[str]:
-    """For the cause and for the order of additions."""
+    """For what stopped the job, for the cause and for the order of additions."""
+    if refused := report.get("refused"):
+        yield refused["fix"]
     cause = _find_cause(report)
     if cause in _CAUSES and _CAUSES[cause][1]:
         yield _CAUSES[cause][1]
-    fix = _find_program_fix(report["reductions"])
+    fix = find_program_fix(report["reductions"])
     # Another layout changes the job: it stands behind what leaves it as it is.
     errors = [one for one in report["hazards"] if one["severity"] == "error"]
     layouts = [f"or {one['fix']}" for one in errors if one["fix"]]
@@ -207,7 +211,7 @@ def _find_cause(report: Report) -> str | None:
     return str(found["cause"]) if found and found["cause"] else None
 
 
-def _find_program_fix(rows: list[Report]) -> ProgramFix:
+def find_program_fix(rows: Sequence[Report]) -> ProgramFix:
     """The row of the linter's table for the program that the call sites name."""
     words = {word.lower() for row in rows for word in re.findall(r"[\w-]+", row["site"])}
     frameworks = ("dtensor", "fsdp2", "ddp")

@@ -224,12 +224,14 @@ def test_steps_over_a_smaller_default_group_are_not_compared() -> None:
     assert "steps over a later default group of other ranks" in notes
 
 
-def test_settings_that_torch_refuses_to_read_are_named_so() -> None:
+def test_settings_by_either_interface_of_torch_are_read() -> None:
     def job(*_: Any) -> None:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.allow_tf32 = True
 
     report = observe_ranks(job, settings="")[1]
-    assert "unreadable" in report["settings"].values()
+    names = ("matmul_precision", "convolution_precision", "rnn_precision")
+    assert {report["settings"][name] for name in names} == {"tf32"}
     assert [len(ranks) for ranks in report["hosts"].values()] == [2]
 
 
