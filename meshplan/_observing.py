@@ -6,10 +6,10 @@ Without a counter, each check costs one attribute.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -19,8 +19,26 @@ requested in the backend's own order, one of which the contract does not define 
 """
 
 
+class Source(NamedTuple):
+    """More about a reduction, for who observes a job."""
+
+    group: Any  # a process group, or the groups of a step
+    tensors: Sequence[Any] = ()  # summands of another backend's reduction
+    contract: str | None = None
+    described: str | None = None  # the group, in the words of the report
+
+
 class Origin(Protocol):
-    def count(self, what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
+    def count(
+        self,
+        what: str,
+        dtype: str,
+        ranks: int,
+        nbytes: int,
+        seconds: float,
+        *,
+        source: Source | None = None,
+    ) -> None:
         """Count a reduction, on any thread: bytes of this rank's summand, seconds of the host."""
 
 
@@ -57,9 +75,11 @@ def find_origin() -> Origin | None:
     return OBSERVING.observer() if _THREAD.origin is None else _THREAD.origin
 
 
-def count_contract(what: str, dtype: str, ranks: int, nbytes: int, seconds: float) -> None:
+def count_contract(
+    what: str, dtype: str, ranks: int, nbytes: int, seconds: float, source: Source
+) -> None:
     if _THREAD.extent != "counted" and (origin := find_origin()) is not None:
-        origin.count(what, dtype, ranks, nbytes, seconds)
+        origin.count(what, dtype, ranks, nbytes, seconds, source=source)
 
 
 def within(extent: Extent, run: Callable[[], _Result]) -> _Result:

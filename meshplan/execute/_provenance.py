@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshplan._dtypes import name_of
-from meshplan._observing import OBSERVING, count_contract
+from meshplan._observing import OBSERVING, Source, count_contract
 
 # The report of a process: entries as JSON-ready dicts, and as text for people.
 
@@ -218,9 +218,11 @@ class _Events:
         seconds: float = 0.0,
         *,
         audited: bool = False,
+        groups: Any = None,
     ) -> None:
         """Count one event, with the sizes of this rank's summand (``None``: unknown) and the host's
         seconds until the call returned. ``audited``: the call was compared with the reference.
+        ``groups``: of ``Source``.
         """
         with self._lock:
             tally = self._tallies.get(event)
@@ -245,7 +247,8 @@ class _Events:
         else:
             _LOG.debug("%s", event)
         if OBSERVING.observer is not None and event.contract is not None and not event.traced:
-            count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds)
+            source = Source(groups, (), event.contract, event.group)
+            count_contract(event.asked, event.dtype, event.ranks, nbytes, seconds, source)
 
     def snapshot(self) -> Report:
         with self._lock:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._calls import NO_TICKET, take_named
 from meshplan._dtypes import name_of
-from meshplan._observing import OBSERVING, Extent, count_contract, within
+from meshplan._observing import OBSERVING, Extent, Source, count_contract, within
 from meshplan._spans import span
 from meshplan._torch import functional_operators as _ops
 from meshplan._torch import profiler_enabled
@@ -191,7 +191,7 @@ class BoundReduction:
             )
         # The size of a traced tensor may be a symbol: to compare it would add a guard to the graph.
         sizes = {} if traced else {"elements": tensor.numel(), "nbytes": tensor.nbytes}
-        record(event, seconds=seconds, audited=audits, **sizes)
+        record(event, seconds=seconds, audited=audits, groups=groups, **sizes)
         if error is not None:
             # All ranks raise it: the audit has the same result on each.
             raise error
@@ -241,7 +241,8 @@ class BoundReduction:
             raise_failure(error, StepGroups(pg), "cpu", self.purpose, started)
         event = next(iter(chosen.events.values()))
         seconds = time.perf_counter() - started
-        record(event, elements=message.numel(), nbytes=message.nbytes, seconds=seconds)
+        sizes = message.numel(), message.nbytes
+        record(event, *sizes, seconds, groups=pg)
         return True
 
     def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:
@@ -456,7 +457,8 @@ def _run_counted(
     if in_contract:
         what = f"{step.kind} {step.op} of a compiled graph"
         ranks, seconds = math.prod(step.sizes), time.perf_counter() - started
-        count_contract(what, name_of(summand.dtype), ranks, summand.nbytes, seconds)
+        source = Source(groups, (), step.contract and step.contract.id)
+        count_contract(what, name_of(summand.dtype), ranks, summand.nbytes, seconds, source)
     return reduced
 
 

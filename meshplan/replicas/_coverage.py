@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshplan import _observing
 from meshplan._dtypes import name_of
-from meshplan._observing import OBSERVING
+from meshplan._observing import OBSERVING, Source
 from meshplan._torch.watched_groups import unwatch_groups, watch_groups
 from meshplan._uncompiled import never_compiled, refuse_in_graph
 from meshplan.errors import FallbackRefusedError, InstallError, PolicyError
@@ -210,15 +210,8 @@ class CoverageStep:
                 for name in _Tally.__slots__
             }
 
-    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Any = None) -> None:
-        """Count one reduction.
-
-        Args:
-            row: to count it in.
-            nbytes: of this rank's summand.
-            seconds: of the host.
-            source: group and summands of another backend's reduction, for those who observe a job.
-        """
+    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
+        """Count one reduction, with the bytes of this rank's summand and seconds of the host."""
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
             tally = self._rows.get(row)
@@ -445,7 +438,7 @@ class _Caller:
         nbytes: int,
         seconds: float,
         kind: Kind = "contract",
-        source: Any = None,
+        source: Source | None = None,
     ) -> None:
         row = CoverageRow(kind, what, dtype, ranks, self.site.text)
         for step in self.steps:
@@ -501,7 +494,7 @@ def _watch(
         nbytes,
         seconds,
         kind,
-        (group, tensors),
+        Source(group, tensors),
     )
     return result
 

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from meshplan._dtypes import itemsize
-from meshplan.execute import report
+from meshplan._observing import Source
+from meshplan.execute._groups import StepGroups
 from meshplan.layout import Layout
 from meshplan.replicas._coverage import MAX_ROWS, CoverageRow, CoverageStep
 from meshplan.replicas._tensors import NamedTensor
@@ -207,20 +208,23 @@ class ReductionTable(CoverageStep):
         super().__init__(1)
         self._parameters = parameters
         self._guard = threading.RLock()
-        self._found: dict[tuple[CoverageRow, Ranks], list[int]] = {}
+        self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
 
-    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Any = None) -> None:
+    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
         """Count one reduction, and remember whose memory it was."""
+        group, tensors, contract, described = source or Source(None)
         ranks: Ranks = ()
-        if source is not None:
-            # Torch does not know the ranks of each group, and sparse tensors have no memory.
-            with suppress(Exception):
-                ranks = ranks_of(source[0])
-                if row.reduction.startswith("all_reduce"):
-                    self._parameters.note_reduction(source[1], ranks)
+        # Torch does not know the ranks of each group, and sparse tensors have no memory.
+        with suppress(Exception):
+            ranks = tuple(sorted(group.members)) if type(group) is StepGroups else ranks_of(group)
+            if row.reduction.startswith("all_reduce"):
+                self._parameters.note_reduction(tensors, ranks)
+        key = row, ranks, contract, described
+        if key not in self._found:
+            find_layouts()  # meshes may not live until the end
         with self._guard:
-            if (row, ranks) in self._found or len(self._found) < MAX_ROWS:
-                counts = self._found.setdefault((row, ranks), [0, 0])
+            if key in self._found or len(self._found) < MAX_ROWS:
+                counts = self._found.setdefault(key, [0, 0])
                 counts[0] += 1
                 counts[1] += nbytes // itemsize(row.dtype)
 
@@ -229,12 +233,10 @@ class ReductionTable(CoverageStep):
         with self._guard:
             found = list(self._found.items())
         labels = name_groups(rank)
-        events = {(one["asked"], one["dtype"]): one for one in report(json=True)["entries"]}
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for (row, ranks), (calls, elements) in found:
+        for (row, ranks, contract, described), (calls, elements) in found:
             if row.kind == "any order":
                 continue
-            event = events.get((row.reduction, row.dtype), {"contract": None, "group": None})
             call, op, backend = row.reduction, None, None
             if row.kind != "contract":
                 call, op, _, backend = row.reduction.split(" ", 3)
@@ -242,12 +244,12 @@ class ReductionTable(CoverageStep):
                 "call": call,
                 "op": op,
                 "dtype": row.dtype,
-                "group": (labels.get(ranks) or format_ranks(ranks)) if ranks else event["group"],
+                "group": (labels.get(ranks) or format_ranks(ranks)) if ranks else described,
                 "group_size": row.ranks,
                 "backend": backend,
                 "site": row.site,
                 "kind": row.kind,
-                "contract": event["contract"] if row.kind == "contract" else None,
+                "contract": contract,
             }
             # Groups of torch that have the same ranks are one row.
             shown = rows.setdefault(tuple(facts.values()), facts | {"calls": 0, "elements": 0})

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import meshplan
 from meshplan._bits import bytes_of
 from meshplan.run._observation import Observation
 from tests.processes import arrive, run_ranks, wait_for
@@ -131,6 +132,26 @@ def test_reductions_under_the_contract_have_its_id() -> None:
     (row,) = report["reductions"]
     assert (row["kind"], row["group_size"], row["calls"]) == ("contract", 2, STEPS)
     assert row["contract"].startswith("v1/")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "meshplan"])
+def test_reductions_name_the_axis_of_their_group(backend: str) -> None:
+    def job(*_: Any) -> None:
+        # The mesh does not live until the report is made.
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for axis in ("tp", "dp"):
+            dist.all_reduce(torch.ones(4), group=mesh.get_group(axis))
+            meshplan.deterministic_all_reduce(torch.ones(4), group=(mesh, axis))
+
+    rows = observe_ranks(job, 4, "first=1", backend=backend)[1]["reductions"]
+    under = backend == "meshplan"
+    assert [(row["group"], row["kind"] == "contract") for row in rows] == [
+        ("tp", under),
+        ("tp", True),
+        ("dp", under),
+        ("dp", True),
+    ]
+    assert all((row["contract"] is not None) == (row["kind"] == "contract") for row in rows)
 
 
 def test_report_that_cannot_be_written_does_not_cost_the_verdict(tmp_path: Path) -> None:
