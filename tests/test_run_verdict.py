@@ -236,6 +236,33 @@ class VerdictTest(expecttest.TestCase):
 """,
         )
 
+    def test_call_sites_that_are_not_shown_are_counted(self) -> None:
+        rows = [OUTSIDE | {"calls": calls} for calls in (1, 3, 2)]
+        lines = format_verdict(report(reductions=rows)).splitlines()
+        self.assertExpectedInline(
+            "\n".join(one for one in lines if "outside" in one or " calls" in one),
+            """\
+  outside the contract: 3 call sites, 1 of them only in the report
+    all_reduce sum of float32 over dp (4 ranks): 3 calls, job/train.py:41 main (C++, such as DDP's reducer)
+    all_reduce sum of float32 over dp (4 ranks): 2 calls, job/train.py:41 main (C++, such as DDP's reducer)""",
+        )
+
+    def test_requirement_that_stopped_the_job(self) -> None:
+        refused = {"rank": 3, "what": "train.py:3 main: all_reduce is outside", "fix": "use it"}
+        error = "BitwiseRequirementError: MP707: --require bitwise: train.py:3 main: ..."
+        found = report(state="failed", error=error, reductions=[], refused=refused)
+        self.assertExpectedInline(
+            format_verdict(found),
+            """\
+[meshplan] not shown to be affected: replicas agreed in 60 comparisons of tensors
+  job: 4 ranks on 2 hosts, mesh dp=4, backend gloo, torch 2.13.0
+  stopped by --require bitwise, first on rank 3: train.py:3 main: all_reduce is outside
+  steps: 20 on each rank; 5 compared, 15 not (pass --every 1 to compare more)
+  not observed: NVLink domains: no GPU
+  fix: use it
+""",
+        )
+
     def test_fix_is_the_row_of_the_program(self) -> None:
         rows = {
             "dtensor": [OUTSIDE | {"site": "train.py:3 main (DTensor)"}],

@@ -115,7 +115,9 @@ def _list_findings(report: Report) -> Iterator[str]:
     yield f"steps: {_describe_steps(report['steps'])}"
     outside = sorted(_list_outside(report), key=lambda row: -row["calls"])
     if outside:
-        yield f"outside the contract: {_count(len(outside), 'call site')}"
+        more = len(outside) - _MOST["rows"]
+        rest = f", {more} of them only in the report" if more > 0 else ""
+        yield f"outside the contract: {_count(len(outside), 'call site')}{rest}"
         yield from map(_describe_reduction, outside[: _MOST["rows"]])
     elif report["reductions"]:
         yield "every reduction of floating-point numbers ran under the contract"
