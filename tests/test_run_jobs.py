@@ -118,6 +118,66 @@ def test_failing_job_fails_as_it_does_alone(tmp_path: Path) -> None:
     assert observed.report["state"] == "failed"
 
 
+@pytest.mark.parametrize(("job", "ranks"), [("fsdp2", 2), ("hsdp_tp", 4), ("ddp_unused", 2)])
+def test_required_job_under_the_backend_is_unchanged(tmp_path: Path, job: str, ranks: int) -> None:
+    plain = torchrun(tmp_path, job, ranks, "--backend", "meshplan")
+    required = torchrun(tmp_path, job, ranks, "--backend", "meshplan", "--require", "bitwise")
+    assert (plain.status, len(plain.printed)) == (0, ranks), plain.errors
+    assert (required.status, required.printed) == (0, plain.printed), required.errors
+    assert required.verdict[0] == plain.verdict[0]
+
+
+@pytest.mark.parametrize("door", ["command", "variable"])
+def test_required_job_stops_at_its_first_reduction(tmp_path: Path, door: str) -> None:
+    if door == "command":
+        run = torchrun(tmp_path, "ddp_unused", 2, "--require", "bitwise")
+    else:
+        settings = f"require=bitwise report={tmp_path / 'run.json'}"
+        run = torchrun(tmp_path, "ddp_unused", 2, MESHPLAN_RUN=settings)
+    assert (run.status, run.printed) == (1, [])
+    last = [line for line in run.errors.splitlines() if line.startswith("[rank0]: meshplan")]
+    assert last[0].startswith("[rank0]: meshplan.errors.BitwiseRequirementError: MP707: ")
+    assert last[0].endswith("; " + run.report["refused"]["fix"])
+    assert run.verdict[2].startswith("  stopped by --require bitwise, first on rank ")
+    assert f"  fix: {run.report['refused']['fix']}" in run.verdict
+    assert run.report["steps"]["taken"] == {"0": 0, "1": 0}
+
+
+# Of ranks that are blocked in a collective, and of an operator that torch refuses.
+UNEVEN = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0 and sys.argv[0] == "barrier.py":
+    dist.barrier()
+    print("went on")
+elif sys.argv[0] == "barrier.py":
+    dist.all_reduce(torch.ones(2))
+else:
+    torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
+"""
+
+
+def test_rank_that_is_blocked_ends_with_the_others(tmp_path: Path) -> None:
+    (tmp_path / "barrier.py").write_text(UNEVEN)
+    run = torchrun(tmp_path, "barrier.py", 2, "--require", "bitwise")
+    assert (run.status, run.printed) == (1, [])
+    assert "[rank1]: meshplan.errors.BitwiseRequirementError: MP707: " in run.errors
+    assert "[rank0]: meshplan.errors" not in run.errors
+
+
+def test_operator_of_torch_s_list_names_code_and_fix(tmp_path: Path) -> None:
+    (tmp_path / "operator.py").write_text(UNEVEN)
+    run = torchrun(tmp_path, "operator.py", 2, "--require", "bitwise")
+    assert run.status == 1
+    for rank in (0, 1):
+        found = [line for line in run.errors.splitlines() if line.startswith(f"[rank{rank}]: ")]
+        assert any("RuntimeError: put_ does not have a deterministic" in line for line in found)
+        assert found[-1].startswith(f"[rank{rank}]: MP707: --require bitwise: put_ does not have")
+
+
 def normalize(text: str) -> str:
     """Without what depends on the machine's products of matrices, and on its torch."""
     return re.sub(r"parameter \d|\d+ of 256|\d+ ulps?|torch \S+", "...", text)

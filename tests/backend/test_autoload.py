@@ -192,6 +192,7 @@ def test_process_without_a_group_is_not_observed(run: Run) -> None:
         ("evry=5", "'evry=5' is not a setting of a run (did you mean 'every'?); use"),
         ("strict", "MESHPLAN_RUN: nothing can change the exit status of a script from inside"),
         full("backend=gloo", "MESHPLAN_RUN: backend='gloo' is not supported; use meshplan"),
+        full("require=1", "MESHPLAN_RUN: require='1' is not supported; use bitwise, or leave it"),
     ],
 )
 def test_invalid_settings_end_the_job_at_its_first_group(run: Run, text: str, error: str) -> None:
