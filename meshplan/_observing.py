@@ -22,7 +22,7 @@ requested in the backend's own order, one of which the contract does not define 
 class Source(NamedTuple):
     """More about a reduction, for who observes a job."""
 
-    group: Any  # a process group, or the groups of a step
+    group: Any  # a process group, the groups of a step, or ranks
     tensors: Sequence[Any] = ()  # summands of another backend's reduction
     contract: str | None = None
     described: str | None = None  # the group, in the words of the report

@@ -17,7 +17,6 @@ from torch import Tensor
 from meshplan._calls import NO_TICKET, take_named
 from meshplan._dtypes import name_of
 from meshplan._observing import OBSERVING, Source, count_contract
-from meshplan.contract import Contract
 from meshplan.definition import refuse_flushing_thread
 from meshplan.errors import ContractTypeError
 from meshplan.kernel._communicator import Arithmetic, communicator
@@ -93,7 +92,7 @@ def _reduce(
         seconds, dtype = time.perf_counter() - started, name_of(message.dtype)
         # If the caller is not a graph, it is a part of what that counts.
         what = f"{'reduce_scatter' if parts else 'all_reduce'} {op} of a compiled graph"
-        source = Source(None, (), Contract(order, accumulate, rounding).id)
+        source = Source(found.ranks, (), how.contract.id)
         count_contract(what, dtype, math.prod(shape), message.nbytes, seconds, source)
 
 

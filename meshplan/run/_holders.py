@@ -187,7 +187,10 @@ class ParameterTable:
 
 
 def ranks_of(group: Any) -> Ranks:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+    """Of a process group, or of the group of a ``Source``."""
+    ranks = group.members if isinstance(group, StepGroups) else group
+    known = ranks if isinstance(ranks, tuple) else dist.get_process_group_ranks(ranks)
+    return tuple(sorted(known))
 
 
 def _unwrap(name: str) -> str:
@@ -216,7 +219,7 @@ class ReductionTable(CoverageStep):
         ranks: Ranks = ()
         # Torch does not know the ranks of each group, and sparse tensors have no memory.
         with suppress(Exception):
-            ranks = tuple(sorted(group.members)) if type(group) is StepGroups else ranks_of(group)
+            ranks = ranks_of(group)
             if row.reduction.startswith("all_reduce"):
                 self._parameters.note_reduction(tensors, ranks)
         key = row, ranks, contract, described

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+import meshplan
 from meshplan.replicas._tensors import named_tensors
 from meshplan.run._holders import ParameterTable
 from meshplan.run._observation import Observation
@@ -281,6 +282,27 @@ def test_error_of_a_signal_handler_is_the_job_s_own() -> None:
     (seen, _), report = observe_ranks(job)
     assert seen == ["of the job"] * 6
     assert "TimeoutError: of the hook" in report["not_observed"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["exchange", "one_shot"])
+def test_reductions_of_a_graph_have_their_contract(path: str) -> None:
+    def job(*_: Any) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+        def reduce(x: Tensor) -> Tensor:
+            partial_sum = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+            return partial_sum.redistribute(mesh, [Replicate()]).to_local()
+
+        with meshplan.installed(path=path):
+            compiled = torch.compile(reduce, backend="aot_eager")
+            assert [compiled(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+
+    warm_compiler()
+    report = observe_ranks(job, settings="require=bitwise")[1]
+    (row,) = report["reductions"]
+    assert (row["kind"], row["contract"], row["group"]) == ("contract", "v1/tree/wide/once", "dp")
+    assert report["refused"] is None
 
 
 def test_meshes_in_a_whole_graph_are_compiled_as_before() -> None:
