@@ -211,7 +211,14 @@ class CoverageStep:
             }
 
     def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
-        """Count one reduction, with the bytes of this rank's summand and seconds of the host."""
+        """Count one reduction.
+
+        Args:
+            row: to count it in.
+            nbytes: of this rank's summand.
+            seconds: of the host.
+            source: more about it, for those who observe a job.
+        """
         with self._lock:
             self._totals[row.kind].add(1, nbytes, seconds)
             tally = self._rows.get(row)
@@ -251,10 +258,10 @@ class Coverage:
         self._ended: deque[CoverageStep] = deque(maxlen=keep)
         self.open_step: CoverageStep | None = None
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Called for each reduction of any kind; an error ends it."""
 
-    def admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
+    def _admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
         """Called before a reduction that is ``outside`` or ``native``; an error ends it. ``fix`` is
         empty if only another backend is one.
         """
@@ -426,7 +433,7 @@ class _Caller:
 
     def __init__(self) -> None:
         for one in _active:
-            one.check()
+            one._check()
         self.site = find_call_site()
         self.steps = [step for one in _active if (step := one.open_step) is not None]
 
@@ -480,7 +487,7 @@ def _watch(
         if kind == "outside" and report is not None and site.library and extent != "fallback":
             report(site.library, f"{about}; {_FIX}")
         for one in _active:
-            one.admit(kind, about, fix, site.text)
+            one._admit(kind, about, fix, site.text)
     if not caller.steps:
         return reduction()
     started = time.perf_counter()

@@ -360,8 +360,7 @@ def observe(settings: RunSettings) -> Observation:
             if not torch.compiler.is_compiling():
                 closure = args[1] if len(args) > 1 else kwargs.get("closure")
                 one.call(lambda one: observer(one, optimizer, closure))
-                if one.requirement is not None:
-                    one.requirement.check()
+                one._coverage._check()
 
         return observe_step
 

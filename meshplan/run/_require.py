@@ -57,13 +57,13 @@ class Requirement(Coverage):
 
         sys.excepthook = explain_and_show
 
-    def admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
+    def _admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
         """Stop at a reduction that is outside the contract, by request or not."""
         other = find_program_fix([{"site": site}]).action
         ways = [] if self._backend else ["pass --backend meshplan"]
         self._stop(about, fix or ", or ".join(filter(None, [*ways, other])))
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Stop if this process or another rank has stopped, or a setting varies bits."""
         if self.refusal is None and self.exchange is not None:
             self.refusal = self.exchange.ledger.refused

@@ -229,11 +229,11 @@ def test_setting_of_gpus_stops_jobs_on_gpus(name: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
         on_gpu = mock.patch.object(torch.cuda, "is_initialized", return_value=True)
         with on_gpu:
-            requirement.check()
+            requirement._check()
         SETTINGS[name]()
-        requirement.check()
+        requirement._check()
         with on_gpu:
-            return stopped(requirement.check)
+            return stopped(requirement._check)
 
     (text,) = run_ranks(run, 1, init=False)
     assert text.startswith(f"MP707: --require bitwise: {name} is ")
