@@ -37,6 +37,18 @@ int reduce(void* out, const void* const* leaves, i64 numel, const Schedule& sche
 // end with the tensor if they are not a whole number of blocks.
 void add_digest(const void* data, i64 bytes, i64 first, u64* sums);
 
+// Rows of a tensor, `apart` elements from each other. For each lane the keys of all rows, and of the
+// numbers in any of them: elements, but the two halves of one of eight bytes.
+struct Rows {
+  const void* data;
+  i64 count, apart, numbers;
+  const u64 *row_keys, *keys;
+};
+
+// Adds the words of rows, which meshplan/run/_words.py defines, to two sums; for elements of 1, 2, 4
+// or 8 bytes.
+void add_words(const Rows& rows, i32 bytes, u64* sums);
+
 // Adds the squares of floats, at any address, to a row: the digits of squares.h, the number of
 // infinities and that of NaNs. Digits are below 2^32 after it. Returns 1 for an unknown dtype.
 int add_squares(const void* data, i64 numel, i32 dtype, i64* row);

@@ -1,4 +1,4 @@
-// The digest on a CPU. One thread; memory is read once.
+// The digest and the words of rows on a CPU. One thread; memory is read once.
 #include "digest.h"
 
 #include <cstddef>
@@ -98,7 +98,31 @@ void add_blocks(const u8* data, i64 blocks, i64 first, u64* sums) {
   for (i64 b = 0; b < blocks; ++b) add_block(data + b * kBlockBytes, first + b, sums);
 }
 
+template <class T>
+void add_rows(const Rows& rows, u64* sums) {
+  constexpr bool kHalves = sizeof(T) == 8;
+  for (i64 row = 0; row < rows.count; ++row) {
+    for (i32 lane = 0; lane < kLanes; ++lane) {
+      const u64* keys = rows.keys + lane * rows.numbers;
+      u64 sum = 0;
+      for (i64 i = 0; i < rows.numbers / (kHalves ? 2 : 1); ++i) {
+        const T bits = load<T>(rows.data, row * rows.apart + i);
+        sum += kHalves ? u64(u32(bits)) * keys[2 * i] + u64(i64(bits) >> 32) * keys[2 * i + 1]
+                       : u64(bits) * keys[i];
+      }
+      sums[lane] += rows.row_keys[lane * rows.count + row] * sum;
+    }
+  }
+}
+
 }  // namespace
+
+void add_words(const Rows& rows, i32 bytes, u64* sums) {
+  if (bytes == 1) return add_rows<u8>(rows, sums);
+  if (bytes == 2) return add_rows<i16>(rows, sums);
+  if (bytes == 4) return add_rows<i32>(rows, sums);
+  add_rows<i64>(rows, sums);
+}
 
 void add_digest(const void* data, i64 bytes, i64 first, u64* sums) {
   const u8* from = static_cast<const u8*>(data);

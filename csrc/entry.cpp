@@ -26,7 +26,7 @@ using namespace meshplan;
 extern "C" {
 
 // Counts up when a signature, a struct or a meaning changes.
-int mp_abi_version() { return 13; }
+int mp_abi_version() { return 14; }
 
 // Combines n leaves of numel elements each; returns 0, or 1 for an argument that does not exist.
 //   dtype: of the result; 0 float32, 1 bfloat16, 2 float16, 3 float64, 4 int8, 5 int16, 6 int32,
@@ -50,6 +50,13 @@ int mp_fold(void* out, const void* const* leaves, int n, long long numel, int dt
 // count from 0 at the tensor's start, and `first` is that of the first byte.
 void mp_digest(const void* data, long long bytes, long long first, unsigned long long* sums) {
   add_digest(data, bytes, first, sums);
+}
+
+// Adds the words of rows of a tensor to two sums; as add_words in cpu.h.
+void mp_add_words(const void* data, long long count, long long apart, long long numbers,
+                  const unsigned long long* row_keys, const unsigned long long* keys, int bytes,
+                  unsigned long long* sums) {
+  add_words({data, count, apart, numbers, row_keys, keys}, bytes, sums);
 }
 
 // Adds the squares of `numel` floats to a row of 138 integers; as add_squares in cpu.h.

@@ -46,6 +46,7 @@ from meshplan.kernel._host_peers import region_bytes as region_bytes
 from meshplan.kernel._library import MAX_BLOCKS as MAX_BLOCKS
 from meshplan.kernel._library import MAX_PEERS as MAX_PEERS
 from meshplan.kernel._library import available as available
+from meshplan.kernel._library import library as library
 from meshplan.kernel._library import why_not as why_not
 from meshplan.kernel._scaled_integers import MAX_RANKS as MAX_RANKS
 from meshplan.kernel._scaled_integers import find_codes as find_codes

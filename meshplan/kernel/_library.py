@@ -17,7 +17,7 @@ from meshplan._installation import installation
 
 # These numbers and structs are those of csrc/entry.cpp, csrc/region.h, csrc/peer.h and
 # csrc/device_call.h.
-ABI = 13
+ABI = 14
 MAX_PEERS = 72
 """Ranks of a communicator at most."""
 MAX_BLOCKS = 32
@@ -138,6 +138,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "mp_digest": (None, [_POINTER, _INT64, _INT64, _POINTER]),
+    "mp_add_words": (None, [_POINTER, *[_INT64] * 3, *[_POINTER] * 2, _INT, _POINTER]),
     "mp_add_squares": (_INT, [_POINTER, _INT64, _INT, _POINTER]),
     "mp_integers": (
         _INT64,

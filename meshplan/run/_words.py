@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshplan.kernel import integers, mixed
+from meshplan.kernel import available, integers, library, mixed
 
 LANES = 2
-# Numbers that are converted at a time, and those of a row at most; digits of a key.
+# Numbers that are converted at a time, and those of a row at most.
 _PIECE = 1 << 16
 _COLUMNS = 1 << 11
-_DIGITS = 8
-_BUFFERS: list[Tensor] = []
 _LOWER = (1 << 32) - 1
 _PRIME = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -73,69 +71,63 @@ def find_words(local: Tensor, spans: Spans) -> Tensor:
         return torch.zeros(LANES, dtype=torch.int64, device=bits.device)
     if not bits.dim():
         bits, spans = bits.reshape(1), ((0, 1), *spans)
-    # New memory takes longer than what is done in it, and threads may step.
-    try:
-        buffer = _BUFFERS.pop()
-    except IndexError:
-        with torch.inference_mode(False):  # later steps may be outside of it
-            buffer = torch.empty(_PIECE, dtype=torch.float64, device="cpu")
-    words = _add_up(bits, spans, buffer)
-    _BUFFERS.append(buffer)
-    return words
+    return _add_up(bits, spans)
 
 
-def _add_up(bits: Tensor, spans: Spans, buffer: Tensor) -> Tensor:
+def _add_up(bits: Tensor, spans: Spans) -> Tensor:
     rest = math.prod(stop - start for start, stop in spans[1:])
     total = torch.zeros(LANES, dtype=torch.int64, device=bits.device)
+    start, stop = spans[0]
+    alone = len(spans) == 1 and stop - start > _COLUMNS
+    dim, cut = 0, stop
     if rest > _COLUMNS:
         dim = next(dim for dim, size in enumerate(bits.shape) if dim and size > 1)
-        start, stop = spans[dim]
-        half = (start + stop) // 2
+        cut = sum(spans[dim]) // 2
+    elif alone:
+        # Whole blocks are rows below: their numbers have the same keys.
+        cut = (start + _COLUMNS if start % _COLUMNS else stop) // _COLUMNS * _COLUMNS
+    first, last = spans[dim]
+    if cut < last:
         # The words of the parts of a tensor add up to its own.
         for part, span in zip(
-            torch.split(bits, [half - start, stop - half], dim),
-            ((start, half), (half, stop)),
+            torch.split(bits, [cut - first, last - cut], dim),
+            ((first, cut), (cut, last)),
             strict=True,
         ):
-            total += _add_up(part, (*spans[:dim], span, *spans[dim + 1 :]), buffer)
+            total += _add_up(part, (*spans[:dim], span, *spans[dim + 1 :]))
         return total
-    # A product with few columns takes longer than the products of their elements.
-    digits = bits.device.type == "cpu" and rest >= 4 * _DIGITS
-    columns = _multiply_keys(spans[1:], digits, bits.device)
-    keys, found = _keys_of(0, *spans[0], bits.device), []
+    if alone:
+        bits = bits.unflatten(0, (-1, _COLUMNS))
+        keys = _draw(0, start // _COLUMNS, stop // _COLUMNS, bits.device)
+        columns = _draw(1, 0, _COLUMNS, bits.device)
+    else:
+        keys = _keys_of(0, start, stop, bits.device)
+        columns = _multiply_keys(spans[1:], bits.device)
+    rows, numbers = len(bits), columns.shape[1]
+    if bits.device.type == "cpu" and available() and bits[0].is_contiguous():
+        where = bits.data_ptr(), rows, bits.stride(0), numbers
+        known = keys.data_ptr(), columns.data_ptr()
+        library().mp_add_words(*where, *known, bits.element_size(), total.data_ptr())
+        return total
     # On a GPU each piece is some launches.
-    step = max(1, (_PIECE << 5 * bits.is_cuda) // rest)
-    for at in range(0, len(bits), step):
-        piece = bits[at : at + step]
-        rows = len(piece)
+    step = max(1, (_PIECE << 5 * bits.is_cuda) // numbers)
+    for at in range(0, rows, step):
+        piece = bits[at : at + step].to(torch.int64)
         if bits.element_size() == 8:
             piece = torch.stack((piece & _LOWER, piece >> 32), -1)
-        if digits:
-            numbers = buffer[: piece.numel()].view(piece.shape).copy_(piece)
-            found.append(numbers.view(rows, -1) @ columns)
-        else:
-            numbers = piece.to(torch.int64).reshape(rows, -1).t()
-            products = keys[:, None, at : at + rows] * numbers
-            total += (products.sum(2) * columns).sum(1)
-    if found:
-        # Sums of 2^11 products of 32 bits and of eight are exact, in any order of additions.
-        sums = torch.cat(found).to(torch.int64).view(-1, LANES, _DIGITS)
-        sums = (keys.t()[:, :, None] * sums).sum(0)
-        total += (sums << torch.arange(0, 8 * _DIGITS, 8, device="cpu")).sum(1)
+        piece = piece.reshape(-1, numbers).t()
+        products = keys[:, None, at : at + step] * piece
+        total += (products.sum(2) * columns).sum(1)
     return total
 
 
-@lru_cache(maxsize=32)
-def _multiply_keys(spans: Spans, digits: bool, device: torch.device) -> Tensor:
-    """The keys of all dims but the first: int64 [lanes, elements], or with ``digits`` those to base
-    256 as float64 [elements, lanes * digits], because torch has no fast product of int64 matrices.
-    """
+@lru_cache(maxsize=256)
+def _multiply_keys(spans: Spans, device: torch.device) -> Tensor:
+    """The keys of all dims but the first: int64 [lanes, elements]."""
     found = torch.ones((LANES, 1), dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(spans, 1):
         keys = _keys_of(dim, start, stop, device)
         found = (found[:, :, None] * keys[:, None, :]).reshape(LANES, -1)
-    if digits:
-        return found.t().contiguous().view(torch.uint8).to(torch.float64)
     return found
 
 
@@ -150,7 +142,7 @@ def _make_keys(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     blocks = _draw(2 * dim, first, last, device)
     places = _draw(2 * dim + 1, 0, _COLUMNS, device)
     keys = (blocks[:, :, None] * places[:, None, :]).view(LANES, -1)
-    return keys[:, start - first * _COLUMNS : stop - first * _COLUMNS]
+    return keys[:, start - first * _COLUMNS : stop - first * _COLUMNS].contiguous()
 
 
 @lru_cache(maxsize=512)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import TestCase
+from expecttest import TestCase, assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,10 +27,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
+from meshplan import kernel
 from meshplan.elastic import GradientAccumulator
 from meshplan.errors import ReplicaInputError
 from meshplan.run._compare import compare_files
-from meshplan.run._words import find_spans, find_words
+from meshplan.run._words import find_spans, find_words, format_words
 from meshplan.testing import order_sensitive
 from tests.cli import meshplan as command
 from tests.processes import arrive, run_ranks, wait_for
@@ -148,11 +152,47 @@ class TestWords:
                 assert total.tolist() == wanted.tolist(), (shape, dim, at)
 
     def test_words_in_inference_mode_change_no_later_ones(self) -> None:
-        whole, spans = torch.randn(4, 50), ((0, 4), (0, 50))
-        with mock.patch("meshplan.run._words._BUFFERS", []):
-            with torch.inference_mode():
-                first = find_words(whole, spans).tolist()
-            assert find_words(whole, spans).tolist() == first
+        # Keys of these indices are made in inference mode and kept.
+        whole, spans = torch.randn(4, 50), ((3, 7), (0, 50))
+        for compiled in (True, False):
+            with mock.patch("meshplan.run._words.available", return_value=compiled):
+                with torch.inference_mode():
+                    first = find_words(whole, spans).tolist()
+                assert find_words(whole, spans).tolist() == first
+
+    def test_golden_words(self) -> None:
+        """Certificates are compared with those of earlier versions, and with those of GPUs."""
+        numbers = torch.arange(70_001) * 2654435761
+        tensors: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            "float32[]": (torch.tensor(1.5), ()),
+            "uint8[300]": ((numbers[:300] % 256).to(torch.uint8), (5,)),
+            "bfloat16[70001]": (
+                (numbers % 65536 - 32768).to(torch.int16).view(torch.bfloat16),
+                (1000,),
+            ),
+            "float32[10,100]": (torch.arange(1000.0).view(10, 100), (3, 2000)),
+            "float32[7,10000]": (torch.arange(70_000.0).view(7, 10_000), (0, 0)),
+            "float32[8,4,3,3]": (torch.arange(288.0).view(8, 4, 3, 3), (0, 4, 0, 0)),
+            "int64[70001]": (numbers * numbers, (0,)),
+            "complex128[3]": (torch.tensor([1 + 2j, -1j, -2.0], dtype=torch.complex128), (7,)),
+        }
+        shown = ""
+        for name, (tensor, starts) in tensors.items():
+            spans = tuple((a, a + n) for a, n in zip(starts, tensor.shape, strict=True))
+            shown += f"{format_words(find_words(tensor, spans).tolist())} {name}\n"
+        assert_expected_inline(
+            shown,
+            """\
+72cd33998940000021b55b651e400000 float32[]
+f057154aac64b46622362736712b7f3a uint8[300]
+2a637b7d5d7f48ae0f708abcc4bdbcce bfloat16[70001]
+cde3aea7bc280000d500c7a9dee38000 float32[10,100]
+5cca961be96f25005271f44730563c00 float32[7,10000]
+e01d681bc48c00006093ef0ab4f40000 float32[8,4,3,3]
+339f0b2afd2b14e4a4b83e3162afed5a int64[70001]
+6b0bbf9a23e00000858a80946b800000 complex128[3]
+""",
+        )
 
     def test_each_bit_and_each_place_counts(self) -> None:
         whole = torch.zeros(6, 5)
@@ -187,6 +227,96 @@ class TestWords:
                 outer = [*torch.chunk(whole, 3), whole[:0], whole[:0]][last]
                 inner = [*torch.chunk(outer, 2), outer[:0]][first] if len(outer) else outer
                 assert list(range(start, stop)) == inner.tolist()
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint16, torch.int16, torch.float16, torch.bfloat16, torch.uint32, torch.int32),
+    *(torch.float32, torch.uint64, torch.int64, torch.float64, torch.complex64, torch.complex128),
+)
+
+
+@st.composite
+def sharded(draw: Callable[[Any], Any]) -> tuple[Tensor, list[tuple[Any, Any]]]:
+    """A tensor, and the spans and the elements of the rank at each coordinate of a mesh that is the
+    first one with these elements.
+    """
+    dtype = draw(st.sampled_from(DTYPES))
+    most = [12_000, 3_000, 12, 6, 4][draw(st.integers(0, 4))]
+    shape = draw(st.lists(st.integers(0, most), max_size=1 if most > 3_000 else 4))
+    shape[1:] = [size % 12 for size in shape[1:]] if most == 3_000 else shape[1:]
+    shape = draw(st.permutations(shape))
+    numel = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator)
+    whole = raw.to(torch.uint8).view(dtype).view(shape)
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    placements: list[Any] = [Replicate()] * len(sizes)
+    for axis in range(len(sizes)) if shape else ():
+        dim = draw(st.integers(0, len(shape) - 1))
+        placements[axis] = draw(st.sampled_from([Replicate(), Shard(dim), Shard(dim)]))
+    if shape and len(sizes) > 1 and placements[-1] == Shard(0) and draw(st.booleans()):
+        placements[0] = _StridedShard(0, split_factor=sizes[-1])
+    parts = []
+    for coordinate in itertools.product(*map(range, sizes)):
+        spans = find_spans(shape, sizes, coordinate, placements)
+        assert spans is not None
+        first = all(
+            not at for at, one in zip(coordinate, placements, strict=True) if one.is_replicate()
+        )
+        if first:
+            parts.append((spans, whole[tuple(slice(*span) for span in spans)]))
+    return whole, parts
+
+
+@pytest.mark.skipif(not kernel.available(), reason=str(kernel.why_not()))
+@pytest.mark.soak
+@given(sharded(), st.sampled_from(["contiguous", "view", "transposed", "every other"]))
+def test_compiled_and_plain_words_of_shards_agree(drawn: Any, memory: str) -> None:
+    whole, parts = drawn
+    total = torch.zeros(2, dtype=torch.int64)
+    for spans, part in parts:
+        if memory == "contiguous":
+            part = part.contiguous()
+        elif memory == "transposed" and part.dim():
+            part = part.transpose(0, -1).contiguous().transpose(0, -1)
+        elif memory == "every other" and part.dim():
+            part = torch.stack([part, part], -1)[..., 0]
+        with mock.patch("meshplan.run._words.library", wraps=kernel.library) as used:
+            compiled = find_words(part, spans)
+        assert bool(used.called) >= (memory == "contiguous" and part.numel() > 0)
+        with mock.patch("meshplan.run._words.available", return_value=False):
+            assert compiled.tolist() == find_words(part, spans).tolist()
+        total += compiled
+    assert total.tolist() == find_words(whole, tuple((0, size) for size in whole.shape)).tolist()
+
+
+def test_golden_chain(tmp_path: Path) -> None:
+    """Of a job whose numbers are exact on any processor."""
+
+    def job(kind: str) -> None:
+        parameters = {
+            "a": torch.arange(5000.0),
+            "b": torch.arange(600.0).view(200, 3),
+            "c": torch.arange(12, dtype=torch.float64).view(2, 2, 3),
+            "d": torch.arange(100, dtype=torch.bfloat16).view(10, 10),
+        }
+        model = nn.ParameterDict({name: nn.Parameter(one) for name, one in parameters.items()})
+        model.register_buffer("e", torch.arange(3000))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        for step in range(3):
+            for one in model.parameters():
+                one.grad = torch.full_like(one, float(step))
+            optimizer.step()
+
+    assert certify(tmp_path / "a", "", 1, job=job)["tensors"] == 9
+    assert_expected_inline(
+        "\n".join(chain_of(tmp_path / "a")),
+        """\
+8045aa9dff1b33304895ace4617fbfb8
+4216b6d3dce2e064d3d2eff1ab7931aa
+a1922afc3908ab3920587261bdaa6130""",
+    )
 
 
 @pytest.mark.parametrize(
