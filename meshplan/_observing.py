@@ -45,11 +45,13 @@ class Origin(Protocol):
 class _Observing:
     """The hooks of the counter of reductions."""
 
-    __slots__ = ("before", "falls_through", "observer")
+    __slots__ = ("before", "falls_through", "keep", "observer")
 
     def __init__(self) -> None:
         # Called with the group and the device of a reduction that this thread is about to issue.
         self.before: Callable[[Any, Any], None] | None = None
+        # Called with the step, groups, summand and result of a reduction under the contract.
+        self.keep: Callable[[Any, Any, Any, Any], None] | None = None
         # Returns the caller of the reduction that this thread begins.
         self.observer: Callable[[], Origin] | None = None
         # Whether the frame of a redistribution runs a reduction that the policy leaves to torch.

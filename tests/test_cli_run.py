@@ -198,6 +198,7 @@ class CommandTest(expecttest.TestCase):
             ["run"],
             ["run", "--evry", "5", "train.py"],
             ["run", "--every", "0", __file__],
+            ["run", "--keep-leaves", "1GB", __file__],
             ["run", "--backend", "gloo", __file__],
             ["run", "--require", "equal", __file__],
             ["run", "nothing.py"],
@@ -211,6 +212,7 @@ class CommandTest(expecttest.TestCase):
 meshplan run: the following arguments are required: script; see meshplan run --help
 meshplan run: unknown argument '--evry' (did you mean '--every'?); see meshplan run --help
 meshplan: MP402: --every: use an integer from 1 to 1000000000, got '0'
+meshplan: MP402: --keep-leaves: use an integer from 0 to 1000000000, got '1GB'
 meshplan run: argument --backend: use meshplan, got 'gloo'; see meshplan run --help
 meshplan run: argument --require: use bitwise, got 'equal'; see meshplan run --help
 meshplan: MP402: nothing.py: cannot be read: No such file or directory

@@ -158,6 +158,41 @@ class VerdictTest(expecttest.TestCase):
         )
         assert find_status(report(DIFFERENCE, reductions=[])) == 3
 
+    def test_what_sums_show(self) -> None:
+        call = {"number": 2, "op": "avg", "dtype": "float32", "shape": [64, 8], "ranks": [0, 1]}
+        kept = {"since": 3, "compared": 5, "not_kept": {}, "wrong": [], "changed": []}
+        differs = kept | {"call": call}
+        values = {"element": 7, "expected": "0.5", "got": {"0": "0.5", "1": "0.25"}}
+        wrong = differs | values | {"wrong": [1]}
+        lost = {"outside the contract": 3, "over the limit": 1}
+        cases: tuple[dict[str, Any], ...] = (
+            wrong,
+            wrong | {"wrong": [1, 2], "call": call | {"ranks": [0, 1, 2]}},
+            wrong | {"wrong": [0, 1]},
+            differs,
+            differs | {"failed": "leaves of more than 8 ranks are not added"},
+            kept | {"changed": [1]},
+            kept,
+            kept | {"since": 2, "not_kept": lost},
+            kept | {"compared": 0, "not_kept": lost},
+            {"since": 3},
+        )
+        lines = (format_verdict(report(DIFFERENCE | {"sums": one})) for one in cases)
+        self.assertExpectedInline(
+            "\n".join(text.splitlines()[4] for text in lines),
+            """\
+  sums: rank 1 has a wrong sum: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1), element 7 is 0.25, its leaves add to 0.5
+  sums: ranks 1-2 have wrong sums: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-2), element 7 is 0.25, its leaves add to 0.5
+  sums: no rank has the sum of the leaves of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1)
+  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; its leaves are not kept any more; pass a higher --keep-leaves
+  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; leaves of more than 8 ranks are not added
+  sums: rank 1 changed the gradient after its sum: each kept all_reduce of step 4 (5) has one result
+  sums: the difference arose outside of reductions: each kept all_reduce of step 4 (5) has one result
+  sums: the difference arose outside of the kept reductions, or before step 4: each kept all_reduce of step 4 (5) has one result; 3 not kept: outside the contract; 1 not kept: over the limit
+  sums: no all_reduce of step 4 was kept on all ranks; 3 not kept: outside the contract; 1 not kept: over the limit
+  sums: no all_reduce of step 4 was kept on all ranks""",
+        )
+
     def test_orders_that_differ(self) -> None:
         difference = DIFFERENCE | {
             "cause": "order",
@@ -289,7 +324,7 @@ vllm: fix: then set VLLM_PLUGINS=meshplan where vLLM starts (one variable, the l
 
     def test_full_report_fits_a_terminal(self) -> None:
         found = report(
-            DIFFERENCE | {"text": "z" * 500, "tensor": "a\nb\x1b[31m"},
+            DIFFERENCE | {"text": "z" * 500, "tensor": "a\nb\x1b[31m", "sums": {"since": 3}},
             state="failed",
             error="ValueError: " + "e" * 500,
             meshes=REPORT["meshes"] * 50,

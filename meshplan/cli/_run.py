@@ -48,6 +48,8 @@ def add(verbs: Any) -> None:
     )
     adds = "before the first reduction of each group, test which contract its sums match"
     option("--probe", action="store_true", help=adds)
+    keeps = "keep up to MIB of summands and sums, to name the rank with a wrong sum (default: 0)"
+    option("--keep-leaves", metavar="MIB", default="0", help=keeps)
     refuses = "exit with 3 if replicas differ or a reduction is outside the contract"
     option("--strict", action="store_true", help=refuses)
     creates = "create all process groups with it: every reduction under the contract"
@@ -84,6 +86,7 @@ def run(given: argparse.Namespace) -> int:
             certify=given.certify,
             probe=given.probe,
             require=given.require,
+            keep_leaves=read_number(given.keep_leaves, "--keep-leaves", least=0),
         )
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:

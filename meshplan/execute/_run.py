@@ -221,8 +221,10 @@ class BoundReduction:
             chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
         kernel = None if chosen is None else chosen.kernel
         rounds = message.dtype.is_floating_point and self.step.op not in ("max", "min")
-        # The ordinary way refuses a thread that flushes subnormal numbers.
-        if chosen is None or kernel is None or (rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0):
+        # The ordinary way refuses a thread that flushes subnormal numbers, and leaves the summand
+        # for ``keep``.
+        flushes = rounds and _SMALLEST_SUBNORMAL * 1.0 == 0.0
+        if chosen is None or kernel is None or flushes or OBSERVING.keep is not None:
             groups = self.groups()
             if groups is None:
                 return False
@@ -405,8 +407,9 @@ def _reduced(
     if reduced.pending and not traced and not path.asynchronous and summand.device.type == "cpu":
         # Wait here: a later waiter could not name the reduction that has failed. A collective of
         # the backend itself stays asynchronous, as in torch.
-        result = _ops.wait_tensor(reduced.tensor)
-        return Outcome(result, reduced.log)
+        reduced = Outcome(_ops.wait_tensor(reduced.tensor), reduced.log)
+    if OBSERVING.keep is not None and path.in_contract and not traced:
+        OBSERVING.keep(step, groups, summand, _ops.wait_tensor(reduced.tensor))
     return reduced
 
 

@@ -31,6 +31,7 @@ class RunSettings(NamedTuple):
     certify: str | None = None
     probe: bool = False  # the same on all ranks
     require: str | None = None
+    keep_leaves: int = 0  # MiB of the reductions of compared steps; 0: none
 
     @classmethod
     def parse(cls, text: str) -> RunSettings:
@@ -57,7 +58,7 @@ class RunSettings(NamedTuple):
             elif isinstance(default, int):
                 least = 1 if key == "every" else 0
                 if not value.isdecimal() or int(value) < least:
-                    raise PolicyError(f"{word!r}: pass a number of steps, {least} or more")
+                    raise PolicyError(f"{word!r}: pass a whole number, {least} or more")
                 found[key] = int(value)
             elif not value:
                 raise PolicyError(f"{word!r}: pass {key}= with a value")

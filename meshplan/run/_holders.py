@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any
 
@@ -210,6 +210,8 @@ class ReductionTable(CoverageStep):
     def __init__(self, parameters: ParameterTable) -> None:
         super().__init__(1)
         self._parameters = parameters
+        # Called with the ranks of a reduction whose leaves cannot be kept, and the reason.
+        self.skip: Callable[[Ranks, str], object] | None = None
         self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
 
@@ -222,6 +224,11 @@ class ReductionTable(CoverageStep):
             ranks = ranks_of(group)
             if row.reduction.startswith("all_reduce"):
                 self._parameters.note_reduction(tensors, ranks)
+        if self.skip is not None:
+            if contract is None:
+                self.skip(ranks, "outside the contract")
+            elif row.reduction.endswith("compiled graph"):
+                self.skip(ranks, "in a compiled graph")
         key = row, ranks, contract, described
         if key not in self._found:
             find_layouts()  # meshes may not live until the end

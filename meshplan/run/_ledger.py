@@ -12,7 +12,8 @@ ranks answer, with 100 bytes for each tensor and ``VALUE_BYTES`` of elements.
 from __future__ import annotations
 
 import base64
-from collections.abc import Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,7 +37,11 @@ KINDS = ("gradient", "parameter", "optimizer state")
 """In the order of a step, after which the first difference is chosen."""
 
 Message = dict[str, Any]
-_Search = Generator[tuple[list[int], Message], list[Message], None]
+Search = Generator[tuple[list[int], Message], list[Message], None]
+
+
+class _Gone(Exception):
+    """A rank does not keep any more what a question is about."""
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class _TensorSet:
     tensors: int
     ranks: tuple[int, ...] = ()  # empty until the first of them has posted
     compared: int = 0
+    last: int = 0  # step that was compared
     pending: dict[int, dict[int, str]] = field(default_factory=dict)  # by step and rank
     posted: set[int] = field(default_factory=set)  # ranks
 
@@ -66,7 +72,9 @@ class Ledger:
         self.refused: Message | None = None  # what first stopped a rank, under ``--require``
         self._held = 0  # posts of steps that not all holders have posted
         self._place = (0, 0)
-        self._search: _Search | None = None
+        self._search: Search | None = None
+        # Asks holders, about a difference, for the reductions before it, and fills a record.
+        self.find_wrong_sums: Callable[[list[list[int]], Message, Message], Search] | None = None
         self._question: Message = {}
         self._answers: dict[int, Message | None] = {}
 
@@ -126,20 +134,22 @@ class Ledger:
         for other in [other for other in one.pending if other <= step]:
             self._held -= len(one.pending.pop(other))
         one.compared += 1
+        before, one.last = one.last, step
         classes = _classes_of(words)
         place = (step, KINDS.index(one.kind))
         if len(classes) == 1 or (self.first is not None and self._place <= place):
             return []
         self._place = place
-        self._search = self._locate(name, one, step, classes)
+        self._search = self._locate(name, one, step, before, classes)
         return self._continue(None)
 
     def _continue(self, answers: list[Message] | None) -> list[tuple[int, Message]]:
         assert self._search is not None
         gone = answers is not None and any("gone" in one for one in answers)
         try:
-            ranks, question = self._search.send(answers) if not gone else ([], {})  # type: ignore[arg-type]
-        except StopIteration:
+            search: Any = self._search
+            ranks, question = search.throw(_Gone()) if gone else search.send(answers)
+        except (StopIteration, _Gone):
             ranks, question = [], {}
         self._question = question | {"ask": self._question.get("ask", 0) + 1}
         self._answers = dict.fromkeys(ranks)
@@ -150,8 +160,9 @@ class Ledger:
         name: str,
         one: _TensorSet,
         step: int,
+        before: int,
         classes: list[list[int]],
-    ) -> _Search:
+    ) -> Search:
         """Find the first tensor that differs, and its elements."""
         first = self.first = {
             "step": step,
@@ -160,7 +171,17 @@ class Ledger:
             "ranks": {"agree": classes},
             **dict.fromkeys(("tensors", "elements", "of", "largest", "cause", "text")),
         }
-        about = {"set": name, "step": step}
+        about: Message = {"set": name, "step": step}
+        with suppress(_Gone):
+            yield from self._find_elements(one, first, about, classes)
+        if self.find_wrong_sums is not None:
+            first["sums"] = {"since": before}
+            classes = first["ranks"]["agree"]
+            yield from self.find_wrong_sums(classes, about | {"kind": one.kind}, first["sums"])
+
+    def _find_elements(
+        self, one: _TensorSet, first: Message, about: Message, classes: list[list[int]]
+    ) -> Search:
         agreed = one.compared > 1
         asked = [members[0] for members in classes[:ASKED]]
         answers = yield asked, about | {"what": "tensors"}

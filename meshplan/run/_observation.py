@@ -43,6 +43,7 @@ from meshplan.run._holders import (
     ReductionTable,
     remember_modules_and_meshes,
 )
+from meshplan.run._leaves import Leaves, find_wrong_sums
 from meshplan.run._ledger import KINDS
 from meshplan.run._probe import Probe
 from meshplan.run._report import build, read_settings, write_file
@@ -70,6 +71,10 @@ class Observation:
         self._parameters = ParameterTable()
         self._reductions = ReductionTable(self._parameters)
         self._shares = Shares(self._parameters, self._note)
+        if settings.keep_leaves:
+            self._shares.leaves = leaves = Leaves(settings.keep_leaves << 20)
+            leaves.due = self._is_compared(1)
+            self._reductions.skip = leaves.add
         certify = settings.certify
         self._certificate = CertificateFile(certify) if certify is not None else None
         self._offsets: dict[int, int] = {}  # by unit: steps before this process
@@ -119,6 +124,8 @@ class Observation:
             self._write,
             self._note,
         )
+        if self.settings.keep_leaves:
+            exchange.ledger.find_wrong_sums = find_wrong_sums
         exchange.post(lambda: {"hello": hello})
         self._exchange = exchange
         if self.requirement is not None:
@@ -167,6 +174,8 @@ class Observation:
         self._steps[unit] += 1
         if unit == 0:
             self._step_times[1:] = [time.monotonic()]
+        if self._shares.leaves is not None:
+            self._shares.leaves.due = any(self._is_compared(step + 1) for step in self._steps)
         # A closure computes them in the step.
         late = self.settings.gradients and closure is not None
         self._look(optimizer, ["gradient"] * late + ["parameter", "optimizer state", "buffer"])
@@ -177,9 +186,9 @@ class Observation:
         assert self._exchange is not None
         unit = self._unit_of(optimizer)
         step = self._steps[unit] + ahead
-        first, every = self.settings.first, self.settings.every
-        # Most differences begin early, and a trial of 50 steps may never reach ``every``.
-        whole = step <= first or step % every == 0 or (first > 0 and step.bit_count() == 1)
+        whole = self._is_compared(step)
+        if self._shares.leaves is not None:
+            self._shares.leaves.end(unit, step, ended=not ahead)
         # A later default group may have other ranks.
         place = self.rank, self._exchange.world_size
         if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != place:
@@ -203,6 +212,16 @@ class Observation:
         make = self._shares.take(begun, unit, step, whole=whole, number=number)
         if make is not None:
             self._exchange.post(make)
+
+    def _is_compared(self, step: int) -> bool:
+        first, every = self.settings.first, self.settings.every
+        # Most differences begin early, and a trial of 50 steps may never reach ``every``.
+        return step <= first or step % every == 0 or (first > 0 and step.bit_count() == 1)
+
+    def keep(self, *reduced: Any) -> None:
+        """Keep the summand and the result of a reduction."""
+        if self._shares.leaves is not None:
+            self._shares.leaves.keep(*reduced)
 
     def _unit_of(self, optimizer: Optimizer) -> int:
         with self._lock:
@@ -366,6 +385,8 @@ def observe(settings: RunSettings) -> Observation:
 
     if settings.probe:
         OBSERVING.before = one._probe.begin
+    if settings.keep_leaves:
+        OBSERVING.keep = never_compiled(lambda *reduced: one.call(lambda one: one.keep(*reduced)))
     if settings.gradients or settings.require:
         register_optimizer_step_pre_hook(hook(Observation.before_step))
     register_optimizer_step_post_hook(hook(Observation.after_step))

@@ -31,6 +31,7 @@ from meshplan.errors import ReplicaInputError
 from meshplan.layout import Layout
 from meshplan.replicas._tensors import NamedTensor, named_tensors
 from meshplan.run._holders import ParameterTable, Ranks, layout_of
+from meshplan.run._leaves import Leaves
 from meshplan.run._ledger import KINDS, Message
 from meshplan.run._words import (
     Spans,
@@ -110,6 +111,7 @@ class Shares:
     def __init__(self, parameters: ParameterTable, note: Callable[[str], None]) -> None:
         self._parameters, self._note = parameters, note
         self.rank = 0
+        self.leaves: Leaves | None = None
         # By optimizer and kind, while the tensors stay the same objects: these, and their shares.
         self._plans: dict[tuple[int, str], tuple[Any, list[_Share]]] = {}
         self.owners: dict[str, int] = {}  # the optimizers of sets
@@ -244,6 +246,12 @@ class Shares:
         with self._lock:
             kept = self._kept.get((question["set"], question["step"]))
             copies = list(kept[-1]) if kept is not None else []
+        if "kind" in question:  # about reductions
+            at = self.owners.get(question["set"], -1), question["step"]
+            gradient = None
+            if copies and question["kind"] == "gradient" and "row" in question:
+                gradient = copies[question["row"]]
+            return head | (self.leaves.answer(question, at, gradient) if self.leaves else {})
         if kept is not None and what == "tensors":
             share, read, _ = kept
             return head | {

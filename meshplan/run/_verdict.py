@@ -26,7 +26,7 @@ from meshplan.lint._reporters.text import escape_line
 from meshplan.run._ledger import format_ranks, group_by_value
 from meshplan.run._report import write_file
 
-MOST_LINES = 20
+MOST_LINES = 21
 """Lines of a verdict, however much the report has: it limits the rows of each kind to these."""
 # Each line has an indent.
 _MOST = {"rows": 2, "hazards": 2, "meshes": 2, "fixes": 3, "width": 188}
@@ -146,6 +146,33 @@ def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
         parts.append(f"largest difference {found['largest']}")
     yield "; ".join(parts)
     yield f"cause: {_CAUSES[cause][0] if cause in _CAUSES else 'unknown'}"
+    if sums := found.get("sums"):
+        yield f"sums: {_describe_sums(found['step'], sums)}"
+
+
+def _describe_sums(step: int, sums: Report) -> str:
+    lost = "".join(f"; {n} not kept: {why}" for why, n in sums.get("not_kept", {}).items())
+    if not sums.get("compared"):
+        return f"no all_reduce of step {step} was kept on all ranks{lost}"
+    if (call := sums.get("call")) is None:
+        kept = f"each kept all_reduce of step {step} ({sums['compared']}) has one result"
+        if changed := sums["changed"]:
+            return f"{format_ranks(changed)} changed the gradient after its sum: {kept}{lost}"
+        # An older difference does not come from the reductions of this step.
+        older = "" if 0 < sums["since"] == step - 1 else f", or before step {step}"
+        which = "the kept reductions" if lost else "reductions"
+        return f"the difference arose outside of {which}{older}: {kept}{lost}"
+    what = f"all_reduce {call['number']} of step {step} ({call['op']} of {call['dtype']}"
+    what += f"{call['shape']} over {format_ranks(call['ranks'])})"
+    if "element" not in sums:
+        why = sums.get("failed", "its leaves are not kept any more; pass a higher --keep-leaves")
+        return f"the results of {what} differ; {why}"
+    wrong, expected = sums["wrong"], sums["expected"]
+    if len(wrong) == len(call["ranks"]):
+        return f"no rank has the sum of the leaves of {what}"
+    several = f"{format_ranks(wrong)} {'has a wrong sum' if len(wrong) == 1 else 'have wrong sums'}"
+    got = f"element {sums['element']} is {sums['got'][str(wrong[0])]}"
+    return f"{several}: {what}, {got}, its leaves add to {expected}"
 
 
 def _describe_steps(steps: Report) -> str:
