@@ -1,23 +1,14 @@
-"""The pages of the documentation: their blocks, and the code in their lines."""
+"""The pages of the documentation: their blocks, and what these print."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Also one that is a part of an item of a list.
 _FENCE = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```$", re.M | re.S)
-_INDENTED = re.compile(r"(?<=\n\n)(?: {4,}\S[^\n]*\n)+(?=\n|\Z)")
-_INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-_COMMAND = re.compile(
-    r"(?:[A-Z_0-9]+=\S+ )*"
-    r"(?:meshplan|torchrun|python3?|pip|make|bash|docker|set|nvidia-smi|rocm-smi|amd-smi|kubectl)(?: |$)"
-)
-_OPTION = re.compile(r"[a-z_]+=")
 # Numbers that change from run to run.
 _CHANGING = (
     (re.compile(r"[\d.]+ s until it returned"), "0 s until it returned"),
@@ -35,22 +26,6 @@ class Block:
     end: int
 
 
-@dataclass(frozen=True)
-class Snippet:
-    """Code in a line of a page.
-
-    Attributes:
-        kind: ``command`` of a shell; ``python`` that calls something; ``name`` with dots;
-            ``option``, as ``path="auto"``; ``call``, which is not Python and looks like a call.
-        text: on one line.
-        line: where it starts, from 1.
-    """
-
-    kind: str
-    text: str
-    line: int
-
-
 def blocks(page: str, language: str | None = None) -> list[Block]:
     """The fenced blocks of a page, or those of one language; ``""`` is that of plain output.
 
@@ -64,41 +39,6 @@ def blocks(page: str, language: str | None = None) -> list[Block]:
             kind, text = "python", re.sub(r"^(?:-.*\n|[ +])", "", text, flags=re.M)
         found.append(Block(kind, text, one.start(), one.end()))
     return [one for one in found if language is None or one.language == language]
-
-
-def snippets(page: str) -> Iterator[Snippet]:
-    """All code in a page that is in no fenced block."""
-    # A fence keeps its lines, for the numbers of those behind it.
-    prose = _FENCE.sub(lambda one: "\n" * one[0].count("\n"), page)
-    for one in _INDENTED.finditer(prose):
-        text = one[0].replace("\\\n", "")
-        if _COMMAND.match(text.strip()):
-            yield Snippet("command", " ".join(text.split()), _line(prose, one.start()))
-    for one in _INLINE.finditer(prose):
-        text = " ".join(one[1].split())
-        kind = _kind(text)
-        if kind:
-            yield Snippet(kind, text, _line(prose, one.start()))
-
-
-def _line(text: str, place: int) -> int:
-    return text.count("\n", 0, place) + 1
-
-
-def _kind(text: str) -> str:
-    if _COMMAND.match(text):
-        return "command"
-    try:
-        tree = ast.parse(text + " pass" if text.endswith(":") else text)
-    except SyntaxError:
-        # Placements are written as ``(P(sum), R) -> (R, R)``.
-        looks = re.search(r"[a-z_]{2,}\(", text) and "->" not in text
-        return "call" if looks else ""
-    if any(isinstance(node, ast.Call | ast.Import | ast.ImportFrom) for node in ast.walk(tree)):
-        return "python"
-    if _OPTION.match(text):
-        return "option"
-    return "name" if re.fullmatch(r"(?:meshplan|torch|dist)(?:\.\w+)+", text) else ""
 
 
 def prints(page: str, block: Block) -> str | None:

@@ -1,14 +1,12 @@
 """README, tutorial and how-to pages do what they say, where their readers try them.
 
-All runs from the wheel, outside the checkout, with an empty environment: blocks of Python under as
-many processes as the page asks for, commands in a shell, and the code in lines and tables. What is
-in a page and is not run has a line here that says why.
+All blocks run from the wheel, outside the checkout, with an empty environment: Python under as
+many processes as the page asks for, and commands in a shell. A block that is not run has a line here
+that names its test.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,8 +17,7 @@ import pytest
 from benchmarks.__main__ import SUITES
 from meshplan.cli import main
 from tests.installed import Installed
-from tests.pages import ROOT, Block, blocks, commands, is_shown, prints, snippets
-from tests.test_public_names import public
+from tests.pages import ROOT, Block, blocks, commands, is_shown, prints
 from tests.test_read_cluster import matrix
 
 # Pages about the checkout itself: their figures and names have tests of their own.
@@ -37,136 +34,6 @@ PAGES = sorted(
 )
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 
-# What is shown and not run here: the page, the text, and why.
-NOT_RUN = {
-    ("docs/environment.md", "meshplan"): "the name of the plugin of vLLM",
-    ("docs/train.md", "torchrun"): "the launcher, in words",
-    (
-        "docs/lint-a-cluster.md",
-        "MESHPLAN_BUILD_KERNELS=0 pip install -e .",
-    ): "installs a clone: tests/test_documents.py",
-    ("docs/train.md", 'dist.init_process_group("meshplan")'): "the page's block runs it",
-    ("docs/run.md", "meshplan run"): "a mention",
-    ("docs/lint.md", "meshplan run --probe"): "tests/run/test_probe.py",
-    ("docs/run.md", "meshplan compare plain.json fixed.json"): "tests/test_run_jobs.py",
-    (
-        "docs/lint.md",
-        "meshplan lint --run train.py --world-size 40 --domain-size 8 -- ARGUMENTS",
-    ): "tests/test_lint_run.py",
-    ("docs/environment.md", "meshplan run"): "a mention",
-    ("docs/howto/backend.md", "meshplan"): "the name of the backend",
-    ("docs/glossary.md", "meshplan"): "the name of the backend",
-    ("examples/torchtitan.md", "meshplan"): "the name of the backend",
-    (
-        "docs/howto/backend.md",
-        "python -m tests.backend.torch_suite --world-size 4",
-    ): "tests/backend/test_torch_suite.py",
-    ("docs/environment.md", 'init_process_group("meshplan")'): "tests/backend/test_autoload.py",
-    (
-        "docs/howto/backend.md",
-        'new_group(backend="meshplan")',
-    ): "tests/backend/test_options.py",
-    ("docs/howto/backend.md", "ProcessGroupNCCL.Options()"): "a class of builds with CUDA",
-    (
-        "docs/howto/backend.md",
-        'DDPStrategy(process_group_backend="meshplan")',
-    ): "tests/backend/test_trainers.py",
-    (
-        "docs/howto/backend.md",
-        'ModelParallelStrategy(process_group_backend="meshplan")',
-    ): "tests/backend/test_trainers.py",
-    (
-        "docs/howto/backend.md",
-        'dist.init_process_group("meshplan")',
-    ): "tests/backend/test_trainers.py",
-    ("docs/howto/backend.md", "Accelerator(cpu=True)"): "tests/backend/test_trainers.py",
-    (
-        "docs/howto/backend.md",
-        'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="meshplan")])',
-    ): "needs a GPU",
-    (
-        "docs/howto/backend.md",
-        "torchft.Manager(pg=ProcessGroupMeshplan())",
-    ): "tests/backend/test_torchft.py",
-    ("docs/howto/backend.md", "wait()"): "a method of torch's Work",
-    ("docs/howto/gpus.md", "pip install"): "a mention",
-    (
-        "docs/howto/gpus.md",
-        "PYTHONPATH=CLONE python -m pytest -c CLONE/tests/gpu.ini CLONE/tests/test_gpu.py "
-        "CLONE/tests/test_gpu_backend.py",
-    ): "tests/test_gpu_environment.py",
-    (
-        "docs/howto/gpus.md",
-        "python CLONE/tools/build_in_place.py",
-    ): "tests/test_gpu_environment.py",
-    ("docs/howto/lint-in-ci.md", "pip install"): "a mention",
-    (
-        "docs/howto/lint-in-ci.md",
-        "meshplan lint ... | head",
-    ): "a pattern: tests/test_cli_streams.py",
-    ("docs/provenance.md", "meshplan"): "the name of a logger",
-    ("docs/lint.md", "rocm-smi --showtopo"): "a program of AMD",
-    ("docs/lint.md", "amd-smi topology"): "a program of AMD",
-    ("docs/lint.md", "kubectl get nodes -o json"): "needs a cluster",
-    (
-        "docs/howto/deterministic-collectives.md",
-        "NCCL_ALGO=Ring NCCL_PROTO=Simple NCCL_MIN_NCHANNELS=1 NCCL_MAX_NCHANNELS=1 torchrun ...",
-    ): "a pattern: variables of NCCL",
-    (
-        "docs/howto/deterministic-collectives.md",
-        "torchrun --standalone --nproc-per-node 2 tests/test_two_rank_smoke.py --backend nccl "
-        "--path native --configure-nccl-env --dtype all",
-    ): "needs two GPUs; tests/test_two_rank_smoke.py runs it over gloo",
-    (
-        "docs/faults.md",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --max-restarts 3 ...",
-    ): "a pattern: tests/multinode/test_restarts.py",
-    (
-        "docs/howto/elastic.md",
-        "python examples/elastic.py --schedule 8:10,7:10,5:5,3:5,8:5 --micro-batches 16",
-    ): "tests/test_elastic_training.py",
-    ("docs/faults.md", "torchrun --max-restarts"): "a pattern: tests/multinode/test_restarts.py",
-    ("docs/faults.md", "destroy_process_group()"): "torch's: tests/faults/test_remade.py",
-    ("docs/faults.md", "init_process_group()"): "torch's: tests/faults/test_remade.py",
-}
-NOT_RUN |= {
-    ("docs/howto/backend.md", text): "tests/backend/test_trainers.py"
-    for text in (
-        "TrainingArguments(use_cpu=True)",
-        'TrainingArguments(ddp_backend="meshplan")',
-    )
-}
-NOT_RUN |= {
-    ("docs/lint.md", text): "what the linter reads or advises"
-    for text in (
-        "ParallelismConfig(...)",
-        "MegatronStrategy(...)",
-        "LLM(...)",
-        "Engine(...)",
-        'init_process_group("meshplan")',
-        'init_process_group("meshplan", pg_options='
-        'BackendOptions(contract=Contract("exact"), strict=True))',
-        "torchrun --tee 3",
-    )
-}
-NOT_RUN |= {
-    ("examples/torchtitan.md", text): "tests/backend/test_torchtitan.py"
-    for text in (
-        "torchrun --nproc-per-node 8 -m torchtitan.train --module job --config llama3_8b "
-        "--training.disable_cuda_graphs",
-        "python -m tests.backend.torchtitan_jobs --job job.py rep=2,shard=3,tp=2,node=4",
-    )
-}
-# Keywords of other libraries.
-NOT_OURS = {
-    "actor": "an override of Hydra",
-    "find_unused_parameters": "DistributedDataParallel",
-    "divide_by_initial_world_size": "torch.nn.Module.join of DDP",
-    "fullgraph": "torch.compile",
-    "process_group_backend": "strategies of Lightning",
-    "kwargs_handlers": "Accelerator",
-    "param_dtype": "MixedPrecisionPolicy of torch",
-}
 # Blocks in a language that is not run here, and which test reads them.
 READ_BY = {
     ("examples/torchtitan.md", "python"): "tests/backend/test_torchtitan.py",
@@ -276,41 +143,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shell_lines(page: str) -> Iterator[tuple[str, str, str]]:
-    """Commands in the order of the page: kind of place, the command, and what it prints."""
+    """Files and commands in the order of the page: which of both, its text, and what it prints."""
     for block in blocks(TEXT[page]):
         if block.language == "toml":
             yield "file", block.text, ""
         elif block.language == "console":
             for command, shown in commands(block):
-                yield "block", command, shown
-    for one in snippets(TEXT[page]):
-        if one.kind == "command" and (page, one.text) not in NOT_RUN:
-            yield "line", one.text, ""
-
-
-_seen: set[str] = set()
+                yield "command", command, shown
 
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("page", [page for page in PAGES if list(shell_lines(page))])
 def test_commands_print_the_shown_output(page: str, installed: Installed, folder: Path) -> None:
     status = 0
-    for place, command, shown in shell_lines(page):
-        if place == "file":
+    for kind, command, shown in shell_lines(page):
+        if kind == "file":
             (folder / "meshplan.toml").write_text(command)
             command = "meshplan lint --no-env --domain-size 8"
         elif command == "echo $?":
             assert shown == f"{status}\n", command
             continue
-        elif place == "line" and command in _seen:
-            continue
         if in_the_checkout(command) or RANKS.search(f"{command}\n"):
             continue
-        if place == "line":
-            _seen.add(command)
-            (folder / "meshplan.toml").unlink(missing_ok=True)
-            if re.fullmatch(r"meshplan (?!doctor)\w+", command):
-                command += " --help"  # a verb is named
         # The tools of the checkout are not in the wheel.
         place_to_run = ROOT if command.startswith("python tools/") else folder
         done = installed.run(command.replace("FILE...", "FILE"), place_to_run, timeout=600)
@@ -335,88 +189,15 @@ def in_the_checkout(command: str) -> bool:
     return found is not None
 
 
-def texts(kind: str) -> list[str]:
-    """The lines of one kind in all pages, once each."""
-    found = {
-        one.text: None
-        for page in PAGES
-        for one in snippets(TEXT[page])
-        if one.kind == kind and (page, one.text) not in NOT_RUN
-    }
-    return list(found)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.processes
-def test_lines_of_python_run(installed: Installed, tmp_path: Path) -> None:
-    shutil.copy2(ROOT / "tests" / "page_lines.py", tmp_path / "script.py")
-    lines = texts("python")
-    assert "meshplan.shutdown()" in lines
-    (tmp_path / "lines.json").write_text(json.dumps(lines))
-    out = run_script(installed, tmp_path, 4)
-    failed = json.loads(out.partition("failed: ")[2])
-    assert not failed, "\n".join(f"{line}\n{why}" for line, why in failed.items())
-
-
-RESOLVE = """\
-import importlib, json, os, sys
-import torch
-import torch.distributed as dist
-import meshplan
-for name in json.load(open(sys.argv[1])):
-    if not os.fork():
-        first, *parts = name.split(".")
-        found = globals()[first]
-        try:
-            for part in parts:
-                if not hasattr(found, part) and first == "torch":
-                    importlib.import_module(f"{found.__name__}.{part}")
-                found = getattr(found, part)
-        except Exception as error:
-            print(name, repr(error), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.mark.timeout(900)
-def test_names_exist_after_a_plain_import(installed: Installed, tmp_path: Path) -> None:
-    """Names with dots, and those that lines of Python call, each in a process of its own."""
-    called = [re.match(r"meshplan(?:\.\w+)+", text) for text in texts("python")]
-    names = {*texts("name"), *(one[0] for one in called if one)} - {"meshplan.toml"}
-    assert {"meshplan.integrations.ddp.register", "meshplan.testing.tp"} <= names
-    (tmp_path / "names.json").write_text(json.dumps(sorted(names)))
-    done = installed.run([installed.python, "-c", RESOLVE, "names.json"], tmp_path)
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_named_options_exist() -> None:
-    """A keyword that a page names is one of a public function or class."""
-    known = set(NOT_OURS)
-    for _, one in public():
-        if callable(one) and not (inspect.isclass(one) and issubclass(one, Exception)):
-            known |= set(inspect.signature(one).parameters)
-    for text in texts("option"):
-        assert text.partition("=")[0] in known, text
-
-
 def test_every_block_belongs_to_a_test() -> None:
-    """Every block and every line of code is of a kind that a test here runs; no exclusion is stale."""
-    handled = {"command", "python", "name", "option"}
-    shown = set()
     for page in PAGES:
         for block in blocks(TEXT[page]):
             assert (
                 block.language in ("python", "console", "toml", "")
                 or (page, block.language) in READ_BY
             ), (page, block.text)
-        for one in snippets(TEXT[page]):
-            shown.add((page, one.text))
-            assert one.kind in handled, (page, one)
         fences = len(re.findall(r"^ *(?:```|~~~)", TEXT[page], re.M))
         assert fences == 2 * len(blocks(TEXT[page])), page
-    assert set(NOT_RUN) <= shown
-    assert all(NOT_RUN.values())
 
 
 def test_diff_of_a_mesh_removes_the_finding(
