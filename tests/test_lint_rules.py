@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 
 from meshplan.errors import PolicyError
 from meshplan.lint._rules import ERRORS, RULES, find_code, format_rule_page
+from meshplan.lint._rules._rule import register
 from tests.cli import meshplan
 
 SECTIONS = ["What", "Why", "Example", "Fix", "Source"]
@@ -65,6 +66,11 @@ def test_examples_with_a_file_print_the_shown_report() -> None:
             shown.append((code, code in expected))
     fixed = [(code, is_found) for code in ("MP201", "MP202") for is_found in (True, False)]
     assert shown == [*fixed, ("MP203", True)]
+
+
+def test_taken_code_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is a rule MP101 or jagged-reduction already"):
+        register(RULES["MP101"])
 
 
 def test_codes_of_parser_notes_are_rules() -> None:

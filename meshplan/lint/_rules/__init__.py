@@ -16,5 +16,3 @@ from meshplan.lint._rules._rule import find_code as find_code
 from meshplan.lint._rules._rule import find_near_codes as find_near_codes
 from meshplan.lint._rules._rule import format_rule_page as format_rule_page
 from meshplan.lint._rules._rule import list_codes_needing as list_codes_needing
-from meshplan.lint._rules._rule import register as register
-from meshplan.lint._rules._rule import rule as rule

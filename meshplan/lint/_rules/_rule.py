@@ -36,8 +36,6 @@ class Rule:
     severity: Severity  # of its findings, unless a finding has another
     summary: str
     needs: Need = "nothing"  # facts of the cluster without which a check of meshes does not run
-    # Markdown with the sections of ``pages/MP101.md``; if empty, the page of its code
-    page: str = ""
     # Yields the findings; ``None`` if readers of files report them (MP190, MP191)
     check: Check | None = None
 
@@ -100,8 +98,7 @@ class Rule:
         from importlib.resources import files
 
         path = files("meshplan.lint") / "pages" / f"{self.code}.md"
-        text = self.page or path.read_text(encoding="utf-8")
-        return text.replace("{fixes by program}", format_fix_list())
+        return path.read_text(encoding="utf-8").replace("{fixes by program}", format_fix_list())
 
 
 _registered: dict[str, Rule] = {}
@@ -130,12 +127,11 @@ def rule(
     severity: Severity,
     summary: str,
     needs: Need = "nothing",
-    page: str = "",
 ) -> Callable[[Check], Rule]:
     """Register the decorated check as a rule with these attributes of `Rule`."""
 
     def decorate(check: Check) -> Rule:
-        return register(Rule(subject, code, name, severity, summary, needs, page, check))
+        return register(Rule(subject, code, name, severity, summary, needs, check))
 
     return decorate
 
