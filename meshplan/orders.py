@@ -1,6 +1,6 @@
 """The orders of additions: one record each, and the expression over the leaves that defines it.
 
-An order is added here: write its function and ``register`` it. Everything else reads the record.
+An order is added here: its function, and its record in ``ORDERS``. Everything else reads that.
 ``csrc/order.h`` has the same orders, under the same codes, for the compiled library.
 """
 
@@ -55,7 +55,6 @@ class Order:
         undivided: why a reduction cannot be done in parts with the same bits; empty if it can.
             Parts are blocks of whole inner axes, and of the next axis outward as many as a power of
             two that divides its size; they are combined first, and then their results.
-        compiled: whether the compiled library has it.
         partial: how partial results are kept, by the name of the accumulator's dtype.
         exact: sums of floats are exact and rounded once to the accumulator's dtype, so that no
             order of the leaves changes them. Products of floats are refused, and rounding at nodes.
@@ -65,37 +64,8 @@ class Order:
     code: int
     expression: Expression
     undivided: str = ""
-    compiled: bool = True
     partial: Callable[[str], PartialResult] = PartialResult.number
     exact: bool = False
-
-
-_orders: dict[str, Order] = {}
-ORDERS: Mapping[str, Order] = MappingProxyType(_orders)
-"""The registered orders, by name."""
-
-
-def register(order: Order) -> Order:
-    """Add an order. Every rank of a job adds the same ones.
-
-    Args:
-        order: with a name and a code that no other order has.
-
-    Raises:
-        ContractError: the name or the code is invalid or taken.
-    """
-    if not order.name.isidentifier():
-        raise ContractError(f"{order.name!r} is not a name of an order; use letters and digits")
-    if not 0 <= order.code <= 255:
-        raise ContractError(f"order {order.name!r} has code {order.code}; use one from 0 to 255")
-    for other in _orders.values():
-        if other.name == order.name or other.code == order.code:
-            raise ContractError(
-                f"order {order.name!r} has code {order.code}, and there is {other.name!r} of code "
-                f"{other.code}; use a name and a code that no other order has"
-            )
-    _orders[order.name] = order
-    return order
 
 
 def order_named(name: str) -> Order:
@@ -104,15 +74,15 @@ def order_named(name: str) -> Order:
     Raises:
         ContractError: there is none.
     """
-    found = _orders.get(name)
+    found = ORDERS.get(name)
     if found is None:
-        words = " or ".join(f"'{word}'" for word in _orders)
+        words = " or ".join(f"'{word}'" for word in ORDERS)
         raise ContractError(f"no order {name!r} in the contract; use {words}")
     return found
 
 
 def order_of_code(code: int) -> Order | None:
-    return next((order for order in _orders.values() if order.code == code), None)
+    return next((order for order in ORDERS.values() if order.code == code), None)
 
 
 def _tree(
@@ -142,8 +112,6 @@ def _rank(shape: Sequence[int], leaf: Callable[[int], _T], node: Callable[[_T, _
     return result
 
 
-register(Order("tree", 0, _tree))
-register(Order("rank", 1, _rank, undivided="is one fold from the first leaf to the last"))
 EXACT_WORDS = {"float32": 11, "float64": 68}
 """Words of 32 bits in an exact sum of some of the leaves, by the accumulator's dtype.
 
@@ -158,4 +126,10 @@ def _exact_partial(dtype: str) -> PartialResult:
     return PartialResult("int32", 4 * EXACT_WORDS[real] * count)
 
 
-register(Order("exact", 2, _tree, partial=_exact_partial, exact=True))
+_all = (
+    Order("tree", 0, _tree),
+    Order("rank", 1, _rank, undivided="is one fold from the first leaf to the last"),
+    Order("exact", 2, _tree, partial=_exact_partial, exact=True),
+)
+ORDERS: Mapping[str, Order] = MappingProxyType({order.name: order for order in _all})
+"""The orders, by name."""

@@ -270,7 +270,7 @@ def test_output_may_be_a_leaf_or_separate(
     compiled: bool, target: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(_fold_operator, "_serves", lambda leaves, contract: False)
+        monkeypatch.setattr(_fold_operator, "_serves", lambda leaves: False)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         for numel in (0, 1, 4095, 4097, 10000):
             leaves = [leaf(numel, r, 3, dtype) for r in range(3)]

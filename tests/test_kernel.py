@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from meshplan.contract import Contract
 from meshplan.definition import partial_dtype
 from meshplan.errors import ContractError, ContractStateError, ContractTypeError
 from meshplan.kernel import _library
+from meshplan.orders import ORDERS
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 
 FOLDER = Path(__file__).parent / "golden"
@@ -224,6 +226,13 @@ def test_a_thread_that_flushes_subnormals_is_refused() -> None:
             kernel.reduce_leaves([torch.ones(3)] * 2, "sum", (2,))
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_orders_have_the_codes_of_the_library() -> None:
+    fold, one = _library.library().mp_fold, (ctypes.c_int * 1)(1)
+    calls = {code: (None, None, 1, 0, 0, 0, code, 0, 0, one, 1, 0, 0) for code in range(256)}
+    found = {code for code, call in calls.items() if fold(*call) == 0}
+    assert found == {order.code for order in ORDERS.values()}
 
 
 def test_torch_tools_see_one_operator() -> None:

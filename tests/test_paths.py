@@ -1,10 +1,8 @@
-"""The register of paths, the choice among them, and a report that is observed."""
+"""The table of paths, the choice among them, and a report that is observed."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,37 +17,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
+from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
-from meshplan.dtensor import current_config
-from meshplan.errors import FallbackRefusedError, PolicyError, SignatureMismatchError
+from meshplan.errors import PolicyError, SignatureMismatchError
 from meshplan.execute import (
     PATHS,
     Outcome,
-    Path,
     Purpose,
     StepGroups,
     Wire,
     clear_report,
-    register,
     report,
     run_reduction,
-    unregister,
 )
 from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._shards import select_shard
-from meshplan.execute._wire import fold
-from meshplan.execute.paths import _exchange
+from meshplan.execute.paths import _exchange, get_path
 from meshplan.flatten import registry
 from meshplan.layout import Layout
 from meshplan.planner import (
-    CONTRACT_PATHS,
-    Cost,
-    PlannedReduction,
     Problem,
     Reach,
     Step,
     find_fastest,
-    plan,
 )
 from meshplan.record import Record
 from meshplan.testing import assert_bitwise_equal, order_sensitive
@@ -61,59 +51,6 @@ pytestmark = pytest.mark.processes
 
 P, R, S = Partial(), Replicate(), Shard
 PURPOSE = Purpose("asked", "planned", "world")
-
-
-class Star(Path):
-    """Gather to the first rank, fold there, and broadcast."""
-
-    name = "star"
-    traced = False
-
-    def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:
-        if step.group_size > 4:
-            return "path star has at most 4 ranks"
-        return super().why_not(step, groups, tensor)
-
-    def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        wire.compare()
-        group, mine = groups.flat, tensor.contiguous()
-        rows = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == 0 else None
-        wire.issue(dist.gather, mine, rows, group=group, group_dst=0)
-        whole = torch.empty_like(mine) if rows is None else fold(rows, step)
-        wire.issue(dist.broadcast, whole, group=group, group_src=0)
-        return Outcome(whole, wire.log)
-
-    def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        whole = self.all_reduce(tensor, step, groups, wire).tensor
-        return Outcome(select_shard(whole, step, groups.position).contiguous(), wire.log)
-
-
-class Planned(Star):
-    """A path with a cost for the planner."""
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        return Cost(nanoseconds=1000 * reduction.ranks, collectives=2)
-
-
-class Silent(Path):
-    """It communicates nothing at all."""
-
-    name = "silent"
-
-    def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        return Outcome(tensor.clone(), wire.log)
-
-    def reduce_scatter(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-        return Outcome(select_shard(tensor, step, groups.position).clone(), wire.log)
-
-
-@contextmanager
-def registered(path: Path) -> Iterator[None]:
-    register(path)
-    try:
-        yield
-    finally:
-        unregister(path.name)
 
 
 def step(ranks: int, path: str = "exchange", **more: Any) -> Step:
@@ -140,68 +77,15 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("star", [Star(), Planned()], ids=["replaces an exchange", "planned"])
-def test_a_registered_path_runs_and_is_reported(star: Path) -> None:
-    """All-reduce, and reduce-scatter with and without ranks that share a shard."""
-
-    def ranks(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        leaves = [order_sensitive(42, rank=r, world_size=4).view(6, 7) for r in range(4)]
-        source = DTensor.from_local(leaves[rank], mesh, (P, P), run_check=False)
-        with registered(star):
-            for dst in ((R, R), (S(0), R), (S(0), S(1))):
-                found = {}
-                for path in ("star", "exchange", "reference"):
-                    clear_report()
-                    with meshplan.installed(path=path, strict=True, audit=1), Calls() as calls:
-                        before = len(calls.names)
-                        found[path] = source.redistribute(mesh, dst).to_local()
-                    (entry,) = report().entries
-                    assert entry["ran"] == entry["path"] == path
-                    assert entry["audited"] == 1
-                    if path == "star":
-                        assert entry["sends"] == ("all_to_all_single", "gather", "broadcast")
-                        assert tuple(calls.names[before:])[:3] == entry["sends"]
-                        assert ("star" in entry["planned"]) == isinstance(star, Planned)
-                assert_bitwise_equal(found["star"], found["exchange"])
-                assert_bitwise_equal(found["star"], found["reference"])
-
-    run_ranks(ranks, 4)
-
-
-def test_registered_path_is_a_valid_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layout = Layout((2, 2), ("a", "b"))
-    assert "star" not in PATHS
-    assert not {"star", "auto", "native"}.intersection(CONTRACT_PATHS)
-    with registered(Star()):
-        assert tuple(PATHS)[-1] == "star"
-        assert "star" not in CONTRACT_PATHS
-        monkeypatch.setenv("MESHPLAN_PATH", "star")
-        with meshplan.installed():
-            config = current_config()
-            assert config is not None
-            assert (config.path, config.contract_path) == ("star", "exchange")
-    monkeypatch.delenv("MESHPLAN_PATH")
-    with registered(Planned()):
-        problem = Problem.of(layout, ("P", "P"), ("R", "R"), path="star")
-        (found,) = plan(problem).steps
-        assert found.path == "star"
-        assert plan(problem).candidates[0].cost.nanoseconds == 4000
-
-
 class TestNames(TestCase):
-    def test_unregistered_path_is_refused(self) -> None:
+    def test_unknown_path_is_refused(self) -> None:
         messages = []
         for refused in (
             lambda: meshplan.installed(path="star").__enter__(),
             lambda: run_reduction(
                 torch.ones(2), step(1), StepGroups(dist.group.WORLD), purpose=PURPOSE, path="star"
             ),
-            lambda: unregister("star"),
-            lambda: unregister("auto"),
-            lambda: register(_exchange.ExchangePath()),
+            lambda: get_path("auto"),
             lambda: Problem.of(Layout((2,), ("a",)), ("P",), ("R",), path="star"),
         ):
             dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
@@ -211,162 +95,69 @@ class TestNames(TestCase):
             finally:
                 dist.destroy_process_group()
             messages.append(str(caught.value))
-        with registered(Star()), pytest.raises(PolicyError) as caught:
-            meshplan.installed(path="sun").__enter__()
-        messages.append(str(caught.value))
         self.assertExpectedInline(
             "\n".join(messages),
             """\
 MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
-MP402: no path 'star'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'
 MP402: auto stands for a chosen path; pass the name of a path
-MP402: a path 'exchange' exists; give the new path a name of its own, or call unregister first
-MP402: unknown contract path 'star'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'
-MP402: no path 'sun'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native', 'star'""",
-        )
-
-    def test_path_that_cannot_run_is_a_fallback_with_its_reason(self) -> None:
-        def ranks(rank: int) -> list[str]:
-            groups, found = StepGroups(dist.group.WORLD), []
-            with registered(Star()):
-                for planned in ("exchange", "star"):
-                    wanted = step(5, planned)
-                    clear_report()
-                    run_reduction(torch.ones(2), wanted, groups, purpose=PURPOSE, path="star")
-                    (entry,) = report().fallbacks
-                    assert entry["ran"] == "exchange"
-                    with pytest.raises(FallbackRefusedError) as caught:
-                        run_reduction(
-                            torch.ones(2),
-                            wanted,
-                            groups,
-                            purpose=PURPOSE,
-                            path="star",
-                            strict=True,
-                        )
-                    found += [entry["why"], str(caught.value)]
-            return found
-
-        self.assertExpectedInline(
-            "\n".join(run_ranks(ranks, 5)[0]),
-            """\
-a test; path star has at most 4 ranks
-MP701: asked: path star was requested and exchange would run: a test; path star has at most 4 ranks; pass another path, or strict=False
-a test; path star has at most 4 ranks
-MP701: asked: path star was requested and exchange would run: a test; path star has at most 4 ranks; pass another path, or strict=False""",
+MP402: unknown contract path 'star'; use 'auto' or 'exchange' or 'reference' or 'halving' or 'integer' or 'integer_checksum'""",
         )
 
 
 def test_flags_decide_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of gloo; over gloo a graph holds the operator that runs any path later."""
-
-    class Captured(Star):
-        name = "recorded"
-        captured = False
-        traced = True
-
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        groups = StepGroups(dist.group.WORLD)
+        groups, wanted = StepGroups(dist.group.WORLD), step(2, contract=Contract("exact"))
 
         def reasons(path: str, captured: bool) -> str:
             clear_report()
             monkeypatch.setattr("meshplan.execute._run.is_captured", lambda _: captured)
             make_fx(
-                lambda t: run_reduction(t, step(2), groups, purpose=PURPOSE, path=path),
+                lambda t: run_reduction(t, wanted, groups, purpose=PURPOSE, path=path),
                 tracing_mode="fake",
             )(torch.ones(4))
             (entry,) = report().entries
             assert entry["traced"]
             return entry["ran"] if not entry["fallback"] else entry["why"]
 
-        with registered(Star()), registered(Captured()):
-            assert reasons("star", False) == "a test; path star cannot be traced"
-            assert reasons("recorded", True) == (
-                "a test; path recorded cannot be captured in a CUDA graph"
-            )
-            assert reasons("exchange", False) == reasons("exchange", True) == "exchange"
+        assert reasons("integer", False) == "a test; path integer cannot be traced"
+        assert reasons("integer", True) == "a test; path integer cannot be captured in a CUDA graph"
+        assert reasons("exchange", False) == reasons("exchange", True) == "exchange"
     finally:
         dist.destroy_process_group()
 
 
-def test_a_registered_path_in_a_graph_over_gloo() -> None:
-    """Some ranks run a graph, the others call: the same collectives, the same bits."""
-
-    def ranks(rank: int) -> None:
-        def reduce(tensor: Tensor) -> Tensor:
-            groups = StepGroups(dist.group.WORLD)
-            found = run_reduction(tensor, step(3), groups, purpose=PURPOSE, path="star")
-            return torch.ops._c10d_functional.wait_tensor(found)
-
-        with registered(Star()):
-            call = make_fx(reduce, tracing_mode="symbolic")(torch.ones(5)) if rank == 1 else reduce
-            for numel in (5, 1003):
-                leaves = [order_sensitive(numel, rank=r, world_size=3) for r in range(3)]
-                assert_bitwise_equal(call(leaves[rank]), reduce_leaves(leaves, "sum", (3,)))
-            with pytest.raises(SignatureMismatchError) as caught:
-                call(torch.ones(5 + (rank == 2)))
-            assert "path #" in str(caught.value)
-
-    run_ranks(ranks, 3)
-
-
-def test_path_without_communication_is_reported() -> None:
+def test_path_without_communication_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is of calls that were made: there is no list that a path could write."""
 
+    def send_nothing(tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
+        return Outcome(tensor.clone(), wire.log)
+
+    def boast(tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
+        other = Wire()
+        other.log.names.append("all_reduce")
+        return Outcome(tensor.clone(), other.log)
+
     def ranks(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        source = DTensor.from_local(torch.ones(64), mesh, (P, P), run_check=False)
-        with registered(Silent()), meshplan.installed(path="silent"):
-            for dst in ((R, R), (S(0), R)):
-                clear_report()
-                with Calls() as calls:
-                    source.redistribute(mesh, dst)
-                (entry,) = report().entries
-                assert entry["sends"] == tuple(calls.names) == ()
-                assert entry["why"].endswith("; the path issued nothing")
-                assert "ran: silent (nothing sent)" in str(report())
-        # A path of meshplan's own whose methods were replaced.
-        clear_report()
-        found: Any = _exchange.PATH
-        found.all_reduce = Silent().all_reduce
-        with meshplan.installed(path="exchange"):
-            source.redistribute(mesh, (R, R))
+        mesh = init_device_mesh("cpu", (4,))
+        source = DTensor.from_local(torch.ones(64), mesh, (P,), run_check=False)
+        monkeypatch.setattr(_exchange.PATH, "all_reduce", send_nothing)
+        with meshplan.installed(path="exchange"), Calls() as calls:
+            source.redistribute(mesh, (R,))
         (entry,) = report().entries
-        assert (entry["ran"], entry["sends"]) == ("exchange", ())
+        assert entry["sends"] == tuple(calls.names) == ()
+        assert entry["why"].endswith("; the path issued nothing")
+        assert "ran: exchange (nothing sent)" in str(report())
+        monkeypatch.setattr(_exchange.PATH, "all_reduce", boast)
+        with (
+            meshplan.installed(path="exchange"),
+            pytest.raises(AssertionError, match="another list"),
+        ):
+            source.redistribute(mesh, (R,))
 
     run_ranks(ranks, 4)
-
-
-def test_path_cannot_forge_the_report() -> None:
-    class Boasts(Silent):
-        name = "boasts"
-
-        def all_reduce(self, tensor: Tensor, step: Step, groups: StepGroups, wire: Wire) -> Outcome:
-            other = Wire()
-            other.log.names.append("all_reduce")
-            return Outcome(tensor.clone(), other.log)
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        groups = StepGroups(dist.group.WORLD)
-        with registered(Boasts()), pytest.raises(AssertionError, match="another list"):
-            run_reduction(torch.ones(2), step(2), groups, purpose=PURPOSE, path="boasts")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_new_path_invalidates_earlier_decisions() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        call: Any = {"step": step(2), "groups": StepGroups(dist.group.WORLD), "purpose": PURPOSE}
-        with registered(Silent()):
-            run_reduction(torch.ones(2), **call, path="silent")
-        with pytest.raises(PolicyError, match="no path 'silent'"):
-            run_reduction(torch.ones(2), **call, path="silent")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_reported_collectives_are_those_torch_dispatches() -> None:

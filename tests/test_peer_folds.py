@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshplan import orders
 from meshplan.contract import Contract
 from meshplan.definition import reduce_leaves
+from meshplan.kernel import _device_peers
 from meshplan.kernel._device_peers import BATCH, STAGED_WAITING, TABLE_LEAVES, fold_plan, plan_of
 from meshplan.kernel._library import MAX_PEERS
 from meshplan.orders import ORDERS
@@ -86,7 +86,7 @@ def test_orders_that_do_not_take_leaves_in_turn_have_no_plan(
         name="reverse",
         expression=lambda shape, leaf, node: node(leaf(1), leaf(0)),
     )
-    monkeypatch.setitem(orders._orders, "reverse", reverse)
+    monkeypatch.setattr(_device_peers, "ORDERS", {**ORDERS, "reverse": reverse})
     assert plan_of("reverse", (2,)) is None
     # A fold goes another way then, which is reported once.
     for order in ("reverse", "reverse", "rank"):

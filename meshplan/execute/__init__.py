@@ -20,7 +20,5 @@ from meshplan.execute.paths import PATHS as PATHS
 from meshplan.execute.paths import Outcome as Outcome
 from meshplan.execute.paths import Path as Path
 from meshplan.execute.paths import check_path as check_path
-from meshplan.execute.paths import register as register
 from meshplan.execute.paths import select_path as select_path
 from meshplan.execute.paths import sharing_of as sharing_of
-from meshplan.execute.paths import unregister as unregister

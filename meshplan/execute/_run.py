@@ -41,7 +41,6 @@ from meshplan.execute._provenance import MAX_RECORDS, Event, Purpose, record
 from meshplan.execute._shards import select_shard
 from meshplan.execute._wire import Wire, is_captured, is_traced
 from meshplan.execute.paths import Outcome, Path, get_path
-from meshplan.execute.paths import _path as registry
 from meshplan.execute.paths._shared_memory import SharedMemoryPath
 from meshplan.flatten import GroupHandle
 from meshplan.planner import Step
@@ -215,7 +214,7 @@ class BoundReduction:
         are contiguous, and nothing is traced. Returns False, with nothing done, if the groups are
         gone. Raises as ``start``; ``out`` may then hold NaN (or all ones).
         """
-        key = message.device, message.dtype, message.shape, registry.changes
+        key = message.device, message.dtype, message.shape
         chosen = self._chosen.get(key)
         if chosen is not None and not chosen.was_sought and self.groups() is not None:
             chosen.kernel, chosen.was_sought = self._find_kernel(chosen, message), True
@@ -249,7 +248,7 @@ class BoundReduction:
 
     def _choose(self, tensor: Tensor, groups: StepGroups, traced: bool) -> ChosenPath:
         # A graph is made once, and its sizes may be symbols.
-        key = tensor.device, tensor.dtype, tensor.shape, registry.changes
+        key = tensor.device, tensor.dtype, tensor.shape
         chosen = None if traced else self._chosen.get(key)
         if chosen is None:
             over_gloo = is_gloo(tensor.device.type, groups)

@@ -136,11 +136,6 @@ def prepare_call(key: CallKey, ranks: int, timeout: float) -> PeerCall:
 def _check(key: CallKey, ranks: int) -> None:
     how, parts, numel = key.how, key.parts, math.prod(key.shape)
     check_dtype(how.op, key.dtype, how.contract)
-    if not how.contract.ordering.compiled:
-        raise PolicyError(
-            f"the compiled library has no order {how.order!r}; use path='exchange', or add it "
-            "to csrc/order.h"
-        )
     if key.mode not in _MODES:
         words = ", ".join(map(repr, ("auto", *PEER_MODES)))
         raise PolicyError(f"no mode {key.mode!r}; use one of {words}")

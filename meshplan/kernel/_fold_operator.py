@@ -45,7 +45,7 @@ def reduce_leaves(
     divisor: int | None = None,
 ) -> Tensor:
     """As ``meshplan.definition.reduce_leaves``, bit for bit, with its arguments and errors."""
-    if not _serves(leaves, contract):
+    if not _serves(leaves):
         return definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor)
     leaves, divisor = _check_whole(leaves, op, shape, contract, divisor)
     return _run(leaves, op, shape, contract, leaves[0].dtype, divisor, _WHOLE)
@@ -70,7 +70,7 @@ def reduce_into(
             f"out is {out.dtype}{list(out.shape)} with strides {out.stride()}, and the leaves are "
             f"{first.dtype}{list(first.shape)}; pass a contiguous tensor that matches them"
         )
-    if not _serves(leaves, contract):
+    if not _serves(leaves):
         out.copy_(definition.reduce_leaves(leaves, op, shape, contract, divisor=divisor))
         return
     leaves, divisor = _check_whole(leaves, op, shape, contract, divisor)
@@ -86,7 +86,7 @@ def combine_leaves(
     contract: Contract = Contract(),
 ) -> Tensor:
     """As ``meshplan.definition.combine_leaves``; payloads of NaNs aside, bit for bit."""
-    if not _serves(leaves, contract):
+    if not _serves(leaves):
         return definition.combine_leaves(leaves, op, shape, contract)
     leaves = check_leaves(leaves, op, shape, None)
     dtype = leaves[0].dtype
@@ -105,7 +105,7 @@ def finish_partials(
 ) -> Tensor:
     wanted = partial_dtype(op, dtype, contract)
     missing = op == "avg" and divisor is None
-    if not _serves(partials, contract) or partials[0].dtype is not wanted or missing:
+    if not _serves(partials) or partials[0].dtype is not wanted or missing:
         # The definition also raises the errors.
         return definition.finish_partials(partials, op, shape, contract, dtype, divisor)
     partials = check_leaves(partials, op, shape, divisor)
@@ -114,10 +114,8 @@ def finish_partials(
     return _run(partials, op, shape, contract, dtype, divisor, _FINISH)
 
 
-def _serves(leaves: Sequence[Tensor], contract: Contract) -> bool:
-    if not leaves or not ORDERS[contract.order].compiled:
-        return False
-    kind = leaves[0].device.type
+def _serves(leaves: Sequence[Tensor]) -> bool:
+    kind = leaves[0].device.type if leaves else ""
     return kind == "cuda" or (kind == "cpu" and load()[0] is not None)
 
 

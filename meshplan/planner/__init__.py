@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import exchange_cost as exchange_cost
     from meshplan.planner._path_costs import find_fastest as find_fastest
     from meshplan.planner._path_costs import halving_cost as halving_cost
-    from meshplan.planner._path_costs import integer_cost as integer_cost
     from meshplan.planner._path_costs import reference_cost as reference_cost
-    from meshplan.planner._path_costs import register_cost as register_cost
     from meshplan.planner._path_costs import weigh_chunks as weigh_chunks
     from meshplan.planner._plan import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
     from meshplan.planner._plan import Plan as Plan

@@ -578,19 +578,14 @@ def integer_cost(reduction: PlannedReduction) -> Cost:
 _path_costs: dict[str, Callable[[PlannedReduction], Cost]] = {
     "exchange": exchange_cost,
     "reference": reference_cost,
+    "halving": halving_cost,
+    "integer": integer_cost,
+    "integer_checksum": integer_cost,
 }
 ContractPath = str
 """One of ``CONTRACT_PATHS``."""
 CONTRACT_PATHS: KeysView[ContractPath] = _path_costs.keys()
-"""The paths of plans under the contract; a view of the register."""
-
-
-def register_cost(path: str, cost: Callable[[PlannedReduction], Cost] | None) -> None:
-    """Register a path for plans with the cost of its reductions; ``None`` removes it."""
-    if cost is None:
-        _path_costs.pop(path, None)
-    else:
-        _path_costs[path] = cost
+"""The paths of plans under the contract."""
 
 
 def predict_cost(path: str, reduction: PlannedReduction) -> Cost:

@@ -1,36 +1,69 @@
-"""The paths: an instance of each is registered by one line here."""
+"""The paths: one line each, in the order of texts for users."""
 
 from __future__ import annotations
 
-from meshplan.execute.paths import (
-    _exchange,
-    _halving,
-    _hierarchical,
-    _integer,
-    _native,
-    _reference,
-    _shared_memory,
-)
-from meshplan.execute.paths._path import PATHS as PATHS
+from meshplan.errors import PolicyError
+from meshplan.execute.paths._exchange import PATH as _EXCHANGE
+from meshplan.execute.paths._halving import PATH as _HALVING
+from meshplan.execute.paths._hierarchical import PATH as _HIERARCHICAL
+from meshplan.execute.paths._integer import CHECKED as _CHECKED
+from meshplan.execute.paths._integer import PATH as _INTEGER
+from meshplan.execute.paths._native import PATH as _NATIVE
 from meshplan.execute.paths._path import Outcome as Outcome
 from meshplan.execute.paths._path import Path as Path
-from meshplan.execute.paths._path import check_path as check_path
-from meshplan.execute.paths._path import get_path as get_path
-from meshplan.execute.paths._path import register as register
-from meshplan.execute.paths._path import select_path as select_path
-from meshplan.execute.paths._path import sharing_of as sharing_of
-from meshplan.execute.paths._path import unregister as unregister
+from meshplan.execute.paths._reference import PATH as _REFERENCE
+from meshplan.execute.paths._shared_memory import ONE_SHOT as _ONE_SHOT
+from meshplan.execute.paths._shared_memory import TWO_SHOT as _TWO_SHOT
+from meshplan.flatten import Sharing
 
-# The order is that of texts for users.
-for _instance in (
-    _shared_memory.ONE_SHOT,
-    _shared_memory.TWO_SHOT,
-    _exchange.PATH,
-    _halving.PATH,
-    _hierarchical.PATH,
-    _integer.PATH,
-    _integer.CHECKED,
-    _reference.PATH,
-    _native.PATH,
-):
-    register(_instance)
+_instances: tuple[Path, ...] = (
+    _ONE_SHOT,
+    _TWO_SHOT,
+    _EXCHANGE,
+    _HALVING,
+    _HIERARCHICAL,
+    _INTEGER,
+    _CHECKED,
+    _REFERENCE,
+    _NATIVE,
+)
+_PATHS = {path.name: path for path in _instances}
+PATHS = ("auto", *(path.name for path in _instances if path.offered))
+"""The names of paths that users may write: ``auto``, and every path that is offered."""
+
+
+def get_path(name: str) -> Path:
+    """The path of that name. Raises PolicyError if there is none."""
+    if name not in _PATHS:
+        check_path(name)
+        raise PolicyError("auto stands for a chosen path; pass the name of a path")
+    return _PATHS[name]
+
+
+def check_path(name: str) -> None:
+    """Raise PolicyError, which names the existing paths, if ``name`` is not one of ``PATHS``."""
+    if name not in PATHS:
+        raise PolicyError(f"no path {name!r}; use one of {', '.join(map(repr, PATHS))}")
+
+
+def select_path(name: str, verify: str | None) -> str:
+    """The path that runs for path ``name`` with this ``verify``. Raises PolicyError if it has no
+    such check.
+    """
+    if verify is None:
+        return name
+    if verify != "checksum" or name != "integer":
+        raise PolicyError(
+            f"verify={verify!r} with path={name!r}: only the messages of path 'integer' have "
+            "checksums; pass path='integer' and verify='checksum', or leave verify out"
+        )
+    return "integer_checksum"
+
+
+def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
+    """When ranks that can share memory use it, for ``name``, one of ``PATHS`` or another word. By
+    ``auto`` on GPUs where it was timed to be faster, or if the switch ``one_shot`` requests it.
+    """
+    if name == "auto":
+        return "always" if device_type == "cpu" or one_shot else "timed"
+    return "always" if name in _PATHS and _PATHS[name].shares_memory else "never"

@@ -34,12 +34,9 @@ from meshplan.execute.paths._path import Outcome, Path
 from meshplan.kernel import combine_leaves, finish_partials, large_pages
 from meshplan.orders import order_named
 from meshplan.planner import (
-    Cost,
     HalvingMessage,
     HalvingRound,
-    PlannedReduction,
     Step,
-    halving_cost,
     halving_schedule,
     merge_axes,
     share_owners,
@@ -156,9 +153,6 @@ class HalvingPath(Path):
         shard = select_shard(tensor, step, rank)
         found, pending = gather_shard(finished, shard.shape, groups, wire)
         return Outcome(found, wire.log, pending)
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        return halving_cost(reduction)
 
 
 def why_not_simulated() -> str:

@@ -38,7 +38,7 @@ from meshplan.kernel import (
     to_integers,
     words_of,
 )
-from meshplan.planner import Cost, PlannedReduction, Step, integer_cost
+from meshplan.planner import Step
 
 # The messages of path ``integer``, and checksums that any single flipped bit in them breaks.
 #
@@ -295,9 +295,6 @@ class IntegerPath(Path):
             messages.check_parts(finished, whole.view(-1), groups.gather.size())
             messages.compare()
         return Outcome(whole, wire.log, pending)
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        return integer_cost(reduction)
 
     def _repaired(
         self,

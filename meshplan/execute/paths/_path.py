@@ -1,4 +1,4 @@
-"""The interface of paths, and the register of paths.
+"""The interface of paths.
 
 A path moves the summands of a step and runs the contract over them. Every path within the contract
 returns the same bits. ``CONTRIBUTING.md`` has the recipe for a new one.
@@ -10,18 +10,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from meshplan.errors import PolicyError
 from meshplan.execute._groups import StepGroups
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.execute._wire import Wire
-from meshplan.flatten import Sharing
-from meshplan.planner import (
-    Cost,
-    PlannedReduction,
-    Step,
-    exchange_cost,
-    register_cost,
-)
+from meshplan.planner import Step
 
 
 class Outcome(NamedTuple):
@@ -31,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 class Path(Protocol):
-    """A way to move the data of a step. Subclass it, and pass an instance to ``register``. A path
+    """A way to move the data of a step: an instance of a subclass, in the table of paths. A path
     sends by the methods of its ``wire``, which compare headers, or calls collectives as
     ``wire.issue(collective, ...)`` after ``wire.compare()``.
     """
@@ -79,83 +71,3 @@ class Path(Protocol):
         whole.
         """
         ...
-
-    def cost(self, reduction: PlannedReduction) -> Cost:
-        """The planner's cost of one reduction. A path that does not override this is in no plan of
-        its own: plans are made with an exchange, which it replaces where it runs.
-        """
-        return exchange_cost(reduction)
-
-
-_paths: dict[str, Path] = {}
-PATHS = ["auto"]
-"""The names of paths that users may write: ``auto``, and every registered path that is offered."""
-changes = 0
-"""How often the register has changed. A choice made before the last change is made again."""
-
-
-def register(path: Path) -> None:
-    """Make ``path`` known under its name: to users, to the planner and to the choice. Every rank of
-    a job registers the same paths, before anything is installed. Raises PolicyError if another path
-    has that name.
-    """
-    if _paths.get(path.name, path) is not path or path.name in ("", "auto"):
-        raise PolicyError(
-            f"a path {path.name!r} exists; give the new path a name of its own, or call "
-            "unregister first"
-        )
-    global changes
-    changes += 1
-    _paths[path.name] = path
-    if path.offered and path.name not in PATHS:
-        PATHS.append(path.name)
-    if type(path).cost is not Path.cost:
-        register_cost(path.name, path.cost)
-
-
-def unregister(name: str) -> None:
-    """Remove the path of that name, or raise PolicyError. Plans and graphs that use it fail."""
-    global changes
-    offered = get_path(name).offered
-    changes += 1
-    if offered:
-        PATHS.remove(name)
-    del _paths[name]
-    register_cost(name, None)
-
-
-def get_path(name: str) -> Path:
-    """The path of that name. Raises PolicyError if there is none."""
-    if name not in _paths:
-        check_path(name)
-        raise PolicyError("auto stands for a chosen path; pass the name of a path")
-    return _paths[name]
-
-
-def check_path(name: str) -> None:
-    """Raise PolicyError, which names the existing paths, if ``name`` is not one of ``PATHS``."""
-    if name not in PATHS:
-        raise PolicyError(f"no path {name!r}; use one of {', '.join(map(repr, PATHS))}")
-
-
-def select_path(name: str, verify: str | None) -> str:
-    """The path that runs for path ``name`` with this ``verify``. Raises PolicyError if it has no
-    such check.
-    """
-    if verify is None:
-        return name
-    if verify != "checksum" or name != "integer":
-        raise PolicyError(
-            f"verify={verify!r} with path={name!r}: only the messages of path 'integer' have "
-            "checksums; pass path='integer' and verify='checksum', or leave verify out"
-        )
-    return "integer_checksum"
-
-
-def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
-    """When ranks that can share memory use it, for ``name``, one of ``PATHS`` or another word. By
-    ``auto`` on GPUs where it was timed to be faster, or if the switch ``one_shot`` requests it.
-    """
-    if name == "auto":
-        return "always" if device_type == "cpu" or one_shot else "timed"
-    return "always" if name in _paths and _paths[name].shares_memory else "never"

@@ -35,14 +35,10 @@ class SharedMemoryPath(Path):
 
     def why_not(self, step: Step, groups: StepGroups, tensor: Tensor) -> str:
         kind = tensor.device.type
-        compiled = step.contract is None or step.contract.ordering.compiled
-        if compiled and groups.peers is not None and groups.peers.device_type == kind:
+        if groups.peers is not None and groups.peers.device_type == kind:
             return ""
         if step.inner > 1:
             why = "near ranks reduce first"
-        elif not compiled:
-            assert step.contract is not None
-            why = f"the compiled library has no order {step.contract.order!r}"
         elif groups.peers is not None:
             why = f"tensors on {kind}, and the group's memory is of {groups.peers}"
         elif groups.no_peers:
