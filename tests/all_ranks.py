@@ -1,26 +1,22 @@
-"""Executes a plan over numpy arrays of all ranks, without torch and without meshplan's arithmetic.
+"""Executes a plan over arrays of all ranks.
 
-An independent reading of the contract and of DTensor's placements: it asserts what a real executor
-relies on, and knows nothing of process groups.
+An independent reading of DTensor's placements: it asserts what a real executor relies on, and knows
+nothing of process groups. Steps add by the definition of the contract.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from meshplan.contract import Contract
+from meshplan.definition import combine_leaves, finish_partials, reduce_leaves
 from meshplan.planner import Plan, Step
 
 Array = np.ndarray[Any, Any]
-Cut = tuple[int, int]
-
-NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "float64": 0x7FF8000000000000}
 
 
 def bits(array: Array) -> Array:
@@ -38,116 +34,16 @@ def split_part(array: Array, dim: int, parts: int, index: int) -> Array:
 
 def fold_step(leaves: Sequence[Array], step: Step) -> Array:
     """The step's contract over ``leaves``; in two stages where the step is hierarchical."""
-    dtype, contract = leaves[0].dtype, step.contract
+    rows = [torch.from_numpy(leaf.copy()) for leaf in leaves]
+    op, contract, divisor = step.op, step.contract, step.divisor if step.op == "avg" else None
+    assert op is not None
     assert contract is not None
-    wide = _accumulator(dtype, contract)
-    assert step.op is not None
-    if step.op in ("max", "min"):
-        wide = dtype
-    node = _node(step.op, dtype, wide, contract)
-    with np.errstate(all="ignore"):
-        rows = [leaf.astype(wide) for leaf in leaves]
-        if contract.order == "exact" and step.op in ("sum", "avg") and wide.kind == "f":
-            total = np.array(
-                [_exact_sum(column, wide) for column in np.stack(rows).reshape(len(rows), -1).T],
-                dtype=wide,
-            )
-        elif step.inner > 1:
-            blocks = [rows[i : i + step.inner] for i in range(0, len(rows), step.inner)]
-            partials = [_fold(block, step.inner_sizes, contract, node) for block in blocks]
-            total = _fold(partials, step.outer_sizes, contract, node)
-        else:
-            total = _fold(rows, step.sizes, contract, node)
-        if step.op == "avg":
-            assert step.divisor is not None
-            total = total / wide.type(step.divisor)
-        out: Array = np.array(total, ndmin=1).astype(dtype).reshape(-1)
-    if dtype.kind == "f":
-        bits(out)[np.isnan(out)] = NAN[dtype.name]
-    return out.reshape(leaves[0].shape)
-
-
-def _accumulator(dtype: np.dtype[Any], contract: Contract) -> np.dtype[Any]:
-    if dtype == np.float16:
-        return np.dtype(np.float32)
-    if dtype == np.float32 and contract.accumulate == "float64":
-        return np.dtype(np.float64)
-    return dtype
-
-
-def _node(
-    op: str, dtype: np.dtype[Any], wide: np.dtype[Any], contract: Contract
-) -> Callable[[Array, Array], Array]:
-    if op in ("max", "min"):
-        return lambda a, b: _extremum(op, a, b)
-    combine = np.multiply if op == "product" else np.add
-
-    def node(a: Array, b: Array) -> Array:
-        value: Array = combine(a, b)
-        return value.astype(dtype).astype(wide) if contract.rounding == "node" else value
-
-    return node
-
-
-def _exact_sum(column: Array, dtype: np.dtype[Any]) -> Any:
-    """The sum of rationals, rounded once to nearest even."""
-    special = column[~np.isfinite(column)]
-    if special.size:
-        return special.sum()
-    if not column.any():
-        return dtype.type(-0.0 if np.signbit(column).all() else 0.0)
-    total = sum(map(Fraction, column.tolist()), Fraction())
-    # Infinity stands for the number that would follow the largest one.
-    above = 2 * Fraction(2) ** (np.finfo(dtype).maxexp - 1)
-    try:
-        near = dtype.type(float(total))
-    except OverflowError:
-        near = dtype.type(math.copysign(math.inf, total))
-
-    def distance(number: Any) -> tuple[Fraction, int]:
-        value = Fraction(float(number)) if np.isfinite(number) else above * int(np.sign(number))
-        return abs(value - total), int(bits(np.array([number]))[0] & 1)
-
-    return min(
-        (near, *(np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))), key=distance
-    )
-
-
-def _extremum(op: str, a: Array, b: Array) -> Array:
-    if a.dtype.kind != "f":
-        return np.maximum(a, b) if op == "max" else np.minimum(a, b)
-    # The sign of zero decides between zeros; NaN wins.
-    less = (a < b) | ((a == b) & np.signbit(a) & ~np.signbit(b))
-    found = np.where(less, b, a) if op == "max" else np.where(less, a, b)
-    return np.where(np.isnan(a), a, np.where(np.isnan(b), b, found))
-
-
-def _fold(
-    rows: Sequence[Array],
-    sizes: Sequence[int],
-    contract: Contract,
-    node: Callable[[Array, Array], Array],
-) -> Array:
-    if contract.order == "rank":
-        total = rows[0]
-        for row in rows[1:]:
-            total = node(total, row)
-        return total
-    # Axis by axis, the last one first.
-    values = list(rows)
-    for size in reversed(sizes):
-        values = [_tree(values[i : i + size], node) for i in range(0, len(values), size)]
-    (total,) = values
-    return total
-
-
-def _tree(rows: Sequence[Array], node: Callable[[Array, Array], Array]) -> Array:
-    if len(rows) == 1:
-        return rows[0]
-    split = 1
-    while 2 * split < len(rows):
-        split *= 2
-    return node(_tree(rows[:split], node), _tree(rows[split:], node))
+    if step.inner == 1:
+        return reduce_leaves(rows, op, step.sizes, contract, divisor=divisor).numpy()
+    blocks = [rows[i : i + step.inner] for i in range(0, len(rows), step.inner)]
+    partials = [combine_leaves(block, op, step.inner_sizes, contract) for block in blocks]
+    how = op, step.outer_sizes, contract, rows[0].dtype
+    return finish_partials(partials, *how, divisor=divisor).numpy()
 
 
 class AllRanks:
@@ -231,8 +127,3 @@ def shard(whole: Array, dims: Sequence[int | None], sizes: Sequence[int], where:
 def coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """All coordinates of a mesh, row-major."""
     return list(itertools.product(*map(range, sizes)))
-
-
-def world(sizes: Sequence[int]) -> int:
-    """Ranks in a mesh."""
-    return math.prod(sizes)

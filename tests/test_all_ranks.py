@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,10 +17,9 @@ from meshplan.errors import ShardOrderError
 from meshplan.layout import Layout
 from meshplan.planner import Plan, Step, plan
 from meshplan.topology import Topology
-from tests.all_ranks import AllRanks, Array, bits, coordinates, fold_step, shard, split_part
+from tests.all_ranks import AllRanks, Array, bits, coordinates, shard, split_part
 from tests.strategies import FAST_NODES, Redistribution, redistributions
 
-GOLDEN = Path(__file__).parent / "golden" / "contract_v1.json"
 # Values whose sums depend on the order, and values that conversions easily lose.
 ODD = (1e20, -1e20, 1.0, -1.0, 0.1, 3e-39, -0.0, 0.0, 5e-324, 65504.0, 1e-8, float("inf"))
 
@@ -170,39 +167,6 @@ def test_rejected_candidates_give_the_same_bits(case: Redistribution) -> None:
     bench = Bench(case)
     for candidate in found.candidates:
         assert bench.wrong(found, candidate.steps) == []
-
-
-def test_reference_arithmetic_matches_the_golden_file() -> None:
-    """The reading of the contract is right."""
-    count = 0
-    for case in json.loads(GOLDEN.read_text())["cases"]:
-        if case["dtype"] == "bfloat16":
-            continue
-        leaves = [np.frombuffer(bytes.fromhex(text), case["dtype"]) for text in case["inputs"]]
-        divisor = case.get("divisor") or len(leaves)
-        step = Step(
-            kind="all_reduce",
-            axes=tuple(range(len(case["shape"]))),
-            sizes=tuple(case["shape"]),
-            move="",
-            why="",
-            op=case["op"],
-            divisor=divisor if case["op"] == "avg" else None,
-            contract=Contract(case["order"], case["accumulate"], case["rounding"]),
-        )
-        found = fold_step(leaves, step)
-        wanted = np.frombuffer(bytes.fromhex(case["output"]), case["dtype"])
-        assert np.array_equal(bits(found), bits(wanted)), case
-        count += 1
-    assert count > 100
-
-
-def test_tree_and_rank_order_differ_on_this_data() -> None:
-    leaves = [np.array([value], np.float32) for value in (1e20, 1, -1e20, 1)]
-    tree = Contract()
-    step = Step(kind="all_reduce", axes=(0,), sizes=(4,), move="", why="", op="sum", contract=tree)
-    assert fold_step(leaves, step).tolist() == [0.0]
-    assert fold_step(leaves, replace(step, contract=Contract(order="rank"))).tolist() == [1.0]
 
 
 def test_shards_match_torch_chunk() -> None:
