@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from meshplan.lint._finding import Finding, Fix, LintReport, Source
+from meshplan.lint._finding import Finding, Fix, LintInput, LintReport, Source
 from meshplan.lint._rules import RULES
 
 PLAIN = LintReport(
@@ -43,6 +43,15 @@ PLAIN = LintReport(
     ),
     judged=("(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8",),
     ignored=2,
+    inputs=(
+        LintInput("configs/mesh.toml", "file", "judged"),
+        LintInput("a.py", "file", "no mesh"),
+        LintInput("open.py", "file", "not judged", ("line 3: n is not a constant", "line 4: m")),
+        LintInput("b.py", "file", "no mesh"),
+        LintInput("--mesh dp=8", "mesh", "not judged", ("the node of each rank is unknown",)),
+    ),
+    files=4,
+    meshes=2,
 )
 EMPTY = LintReport(findings=(), judged=("(dp=8): 1 node of 8",))
 # What could break a format: its own escapes, tags, commands, links, controls of a terminal, bytes

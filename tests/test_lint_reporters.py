@@ -43,7 +43,10 @@ info MP102: groups of fsdp lie on nodes in 2 ways
   fix: leave it
 
 judged (ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8
-1 error, 1 warning, 1 info; 2 ignored by comments; meshplan rule MP101 MP102 MP203 explains, --fix prints a diff
+not judged open.py: line 3: n is not a constant (and 1 more)
+not judged --mesh dp=8: the node of each rank is unknown
+checked 4 files, 2 meshes; no mesh in a.py, b.py
+1 error, 1 warning, 1 info; 2 ignored by comments; 2 inputs not judged (fails without --allow-unjudged); meshplan rule MP101 MP102 MP203 explains, --fix prints a diff
 """,
         )
 
@@ -81,6 +84,9 @@ judged \\x1b]0;title\\x07\\nnext
 configs/mesh.toml:3: error MP101 5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ
 standard input:1: warning MP203 4 GPUs as in one tray of a rack
 --mesh ddp=4,fsdp=12: info MP102 groups of fsdp lie on nodes in 2 ways
+open.py: not judged: line 3: n is not a constant (and 1 more)
+--mesh dp=8: not judged: the node of each rank is unknown
+checked 4 files, 2 meshes; no mesh in a.py, b.py
 """,
         )
         self.assertExpectedInline(
@@ -102,7 +108,7 @@ meshplan: warning MP\\n1 m
 {"code": "MP101", "severity": "error", "message": "5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ", "file": "configs/mesh.toml", "line": 3, "option": "", "subject": "(ddp=8, fsdp=5, tp=1)", "details": ["ranks per node: {0-7} {8-15}\\n  (2, 2, 1)", "tree: ((0+5)+35)"], "fixes": [{"title": "write ddp=5,fsdp=8", "cost": "no GPU is left out", "mesh": "ddp=5,fsdp=8", "diff": "--- configs/mesh.toml\\n+++ configs/mesh.toml\\n-ddp = 8\\n+ddp = 5\\n"}, {"title": "call meshplan.install()", "cost": "one line", "mesh": "ddp=8,fsdp=5,tp=1", "diff": ""}], "data": {"axis": "ddp", "signatures": [[2, 2, 1], [2, 1, 2]], "share": 0.25}}
 {"code": "MP203", "severity": "warning", "message": "4 GPUs as in one tray of a rack", "file": "-", "line": 1, "option": "", "subject": "", "details": [], "fixes": [], "data": {}}
 {"code": "MP102", "severity": "info", "message": "groups of fsdp lie on nodes in 2 ways", "file": "", "line": null, "option": "--mesh ddp=4,fsdp=12", "subject": "", "details": [], "fixes": [{"title": "leave it", "cost": "", "mesh": "", "diff": ""}], "data": {}}
-{"judged": ["(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8"], "ignored": 2, "inputs": [], "allow_unjudged": false, "files": 0, "meshes": 0, "version": "0.1.0"}""",
+{"judged": ["(ddp=8, fsdp=5, tp=1): 5 nodes of 8, domains of 8"], "ignored": 2, "inputs": [{"name": "configs/mesh.toml", "kind": "file", "state": "judged", "why": []}, {"name": "a.py", "kind": "file", "state": "no mesh", "why": []}, {"name": "open.py", "kind": "file", "state": "not judged", "why": ["line 3: n is not a constant", "line 4: m"]}, {"name": "b.py", "kind": "file", "state": "no mesh", "why": []}, {"name": "--mesh dp=8", "kind": "mesh", "state": "not judged", "why": ["the node of each rank is unknown"]}], "allow_unjudged": false, "files": 4, "meshes": 2, "version": "0.1.0"}""",
         )
 
     def test_github_commands_are_printed(self) -> None:
@@ -112,6 +118,9 @@ meshplan: warning MP\\n1 m
 ::error file=configs/mesh.toml,line=3,title=MP101::5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ%0A(ddp=8, fsdp=5, tp=1)%0Aranks per node: {0-7} {8-15}%0A  (2, 2, 1)%0Atree: ((0+5)+35)%0AFix: write ddp=5,fsdp=8 (no GPU is left out)%0AFix: call meshplan.install() (one line)
 ::warning title=MP203::standard input:1: 4 GPUs as in one tray of a rack
 ::notice title=MP102::--mesh ddp=4,fsdp=12: groups of fsdp lie on nodes in 2 ways%0AFix: leave it
+::error file=open.py,title=not judged::not judged: open.py%0Aline 3: n is not a constant%0Aline 4: m
+::error title=not judged::not judged: --mesh dp=8%0Athe node of each rank is unknown
+::notice title=checked::checked 4 files, 2 meshes; no mesh in a.py, b.py
 """,
         )
         self.assertExpectedInline(
@@ -127,8 +136,8 @@ meshplan: warning MP\\n1 m
             render(PLAIN, "junit"),
             """\
 <?xml version="1.0" encoding="UTF-8"?>
-<testsuites name="meshplan" tests="3" failures="2" errors="0">
-  <testsuite name="meshplan" tests="3" failures="2" errors="0">
+<testsuites name="meshplan" tests="7" failures="4" errors="0">
+  <testsuite name="meshplan" tests="7" failures="4" errors="0" skipped="2">
     <testcase name="MP101 (ddp=8, fsdp=5, tp=1)" classname="configs/mesh.toml:3" file="configs/mesh.toml" line="3">
       <failure type="error" message="5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ">5 groups of ddp must agree and lie on nodes in 2 ways; replicas may differ
 (ddp=8, fsdp=5, tp=1)
@@ -144,6 +153,19 @@ Fix: call meshplan.install() (one line)</failure>
     <testcase name="MP102" classname="--mesh ddp=4,fsdp=12">
       <system-out>groups of fsdp lie on nodes in 2 ways
 Fix: leave it</system-out>
+    </testcase>
+    <testcase name="no mesh" classname="a.py" file="a.py">
+      <skipped message="no mesh"/>
+    </testcase>
+    <testcase name="no mesh" classname="b.py" file="b.py">
+      <skipped message="no mesh"/>
+    </testcase>
+    <testcase name="not judged" classname="open.py" file="open.py">
+      <failure type="not judged" message="line 3: n is not a constant (and 1 more)">line 3: n is not a constant
+line 4: m</failure>
+    </testcase>
+    <testcase name="not judged" classname="--mesh dp=8">
+      <failure type="not judged" message="the node of each rank is unknown">the node of each rank is unknown</failure>
     </testcase>
   </testsuite>
 </testsuites>

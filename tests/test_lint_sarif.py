@@ -53,6 +53,23 @@ class TestSarif(TestCase):
 {"ruleId": "MP102", "ruleIndex": 1, "level": "note", "message": {"text": "groups of fsdp lie on nodes in 2 ways\\nFix: leave it"}, "locations": [{"logicalLocations": [{"name": "--mesh", "fullyQualifiedName": "--mesh ddp=4,fsdp=12", "kind": "parameter"}]}], "partialFingerprints": {"meshplan/v1": "281496c484bc6c8dfe2af1dea9ec7244:1"}}""",
         )
 
+    def test_states_of_inputs_are_notifications(self) -> None:
+        run = read_run(PLAIN)
+        (invocation,) = run["invocations"]
+        assert invocation.pop("executionSuccessful")
+        self.assertExpectedInline(
+            "\n".join(json.dumps(one) for one in invocation.pop("toolExecutionNotifications")),
+            """\
+{"level": "note", "message": {"text": "no mesh: a.py"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "a.py"}}}], "descriptor": {"id": "no-mesh"}}
+{"level": "note", "message": {"text": "no mesh: b.py"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "b.py"}}}], "descriptor": {"id": "no-mesh"}}
+{"level": "error", "message": {"text": "not judged: open.py\\nline 3: n is not a constant\\nline 4: m"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "open.py"}}}], "descriptor": {"id": "not-judged"}}
+{"level": "error", "message": {"text": "not judged: --mesh dp=8\\nthe node of each rank is unknown"}, "locations": [{"logicalLocations": [{"name": "--mesh", "fullyQualifiedName": "--mesh dp=8", "kind": "parameter"}]}], "descriptor": {"id": "not-judged"}}""",
+        )
+        assert not invocation
+        assert [one["state"] for one in run["properties"]["inputs"]] == [
+            *("judged", "no mesh", "not judged", "no mesh", "not judged")
+        ]
+
     def test_rule_has_help_and_level(self) -> None:
         rule = read_run(PLAIN)["tool"]["driver"]["rules"][0]
         shown = {**rule, "help": {key: text[:80] for key, text in rule["help"].items()}}

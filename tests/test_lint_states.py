@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expecttest import TestCase
 
 from meshplan.cli import main
-from meshplan.lint._finding import LintInput, LintReport
 from meshplan.lint._read_jobs import MAX_CHARACTERS, read_jobs
-from meshplan.lint._reporters import FORMATS, render
+from meshplan.lint._reporters import FORMATS
 from tests.test_read_cluster import matrix
 
 GOOD = """\
@@ -278,99 +276,6 @@ class TestConfigurations:
         assert found == (0, {"good.py": "judged", "a.toml": "no mesh"})
         assert states(lint, "--config", "a.toml") == (1, {"a.toml": "judged"})
         assert states(lint, "--config", "./a.toml", "a.toml") == (1, {"a.toml": "judged"})
-
-
-class TestFormats(TestCase):
-    REPORT = LintReport(
-        (),
-        ("good.py:3: (dp=5, tp=8) on 5 nodes of 8",),
-        inputs=(
-            LintInput("good.py", "file", "judged"),
-            LintInput("a.py", "file", "no mesh"),
-            LintInput(
-                "open.py", "file", "not judged", ("line 3: n is not a constant", "line 4: m")
-            ),
-            LintInput("b.py", "file", "no mesh"),
-            LintInput("--mesh dp=8", "mesh", "not judged", ("the node of each rank is unknown",)),
-        ),
-        files=4,
-        meshes=2,
-    )
-
-    def test_text_report_has_states(self) -> None:
-        self.assertExpectedInline(
-            render(self.REPORT, "text"),
-            """\
-judged good.py:3: (dp=5, tp=8) on 5 nodes of 8
-not judged open.py: line 3: n is not a constant (and 1 more)
-not judged --mesh dp=8: the node of each rank is unknown
-checked 4 files, 2 meshes; no mesh in a.py, b.py
-no findings; 2 inputs not judged (fails without --allow-unjudged)
-""",
-        )
-
-    def test_concise_report_has_states(self) -> None:
-        self.assertExpectedInline(
-            render(self.REPORT, "concise"),
-            """\
-open.py: not judged: line 3: n is not a constant (and 1 more)
---mesh dp=8: not judged: the node of each rank is unknown
-checked 4 files, 2 meshes; no mesh in a.py, b.py
-""",
-        )
-
-    def test_github_report_has_states(self) -> None:
-        self.assertExpectedInline(
-            render(self.REPORT, "github"),
-            """\
-::error file=open.py,title=not judged::not judged: open.py%0Aline 3: n is not a constant%0Aline 4: m
-::error title=not judged::not judged: --mesh dp=8%0Athe node of each rank is unknown
-::notice title=checked::checked 4 files, 2 meshes; no mesh in a.py, b.py
-""",
-        )
-
-    def test_junit_report_has_states(self) -> None:
-        self.assertExpectedInline(
-            render(self.REPORT, "junit"),
-            """\
-<?xml version="1.0" encoding="UTF-8"?>
-<testsuites name="meshplan" tests="5" failures="2" errors="0">
-  <testsuite name="meshplan" tests="5" failures="2" errors="0" skipped="2">
-    <testcase name="good.py:3: (dp=5, tp=8) on 5 nodes of 8" classname="meshplan"/>
-    <testcase name="no mesh" classname="a.py" file="a.py">
-      <skipped message="no mesh"/>
-    </testcase>
-    <testcase name="no mesh" classname="b.py" file="b.py">
-      <skipped message="no mesh"/>
-    </testcase>
-    <testcase name="not judged" classname="open.py" file="open.py">
-      <failure type="not judged" message="line 3: n is not a constant (and 1 more)">line 3: n is not a constant
-line 4: m</failure>
-    </testcase>
-    <testcase name="not judged" classname="--mesh dp=8">
-      <failure type="not judged" message="the node of each rank is unknown">the node of each rank is unknown</failure>
-    </testcase>
-  </testsuite>
-</testsuites>
-""",
-        )
-
-    def test_sarif_report_has_states(self) -> None:
-        run = json.loads(render(self.REPORT, "sarif"))["runs"][0]
-        (invocation,) = run["invocations"]
-        assert invocation.pop("executionSuccessful")
-        self.assertExpectedInline(
-            "\n".join(json.dumps(one) for one in invocation.pop("toolExecutionNotifications")),
-            """\
-{"level": "note", "message": {"text": "no mesh: a.py"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "a.py"}}}], "descriptor": {"id": "no-mesh"}}
-{"level": "note", "message": {"text": "no mesh: b.py"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "b.py"}}}], "descriptor": {"id": "no-mesh"}}
-{"level": "error", "message": {"text": "not judged: open.py\\nline 3: n is not a constant\\nline 4: m"}, "locations": [{"physicalLocation": {"artifactLocation": {"uri": "open.py"}}}], "descriptor": {"id": "not-judged"}}
-{"level": "error", "message": {"text": "not judged: --mesh dp=8\\nthe node of each rank is unknown"}, "locations": [{"logicalLocations": [{"name": "--mesh", "fullyQualifiedName": "--mesh dp=8", "kind": "parameter"}]}], "descriptor": {"id": "not-judged"}}""",
-        )
-        assert not invocation
-        assert [one["state"] for one in run["properties"]["inputs"]] == [
-            *("judged", "no mesh", "not judged", "no mesh", "not judged")
-        ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
