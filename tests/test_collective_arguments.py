@@ -242,34 +242,32 @@ def test_coalesced_shards_have_the_bits_of_single_ones(bucket_bytes: int) -> Non
         tensors = mixed(rank)
         sizes = [(UNEVEN, None)[i % 3 == 2] for i in range(len(tensors))]
         for path in PATHS:
+            how: dict[str, Any] = {"path": path, "op": "sum"}
+            alone = [
+                deterministic_reduce_scatter(tensor, sizes=split, **how)
+                for tensor, split in zip(tensors, sizes, strict=True)
+            ]
             for async_op in (False, True):
-                how: dict[str, Any] = {"path": path, "op": "sum"}
                 found = read_result(
                     deterministic_reduce_scatter_coalesced(
                         tensors, sizes=sizes, async_op=async_op, **how
                     )
                 )
-                alone = [
-                    deterministic_reduce_scatter(tensor, sizes=split, **how)
-                    for tensor, split in zip(tensors, sizes, strict=True)
-                ]
                 for i, (one, other) in enumerate(zip(found, alone, strict=True)):
                     assert one.is_contiguous()
                     assert_bitwise_equal(one, other, f"{path}, tensor {i}")
-                for one, other in zip(tensors, mixed(rank), strict=True):
-                    assert_bitwise_equal(one.contiguous(), other.contiguous(), "the summand")
-                outs = [torch.empty_like(one) for one in found]
-                written = deterministic_reduce_scatter_coalesced(
-                    tensors, sizes=sizes, out=outs, **how
-                )
-                assert all(one is out for one, out in zip(written, outs, strict=True))  # type: ignore[arg-type]
-                for one, other in zip(outs, alone, strict=True):
-                    assert_bitwise_equal(one, other, path)  # type: ignore[arg-type]
+            outs = [torch.empty_like(one) for one in found]
+            written = deterministic_reduce_scatter_coalesced(tensors, sizes=sizes, out=outs, **how)
+            assert all(one is out for one, out in zip(written, outs, strict=True))  # type: ignore[arg-type]
+            for one, other in zip(outs, alone, strict=True):
+                assert_bitwise_equal(one, other, path)  # type: ignore[arg-type]
+        for one, other in zip(tensors, mixed(rank), strict=True):
+            assert_bitwise_equal(one.contiguous(), other.contiguous(), "the summand")
 
     run_ranks(ranks, RANKS)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 8, 32 << 20])
+@pytest.mark.parametrize("bucket_bytes", [1 << 8, full(32 << 20)])
 def test_coalesced_gathers_have_the_bits_of_single_ones(bucket_bytes: int) -> None:
     def ranks(rank: int) -> None:
         _reduction._BUCKET_BYTES = bucket_bytes
@@ -278,21 +276,19 @@ def test_coalesced_gathers_have_the_bits_of_single_ones(bucket_bytes: int) -> No
         parts = [shard(whole, rank, UNEVEN) for whole in wholes]
         parts[-1] = wholes[-1].narrow(0, sum(UNEVEN[:rank]), UNEVEN[rank])
         sizes = [UNEVEN] * len(parts)
-        for async_op in (False, True):
-            gathered = read_result(
-                deterministic_all_gather_coalesced(parts, sizes=sizes, async_op=async_op)
-            )
-            outs = [
-                torch.empty_like(whole, memory_format=torch.contiguous_format) for whole in wholes
-            ]
-            deterministic_all_gather_coalesced(parts, sizes=sizes, out=outs)
-            for whole, found, out, part in zip(wholes, gathered, outs, parts, strict=True):
-                alone = deterministic_all_gather(part, sizes=UNEVEN)
-                assert isinstance(alone, Tensor)
-                assert found.is_contiguous()
-                for one in (found, out):
-                    assert one.dtype is whole.dtype
-                    assert torch.equal(one.view(torch.uint8), alone.view(torch.uint8))
+        outs = [torch.empty_like(whole, memory_format=torch.contiguous_format) for whole in wholes]
+        deterministic_all_gather_coalesced(parts, sizes=sizes, out=outs)
+        now, later = (
+            read_result(deterministic_all_gather_coalesced(parts, sizes=sizes, async_op=async_op))
+            for async_op in (False, True)
+        )
+        for whole, part, *gathered in zip(wholes, parts, outs, now, later, strict=True):
+            alone = deterministic_all_gather(part, sizes=UNEVEN)
+            assert isinstance(alone, Tensor)
+            for one in gathered:
+                assert one.is_contiguous()
+                assert one.dtype is whole.dtype
+                assert torch.equal(one.view(torch.uint8), alone.view(torch.uint8))
         # Along another dimension, and of equal shards.
         turned = [leaf(rank, (3, 2, 5)), leaf(rank, (2, 2, 1), torch.int32)]
         for found, part in zip(

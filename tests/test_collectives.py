@@ -308,30 +308,31 @@ def test_hierarchical_shards_equal_flat(
 ) -> None:
     """Shards that do not divide evenly, some of them empty."""
     world_size = math.prod(sizes)
-    shapes = ((1, 1), (2, 1), (5, 3), (7, 4), (3, 13), (16, 24))
+    # Drawn and reduced once, for all ranks and blocks.
+    cases = []
+    for shape in ((1, 1), (2, 1), (5, 3), (7, 4), (3, 13), (16, 24)):
+        for dtype, contract in (
+            (torch.float32, Contract()),
+            (torch.bfloat16, Contract()),
+            (torch.float32, Contract(accumulate="float64")),
+            (torch.bfloat16, Contract(rounding="node")),
+        ):
+            leaves = [
+                order_sensitive(math.prod(shape), rank=r, world_size=world_size, dtype=dtype)
+                for r in range(world_size)
+            ]
+            whole = reduce_leaves(leaves, "sum", sizes, contract)
+            cases.append((shape, leaves, contract, whole.view(shape)))
 
     def ranks(rank: int) -> None:
         for inner in inners:
             more: dict[str, Any] = {"inner": inner, "scatter": scatter}
             groups = groups_of(step("exchange", sizes=sizes, **more))
-            for shape in shapes:
-                for dtype, contract in (
-                    (torch.float32, Contract()),
-                    (torch.bfloat16, Contract()),
-                    (torch.float32, Contract(accumulate="float64")),
-                    (torch.bfloat16, Contract(rounding="node")),
-                ):
-                    leaves = [
-                        order_sensitive(
-                            math.prod(shape), rank=r, world_size=world_size, dtype=dtype
-                        ).view(shape)
-                        for r in range(world_size)
-                    ]
-                    wanted = step("exchange", sizes=sizes, contract=contract, **more)
-                    whole = reduce_leaves(leaves, "sum", sizes, contract)
-                    found = run(leaves[rank], wanted, groups)
-                    assert found.is_contiguous()
-                    assert_bitwise_equal(found, shard(whole, wanted, rank), f"{inner} {shape}")
+            for shape, leaves, contract, whole in cases:
+                wanted = step("exchange", sizes=sizes, contract=contract, **more)
+                found = run(leaves[rank].view(shape), wanted, groups)
+                assert found.is_contiguous()
+                assert_bitwise_equal(found, shard(whole, wanted, rank), f"{inner} {shape}")
 
     run_ranks(ranks, world_size)
 

@@ -160,33 +160,25 @@ def test_every_dtype_operation_contract_offset_and_stride_matches() -> None:
     ]
     floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     integers = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    # Reduced by the definition once, for all ranks.
+    cases = []
+    for dtype in (*floats, *integers):
+        leaves = [
+            order_sensitive(517, rank=r, world_size=6, dtype=dtype, specials=True) for r in range(6)
+        ]
+        for op, contract in itertools.product(("sum", "avg", "product", "max", "min"), contracts):
+            if op == "avg" and dtype in integers:
+                continue
+            how: dict[str, Any] = {"contract": contract, "divisor": 6 if op == "avg" else None}
+            cases.append((leaves, op, how, reduce_leaves(leaves, op, (2, 3), **how)))  # type: ignore[arg-type]
 
     def ranks(rank: int) -> None:
         torch.set_num_threads(1)
         connected(6)
-        for dtype in (*floats, *integers):
-            leaves = [
-                order_sensitive(517, rank=r, world_size=6, dtype=dtype, specials=True)
-                for r in range(6)
-            ]
-            for op, contract in itertools.product(
-                ("sum", "avg", "product", "max", "min"), contracts
-            ):
-                if op == "avg" and dtype in integers:
-                    continue
-                divisor = 6 if op == "avg" else None
-                expected = reduce_leaves(leaves, op, (2, 3), contract, divisor=divisor)  # type: ignore[arg-type]
-                for path in PATHS:
-                    found = reduced(
-                        leaves[rank],
-                        6,
-                        path,
-                        op=op,
-                        shape=(2, 3),
-                        contract=contract,
-                        divisor=divisor,
-                    )
-                    assert_bitwise_equal(found, expected, f"{op} {dtype} {contract} {path}")
+        for leaves, op, how, expected in cases:
+            for path in PATHS:
+                found = reduced(leaves[rank], 6, path, op=op, shape=(2, 3), **how)
+                assert_bitwise_equal(found, expected, f"{op} {found.dtype} {how} {path}")
         leaves = [order_sensitive(600, rank=r, world_size=6, specials=True) for r in range(6)]
         expected = reduce_leaves(leaves, "sum", (6,))
         for offset, path in itertools.product(range(16), PATHS):
