@@ -386,26 +386,6 @@ def test_one_rank_gets_a_copy() -> None:
     ranks(0)
 
 
-def test_gather_backward_uses_the_contract_of_the_call() -> None:
-    """And the path: over a mesh axis, with uneven shards, on integer views."""
-
-    def ranks(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-        assert not torch.equal(bits(total()), bits(total(contract=Contract())))
-        for contract in (None, RANK_ORDER, Contract(accumulate="float64")):
-            for path in ("auto", "exchange", "reference"):
-                part = shard(leaf(0), rank, UNEVEN).requires_grad_()
-                whole = functional.all_gather(
-                    part, sizes=UNEVEN, contract=contract, path=path, group=(mesh, "dp")
-                )
-                whole.backward(leaf(rank))
-                wanted = shard(total(contract=contract or Contract()), rank, UNEVEN)
-                assert part.grad is not None
-                assert torch.equal(bits(part.grad), bits(wanted)), f"{contract} {path}"
-
-    run_ranks(ranks, RANKS)
-
-
 def pass_meta_tensors(rank: int) -> None:
     """Every door refuses it before its ranks exchange anything, so that the groups stay usable."""
     empty, mesh = torch.ones(4, device="meta"), init_device_mesh("cpu", (2,))

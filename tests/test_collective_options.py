@@ -12,7 +12,6 @@ from expecttest import TestCase
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-import meshplan
 from meshplan import (
     Contract,
     collectives,
@@ -40,15 +39,6 @@ FUNCTIONAL = (functional.all_gather, functional.all_reduce, functional.reduce_sc
 SHARED = {"path": "auto", "contract": None, "group": None, "strict": False, "debug": False}
 
 
-def test_collectives_are_names_of_the_package() -> None:
-    for name in (
-        "DETERMINISTIC_NCCL_ENV",
-        "configure_deterministic_nccl_env",
-        *(function.__name__ for function in COLLECTIVES),
-    ):
-        assert getattr(meshplan, name) is getattr(meshplan.collectives, name)
-
-
 def test_all_collectives_have_the_same_keyword_arguments() -> None:
     for function in (*COLLECTIVES, *FUNCTIONAL):
         wanted: dict[str, object] = dict(SHARED)
@@ -63,12 +53,6 @@ def test_all_collectives_have_the_same_keyword_arguments() -> None:
         _, *keywords = inspect.signature(function).parameters.values()
         assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in keywords)
         assert {one.name: one.default for one in keywords} == wanted, function.__name__
-
-
-def test_single_rank_needs_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    tensor = torch.ones(3)
-    assert deterministic_all_reduce(tensor) is tensor
 
 
 def refused(kind: type[Exception], run: Any) -> str:

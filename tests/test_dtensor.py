@@ -49,10 +49,8 @@ from meshplan.testing import (
     order_sensitive,
     replica_fingerprints,
 )
-from meshplan.topology import Topology
-from tests.devices import FLOATS, INTEGERS
 from tests.marks import full
-from tests.processes import run_ranks, warm_compiler
+from tests.processes import run_ranks
 from tests.traffic import Issued
 from tests.traffic import counts as sent_counts
 
@@ -183,26 +181,6 @@ def test_installed_contract_path_and_operation_are_used() -> None:
     assert run_ranks(ranks, 6) == [sends * 2] * 6
 
 
-@pytest.mark.parametrize("path", ["auto", full("exchange"), full("reference")])
-def test_every_contract_dtype_takes_every_path(path: Any) -> None:
-    """Also those that no backend sends, in messages of every kind, and through an audit."""
-    near = Topology.uniform(4, node_size=2)
-
-    def ranks(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        targets = [(R, R), (S(0), S(1)), (R, S(0))]
-        for topology in (None, near) if path == "exchange" else (None,):
-            with meshplan.installed(path=path, strict=True, topology=topology, audit=1):
-                for dtype, dst in itertools.product((*FLOATS, *INTEGERS), targets):
-                    Case(mesh, (P, P), dst, (5, 3), dtype).check()
-                # In place over gloo, with slices of one length and of two.
-                for rows in (1 << 17, (1 << 17) + 3):
-                    Case(mesh, (P, P), (R, R), (rows, 3), torch.int16).check()
-                    Case(mesh, (R, P), (R, R), (rows, 3), torch.int16).check()
-
-    run_ranks(ranks, 4)
-
-
 @pytest.mark.parametrize("policy", ["deterministic", "consistent", "fast"])
 def test_bitwise_operations_fall_through_to_torch(policy: Any) -> None:
     """The contract has none of them, and no order can change them: no fallback, even if strict."""
@@ -242,49 +220,6 @@ def test_bitwise_operations_fall_through_to_torch(policy: Any) -> None:
     report = run_ranks(ranks, 4)[0]
     if policy == "deterministic":
         assert "fell through to PyTorch: bits are combined one by one: every order" in report
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("path", [full("exchange"), full("reference"), "auto"])
-def test_reduce_scatter_shards_by_mesh_coordinate(path: str) -> None:
-    """Uneven shards, more ranks than rows, several dims, ranks in any order, any dtype."""
-
-    def ranks(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [[[5, 0], [3, 7]], [[1, 4], [6, 2]]])
-        targets = [
-            ((S(0), S(0), S(0)), False),
-            ((S(0), S(1), S(0)), False),
-            ((S(1), R, S(0)), True),
-            ((R, S(0), R), True),
-            ((R, R, S(2)), True),
-        ]
-        with meshplan.installed(path=path, strict=True):
-            for dst, gathered in targets:
-                for shape in ((8, 4, 2), (5, 3, 7), (1, 2, 3), (9, 1, 1)):
-                    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-                        case = Case(mesh, (P, P, P), dst, shape, dtype)
-                        sent = case.check()
-                        if path == "reference":
-                            assert sent == {"all_to_all_single": 1}
-                        elif case.expected.numel():
-                            wanted = {} if path == "auto" else {"all_to_all_single": 1}
-                            gather = {"all_gather_into_tensor": 1} if gathered else {}
-                            assert sent == wanted | gather
-            # Means, complex numbers, tensors that are not contiguous.
-            Case(mesh, (P, Partial("avg"), P), (S(0), R, S(0)), (5, 3)).check()
-            case = Case(mesh, (P, P, P), (S(0), R, S(1)), (6, 8))
-            strided = DTensor.from_local(
-                case.local.t().contiguous().t(), mesh, (P, P, P), run_check=False
-            )
-            found = strided.redistribute(mesh, case.dst).to_local()
-            assert_bitwise_equal(found, case.expected)
-            imaginary = DTensor.from_local(
-                torch.complex(case.local, -case.local), mesh, (P, P, P), run_check=False
-            )
-            found = imaginary.redistribute(mesh, case.dst).to_local()
-            assert_bitwise_equal(found.real.contiguous(), case.expected)
-
-    run_ranks(ranks, 8)
 
 
 def test_partial_axes_of_sharded_tensors_are_reduced() -> None:
@@ -611,34 +546,6 @@ def test_sub_meshes_and_outside_ranks_are_handled() -> None:
             assert Case(cube["c"], (P,), (R,), (9,)).check() == {}
 
     run_ranks(ranks, 6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("policy", ["deterministic", full("consistent"), full("fast")])
-def test_compiled_and_eager_have_the_same_bits(policy: str) -> None:
-    """Groups are found, voted on and created while torch traces with fake tensors."""
-
-    def ranks(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
-        for dst in ((R, R), (R, S(0)), (S(0), S(0))):
-            # The larger one is reduced on several threads.
-            for rows in (5, 70_000):
-                summand = order_sensitive(rows * 3, rank=rank, world_size=4).view(rows, 3)
-
-                def step(x: Tensor, dst: Sequence[Placement] = dst) -> Tensor:
-                    d = DTensor.from_local(x, mesh, (P, P), run_check=False)
-                    return d.redistribute(mesh, dst).to_local() * 1.0
-
-                torch._dynamo.reset()
-                with meshplan.installed(policy=policy):
-                    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-                    first = compiled(summand)
-                    if policy != "fast":
-                        assert_bitwise_equal(first, step(summand))
-                    assert_bitwise_equal(compiled(summand), first)
-
-    warm_compiler()
-    run_ranks(ranks, 4)
 
 
 class TestRefusals(TestCase):

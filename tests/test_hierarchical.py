@@ -11,16 +11,12 @@ import torch.distributed as dist
 from expecttest import TestCase
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 import meshplan
-from meshplan.contract import Contract
-from meshplan.definition import reduce_leaves
 from meshplan.errors import GroupAgreementError, TopologyError
 from meshplan.flatten import registry
-from meshplan.testing import assert_bitwise_equal, order_sensitive
+from meshplan.testing import order_sensitive
 from meshplan.topology import Topology
-from tests.marks import full
 from tests.processes import arrive, run_ranks, wait_for
 
 pytestmark = pytest.mark.processes
@@ -44,54 +40,6 @@ def leaves(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> list
         order_sensitive(numel, rank=r, world_size=count, dtype=dtype).view(shape)
         for r in range(count)
     ]
-
-
-TARGETS: tuple[tuple[Placement, Placement], ...] = (
-    (R, R),
-    (R, S(0)),
-    (S(0), R),
-    (S(0), S(0)),
-    (S(1), S(0)),
-)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "order", "nodes"),
-    [
-        full((2, 4), range(8), TWO_NODES),
-        # The nodes are dealt out over the ranks; along the mesh they are two blocks all the same.
-        full((2, 4), (0, 2, 4, 6, 1, 3, 5, 7), Topology.of([0, 1] * 4)),
-        full((4, 2), range(8), Topology.uniform(8, node_size=2)),
-    ],
-)
-def test_topology_does_not_change_bits(
-    sizes: tuple[int, int], order: tuple[int, ...], nodes: Topology
-) -> None:
-    def ranks(rank: int) -> None:
-        mesh = DeviceMesh("cpu", torch.tensor(list(order)).view(sizes))
-        for dtype, contract in (
-            (torch.float32, Contract()),
-            (torch.bfloat16, Contract()),
-            (torch.bfloat16, Contract(rounding="node")),
-            (torch.float32, Contract(accumulate="float64")),
-            (torch.float32, Contract(order="rank")),
-        ):
-            for shape in ((1, 1), (5, 3), (16, 8)):
-                full = reduce_leaves(leaves(mesh, shape, dtype), "sum", sizes, contract)
-                d = summand(mesh, shape, dtype)
-                for dst in TARGETS:
-                    with meshplan.installed(contract=contract, strict=True):
-                        flat = d.redistribute(mesh, dst).to_local()
-                    with meshplan.installed(contract=contract, strict=True, topology=nodes):
-                        near = d.redistribute(mesh, dst).to_local()
-                    assert_bitwise_equal(near, flat, f"{dst} {shape} {dtype} {contract}")
-                    if dst == (R, R):
-                        assert_bitwise_equal(near, full)
-        planned = " ".join(e["planned"] for e in meshplan.report().entries)
-        assert "in blocks of" in planned
-        meshplan.shutdown()
-
-    run_ranks(ranks, 8)
 
 
 def test_straddling_groups_have_no_intra_node_stage() -> None:

@@ -31,7 +31,11 @@ from tests.strategies import Redistribution, redistributions
 
 pytestmark = pytest.mark.processes
 
-DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+DTYPES = (
+    *(torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    # Also those that no backend sends.
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 
 
 def placement(text: str) -> Placement:

@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshplan
 from meshplan.testing import assert_bitwise_equal
-from meshplan.topology import Topology
 from tests.marks import full
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -40,11 +39,6 @@ def simulated(sizes: tuple[int, ...]) -> Iterator[DeviceMesh]:
 @pytest.fixture
 def square() -> Iterator[DeviceMesh]:
     yield from simulated((2, 2))
-
-
-@pytest.fixture
-def cube() -> Iterator[DeviceMesh]:
-    yield from simulated((2, 3, 2))
 
 
 def summands(mesh: DeviceMesh, src: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -101,15 +95,6 @@ def compare(
     return done
 
 
-@pytest.mark.full
-def test_uneven_placement_pairs_are_exact(square: DeviceMesh) -> None:
-    sources = ((P, R), (R, P), (Partial("max"), R), (R, Partial("avg")))
-    targets = ((R, S0), (S0, R), (S0, S1), (S1, S0), (S0, S0), (R, S1))
-    # Of one row, some ranks hold nothing.
-    cases = [(s, d, shape) for s in sources for d in targets for shape in ((5, 3), (1, 3))]
-    assert compare(square, cases) >= 40
-
-
 @pytest.mark.parametrize(
     "options", [{"path": "reference"}, full({"policy": "fast"}), full({"path": "native"})]
 )
@@ -120,30 +105,6 @@ def test_uneven_shards_are_exact_on_other_paths(
     targets = itertools.product([R, S0, S1], repeat=2)
     cases = [(s, d, (5, 3)) for d in list(targets)[1::2] for s in sources]
     assert compare(square, cases, **options) == len(cases)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [(7, 5), (1, 2)])
-def test_uneven_subgroups_of_three_axes_are_exact(cube: DeviceMesh, shape: tuple[int, int]) -> None:
-    """Groups of one, two and three axes, some of whose siblings hold nothing."""
-    pairs: tuple[tuple[Placements, Placements], ...] = (
-        ((P, S0, R), (R, S0, R)),
-        ((P, S0, P), (S0, S1, R)),
-        ((S0, P, S1), (S0, R, S1)),
-        ((S1, P, P), (S1, R, S0)),
-        ((S0, S0, P), (S0, S0, R)),
-        ((P, P, P), (R, S0, R)),
-        ((Partial("avg"), S0, P), (R, S0, R)),
-    )
-    assert compare(cube, [(*pair, shape) for pair in pairs]) == len(pairs)
-
-
-@pytest.mark.full
-def test_uneven_hierarchical_blocks_are_exact(cube: DeviceMesh) -> None:
-    """Reductions that are done inside nodes first."""
-    topology = Topology.uniform(12, node_size=2)
-    cases = [((P, S0, P), (R, S0, R), (7, 3)), ((S1, P, P), (S1, R, R), (4, 3))]
-    assert compare(cube, cases, topology=topology) == len(cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex64])

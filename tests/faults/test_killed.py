@@ -160,15 +160,6 @@ def test_kill_inside_a_collective_is_named(path: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("path", list(PATHS))
-def test_kill_between_collectives_is_named(path: str) -> None:
-    found = job(path, die, warm=True, mesh=square)
-    for name, message in found:
-        assert name == ("PeerTimeoutError" if path == "peers" else "CollectiveError")
-        assert "rank 1 has ended" in message, message
-
-
-@pytest.mark.dist
 @pytest.mark.parametrize("path", ["peers", "hierarchical"])
 def test_kill_before_group_creation_is_named_on_every_path(path: str) -> None:
     found = job(path, die, warm=False, mesh=square)
