@@ -152,22 +152,6 @@ def test_bits_do_not_depend_on_position_or_size(op: str, dtype: torch.dtype) -> 
             assert_bitwise_equal(moved, whole[part], f"offset {offset}, own memory")
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.id)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_sum_of_negative_zeros_stays_negative(dtype: torch.dtype, contract: Contract) -> None:
-    minus = single(-0.0, -0.0, -0.0, dtype=dtype)
-    for op in ("sum", "avg", "max", "min", "product"):
-        assert_bitwise_equal(reduce_leaves(minus, op, [3], contract), minus[0], op)
-    mixed = [*minus[:2], -minus[0]]
-    assert_bitwise_equal(reduce_leaves(mixed, "sum", [3], contract), -minus[0])
-
-
-def test_tree_and_rank_have_different_bits() -> None:
-    leaves = single(1e20, 1.0, -1e20, 1.0)
-    assert reduce_leaves(leaves, "sum", [4], Contract("tree")).item() == 0.0
-    assert reduce_leaves(leaves, "sum", [4], Contract("rank")).item() == 1.0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [2, 4, 8, 16])
 def test_rounding_at_nodes_has_the_bits_of_a_fold_of_pairs(count: int, dtype: torch.dtype) -> None:
@@ -179,16 +163,6 @@ def test_rounding_at_nodes_has_the_bits_of_a_fold_of_pairs(count: int, dtype: to
     found = reduce_leaves(leaves, "sum", [count], Contract(rounding="node"))
     assert_bitwise_equal(found, partials[0])
     assert count == 2 or not torch.equal(bits(found), bits(reduce_leaves(leaves, "sum", [count])))
-
-
-def test_mesh_shape_sets_the_tree_shape() -> None:
-    leaves = group(6, 200, torch.float32)
-    flat, mesh = (reduce_leaves(leaves, "sum", shape) for shape in ([6], [2, 3]))
-    assert (bits(flat) != bits(mesh)).any()
-    assert_bitwise_equal(reduce_leaves(leaves, "sum", [1, 2, 1, 3, 1]), mesh)
-    by_rank = Contract("rank")
-    mesh = reduce_leaves(leaves, "sum", [2, 3], by_rank)
-    assert_bitwise_equal(mesh, reduce_leaves(leaves, "sum", [6], by_rank))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import time
 import weakref
@@ -247,16 +246,6 @@ def test_hierarchical_step_looks_up_groups_once(scatter: bool) -> None:
     assert text == expected
 
 
-def test_flattened_mesh_of_the_user_is_reused() -> None:
-    def ranks(rank: int) -> tuple[str, str]:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        flat = mesh["b", "c"]._flatten("bc")
-        found = group(mesh, 1, 2)
-        return found.origin, str(found.pg is flat.get_group())
-
-    assert run_ranks(ranks, 8) == [("flattened", "True")] * 8
-
-
 def test_group_ranks_follow_the_mesh_coordinate() -> None:
     order = [[4, 0, 3], [2, 5, 1]]
 
@@ -328,27 +317,6 @@ def test_call_after_an_absent_rank_recovers() -> None:
     for rank in (0, 1, 2):
         assert found[rank] == ("GroupAgreementError", (3,), 4.0)
     assert found[3][2] == 4.0
-
-
-@pytest.mark.full
-def test_killed_rank_is_named() -> None:
-    def ranks(rank: int) -> tuple[int, ...]:
-        mesh = DeviceMesh("cpu", [2, 1, 0])
-        if rank == 1:
-            os.kill(os.getpid(), 9)
-        try:
-            with patience(2):
-                group(mesh, 0, timeout=1.0)
-        except GroupAgreementError as found:
-            # The ranks can no longer leave the default group together.
-            dist.distributed_c10d._world.default_pg = None
-            return found.missing
-        return ()
-
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(ranks, 3)
-    # Only the killed rank failed: the survivors returned.
-    assert str(caught.value) == "rank 1 died with exit code -9"
 
 
 def test_rank_without_the_same_calls_before_is_not_missing() -> None:
@@ -450,32 +418,6 @@ def test_exhausted_agreements_on_one_rank_are_an_error_on_all() -> None:
     assert all("rank 2" in said[0] and "1024 different reductions" in said[0] for said in found)
 
 
-def test_new_default_group_creates_groups_again() -> None:
-    def ranks(rank: int) -> list[float]:
-        folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
-        meshplan.install()
-        sums = []
-        for round_number in range(3):
-            dist.init_process_group(
-                "gloo",
-                rank=rank,
-                world_size=4,
-                init_method=f"file://{folder}/round{round_number}",
-                timeout=timedelta(seconds=200),
-            )
-            assert len(registry()._table) == 0
-            # The same layout every time: a stale group would be found under the same key.
-            mesh = DeviceMesh("cpu", [[2, 1], [0, 3]])
-            d = DTensor.from_local(torch.ones(5), mesh, (Partial(), Partial()), run_check=False)
-            sums.append(d.full_tensor()[4].item())
-            if round_number == 1:
-                meshplan.shutdown()
-            dist.destroy_process_group()
-        return sums
-
-    assert run_ranks(ranks, 4, init=False) == [[4.0] * 3] * 4
-
-
 def test_prepare_makes_all_sets_and_later_calls_make_none() -> None:
     def ranks(rank: int) -> tuple[list[tuple[int, ...]], int, int, list[str]]:
         mesh = DeviceMesh("cpu", [[[0, 2]], [[1, 3]]], mesh_dim_names=("a", "one", "b"))
@@ -519,20 +461,6 @@ def test_fake_backend_skips_agreement() -> None:
         assert found.pg.size() == 6
     finally:
         dist.destroy_process_group()
-
-
-def test_registry_is_emptied_with_its_default_group() -> None:
-    own = GroupRegistry()
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        own.get(mesh, Layout.from_mesh(mesh), (0,), token=TOKEN)
-        assert len(own._table) == 1
-    finally:
-        dist.destroy_process_group()
-    assert len(own._table) == 0
-    with pytest.raises(GroupStateError):
-        own.get(mesh, Layout.of(a=2), (0,), token=TOKEN)
 
 
 def test_registry_keeps_no_group_alive() -> None:

@@ -1,4 +1,4 @@
-"""No import of a module reads or sets an environment variable."""
+"""No import of a module reads or sets an environment variable, starts a thread or changes torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 READS = """\
-import importlib, os, sys
+import importlib, os, sys, threading
 import torch.distributed.tensor, spmd_types, networkx
 
 class Watched(type(os.environ)):
@@ -25,11 +25,16 @@ class Watched(type(os.environ)):
             read.append((name, key))
         return super().__getitem__(key)
 
-read, before = [], dict(os.environ)
+from torch.distributed.tensor import _redistribute
+
+read, before, seam = [], dict(os.environ), _redistribute._optimize_transform_infos
+threads = threading.active_count()
 os.environ.__class__ = Watched
 for name in sys.argv[1:]:
     importlib.import_module(name)
-print(read, dict(os.environ) == before)
+print(read, dict(os.environ) == before, threading.active_count() == threads)
+print(_redistribute._optimize_transform_infos is seam, torch.distributed.is_initialized())
+print(torch.cuda.is_initialized(), "nccl_model" in torch.distributed.Backend.backend_list)
 os.environ.get("HOME")
 exec(compile("import os; os.environ.get('X')", "x", "exec"), {"__name__": "meshplan.x"})
 print(read)
@@ -50,4 +55,5 @@ def test_imports_read_and_set_nothing() -> None:
         command, capture_output=True, text=True, timeout=400, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[] True", "[('meshplan.x', 'X')]"]
+    shown = ["[] True True", "True False", "False False", "[('meshplan.x', 'X')]"]
+    assert done.stdout.splitlines() == shown
