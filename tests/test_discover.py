@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -122,37 +121,6 @@ def test_discovery_is_repeatable_and_recovers() -> None:
         return found
 
     assert run_ranks(ranks, 3) == [["try0", "try1", "try2", "again"]] * 3
-
-
-def test_new_default_group_is_discovered_again() -> None:
-    """With other hosts: the earlier placement is not used."""
-
-    def ranks(rank: int) -> list[str]:
-        folder = os.path.dirname(os.environ["MESHPLAN_TEST_STORE"])
-        found = []
-        for hosts in (1, 2, 4):
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/{hosts}",
-                rank=rank,
-                world_size=4,
-                timeout=timedelta(seconds=200),
-            )
-            on_hosts(rank, 4 // hosts)
-            mesh = init_device_mesh("cpu", (2, 2))
-            with meshplan.installed():
-                assert discovered_cluster() is None
-                reduce(mesh)
-                cluster = discovered_cluster()
-            assert cluster is not None
-            found.append(str(cluster.topology))
-            dist.barrier()
-            meshplan.shutdown()
-            dist.destroy_process_group()
-        return found
-
-    expected = ["1 node of 4", "2 nodes of 2", "4 nodes of 1"]
-    assert run_ranks(ranks, 4, init=False) == [expected] * 4
 
 
 def test_full_reduction_discovers_and_runs_intra_node_first() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 import meshplan
 import meshplan.backend
@@ -206,37 +204,6 @@ def premultiply_golden(rank: int) -> list[str]:
 def test_premul_sum_has_the_bits_of_the_golden_file() -> None:
     assert (GOLDEN["contract"], len(GOLDEN["cases"])) == ("v1", 60)
     assert run_ranks(premultiply_golden, 4, backend="meshplan") == [[]] * 4
-
-
-def bucket(rank: int) -> list[str]:
-    """The same elements in one message, in many, and among others."""
-    whole, mine = expected(torch.float32, "sum", Contract()), summand(rank, torch.float32)
-    splits: list[Callable[[Tensor], list[Tensor]]] = [
-        lambda x: [x],
-        lambda x: list(x.split(7)),
-        lambda x: list(x.split(1)),
-    ]
-    wrong = []
-    for split in splits:
-        x = mine.clone()
-        with _coalescing_manager():
-            for part in split(x):
-                dist.all_reduce(part)
-        wrong += [f"coalesced {len(split(x))}"] * (bits(x) != bits(whole))
-        x = mine.clone()
-        works = [dist.all_reduce(part, async_op=True) for part in split(x)]
-        for work in works:
-            assert work is not None
-            work.wait()
-        wrong += [f"async {len(works)}"] * (bits(x) != bits(whole))
-    large = torch.cat([mine, torch.ones(200_000), mine])
-    dist.all_reduce(large)
-    wrong += ["large"] * (bits(large[:61]) != bits(whole) or bits(large[-61:]) != bits(whole))
-    return wrong
-
-
-def test_buckets_do_not_change_a_bit() -> None:
-    assert run_ranks(bucket, RANKS, backend="meshplan") == [[]] * RANKS
 
 
 def reduce_bits(rank: int) -> list[Any]:
