@@ -9,10 +9,9 @@ def shorten(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def elide(text: str, most: int = 100) -> str:
-    """The text, or its beginning and its end around an ellipsis, in ``most`` characters."""
-    half = most // 2 - 3
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+def elide(text: str) -> str:
+    """The text, or its beginning and its end around an ellipsis, in 100 characters."""
+    return text if len(text) <= 100 else f"{text[:47]} ... {text[-47:]}"
 
 
 def format_first(items: Sequence[object], most: int = 8) -> str:

@@ -198,14 +198,14 @@ def read_placements(text: str, option: str) -> list[str]:
     return items
 
 
-def read_steps(text: str, option: str) -> Steps:
-    """The axes of each reduction in ``tp,ddp+fsdp``."""
+def read_steps(text: str) -> Steps:
+    """The axes of each reduction in ``tp,ddp+fsdp``, as of ``--reduce-order``."""
     steps = tuple(tuple(axis.strip() for axis in step.split("+")) for step in text.split(","))
     for axis in (axis for step in steps for axis in step):
         if not re.fullmatch("[A-Za-z0-9_]{1,64}", axis):
             raise PolicyError(
-                f"{option}: use axes of the mesh, such as {option} ddp,fsdp, or {option} ddp+fsdp "
-                f"at once, got {quote(axis)}"
+                "--reduce-order: use axes of the mesh, such as --reduce-order ddp,fsdp, or "
+                f"--reduce-order ddp+fsdp at once, got {quote(axis)}"
             )
     return steps
 

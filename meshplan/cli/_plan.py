@@ -376,7 +376,7 @@ def _read_sequences(
         for i, axis in enumerate(layout.axes)
         if layout.sizes[i] > 1 and (src is None or (i < len(src) and src[i].startswith("P")))
     ]
-    found: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    found: list[Steps] = [read_steps(order) for order in given.reduce_order]
     if not given.reduce_order and not given.flat and every:
         orders = list(itertools.islice(itertools.permutations(every), _MAX_ORDERS + 1))
         if len(orders) > _MAX_ORDERS:
@@ -507,7 +507,7 @@ def _predict_rows(
         for i, spec in enumerate(problem.src)
         if spec.kind == "partial" and layout.sizes[i] > 1
     )
-    orders: list[Steps] = [read_steps(order, "--reduce-order") for order in given.reduce_order]
+    orders: list[Steps] = [read_steps(order) for order in given.reduce_order]
     named = [(format_steps(steps), steps) for steps in orders]
 
     rows: list[_Row] = []

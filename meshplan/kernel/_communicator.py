@@ -46,6 +46,7 @@ LINE_BYTES = 64
 _UNLIKE_TENSORS = (
     "Nothing was reduced: every rank must pass the same shape, dtype, operation and contract"
 )
+_RECONNECT = "Call meshplan.shutdown on every rank, and these ranks reconnect"
 
 # Fates of a call, as csrc/peer.h has them.
 _LATE, _REFUSED, _DIFFERS = 1, 2, 3
@@ -271,7 +272,7 @@ class Communicator(ABC, Generic[_Call]):
                 "initialise torch.distributed in the process that computes"
             )
 
-    def _error(self, outcome: Outcome, signature: Signature, next_step: str) -> Exception:
+    def _error(self, outcome: Outcome, signature: Signature) -> Exception:
         who, me = self.ranks[outcome.rank], self.ranks[self.rank]
         mine = str(read_words(signature.words))
         among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
@@ -292,7 +293,7 @@ class Communicator(ABC, Generic[_Call]):
             return GroupStateError(
                 f"two reductions over ranks {among} ran at the same time on rank {who}: {mine}; "
                 "let each stream and each graph that reduces over them wait for the one before. "
-                f"{next_step}"
+                f"{_RECONNECT}"
             )
         assert outcome.fate in (_LATE, _REFUSED), (outcome.fate, mine)
         found, bound = "did not reach", f" within {self.timeout:g} s"
@@ -304,7 +305,7 @@ class Communicator(ABC, Generic[_Call]):
         return PeerTimeoutError(
             f"rank {who} {found} block {outcome.block}, phase {outcome.phase} ({phase}) of a "
             f"reduction over ranks {among}{bound}: {mine}; look for a rank that died or took "
-            f"another branch. {next_step}",
+            f"another branch. {_RECONNECT}",
             rank=who,
             block=outcome.block,
             phase=outcome.phase,

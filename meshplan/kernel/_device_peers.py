@@ -543,11 +543,7 @@ class DeviceCommunicator(Communicator[_Call]):
         if failed == 0:
             return
         failure = self._failures.of[failed - 1]
-        raise self._error(
-            failure.outcome,
-            failure.mine,
-            "Call meshplan.shutdown on every rank, and these ranks reconnect",
-        )
+        raise self._error(failure.outcome, failure.mine)
 
 
 class StreamOrder:

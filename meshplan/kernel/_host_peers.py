@@ -284,11 +284,7 @@ class HostCommunicator(Communicator[PeerCall]):
         if fate != 0:
             self.alive = False
             check_aborted(f"rank {self.ranks[self._outcome.rank]}")
-            raise self._error(
-                self._outcome,
-                call.signature,
-                "Call meshplan.shutdown on every rank, and these ranks reconnect",
-            )
+            raise self._error(self._outcome, call.signature)
 
 
 def _release(memory: SharedMemory, processes: list[int]) -> None:
