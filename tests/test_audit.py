@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import meshplan
 from meshplan.contract import Contract
 from meshplan.errors import AuditError, FallbackRefusedError, GroupAgreementError, PeerTimeoutError
-from meshplan.execute import Outcome, Purpose, StepGroups, _audit, _run
-from meshplan.execute.paths import get_path
+from meshplan.execute import Purpose, StepGroups, _audit, _run
+from meshplan.execute.paths import Outcome, get_path
 from meshplan.testing import assert_bitwise_equal, bits, order_sensitive
 from meshplan.topology import Topology
 from tests.marks import full

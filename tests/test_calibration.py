@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from meshplan.layout import Layout
-from meshplan.planner import CALIBRATIONS, Calibration, Problem, predict_backend
+from meshplan.planner import CALIBRATIONS, Problem, predict_backend
+from meshplan.planner._simulation import Calibration
 from meshplan.topology import Topology
 from tests.test_cli_simulate import simulate
 

@@ -24,17 +24,20 @@ from meshplan.execute._graph import _read, write_step
 from meshplan.execute._provenance import clear_report, report
 from meshplan.layout import Layout
 from meshplan.planner import (
-    PlannedReduction,
     Problem,
     Step,
-    exchange_cost,
     find_fastest,
-    halving_cost,
     plan,
-    reference_cost,
 )
 from meshplan.planner._group_facts import find_groups
-from meshplan.planner._path_costs import ElementWidth, ReductionStrategy
+from meshplan.planner._path_costs import (
+    ElementWidth,
+    PlannedReduction,
+    ReductionStrategy,
+    exchange_cost,
+    halving_cost,
+    reference_cost,
+)
 from meshplan.planner._planner import _make_reduction
 from meshplan.testing import assert_bitwise_equal, order_sensitive
 from meshplan.topology import Link, Links, Topology

@@ -22,7 +22,6 @@ from meshplan.definition import reduce_leaves
 from meshplan.errors import PolicyError, SignatureMismatchError
 from meshplan.execute import (
     PATHS,
-    Outcome,
     Purpose,
     StepGroups,
     Wire,
@@ -32,7 +31,7 @@ from meshplan.execute import (
 )
 from meshplan.execute._gloo import inline_bytes
 from meshplan.execute._shards import select_shard
-from meshplan.execute.paths import _exchange, get_path
+from meshplan.execute.paths import Outcome, _exchange, get_path
 from meshplan.flatten import registry
 from meshplan.layout import Layout
 from meshplan.planner import (

@@ -26,14 +26,10 @@ if TYPE_CHECKING:
     from meshplan.planner._path_costs import Between as Between
     from meshplan.planner._path_costs import ContractPath as ContractPath
     from meshplan.planner._path_costs import Cost as Cost
-    from meshplan.planner._path_costs import PlannedReduction as PlannedReduction
     from meshplan.planner._path_costs import Reach as Reach
     from meshplan.planner._path_costs import count_chunks as count_chunks
     from meshplan.planner._path_costs import cut_chunks as cut_chunks
-    from meshplan.planner._path_costs import exchange_cost as exchange_cost
     from meshplan.planner._path_costs import find_fastest as find_fastest
-    from meshplan.planner._path_costs import halving_cost as halving_cost
-    from meshplan.planner._path_costs import reference_cost as reference_cost
     from meshplan.planner._path_costs import weigh_chunks as weigh_chunks
     from meshplan.planner._plan import NOMINAL_ELEMENTS as NOMINAL_ELEMENTS
     from meshplan.planner._plan import Plan as Plan
@@ -57,9 +53,7 @@ if TYPE_CHECKING:
         follows_default_order as follows_default_order,
     )
     from meshplan.planner._simulation import CALIBRATIONS as CALIBRATIONS
-    from meshplan.planner._simulation import Calibration as Calibration
     from meshplan.planner._simulation import Prediction as Prediction
-    from meshplan.planner._simulation import Simulation as Simulation
     from meshplan.planner._simulation import predict_backend as predict_backend
     from meshplan.planner._simulation import (
         predict_divergence as predict_divergence,

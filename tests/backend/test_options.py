@@ -296,8 +296,7 @@ def audit_calls(rank: int) -> dict[str, Any]:
 
 
 def audit_wrong_bit(rank: int) -> list[Any]:
-    from meshplan.execute import Outcome
-    from meshplan.execute.paths import get_path
+    from meshplan.execute.paths import Outcome, get_path
 
     path: Any = get_path("exchange")
     right = path.all_reduce

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from meshplan.errors import PolicyError
-from meshplan.execute.paths._exchange import PATH as _EXCHANGE
-from meshplan.execute.paths._halving import PATH as _HALVING
-from meshplan.execute.paths._hierarchical import PATH as _HIERARCHICAL
-from meshplan.execute.paths._integer import CHECKED as _CHECKED
-from meshplan.execute.paths._integer import PATH as _INTEGER
-from meshplan.execute.paths._native import PATH as _NATIVE
+from meshplan.execute.paths import (
+    _exchange,
+    _halving,
+    _hierarchical,
+    _integer,
+    _native,
+    _reference,
+    _shared_memory,
+)
 from meshplan.execute.paths._path import Outcome as Outcome
 from meshplan.execute.paths._path import Path as Path
-from meshplan.execute.paths._reference import PATH as _REFERENCE
-from meshplan.execute.paths._shared_memory import ONE_SHOT as _ONE_SHOT
-from meshplan.execute.paths._shared_memory import TWO_SHOT as _TWO_SHOT
 from meshplan.flatten import Sharing
 
 _instances: tuple[Path, ...] = (
-    _ONE_SHOT,
-    _TWO_SHOT,
-    _EXCHANGE,
-    _HALVING,
-    _HIERARCHICAL,
-    _INTEGER,
-    _CHECKED,
-    _REFERENCE,
-    _NATIVE,
+    _shared_memory.ONE_SHOT,
+    _shared_memory.TWO_SHOT,
+    _exchange.PATH,
+    _halving.PATH,
+    _hierarchical.PATH,
+    _integer.PATH,
+    _integer.CHECKED,
+    _reference.PATH,
+    _native.PATH,
 )
 _PATHS = {path.name: path for path in _instances}
 PATHS = ("auto", *(path.name for path in _instances if path.offered))
