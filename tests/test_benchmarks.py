@@ -15,7 +15,6 @@ from unittest import mock
 
 import jsonschema
 import pytest
-import torch
 from expecttest import TestCase
 
 from benchmarks import allreduce_cpu, allreduce_gpu, timing
@@ -78,29 +77,10 @@ def check(found: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(SHAPE).validate(found)
 
 
-def test_median_and_p95_are_computed() -> None:
-    assert Figures.of([3.0]) == Figures(3.0, 3.0, 1)
-    found = Figures.of([float(n) for n in range(101)])
-    assert found == Figures(50.0, 95.0, 101)
-
-
 def test_ratios_are_to_each_peer_and_bars_are_exact() -> None:
     assert CASE.ratios == [("peer", "gloo", 0.5 / 3), ("peer", "ordered", 0.5 / 6)]
     assert [CASE.met(bar) for bar in CASE.bars] == [False, True, True]
     assert not CASE.met(at_most(0.166, "peer", "gloo"))
-
-
-@pytest.mark.parametrize(("script", "shown"), [("echo 580.1", ", driver 580.1"), ("exit 9", "")])
-def test_machine_names_the_driver_of_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, shown: str
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
-    assert machine()["gpu"] == f"NVIDIA X{shown}"
 
 
 def timed(nbytes: int, **medians: float) -> Case:
@@ -203,27 +183,6 @@ all-reduce of 1 KiB, 2 ranks
     ordered/gloo 2 (at least 2: met)""",
         )
 
-    def test_bar_between_two_that_are_no_peers_is_printed(self) -> None:
-        case = Case(
-            name="all-reduce of 1 MiB",
-            unit="ms",
-            runs={
-                name: Figures.of([n])
-                for name, n in (("auto", 3.0), ("exchange", 4.0), ("halving", 2.0))
-            },
-            peers=("exchange",),
-            bars=(at_most(1.1, "auto", "halving"),),
-        )
-        self.assertExpectedInline(
-            row_of(case),
-            """\
-all-reduce of 1 MiB
-    ms: auto 3 (p95 3), exchange 4 (p95 4), halving 2 (p95 2)
-    auto/exchange 0.75
-    halving/exchange 0.5
-    auto/halving 1.5 (at most 1.1: NOT MET)""",
-        )
-
     def test_page_lists_bars_and_cases(self) -> None:
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         suite = replace(allreduce_cpu.SUITE, reasons={"peer / gloo": "Messages of 1 KiB."})
@@ -303,10 +262,3 @@ def test_every_suite_runs_in_smoke_mode(tmp_path: Path) -> None:
     assert "Not to be quoted" in page
     for link in re.findall(r"\]\((performance/\S+)\)", page):
         assert (tmp_path / link).stat().st_size > 5000
-
-
-@pytest.mark.full
-def test_unknown_suite_is_refused() -> None:
-    done = run("dispach")
-    assert done.returncode == 2
-    assert "no suite 'dispach'; write some of dispatch, planner, fold" in done.stderr
