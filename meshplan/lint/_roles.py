@@ -85,6 +85,7 @@ AXIS_NAMES: Mapping[Role, tuple[str, ...]] = {
             "etp",
             "expt_tp",
             "expert_tensor",
+            "moe_tp",
         ),
         *("infer_tp", "rollout_tp", "gen_tp"),  # verl
     ),

@@ -30,10 +30,11 @@ SIZE = re.compile(
     rf"(?:[\w.-]+[-_.])?(?:{_PARALLEL}(?:{_PART})?(?:{_UNIT}|[-_]dim)?|(?:auto)?{_AXIS}(?:{_PART})?{_UNIT}"
     rf"|{_AXIS}{_PART}|(?:device|ici|dcn|logical)[-_]mesh(?:[-_](?:shape|sizes?))?"
     r"|zero[-_]hpz[-_]partition[-_]size|mics[-_]shard[-_]size"
+    r"|(?:dp[-_]config[._])?shard[-_]degree|dp[-_]config[._]num[-_]replicas"
     r"|(?:ring|ulysses)(?:[-_]attn)?[-_](?:size|degree))"
 )
 # Short names that other texts use too. They count alone or as the last part of a dotted path.
-SHORT = re.compile(rf"(?:[\w-]+\.)*{_AXIS}")
+SHORT = re.compile(rf"(?:[\w-]+\.)*(?:{_AXIS}|(?!pretraining)\w+[-_][tp]p)")
 # Keys of one program often differ by a word, and a spelling mistake by a letter or two.
 _NEAR = 0.92
 _STEM = re.compile(r"para|pral|ral+el|llel|degr|gree|repl|shard|dp_")
@@ -57,7 +58,8 @@ def suggest_degree(key: str) -> str:
 
 
 _NUMBER = (
-    r"-?\d+(?![\w.])|auto\b|\$\{?\w+|(?:[\[(][ \t]*|\n[ \t]{0,40}-[ \t])-?\d|(?:choice|range)\("
+    r"-?\d+(?![\w.])|auto\b|\$\{?\w+|\{\{|<\w|(?:[\[(][ \t]*|\n[ \t]{0,40}-[ \t])-?\d"
+    r"|(?:choice|range)\("
 )
 # In YAML and JSON of a sweep: a table of the values that it tries.
 _SWEEP = r"(?:\{?\s{0,40}[\"']?(?:values?|choices|min)[\"']?[ \t]*:\s{0,40}(?:-[ \t])?)?"
@@ -73,8 +75,8 @@ _VALUE = r"[\"']?\s*+(?::[^=\n]{0,80})?[=:]\s*+[(\[]*+\s*+-?+\s*+[(\[]*+\s*+\d"
 _REFERENCE = re.compile(r"\$\{[\w.]*\.(\w+)\}")
 # AReaL's sglang:d4p1t2+fsdp:d8t2, with a degree above 1.
 _ALLOCATION = re.compile(
-    r"\b(?:allocation_mode|backend)\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*[\"']?"
-    r"[\w.:+|()-]{0,200}?(?<=[.:+|(\d])[acdept](?:[2-9]|\d\d)[\w.:+|()-]{0,200}"
+    r"\b(?:allocation_mode|backend)\b[\"']?[ \t]*(?::[ \t]*str[ \t]*)?[=:][ \t]*f?[\"']?"
+    r"[\w.:+|()-]{0,200}?(?<=[.:+|(\d])[acdept](?:[2-9]|\d\d|[{$])[\w.:+|(){}$-]{0,200}"
 )
 _COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -136,7 +138,9 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
     words = set(_WORD.findall(text))
     if words & {"allocation_mode", "backend"} and (skipped := _find_allocation(name, text)):
         return skipped
-    if not any(word.lower().strip("_") in _WANTED for word in words):
+    if not any(
+        word.lower().strip("_") in _WANTED or word.endswith("ParallelConfig") for word in words
+    ):
         # Parsing takes ten times as long as finding a number after one of these words.
         sizes = "|".join(word for word in words if is_size(word))
         if not sizes or not re.search(rf"\b(?:{sizes})\b{_VALUE}", text):
@@ -157,17 +161,32 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
         short = sum(bool(SHORT.fullmatch(key.lower())) for key, _ in found) > 1
         for key, value in found:
             known = SIZE.fullmatch(key.lower()) or (short and SHORT.fullmatch(key.lower()))
+            known = known or key.startswith("parallel.")
             if known and _is_degree(value):
                 return _skip_degree(Source(name, value.lineno), f"{key} = {ast.unparse(value)}")
         if isinstance(node, ast.Attribute) and _HYBRID.fullmatch(node.attr):
             return _skip_hybrid(Source(name, node.lineno))
+        if isinstance(node, ast.keyword) and getattr(node.value, "attr", "") == "hsdp":  # OLMo-core
+            return _skip_degree(Source(name, node.value.lineno), ast.unparse(node))
         if isinstance(node, ast.Call) and (maker := find_callee(node)) in _MAKERS:
             why = f"{maker} makes groups that are not read; {INSTEAD}"
             return Skipped(Source(name, node.lineno), why)
     return None
 
 
-_WANTED = frozenset({*_MAKERS, "hybrid_shard", "hybrid_shard_zero2"})
+_WANTED = frozenset(
+    {
+        *_MAKERS,
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "hsdp",
+        "shard_degree",
+        "num_replicas",
+        "zero1",
+    }
+)
+# InternEvo's parallel = dict(zero1=8, tensor=dict(size=4)).
+_PARTS = ("zero1", "tensor", "pipeline", "weight", "expert")
 
 
 def _skip_degree(where: Source, shown: str) -> Skipped:
@@ -183,22 +202,39 @@ def _skip_hybrid(where: Source) -> Skipped:
 
 def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
     """Names with their values: keyword arguments, keys of a dict, variables, lines of a string."""
+    pairs: list[tuple[str, ast.expr]] = []
     match node:
         case ast.Constant(value=str(text)):
             lines = _LINE.finditer(text)
             at = node.lineno
             return [(one["key"], ast.Constant(int(one["size"]), lineno=at)) for one in lines]
         case ast.Call():
-            return [(one.arg, one.value) for one in node.keywords if one.arg]
+            pairs = [(one.arg, one.value) for one in node.keywords if one.arg]
+            # OLMo-core's TransformerDataParallelConfig(num_replicas=..., shard_degree=...)
+            if "ParallelConfig" in ast.unparse(node.func):
+                pairs += [
+                    (f"parallel.{key}", value)
+                    for key, value in pairs
+                    if key in ("degree", "num_replicas", "shard_degree")
+                ]
         case ast.Dict():
-            pairs = zip(node.keys, node.values, strict=True)
-            keys = [(getattr(key, "value", None), value) for key, value in pairs]
-            return [(key, value) for key, value in keys if isinstance(key, str)]
+            keys = [getattr(key, "value", None) for key in node.keys]
+            pairs = [
+                (key, value)
+                for key, value in zip(keys, node.values, strict=True)
+                if isinstance(key, str)
+            ]
         case ast.Assign(targets=targets, value=value):
-            return [(target.id, value) for target in targets if isinstance(target, ast.Name)]
+            names = [getattr(one, "attr", getattr(one, "id", None)) for one in targets]
+            return [(key, value) for key in names if key]
         case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
             return [(name, value)]
-    return []
+    if {"zero1", "tensor"} <= {key for key, _ in pairs}:
+        for key, value in [one for one in pairs if one[0] in _PARTS]:
+            inner = [*_find_named_values(value), ("size", value)]
+            size = next(one for at, one in inner if at == "size")
+            pairs += [(f"parallel.{key}", size)] if ast.unparse(size) != "-1" else []
+    return pairs
 
 
 def _is_degree(value: ast.expr) -> bool:

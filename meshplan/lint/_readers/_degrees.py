@@ -48,6 +48,10 @@ class Computed(NamedTuple):
     why: str
 
 
+class Nested(Computed):
+    """A table or a list in place of a value: a section, or the values of a sweep."""
+
+
 class Setting(NamedTuple):
     """A key with its value."""
 
@@ -75,6 +79,11 @@ def split_allocations(settings: Iterable[Setting]) -> list[Setting]:
     found = [*settings]
     for one in settings:
         text = str(one.value) if _ALLOCATION.fullmatch(one.path) else ""
+        engine = re.search(r"(sglang|vllm|fsdp|archon|megatron)(?:\[\w+\])?:.*[{$]", text)
+        if engine or (re.search(r"[{$]", text) and one.path.endswith("allocation_mode")):
+            why = Computed(f"{one.key} has a variable; {INSTEAD}")
+            path = f"{one.path}.0.{engine[1] if engine else 'fsdp'}_engine.d"
+            found.append(Setting(path, why, one.line, one.key))
         if re.sub(r"[+|]", "", _ENGINE.sub("", text)):
             continue  # it has another form
         for i, (engine, dense, experts) in enumerate(_ENGINE.findall(text)):
@@ -103,11 +112,22 @@ class Document:
     launch: Mapping[str, int] = field(default_factory=dict)
     # Lines of settings in a command itself, not in a variable that it uses
     commands: Set[int] = frozenset()
+    # Words of commands that have options from elsewhere, such as "$@", and their lines
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def texts(self) -> list[str]:
         """Each setting as ``path=value`` in lower case."""
         return [str(one) for one in self.settings]
+
+    @cached_property
+    def disabled(self) -> list[str]:
+        """The paths of sections with ``enabled: false``."""
+        return [
+            text.removesuffix(".enabled=false")
+            for text in self.texts
+            if text.endswith(".enabled=false")
+        ]
 
 
 def find_framework(document: Document) -> Framework | None:
@@ -222,15 +242,18 @@ def _merge(before: Setting, one: Setting) -> Setting:
 
 def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, Setting]]:
     """The part, the axis and the setting of each key of a mesh."""
-    disabled = [
+    # An engine that generates has Megatron's keys too, in verl's rollout for example.
+    engines = {
         one.path.rpartition(".")[0]
         for one in document.settings
-        if one.path.endswith(".enabled") and str(one.value).lower() == "false"
-    ]
+        if document.kind == "document" and one.path.endswith("gpu_memory_utilization")
+    }
+    engines = set() if mesh.roles.get("dp") == "apart" else engines
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        if section is not None and key in mesh.keys and prefix not in disabled:
+        section = None if prefix in engines else section
+        if section is not None and key in mesh.keys and prefix not in document.disabled:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
 
 
@@ -272,7 +295,7 @@ def find_replaced(found: Degrees) -> Setting | None:
     for one in found.document.settings if found.document.kind != "python" else ():
         group, at, package = one.path.partition("@")
         if found.document.kind == "document":
-            is_base = bool(_BASE.match(one.path)) and one.value is not None
+            is_base = bool(_BASE.match(one.path)) and not isinstance(one.value, Nested)
         elif one.key.startswith("-"):
             is_base = bool(_CONFIG.fullmatch(group))
         else:
@@ -284,6 +307,11 @@ def find_replaced(found: Degrees) -> Setting | None:
         is_known = name == "_self_" or match(found.framework.bases, name)
         if is_base and not is_elsewhere and not is_known:
             return one
+    # A script runs without arguments, unless nothing else in it is about this part of the job.
+    has_part = any(section.match(one.path.rpartition(".")[0]) for one in found.document.settings)
+    for word, line in found.document.elsewhere.items():
+        if not (has_part and re.match(r"\$\{?[@*]", word)):
+            return Setting("", None, line, word)
     return None
 
 
@@ -295,7 +323,7 @@ def find_line(found: Degrees) -> int:
         return next(one.line for one in settings if mark.fullmatch(one.path))
     first = min(found.settings.values(), key=lambda one: one.line)
     table = first.path.rpartition(".")[0]
-    lines = [one.line for one in settings if one.path == table and one.value is None]
+    lines = [one.line for one in settings if one.path == table and isinstance(one.value, Nested)]
     return min([first.line, *lines])
 
 
@@ -449,7 +477,7 @@ def _make_jobs(
     inner = {axis: given.get(axis, sizes.get(axis, 1)) for axis in experts}
     inner["etp"] = given.get("etp", sizes.get("tp", 1) if mesh.expert_tp else 1)
     inner = {axis: inner[axis] for axis in experts}
-    left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard"))
+    left = next(axis for axis in experts if axis in ("edp", "efsdp", "ep_shard", "moe_tp"))
     inner[left] = _divide(ranks, inner, left)
     yield make_job(experts, inner, {*known, left})
 
@@ -637,6 +665,7 @@ def _join(edits: Sequence[Edit]) -> Iterator[Edit]:
     yield from (Edit(*at, new) for at, new in added.items())
 
 
+_VERL = "actor_rollout_ref."
 # Degrees of other meshes than those of the trainer, and of parts of an axis.
 _INNER = re.compile(
     r"vllm|sglang|rollout|generat|infer|teacher|serv|virtual|ulysses|target|checkpoint|(?:^|[._])(?:ref|gen)[._]"
@@ -655,20 +684,25 @@ def check_unread(
         UnknownMesh: a misspelt key, a degree that no mesh of the framework reads, or another
             configuration whose sizes may be in place of the defaults.
     """
-    keys = {key for mesh in found.framework.meshes for key in mesh.keys}
+    meshes = found.framework.meshes
+    keys = {key for mesh in meshes for key in mesh.keys}
     section = re.compile(found.mesh.section)
     for one in found.document.settings:
         prefix, _, key = one.path.rpartition(".")
         is_inside = section.fullmatch(prefix) is not None
-        # The value may be the size of an axis of several ranks.
+        # The value may be the size of an axis of several ranks. A table may be a section.
         is_open = isinstance(one.value, Computed) or (
             one.value == "auto" or (is_whole(one.value) and one.value not in (0, 1))
         )
-        if key in keys or not is_open:
+        is_open &= one.value != -1 or key not in keys
+        is_open &= not isinstance(one.value, Nested) or key.endswith(("size", "degree"))
+        is_read = any(key in m.keys and _compile(m.section).fullmatch(prefix) for m in meshes)
+        if is_read or not is_open or prefix in found.document.disabled:
             continue
         if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
-        if is_size(key) and not _INNER.search(one.path) and (is_inside or not given):
+        is_free = is_inside or not given or found.mesh.keys.get(key, key) not in {key, *given}
+        if is_size(key) and is_free and not _INNER.search(one.path.removeprefix(_VERL)):
             # A variable of the file: the degree that refers to it has its value.
             if re.search(rf"\$\{{[\w.]*\b{re.escape(one.key)}\}}", found.document.text):
                 continue
@@ -685,7 +719,7 @@ def check_unread(
     ):
         replaced = find_replaced(found)
         if replaced is not None:
-            raise UnknownMesh(
-                f"{replaced.key} names another configuration, which may set {free[0]}; {INSTEAD}",
-                replaced.line,
-            )
+            is_word = replaced.key.startswith("$")
+            what = "stands for options" if is_word else "names another configuration"
+            why = f"{replaced.key} {what}, which may set {free[0]}; {INSTEAD}"
+            raise UnknownMesh(why, replaced.line)

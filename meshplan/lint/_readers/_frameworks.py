@@ -562,9 +562,10 @@ _LIGHTNING = Framework(
 # distributed/parallel_state.py, initialize_model_parallel: (pp, tp) on world_size = pp * tp ranks,
 # and python/sglang/srt/managers/data_parallel_controller.py, launch_dp_schedulers: as many for each
 # data-parallel replica. With --enable-dp-attention attention has its own groups inside of tp.
-# Sections: a file of engines has a list; vLLM's production stack has vllmConfig in Helm's values.
+# Sections: a file of engines has a list; vLLM's production stack has vllmConfig in Helm's values;
+# each of the llm_configs of Ray Serve has engine_kwargs.
 _SECTION = (
-    r"(?:(?P<part>\d+\.(?=engine_args)|.*(?=vllm_config))?"
+    r"(?:(?P<part>\d+\.(?=engine_args)|.*(?=vllm_config|engine_kwargs))?"
     r"(?:engine_args|engine_kwargs|server_args|vllm|parallel|vllm_config))?"
 )
 _SERVING_MESH = Mesh(
@@ -591,19 +592,57 @@ _SERVING_MESH = Mesh(
 )
 _VLLM = Framework(
     program="vllm",
-    mark=r"(?:(?:\d+\.engine_args|.*vllm_config)\.)?(?:data|pipeline|tensor|prefill_context)_parallel_size"
+    mark=r"(?:(?:\d+\.engine_args|.*vllm_config|.*engine_kwargs)\.)?"
+    r"(?:data|pipeline|tensor|prefill_context)_parallel_size"
     r"|tp|dp|pp|tp_size|dp_size|pp_size",
     meshes=(_SERVING_MESH,),
     kinds=frozenset({"document", "command", "python"}),
     classes=frozenset({"LLM", "EngineArgs", "AsyncEngineArgs"}),
     without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
-    word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:",
+    word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:|\bengine_kwargs\b",
 )
+# Experts of SGLang are apart inside of tp: initialize_model_parallel has ep outside of moe_tp.
 _SGLANG = replace(
     _VLLM,
     program="sglang",
+    meshes=(
+        replace(
+            _SERVING_MESH,
+            keys={
+                **_SERVING_MESH.keys,
+                **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "ep"),
+            },
+            experts=("dp", "pp", "ep", "moe_tp"),
+        ),
+    ),
     classes=frozenset({"Engine", "ServerArgs"}),
-    word=r"\b(?:sglang|sgl)\b",
+    # Its YAML has the options as keys.
+    word=r"\b(?:sglang|sgl)\b|^model-path:|\bmem[-_]fraction[-_]static\b|\bdist[-_]init[-_]addr\b",
+)
+# TensorRT-LLM, tensorrt_llm/mapping.py: (pp, cp, tp), and experts inside of tp with moe_tp outside
+# of moe_ep. With enable_attention_dp attention is not sharded. trtllm-serve and trtllm-bench have
+# options; extra_llm_api_options is YAML, and that of a disaggregated server has two parts.
+_TRTLLM = replace(
+    _VLLM,
+    program="serving",
+    meshes=(
+        replace(
+            _SERVING_MESH,
+            keys={
+                **_SERVING_MESH.keys,
+                **dict.fromkeys(("ep", "ep_size", "moe_expert_parallel_size"), "ep"),
+                "moe_tensor_parallel_size": "moe_tp",
+            },
+            order=("pp", "cp", "tp"),
+            section=r"(?P<part>context_servers|generation_servers)?",
+            experts=("pp", "cp", "moe_tp", "ep"),
+            refused={r".*enable_attention_dp=true": "attention data parallelism has other groups"},
+        ),
+    ),
+    kinds=frozenset({"document", "command"}),
+    classes=frozenset(),
+    mark=r"(?:(?:context|generation)_servers\.)?(?:tensor|pipeline)_parallel_size|tp|pp|tp_size|pp_size",
+    word=r"\btrtllm|tensorrt[-_]llm|free_gpu_memory_fraction|moe_expert_parallel_size",
 )
 _SERVING = replace(
     _VLLM,
@@ -759,6 +798,6 @@ FRAMEWORKS: tuple[Framework, ...] = (
         _DEEPSPEED,
     ),
     _SEQUENCE,
-    *(_PRIME, _LIGHTNING, _VLLM, _SGLANG, _SERVING, PLAIN),
+    *(_PRIME, _LIGHTNING, _TRTLLM, _VLLM, _SGLANG, _SERVING, PLAIN),
 )
 """The first of them whose mark is among the keys of a file reads it."""

@@ -33,6 +33,7 @@ from meshplan.lint._readers._degrees import (
 )
 from meshplan.lint._readers._frameworks import PLAIN
 from meshplan.lint._readers._numbers import (
+    INSTEAD,
     Edit,
     Whole,
     apply_edits,
@@ -225,6 +226,15 @@ _SETTER = re.compile(
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
+# The arguments of the script, and variables that are named as options of a program are.
+_ARGUMENTS = re.compile(
+    r"\$\{?([@*]|(?!\w*(?:dist|launch|run|slurm|batch|docker|container|ray|nsys|prof|eval|data|optim"
+    r"|wandb|log|output|ckpt|checkpoint|token))"
+    r"\w*(?:args?|arguments|opt(?:ion)?s|overrides?|flags|params|extra|parallel)(?:_\w*)?)"
+    r"(?:\[[@*]\]|:\d+)?\}?",
+    re.I,
+)
+_ASSIGNED = re.compile(r"\b(\w++)\+?=")
 _UNDOTTED = re.compile(r"[a-z]\w*")
 # Slurm's gpu:8, h100:8 and gpu:h100:8.
 _GRES = re.compile(r"(?:gpu:)?(?:[a-z]\w*:)?(\d{1,12})")
@@ -251,11 +261,16 @@ class Option(NamedTuple):
 
 
 class Script:
-    """The words of a text, its options, and the numbers of its variables."""
+    """The words of a text, its options, and the numbers of its variables; ``sourced`` are the texts
+    of the files that it sources.
+    """
 
-    def __init__(self, text: str, sourced: Mapping[str, str]) -> None:
+    def __init__(self, text: str, sourced: Sequence[str] = ()) -> None:
         self.text = text
-        self._sourced = sourced
+        self._sourced_text = "\n".join(sourced)
+        self._sourced: dict[str, str] = {}
+        for one in sourced:
+            self._sourced |= Script(one).list_constants()
         # A lone dash begins an item of a YAML list.
         self._words = [
             Word(found["word"], *found.span())
@@ -354,6 +369,18 @@ class Script:
 
     def _find_command(self, offset: int) -> int:
         return bisect.bisect_right(self._commands, (offset, len(self.text))) - 1
+
+    def list_elsewhere(self) -> dict[str, int]:
+        """The words that stand for options that the script does not have, with their lines."""
+        known = {*_ASSIGNED.findall(self.text)}
+        if not _MARK_IN_STRING.search(self._sourced_text):
+            known |= {*_ASSIGNED.findall(self._sourced_text)}
+        words = ((word, _ARGUMENTS.fullmatch(word.text)) for word in self._words)
+        return {
+            word.text: self.find_line(word.start)
+            for word, found in words
+            if found and found[1] not in known
+        }
 
     def find_options(self) -> Iterator[Option]:
         """Each option and each override of Hydra, in order."""
@@ -533,7 +560,8 @@ _MAX_SOURCED_FILES = 32
 
 def read_command(name: str, text: str) -> Document:
     """The settings of a command: a script, arguments, or YAML and JSON that hold them."""
-    script = Script(text, _read_sourced(name, text))
+    files = dict.fromkeys(one[1] for one in _SOURCE.finditer(text))
+    script = Script(text, [read_neighbor(name, one) for one in islice(files, _MAX_SOURCED_FILES)])
     settings: list[Setting] = []
     ends: dict[Setting, int | None] = {}
     launch: dict[str, set[int]] = {}
@@ -589,6 +617,7 @@ def read_command(name: str, text: str) -> Document:
         insert,
         _count_ranks(launch),
         commands,
+        script.list_elsewhere(),
     )
 
 
@@ -619,6 +648,9 @@ def _read_value(script: Script, option: Option, path: str) -> object:
     word = option.value
     if _FLAG.fullmatch(path) and (word is None or word.text.lower() not in ("true", "false")):
         return True
+    # A sweep of Hydra and others: 2,4.
+    if word and re.match(r",[\d$]", script.text[word.end : word.end + 2]):
+        return Computed(f"{option.text} has several values; {INSTEAD}")
     number = script.read_number(word) if word else None
     if number is not None:
         return number
@@ -628,8 +660,7 @@ def _read_value(script: Script, option: Option, path: str) -> object:
     if found is not None:
         return found.text
     return Computed(
-        f"{option.text} {shorten(word.text)} has no single value in this file; "
-        "give the mesh with --mesh"
+        f"{option.text} {shorten(word.text)} has no single value in this file; {INSTEAD}"
     )
 
 
@@ -673,15 +704,6 @@ def read_neighbor(name: str, file: str) -> str:
         return path.read_text(encoding="utf-8") if is_short else ""
     except (OSError, ValueError):
         return ""
-
-
-def _read_sourced(name: str, text: str) -> dict[str, str]:
-    """The constants of the files next to a script that it sources, by variable."""
-    found: dict[str, str] = {}
-    files = dict.fromkeys(one[1] for one in _SOURCE.finditer(text))
-    for file in islice(files, _MAX_SOURCED_FILES):
-        found |= Script(read_neighbor(name, file), {}).list_constants()
-    return found
 
 
 def _count_ranks(given: Mapping[str, set[int]]) -> dict[str, int]:

@@ -13,12 +13,14 @@ from meshplan.lint._job import JobFile
 from meshplan.lint._readers._degrees import (
     Computed,
     Document,
+    Nested,
     Setting,
     read_document,
     split_allocations,
 )
-from meshplan.lint._readers._numbers import Edit, Whole, is_whole
+from meshplan.lint._readers._numbers import INSTEAD, Edit, Whole, is_whole
 from meshplan.lint._readers._toml import find_entries, load
+from meshplan.lint._unread import is_size
 from meshplan.topology._reading import MAX_DEPTH, compose_yaml
 
 # Part of each key in the table; a text without them has no degrees.
@@ -57,7 +59,7 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     settings = [*_read_toml(name, text)] if name.endswith(".toml") else [*_read_yaml(text)]
     settings = _inherit(name, settings, [])
     insert = partial(_insert, text, name.rpartition(".")[2])
-    resolved = split_allocations(_resolve(settings))
+    resolved = _resolve(split_allocations(settings))
     found = read_document(Document(name, text, "document", resolved, insert), world_size)
     keys = {key for one in settings for key in one.path.split(".")}
     has_command = any(map(_COMMAND.fullmatch, keys))
@@ -80,7 +82,7 @@ def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Settin
     left as they are if one of the files is not there, as for the groups of Hydra, or too many.
     """
     listed = [one for one in settings if re.fullmatch(r"defaults(?:\.\d+)?", one.path)]
-    named = [one for one in listed if one.value is not None]  # not a list itself
+    named = [one for one in listed if not isinstance(one.value, Nested)]
     below: dict[str, Setting] = {}
     for one in named:
         from meshplan.lint._readers.command import read_neighbor
@@ -102,8 +104,22 @@ def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Settin
             for two in base
         }
     own = {one.path: one for one in settings if one not in listed}
-    replaced = tuple(f"{path}." for path, one in own.items() if one.value is None)
-    kept = [two for path, two in below.items() if path not in own and not path.startswith(replaced)]
+    # A list has no keys of its own.
+    replaced = [
+        f"{path}."
+        for path, one in own.items()
+        if not isinstance(one.value, Nested) or f"{path}.0" in own
+    ]
+    # NeMo RL replaces a section of the root that has the marker; deeper ones only in its intent.
+    marked = [path.removesuffix("_override_") for path in own if path.endswith("._override_")]
+    replaced += [path for path in marked if path.count(".") == 1]
+    kept = [
+        two._replace(value=Computed(f"{two.key} is under _override_; {INSTEAD}"))
+        if path.startswith(tuple(marked)) and not isinstance(two.value, Nested)
+        else two
+        for path, two in below.items()
+        if path not in own and not path.startswith(tuple(replaced))
+    ]
     return [*own.values(), *kept] if named else settings
 
 
@@ -122,6 +138,10 @@ def _resolve(settings: list[Setting]) -> list[Setting]:
             one = one._replace(value=int(default[1]) if default else named)
         found.append(one)
     return found
+
+
+def _nest(key: str) -> Nested:
+    return Nested(f"{key} has a list or a table in place of a number; {INSTEAD}")
 
 
 def _insert(text: str, ending: str, after: Setting, key: str, size: int) -> Edit | None:
@@ -151,12 +171,13 @@ def _read_toml(name: str, text: str) -> Iterator[Setting]:
         line = line if place is None else place.line
         if isinstance(value, dict):
             if path:
-                yield Setting(_normalize(*path), None, line, str(path[-1]))
+                yield Setting(_normalize(*path), _nest(str(path[-1])), line, str(path[-1]))
             for key, inner in value.items():
                 yield from walk(inner, (*path, key), line)
             return
         if place is not None and not place.is_table and is_whole(value):
             value = Whole.at(value, place.start, place.end)
+        value = _nest(str(path[-1])) if isinstance(value, list) else value
         yield Setting(_normalize(*path), value, line, str(path[-1]))
 
     return walk(document, (), 1)
@@ -178,13 +199,15 @@ def _read_yaml(text: str) -> Iterator[Setting]:
             # Anchors may name a node any number of times.
             if len(path) < MAX_DEPTH and len(pending) < _MAX_NODES:
                 items = _list_items(node, known)
+                if path and is_size(path[-1]):
+                    yield Setting(_normalize(*path), _nest(path[-1]), line, path[-1])
                 pending += [((*path, key), *item) for key, item in items.items()]
             continue
         if isinstance(node, yaml.SequenceNode) and len(pending) < _MAX_NODES:
             pending += [((*path, str(i)), one, line) for i, one in enumerate(node.value)]
         if not path:
             continue
-        value: object = None
+        value: object = _nest(path[-1])
         if isinstance(node, yaml.ScalarNode):
             text_of: str = node.value
             value = text_of
