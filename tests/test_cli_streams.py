@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.cli import main
-from meshplan.cli._output import fit_line, track
-from tests.cli import meshplan
+from meshplan.cli._output import format_table, track
 from tests.test_cli_lint import HERE
 
 LINT = "lint --isolated --no-env --domain-size 8 --mesh"
@@ -90,33 +88,13 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("columns", [40, 60])
-def test_narrow_terminals_get_short_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "1")
-    place = ("--mesh", "ddp=8,fsdp=5", "--domain-size", "8")
-    for words in (
-        ("lint", "--isolated", "--no-env", "--select", "MP101", *place),
-        ("simulate", "--cost", *place),
-        ("plan", *place, "--from", "P,P", "--to", "R,R"),
-    ):
-        wide = meshplan(*words)[1]
-        out = Terminal()
-        with monkeypatch.context() as context:
-            context.setattr("sys.stdout", out)
-            main(list(words))
-        assert max(map(len, wide.splitlines())) > 60
-        # A word that is longer stays whole.
-        for line in out.getvalue().splitlines():
-            assert len(line) <= columns or " " not in line.strip(), (words, line)
-        if words[0] != "simulate":
-            assert out.getvalue().split() == wide.split()
-
-
-def test_continued_lines_are_indented_and_styles_have_no_width() -> None:
-    assert fit_line("    a bb ccc", 9) == "    a bb\n    ccc"
-    assert fit_line("  \x1b[1mone two three\x1b[0m", 20) == "  \x1b[1mone two three\x1b[0m"
-    assert fit_line("one two three four five", 20) == "one two three four\n  five"
+def test_table_is_a_list_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal())
+    rows = [("path", "cost"), ("ring over all hosts", "12 us")]
+    monkeypatch.setenv("COLUMNS", "26")
+    assert len(format_table(rows)[1].split()) == 2
+    monkeypatch.setenv("COLUMNS", "25")
+    assert format_table(rows) == ["ring over all hosts", "  cost: 12 us"]
 
 
 def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: str | int = given.run(given)
         if isinstance(result, int):
             return result
-        is_text = getattr(given, "output_format", None) in (None, "text")
-        say(result, fits=is_text and given.verb not in ("completion", "rule"))
+        say(result)
     except MeshplanError as error:
         return refuse(error)
     return 0

@@ -24,5 +24,5 @@ def run(given: argparse.Namespace) -> int:
     """Print what differs, and return the status."""
     compare = import_with_torch("meshplan.run._compare", "meshplan compare").compare_files
     text, status = compare(given.first, given.second)
-    say(f"{text}\n", fits=True)
+    say(f"{text}\n")
     return int(status)

@@ -92,7 +92,7 @@ def _run(given: argparse.Namespace) -> int:
         lines.append(
             "not in a log: the order of NVLS, CollNet and PAT, and the choice of algorithm"
         )
-        say("\n".join(lines) + "\n", fits=True)
+        say("\n".join(lines) + "\n")
     return 1 if differ else 0
 
 

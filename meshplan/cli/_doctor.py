@@ -45,7 +45,7 @@ def _run(_: argparse.Namespace) -> int:
         found = doctor_run.diagnose()
     except TorchMissingError:
         found = _diagnose_without_torch()
-    say("".join(f"{one}\n" for one in found), fits=True)
+    say("".join(f"{one}\n" for one in found))
     return 1 if any(one.remedy for one in found) else 0
 
 

@@ -121,7 +121,7 @@ def run_lint(given: argparse.Namespace) -> int:
             _write_diffs(given, reader, run)
         else:
             text = render(run.report, output_format, color=_wants_color(given))
-            _write(given, text, fits=output_format == "text")
+            _write(given, text)
     return run.find_status(exit_zero=given.exit_zero)
 
 
@@ -212,12 +212,16 @@ def _report(
         for finding in (*kept, *unused)
         if selection.wants(finding.code) and not (finding.severity == "info" and request.is_quiet)
     ]
-    about = [
-        f"{one.job.source}: {one.layout} on {one.topology}"
-        + (f"; {one.job.every_size}" if one.job.every_size else "")
+    placed = [
+        (
+            one.job.source,
+            "; ".join(filter(None, (f"{one.layout} on {one.topology}", one.job.every_size))),
+        )
         for one in facts
         if one.topology.known and not one.job.find_unknown_axes()
     ]
+    notes = tuple(dict.fromkeys(one for one in placed if one[1].endswith(_NOT_READ)))
+    about = [f"{source}: {text}" for source, text in placed]
     single = [source for one in request.inputs for source in one.file.one_axis]
     about += [
         f"{source}: one axis; no hazard for any number of ranks: no other group must agree"
@@ -231,7 +235,7 @@ def _report(
         given.allow_unjudged,
         files=sum(one.kind == "file" for one in request.inputs),
         meshes=len(facts) + len(single),
-        texts=request.reader.texts,
+        notes=() if request.is_quiet else notes,
         is_quiet=request.is_quiet,
         unlisted=_describe_unlisted(request),
     )
@@ -249,11 +253,11 @@ def _wants_color(given: argparse.Namespace) -> bool:
     return given.output_file is None and stream is not None and wants_color(stream, os.environ)
 
 
-def _write(given: argparse.Namespace, text: str, *, fits: bool = False) -> None:
+def _write(given: argparse.Namespace, text: str) -> None:
     if given.output_file is not None:
         save(given.output_file, text)
     else:
-        say(text, fits=fits)
+        say(text)
 
 
 def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> None:

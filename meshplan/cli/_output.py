@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,14 +13,9 @@ from meshplan.errors import PolicyError
 from meshplan.lint._reporters.text import escape_line
 
 
-def say(text: str, *, fits: bool = False) -> None:
-    """Write lines to standard output and flush. With ``fits``, lines longer than those of a
-    terminal continue indented: not for other programs.
-    """
+def say(text: str) -> None:
+    """Write lines to standard output and flush."""
     # A reader that leaves early does not change the status.
-    columns = _find_columns()
-    if fits and columns is not None:
-        text = "\n".join(fit_line(line, columns) for line in text.split("\n"))
     error = _write(sys.stdout, text)
     if error is not None and not isinstance(error, BrokenPipeError):
         reason = error.strerror or error
@@ -37,27 +31,6 @@ def _read_width() -> int:
     import shutil  # it loads all compressions, which takes 5 ms
 
     return shutil.get_terminal_size().columns
-
-
-def fit_line(line: str, columns: int) -> str:
-    """A line, continued on further ones if it is longer than ``columns``; styles have no width."""
-    # A single word that is longer stays whole: a path or a command can be copied.
-    if _measure(line) <= columns:
-        return line
-    plain = _STYLE.sub("", line)
-    indent = min(len(plain) - len(plain.lstrip(" ")), columns // 4)
-    first, *words = line.split(" ")
-    lines = [first]
-    for word in words:
-        if _measure(lines[-1]) + 1 + _measure(word) <= columns:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(" " * (indent + 2) + word)
-    return "\n".join(lines)
-
-
-def _measure(line: str) -> int:
-    return len(_STYLE.sub("", line))
 
 
 def complain(text: str) -> None:
@@ -93,7 +66,6 @@ def try_to_open(name: str) -> None:
         raise _make_error(name, error) from error
 
 
-_STYLE = re.compile("\x1b\\[[0-9;]*m")
 _T = TypeVar("_T")
 
 

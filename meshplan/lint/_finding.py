@@ -112,7 +112,8 @@ class LintReport:
     allow_unjudged: bool = False  # whether inputs that were not judged pass
     files: int = 0  # number of files that were read as jobs
     meshes: int = 0
-    texts: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Meshes on nodes of unknown size, with what was judged; none if no file was named
+    notes: tuple[tuple[Source, str], ...] = ()
     is_quiet: bool = False  # whether no file was named: the report always has its summary line
     # A remark on files that are not among the inputs and were not judged; may be empty
     unlisted: str = ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from xml.sax.saxutils import escape, quoteattr
 
-from meshplan.lint._finding import Finding, LintInput, LintReport
+from meshplan.lint._finding import Finding, LintInput, LintReport, Source
 from meshplan.lint._reporters.text import (
     escape_line,
     escape_text,
-    find_columns,
     format_checked,
     format_details,
     format_name,
@@ -23,13 +21,18 @@ from meshplan.lint._reporters.text import (
 def render_github(report: LintReport) -> str:
     """Workflow commands, which GitHub Actions shows as annotations of files.
 
-    One for each finding and each input that was not judged, one for all inputs without a mesh.
+    One for each finding, each mesh on nodes of unknown size and each input that was not judged, one
+    for all inputs without a mesh.
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions has the format.
     """
-    commands = [_write_command(finding, report.texts) for finding in report.findings]
+    commands = [_write_command(finding) for finding in report.findings]
+    commands += [
+        f"::notice {_write_place(source)}title=judged::{_escape_data(escape_line(text))}"
+        for source, text in report.notes
+    ]
     command = "warning" if report.allow_unjudged else "error"
     for one in report.list_unjudged():
-        place = f"file={_escape_property(make_relative(one.name))}," if one.is_file else ""
+        place = _write_place(Source(one.name)) if one.is_file else ""
         text = "\n".join([f"not judged: {format_name(one)}", *map(escape_line, one.why)])
         commands.append(f"::{command} {place}title=not judged::{_escape_data(text)}")
     if has_files_without_mesh(report):
@@ -37,22 +40,21 @@ def render_github(report: LintReport) -> str:
     return "".join(f"{command}\n" for command in commands)
 
 
-def _write_command(finding: Finding, texts: Mapping[str, str]) -> str:
-    source = finding.source
-    properties = []
+def _write_command(finding: Finding) -> str:
     message = escape_line(finding.message)
-    if source.file and source.file != "-":
-        properties.append(f"file={_escape_property(make_relative(source.file))}")
-        if source.line is not None:
-            properties.append(f"line={source.line}")
-            if columns := find_columns(source, texts):
-                properties.append(f"col={columns[0]},endColumn={columns[1]}")
-    else:
-        message = f"{format_source(source)}: {message}"
-    properties.append(f"title={_escape_property(finding.code)}")
+    place = _write_place(finding.source)
+    if not place:
+        message = f"{format_source(finding.source)}: {message}"
     text = _escape_data("\n".join([message, *format_details(finding)]))
     command = finding.severity.replace("info", "notice")
-    return f"::{command} {','.join(properties)}::{text}"
+    return f"::{command} {place}title={_escape_property(finding.code)}::{text}"
+
+
+def _write_place(source: Source) -> str:
+    if not source.file or source.file == "-":
+        return ""
+    line = "" if source.line is None else f"line={source.line},"
+    return f"file={_escape_property(make_relative(source.file))},{line}"
 
 
 def _escape_data(text: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -18,16 +16,12 @@ import meshplan
 from meshplan.errors import PolicyError
 from meshplan.lint._finding import (
     Finding,
-    Fix,
-    LintInput,
     LintReport,
     Source,
 )
 from meshplan.lint._reporters.text import (
     escape_line,
-    find_columns,
     format_details,
-    format_fix,
     format_name,
     format_source,
     make_relative,
@@ -106,10 +100,7 @@ def render_sarif(report: LintReport) -> str:
                 "rules": [_make_rule(code) for code in codes],
             }
         },
-        "columnKind": "unicodeCodePoints",
-        "results": [
-            _make_result(finding, codes, seen, report.texts) for finding in report.findings
-        ],
+        "results": [_make_result(finding, codes, seen) for finding in report.findings],
     }
     if report.inputs:
         run |= {
@@ -121,25 +112,28 @@ def render_sarif(report: LintReport) -> str:
 
 
 def _make_invocation(report: LintReport) -> dict[str, Any]:
-    """The run, with a notification for each input that was not judged or has no mesh."""
+    """The run, with a notification for each input that was not judged or has no mesh, and for each
+    mesh on nodes of unknown size.
+    """
     level = "warning" if report.allow_unjudged else "error"
-    return {
-        "executionSuccessful": True,
-        "toolExecutionNotifications": [
-            _make_notification(given, level if given.state == "not judged" else "note")
-            for given in (*report.list_inputs("no mesh"), *report.list_unjudged())
-        ],
-    }
+    notes = [
+        _make_notification(source, "note", "judged", escape_line(text))
+        for source, text in report.notes
+    ]
+    for one in (*report.list_inputs("no mesh"), *report.list_unjudged()):
+        source = Source(file=one.name) if one.is_file else Source(option=one.name)
+        text = "\n".join([f"{one.state}: {format_name(one)}", *map(escape_line, one.why)])
+        kind = level if one.state == "not judged" else "note"
+        notes.append(_make_notification(source, kind, one.state.replace(" ", "-"), text))
+    return {"executionSuccessful": True, "toolExecutionNotifications": notes}
 
 
-def _make_notification(given: LintInput, level: str) -> dict[str, Any]:
-    source = Source(file=given.name) if given.is_file else Source(option=given.name)
-    text = "\n".join([f"{given.state}: {format_name(given)}", *map(escape_line, given.why)])
+def _make_notification(source: Source, level: str, name: str, text: str) -> dict[str, Any]:
     return {
         "level": level,
         "message": {"text": _escape_message(text)},
         "locations": [_make_location(source)],
-        "descriptor": {"id": given.state.replace(" ", "-")},
+        "descriptor": {"id": name},
     }
 
 
@@ -165,22 +159,19 @@ def _make_rule(code: str) -> dict[str, Any]:
     return found
 
 
-def _make_result(
-    finding: Finding, codes: list[str], seen: Counter[str], texts: Mapping[str, str]
-) -> dict[str, Any]:
+def _make_result(finding: Finding, codes: list[str], seen: Counter[str]) -> dict[str, Any]:
     # Without the line: the same finding further down in the file is the same finding.
     place = finding.source.option or _format_uri(finding.source.file)
     known = "\0".join((finding.code, place, finding.subject, finding.message))
     digest = hashlib.sha256(known.encode("utf-8", errors="surrogatepass")).hexdigest()[:32]
     seen[digest] += 1
     message = "\n".join([escape_line(finding.message), *format_details(finding)])
-    edits = [fix for fix in finding.fixes if fix.edit is not None and fix.edit.file != "-"]
-    result = {
+    return {
         "ruleId": finding.code,
         "ruleIndex": codes.index(finding.code),
         "level": finding.severity.replace("info", "note"),
         "message": {"text": _escape_message(message)},
-        "locations": [_make_location(finding.source, texts)],
+        "locations": [_make_location(finding.source)],
         "partialFingerprints": {"meshplan/v1": f"{digest}:{seen[digest]}"},
         "properties": {
             "subject": finding.subject,
@@ -188,35 +179,6 @@ def _make_result(
             "data": finding.data,
         },
     }
-    return result | ({"fixes": [_make_fix(fix) for fix in edits]} if edits else {})
-
-
-def _make_fix(fix: Fix) -> dict[str, Any]:
-    """The change of a file: text to insert for each changed part, by lines and columns."""
-    edit = fix.edit
-    assert edit is not None
-    # By lines: characters take the square of the length.
-    lines, newer = (text.splitlines(keepends=True) for text in (edit.before, edit.after))
-    starts = [0, *itertools.accumulate(map(len, lines))]
-    replacements = []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, lines, newer, False).get_opcodes():
-        if kind != "equal":
-            start, end = (_find_position(edit.before, starts[n]) for n in (i, j))
-            region = {"startLine": start[0], "startColumn": start[1]}
-            region |= {"endLine": end[0], "endColumn": end[1]}
-            inserted = {"text": "".join(newer[k:m])}
-            replacements.append({"deletedRegion": region, "insertedContent": inserted})
-    change = {
-        "artifactLocation": {"uri": _format_uri(edit.file)},
-        "replacements": replacements,
-    }
-    text = _escape_message(format_fix(fix))
-    return {"description": {"text": text}, "artifactChanges": [change]}
-
-
-def _find_position(text: str, at: int) -> tuple[int, int]:
-    """Line and column of a character, from 1 on."""
-    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
 def _escape_message(text: str) -> str:
@@ -224,16 +186,11 @@ def _escape_message(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}").replace("](", "] (")
 
 
-def _make_location(source: Source, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
+def _make_location(source: Source) -> dict[str, Any]:
     if source.file and source.file != "-":
         physical: dict[str, Any] = {"artifactLocation": {"uri": _format_uri(source.file)}}
         if source.line is not None and source.line > 0:
             physical["region"] = {"startLine": source.line}
-            if columns := find_columns(source, texts or {}):
-                physical["region"] |= {
-                    "startColumn": columns[0],
-                    "endColumn": columns[1],
-                }
         return {"physicalLocation": physical}
     name = format_source(source)
     kind = "parameter" if name.startswith("-") else "variable" if source.option else "resource"

@@ -104,16 +104,6 @@ def format_checked(report: LintReport) -> str:
     return f"{text}; no mesh in {format_first(names, 3)}" if names else text
 
 
-def find_columns(source: Source, texts: Mapping[str, str]) -> tuple[int, int] | None:
-    """The columns of the text on the line of a source, from 1 on, the end exclusive."""
-    # As readers count lines: by newlines, and not by the other separators of `str.splitlines`.
-    lines = texts.get(source.file, "").split("\n")
-    if source.line is None or not 0 < source.line <= len(lines):
-        return None
-    line = lines[source.line - 1].rstrip()
-    return (len(line) - len(line.lstrip()) + 1, len(line) + 1) if line else None
-
-
 def has_files_without_mesh(report: LintReport) -> bool:
     """Whether a file that was read has no mesh, or no file was named."""
     states = [one.state for one in report.inputs if one.kind == "file"]
@@ -145,13 +135,16 @@ def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
 def render_concise(report: LintReport) -> str:
     """One line for each finding, most severe first: ``where: severity code message``.
 
-    Then one for each input that was not judged, ``where: not judged: why``, and one for all
-    without a mesh. Nothing if all was judged and nothing found.
+    Then one for each mesh on nodes of unknown size and each input that was not judged, ``where: not
+    judged: why``, and one for all without a mesh. Nothing if all was judged and nothing found.
     """
     lines = [
         f"{format_source(found.source)}: {found.severity} "
         + escape_line(f"{found.code} {found.message}")
         for found in report.findings
+    ]
+    lines += [
+        f"{format_source(source)}: judged {escape_line(text)}" for source, text in report.notes
     ]
     lines += [
         f"{format_name(one)}: not judged: {format_reason(one)}" for one in report.list_unjudged()
