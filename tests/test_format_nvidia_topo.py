@@ -127,6 +127,9 @@ def test_table_with_hidden_nvlink_leaves_domains_unknown() -> None:
         pytest.param(PAIRS.replace("\t0-15\t0\t\tN/A", "\t0"), id="empty affinity"),
         pytest.param(PAIRS * 3, id="repeated by other ranks"),
         pytest.param(PAIRS.split("\n", 1)[1], id="no header"),
+        pytest.param(PAIRS.replace("\tGPU2\tGPU3\tCPU", "\n", 1), id="header cut on the right"),
+        pytest.param(PAIRS.replace("\tGPU0\tGPU1", "", 1), id="header cut on the left"),
+        pytest.param(PAIRS.replace("NV4", "\x1b[01;31m\x1b[KNV4\x1b[m\x1b[K"), id="grep --color"),
     ],
 )
 def test_pasted_and_prefixed_output_is_read(mangled: str) -> None:

@@ -229,6 +229,18 @@ class TestDefaultsOfTheFile:
         found = self.read(tmp_path, "below/middle.yaml", own)
         assert found.startswith(f"{tmp_path}/a.yaml:1 (pp=2, dp=2, cp=1, tp=4)")
 
+    def test_marked_section_replaces_that_of_the_file_below(self, tmp_path: Path) -> None:
+        own = (
+            "policy:\n  _override_: true\n  megatron_cfg:\n    tensor_model_parallel_size: 4\n"
+            "    pipeline_model_parallel_size: 1\n"
+        )
+        found = self.read(tmp_path, "below/middle.yaml", own)
+        assert found.startswith(f"{tmp_path}/a.yaml:5 (pp=1, dp=4, tp=4)")
+        # NeMo RL reads the marker at the root only.
+        deeper = "policy:\n  dtensor_cfg: null\n  megatron_cfg:\n    _override_: true\n"
+        found = self.read(tmp_path, "below/middle.yaml", deeper)
+        assert "is under _override_" in found
+
     def test_later_files_come_first(self, tmp_path: Path) -> None:
         own = "policy: {dtensor_cfg: null}\n"
         found = self.read(tmp_path, "[below/middle.yaml, below/base.yaml]", own)

@@ -32,7 +32,7 @@ _MOST_CELLS = 2**17
 _MOST_LINES = 2**18
 _MOST_NOTES = 8
 
-_COLOR = re.compile(r"\x1b?\[[\d;]{0,20}m|\x1b\(B")
+_COLOR = re.compile(r"\x1b?\[[\d;]{0,20}[mK]|\x1b\(B")  # K: of grep --color
 # A number that is glued to a list of CPUs cannot be separated from it. SOC and PSB: old drivers.
 _CELL = re.compile(r"NV\d{1,3}(?![\d,-])|(?:X|PIX|PXB|PHB|NODE|SYS|SOC|PSB)(?![a-z_])")
 _ROW = re.compile(
@@ -79,16 +79,18 @@ class _Table:
             raise TopologyInputError(
                 "no row of a GPU with cells found; pass the whole output of the command"
             )
+        # Only GPUs have NVLink, so the last NV is no NIC: it reveals a lost last row, or the columns
+        # that a copy has cut from the header.
+        links = [
+            at
+            for row in self.rows.values()
+            for at, cell in enumerate(row.cells)
+            if cell.startswith("NV")
+        ]
+        if not self.rows.keys() <= {*self.gpus} or max(links, default=0) >= len(self.gpus):
+            self.header = None
         if self.header is None:
-            # Only GPUs have NVLink, so the last NV is no NIC: it reveals a lost last row.
-            last = [max(self.rows)]
-            last += [
-                at
-                for row in self.rows.values()
-                for at, cell in enumerate(row.cells)
-                if cell.startswith("NV")
-            ]
-            self.gpus = list(range(max(last) + 1))
+            self.gpus = list(range(max([*self.rows, *links]) + 1))
         position = {gpu: at for at, gpu in enumerate(self.gpus)}
         for gpu, row in self.rows.items():
             own = position.get(gpu, -1)
