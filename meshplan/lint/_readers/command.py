@@ -568,7 +568,9 @@ def read_command(name: str, text: str) -> Document:
     conditional: dict[str, list[int]] = {}
     commands: set[int] = set()
     for command, options in script.list_commands():
-        is_converter = any("convert" in one[1] for one in _PROGRAM.finditer(command))
+        is_converter = any(
+            "convert" in one[1] or "merge" in one[1] for one in _PROGRAM.finditer(command)
+        )
         words = {one for one in _LAUNCH_WORDS if one in command}
         for option in options:
             dashes = len(option.text) - len(option.text.lstrip("-"))
