@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import meshplan
 import meshplan.backend
@@ -26,7 +25,7 @@ from meshplan.execute._header import tensor_header
 from meshplan.execute._wire import Message
 from meshplan.execute.paths import _exchange
 from meshplan.flatten import _missing
-from tests.processes import run_ranks
+from tests.processes import run_ranks, set_timeout
 from tests.test_collectives import step
 
 pytestmark = pytest.mark.processes
@@ -170,7 +169,7 @@ def shorten(path: str, by_torch: bool, rank: int) -> list[str]:
         reduce(group)
     if by_torch:
         # As torchtitan does after its first step.
-        _set_pg_timeout(timedelta(seconds=2), group)
+        set_timeout(timedelta(seconds=2), group)
     else:
         group.set_timeout(timedelta(seconds=2))
     reduce(group)
