@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan.cli import main
+from tests import cli
 from tests.test_read_cluster import matrix
 
 # Commands run in folders of their own, and the project may not be installed.
@@ -48,16 +48,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lint(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        try:
-            status = main(["lint", "--no-env", *words])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+def lint() -> Any:
+    return partial(cli.meshplan, "lint", "--no-env")
 
 
 def findings(text: str) -> dict[str, list[dict[str, Any]]]:
@@ -560,16 +552,13 @@ def test_arguments_of_a_named_program_are_read_once(lint: Any) -> None:
     assert "--dp 8 --tp 5" in out
 
 
-def test_standard_input_has_a_name(lint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_has_a_name(lint: Any) -> None:
     words = ("-", "--domain-size", "8", "--output-format", "concise")
     for name, options in (("standard input", ()), ("src/x.py", ("--stdin-filename", "src/x.py"))):
-        given = io.TextIOWrapper(io.BytesIO(TRAIN.encode()))
-        monkeypatch.setattr(sys, "stdin", given)
-        code, out, err = lint(*words, *options)
+        code, out, err = lint(*words, *options, given=TRAIN)
         assert (code, err) == (1, "")
         assert all(line.startswith(f"{name}:4: error MP101") for line in out.splitlines())
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'mesh = "ddp=8,fsdp=5"')))
-    code, out, _ = lint(*words)
+    code, out, _ = lint(*words, given='mesh = "ddp=8,fsdp=5"')
     assert code == 1
     assert "give the mesh with --mesh, or name the format with --stdin-filename job.toml" in out
 
@@ -604,14 +593,8 @@ class TestMessages(TestCase):
         ]
         texts = []
         for command in commands:
-            out, err = io.StringIO(), io.StringIO()
-            with redirect_stdout(out), redirect_stderr(err):
-                try:
-                    code = main(command.split())
-                except SystemExit as stop:
-                    code = stop.code  # type: ignore[assignment]
-            text = err.getvalue()
-            assert (code, out.getvalue(), text.count("\n")) == (2, "", 1), (command, text)
+            code, out, text = cli.meshplan(*command.split())
+            assert (code, out, text.count("\n")) == (2, "", 1), (command, text)
             texts.append(text)
         self.assertExpectedInline(
             "".join(texts),
@@ -673,14 +656,12 @@ def test_any_command_ends_without_a_traceback(
         "--mesh",
         ",".join(f"{a}={s}" for a, s in mesh.items()),
     ]
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        status = main([*words, *(word for pair in options.items() for word in pair)])
+    status, out, err = cli.meshplan(*words, *(word for pair in options.items() for word in pair))
     if status == 2:
-        assert (out.getvalue(), err.getvalue().count("\n")) == ("", 1)
+        assert (out, err.count("\n")) == ("", 1)
     else:
         assert status in (0, 1)
-        assert err.getvalue() == ""
+        assert err == ""
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shlex
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshplan.cli import main
 from meshplan.lint._rules import RULES, format_rule_page
+from tests.cli import meshplan
 from tests.pages import ROOT, blocks
 from tests.test_read_cluster import matrix
 
@@ -24,16 +22,6 @@ COMMAND = re.compile(
     r"^\$ (?P<settings>(?:\w+=\S+ )*)meshplan (?P<words>lint [^\n]*)\n(?P<printed>.*?)```",
     re.M | re.S,
 )
-
-
-def run(*words: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            status = main(words)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-    return status, out.getvalue(), err.getvalue()
 
 
 FILE = re.compile(r"`(?P<name>[\w.]+)`:\n\n```\w+\n(?P<text>.*?)```", re.M | re.S)
@@ -44,7 +32,7 @@ def printed(command: re.Match[str]) -> str:
     environment = dict(word.split("=", 1) for word in shlex.split(command["settings"]))
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME")}
     with mock.patch.dict(os.environ, {**kept, **environment}, clear=True):
-        status, out, err = run(*shlex.split(command["words"]))
+        status, out, err = meshplan(*shlex.split(command["words"]))
     assert (err, status < 2) == ("", True)
     return out
 
@@ -90,7 +78,7 @@ def test_ci_files_run_lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for (line,) in lines:
         for config, status in ((jagged, 1), (accepted, 0)):
             Path("meshplan.toml").write_text(config.text)
-            found, out, err = run(*shlex.split(line)[1:])
+            found, out, err = meshplan(*shlex.split(line)[1:])
             assert (found, err) == (status, ""), line
             written = re.search(r"--output-file (\S+)", line)
             report = Path(written[1]).read_text() if written else out

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from meshplan.cli import main
+from tests.cli import meshplan
+from tests.pages import ROOT, blocks, commands
 
-FOLDER = Path(__file__).parents[1] / "docs" / "explanation"
+FOLDER = ROOT / "docs" / "explanation"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
 def printed(code: str, names: dict[str, object], where: str) -> str:
@@ -28,28 +26,19 @@ def printed(code: str, names: dict[str, object], where: str) -> str:
     return out.getvalue()
 
 
-def commanded(command: str) -> str:
-    program, *words = shlex.split(command)
-    assert program == "meshplan"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        main(words)
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_print_the_shown_output(page: str) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     out = ""
-    for number, (language, text) in enumerate(BLOCK.findall((FOLDER / page).read_text()), start=1):
+    for number, block in enumerate(blocks((FOLDER / page).read_text()), start=1):
         where = f"{page}, block {number}"
-        if language == "python":
+        if block.language == "python":
             assert out == "", f"{where}: what was printed before is not shown"
-            out = printed(text, names, where)
-        elif language == "console":
-            for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.M):
-                assert commanded(command) == shown, where
-        elif language == "":
-            assert out == text, where
+            out = printed(block.text, names, where)
+        elif block.language == "console":
+            for command, shown in commands(block):
+                assert meshplan(*shlex.split(command)[1:])[1] == shown, where
+        elif block.language == "":
+            assert out == block.text, where
             out = ""
     assert out == "", f"{page}: what was printed last is not shown"

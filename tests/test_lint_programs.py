@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
 import shlex
 import subprocess
-from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from expecttest import TestCase
 
-from meshplan.cli import main
 from meshplan.lint._programs import (
     find_program_of_modules,
 )
 from meshplan.lint._read_jobs import read_arguments, read_jobs
 from meshplan.lint._reporters import FORMATS
+from tests.cli import meshplan
 
 MEGATRON = """\
 #!/bin/bash
@@ -73,13 +72,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lint(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(["lint", "--no-env", "--isolated", *words])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+def lint() -> Any:
+    return partial(meshplan, "lint", "--no-env", "--isolated")
 
 
 def jagged(text: str) -> list[dict[str, Any]]:
@@ -233,10 +227,8 @@ def test_modules_of_a_program_are_read() -> None:
 class TestOfferedFixes(TestCase):
     def lines(self, name: str, text: str, *words: str) -> str:
         Path(name).write_text(text)
-        out = io.StringIO()
-        with redirect_stdout(out):
-            main(["lint", "--no-env", "--isolated", name, *WHERE, *words])
-        return "\n".join(re.findall(r"  fix \d: (.*training script.*)", out.getvalue()))
+        _, out, _ = meshplan("lint", "--no-env", "--isolated", name, *WHERE, *words)
+        return "\n".join(re.findall(r"  fix \d: (.*training script.*)", out))
 
     def test_fixes_for_dtensor_are_offered(self) -> None:
         text = PYTHON.format(imports="", calls="distribute_tensor(x, mesh)")

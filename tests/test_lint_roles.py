@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshplan.cli import main
 from meshplan.layout import Layout
 from meshplan.lint._read_jobs import read_jobs
 from meshplan.lint._roles import (
@@ -20,17 +20,13 @@ from meshplan.lint._roles import (
     find_role,
     resolve_roles,
 )
+from tests.cli import meshplan
 
 
 @pytest.fixture
-def lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+def lint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(["lint", "--no-env", "--domain-size", "8", *words])
-        return (status, *capsys.readouterr())
-
-    return call
+    return partial(meshplan, "lint", "--no-env", "--domain-size", "8")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import xml.etree.ElementTree
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshplan.cli import main
 from meshplan.lint._read_jobs import MAX_CHARACTERS, read_jobs
 from meshplan.lint._reporters import FORMATS
+from tests.cli import meshplan
 from tests.test_read_cluster import matrix
 
 GOOD = """\
@@ -88,20 +88,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lint(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        try:
-            status = main(["lint", "--no-env", "--isolated", *words])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+def lint() -> Any:
+    return partial(meshplan, "lint", "--no-env", "--isolated")
 
 
-def states(lint: Any, *words: str) -> tuple[int, dict[str, str]]:
-    status, out, err = lint("--output-format", "json", *words)
+def states(lint: Any, *words: str, given: str = "") -> tuple[int, dict[str, str]]:
+    status, out, err = lint("--output-format", "json", *words, given=given)
     assert err == ""
     return status, {one["name"]: one["state"] for one in json.loads(out)["inputs"]}
 
@@ -219,16 +211,9 @@ class TestTopologies:
         )
         assert found == (1, {"--mesh dp=2,tp=4": "judged", "topology.conf": "not judged"})
 
-    def test_topology_on_standard_input_serves_several_meshes(
-        self, lint: Any, monkeypatch: Any
-    ) -> None:
-        class Stream:
-            buffer = io.BytesIO(Path("host.txt").read_bytes())
-
-        monkeypatch.setattr("sys.stdin", Stream)
-        found = states(
-            lint, "--mesh", "dp=2,tp=8", "--mesh", "tp=16", "--hosts", "2", "--topology", "-"
-        )
+    def test_topology_on_standard_input_serves_several_meshes(self, lint: Any) -> None:
+        words = ("--mesh", "dp=2,tp=8", "--mesh", "tp=16", "--hosts", "2", "--topology", "-")
+        found = states(lint, *words, given=Path("host.txt").read_text())
         assert found == (0, {"--mesh dp=2,tp=8": "judged", "--mesh tp=16": "judged", "-": "judged"})
 
     def test_a_topology_without_a_mesh_is_read(self, lint: Any) -> None:
