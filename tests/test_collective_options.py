@@ -80,16 +80,6 @@ class TestRefusals(TestCase):
             """MP402: no path 'ring'; use one of 'auto', 'one_shot', 'two_shot', 'exchange', 'halving', 'integer', 'integer_checksum', 'reference', 'native'""",
         )
 
-    def test_path_forbidden_by_the_environment_is_refused(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MESHPLAN_USE_1STAGE_ALLREDUCE", "0")
-            self.assertExpectedInline(
-                refused(
-                    ValueError, lambda: deterministic_all_gather(torch.ones(1), path="one_shot")
-                ),
-                """MP402: path='one_shot' is forbidden by MESHPLAN_USE_1STAGE_ALLREDUCE=0; unset the variable, or pass path='auto'""",
-            )
-
     def test_unsupported_op_is_refused(self) -> None:
         one, said = torch.ones(1), []
         for op in ("mean", "SUM", dist.ReduceOp.BXOR, dist.ReduceOp.PREMUL_SUM, None):

@@ -348,25 +348,6 @@ def test_redistributions_vote_again_after_a_shutdown() -> None:
     assert all("v1/rank" in message for message in run_ranks(ranks, 2))
 
 
-def test_switch_is_read_when_a_group_is_found() -> None:
-    def ranks(rank: int) -> list[str]:
-        name, found = "MESHPLAN_USE_1STAGE_ALLREDUCE", []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(name, "0")
-            deterministic_all_reduce(torch.ones(4))
-            # On one rank alone: the ranks would not do the same.
-            patch.setenv(name, "1" if rank else "nonsense")
-            deterministic_all_reduce(torch.ones(4))
-            found += sorted(ran())
-            meshplan.shutdown()
-            patch.setenv(name, "1")
-            deterministic_all_reduce(torch.ones(4))
-            found += sorted(ran())
-        return found
-
-    assert run_ranks(ranks, 2) == [["two_shot", "one_shot"]] * 2
-
-
 def test_steps_of_collectives_are_bounded_and_go_with_their_group() -> None:
     with mock.patch.object(_reduction, "MAX_STEPS_PER_GROUP", 2):
         gc.collect()

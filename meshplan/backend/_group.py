@@ -53,7 +53,7 @@ from meshplan.collectives._options import check_destination
 from meshplan.collectives._reduction import Kind, list_kinds
 from meshplan.errors import BackendError, ContractError, GroupStateError
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.execute._choose import check_data
+from meshplan.execute._wire import check_data
 from meshplan.flatten import first_use, registry
 from meshplan.flatten._create import peer_timeout
 from meshplan.flatten._join import create_beside

@@ -9,10 +9,10 @@ from typing import Any
 from meshplan._message_text import shorten
 from meshplan._torch import BackendOptionsBase, default_pg_timeout
 from meshplan._variables import check_variables
-from meshplan.collectives._options import check_requested_path
 from meshplan.contract import Contract
 from meshplan.errors import BackendError, BackendTypeError, PolicyError
 from meshplan.execute._choose import check_contract
+from meshplan.execute.paths import check_path
 from meshplan.planner import check_audit
 
 NAME = "meshplan"
@@ -66,7 +66,7 @@ class BackendOptions(BackendOptionsBase):  # type: ignore[misc] # a class of C++
         name = os.environ.get("MESHPLAN_CONTRACT")
         self.contract = contract or (Contract.of_id(name) if name else Contract())
         self.path = path or os.environ.get("MESHPLAN_PATH") or "auto"
-        check_requested_path(self.path)
+        check_path(self.path)
         if self.path == "native":
             raise PolicyError(
                 "path='native' is outside every contract; pass another path, or policy='fast' for "

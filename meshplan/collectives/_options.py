@@ -19,12 +19,8 @@ from meshplan.errors import (
     ContractTypeError,
     FallbackRefusedError,
 )
-from meshplan.execute._choose import (
-    check_contract,
-    check_data,
-    check_one_shot,
-    one_shot_switch,
-)
+from meshplan.execute._choose import check_contract
+from meshplan.execute._wire import check_data
 from meshplan.execute.paths import PATHS, check_path, select_path
 
 AnyOp = Op | dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -68,12 +64,13 @@ def read_options(
     verify: str | None = None,
 ) -> ReductionOptions:
     """The options of one call. Raises ContractError for an unsupported op or contract, PolicyError
-    for a path that is unknown or that the environment forbids, and FallbackRefusedError for
+    for an unknown path, and FallbackRefusedError for
     ``strict`` with path ``native``.
     """
     if verify is not None:
         path = select_path(path, verify)
-    check_requested_path(path)
+    if path not in PATHS:
+        check_path(path)
     name = read_op(op)
     if contract is not None:
         check_contract(contract)
@@ -105,13 +102,6 @@ def read_op(op: object) -> Op:
             "torch.distributed.ReduceOp of that name"
         )
     return name  # type: ignore[return-value]
-
-
-def check_requested_path(path: str) -> None:
-    if path not in PATHS:
-        check_path(path)
-    if path == "one_shot":
-        check_one_shot(one_shot_switch())
 
 
 def check_tensor(tensor: object, name: str = "tensor") -> None:

@@ -39,7 +39,6 @@ from meshplan.errors import (
 )
 from meshplan.execute import StepGroups
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.execute._choose import one_shot_switch
 from meshplan.execute._header import gather_header, list_header, step_header
 from meshplan.execute._provenance import Purpose, record_call
 from meshplan.execute._run import BoundReduction, compare_headers
@@ -182,7 +181,7 @@ def bind(
     bound = _BOUND.get(group, {}).get(key)
     groups = None if bound is None else bound.groups()
     if bound is None or groups is None:
-        found, one_shot = find_group(tensor, group, options, ticket, apart=apart)
+        found = find_group(tensor, group, options, ticket, apart=apart)
         step = _step(options, group.size(), shards)
         planned = f"{step.kind} {step.op} over {group.size()} ranks"
         planned += f", {step.path}, contract {options.contract.id}"
@@ -192,7 +191,6 @@ def bind(
             [registry().handle(found)],
             path=options.path,
             strict=options.strict,
-            one_shot=one_shot,
             audit=options.audit,
         )
         groups = bound.groups()
@@ -272,24 +270,15 @@ def find_group(
     ticket: Ticket,
     *,
     apart: bool = False,
-) -> tuple[Group, bool | None]:
-    """The group that a reduction by contract runs on, and the value of
-    ``MESHPLAN_USE_1STAGE_ALLREDUCE``. The first call is an agreement round, in which the members
-    must agree on options and ticket. ``apart``: a second group of the same ranks; see
-    ``second_group``. Raises as ``GroupRegistry.of``.
+) -> Group:
+    """The group that a reduction by contract runs on. The first call is an agreement round, in
+    which the members must agree on options and ticket. ``apart``: a second group of the same ranks;
+    see ``second_group``. Raises as ``GroupRegistry.of``.
     """
-    kind, path, one_shot = tensor.device.type, options.path, one_shot_switch()
-    peers = sharing_of(path, kind, one_shot)
-    # An environment variable, which ranks may have set differently; compared where it decides.
-    switch = None if path != "auto" or one_shot is None else "always" if one_shot else "never"
-    token = Record.of(
-        contract=options.contract.id,
-        path=path,
-        one_shot=switch,
-        audit=options.audit,
-    )
-    call = ticket.number
-    return registry().of(group, kind, token=token, peers=peers, apart=apart, call=call), one_shot
+    kind, path = tensor.device.type, options.path
+    token = Record.of(contract=options.contract.id, path=path, audit=options.audit)
+    peers, call = sharing_of(path, kind), ticket.number
+    return registry().of(group, kind, token=token, peers=peers, apart=apart, call=call)
 
 
 def read_group(group: GroupLike | None) -> ProcessGroup | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from meshplan.contract import Contract
 from meshplan.errors import PolicyError, TopologyError
 from meshplan.execute import PathChoice, check_path, sharing_of
-from meshplan.execute._choose import check_contract, check_one_shot
+from meshplan.execute._choose import check_contract
 from meshplan.flatten import Sharing
 from meshplan.layout import Layout
 from meshplan.planner import (
@@ -34,14 +34,12 @@ class Config:
         policy: as for ``install``; of a mapping, its (axis name, policy) pairs.
         contract, path, strict, timeout, debug, audit: as for ``install``.
         topology: as for ``install``; ``None`` until it is gathered. Plans are compared by it.
-        one_shot: with path ``auto``: always one-shot, or never; ``None``: the faster path.
         worker_thread: for threads other than the main thread, whose groups are their own.
         token: the values that members of a group must share before they reduce together.
         key: all values as one string; equal configurations have equal keys.
 
     Raises:
-        PolicyError: an unknown policy or path, a timeout or an audit that is not positive, or a
-            path against the switch.
+        PolicyError: an unknown policy or path, or a timeout or an audit that is not positive.
         ContractError: ``contract`` is not a ``Contract``.
         TopologyError: ``topology`` is not a ``Topology``.
     """
@@ -54,7 +52,6 @@ class Config:
     topology: Topology | None = None
     debug: bool = False
     audit: int | None = None
-    one_shot: bool | None = None
     worker_thread: bool = False
     token: Record = field(init=False, repr=False)
     key: str = field(init=False, repr=False)
@@ -63,8 +60,6 @@ class Config:
         for policy in [self.policy] if isinstance(self.policy, str) else dict(self.policy).values():
             check_policy(policy, "exchange")
         check_path(self.path)
-        if self.path == "one_shot":
-            check_one_shot(self.one_shot)
         check_audit(self.audit)
         check_contract(self.contract)
         if self.timeout is not None and not (
@@ -126,7 +121,7 @@ class Config:
         Args:
             device_type: of the mesh: ``cpu``, ``cuda``.
         """
-        return sharing_of(self.path, device_type, self.one_shot)
+        return sharing_of(self.path, device_type)
 
     def _record(self) -> Record:
         policy = self.policy
@@ -137,7 +132,6 @@ class Config:
             contract=self.contract.id,
             path=self.path,
             topology="unknown" if self.topology is None else self.topology.id,
-            one_shot={None: None, True: "always", False: "never"}[self.one_shot],
             audit=self.audit,
             debug=self.debug or None,
         )

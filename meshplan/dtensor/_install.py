@@ -51,7 +51,7 @@ from meshplan.dtensor._seam import (
 )
 from meshplan.dtensor._tracking import THREAD
 from meshplan.errors import FallbackRefusedError, InstallError, UnsupportedTorchError
-from meshplan.execute import PathChoice, one_shot_switch, select_path
+from meshplan.execute import PathChoice, select_path
 from meshplan.flatten import Block, Group, registry
 from meshplan.layout import Layout
 from meshplan.planner import find_groups
@@ -158,8 +158,7 @@ def install(
             ``exchange``, and the report shows a fallback.
             ``exchange``: all-to-all, reduce, all-gather. ``reference``: all-gather, reduce all.
             ``native``: the backend's own, outside the contract, for comparisons.
-            The environment variable ``MESHPLAN_PATH`` overrides it. With path ``auto``,
-            ``MESHPLAN_USE_1STAGE_ALLREDUCE=1`` selects ``one_shot``, and ``0`` excludes it.
+            The environment variable ``MESHPLAN_PATH`` overrides it.
         strict: raise ``FallbackRefusedError``, before anything is sent, instead of running a
             reduction below the requested policy or path; also if FSDP, DDP or spmd_types would
             reduce in the backend's own order.
@@ -207,7 +206,6 @@ def install(
         topology=None if topology == "live" else topology,
         debug=debug,
         audit=audit,
-        one_shot=one_shot_switch(),
     )
     check_version(torch.__version__, allow_untested_torch)
     if topology == "live" and dist.is_initialized():

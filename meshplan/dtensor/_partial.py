@@ -35,7 +35,7 @@ from meshplan.dtensor._config import Config
 from meshplan.dtensor._tracking import note_reduction
 from meshplan.execute import BoundReduction, Purpose, StepGroups, is_traced
 from meshplan.execute._announce import is_counted, run_as_one
-from meshplan.execute._choose import check_data
+from meshplan.execute._wire import check_data
 from meshplan.flatten import (
     Block,
     Group,
@@ -278,7 +278,6 @@ class PlannedPartial(PartialHooks):
             [registry().handle(group) for group in groups],
             path=config.path,
             strict=config.strict,
-            one_shot=config.one_shot,
             audit=config.audit,
             ranks=self._members,
         )

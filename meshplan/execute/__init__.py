@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshplan.execute._choose import PathChoice as PathChoice
-from meshplan.execute._choose import one_shot_switch as one_shot_switch
 from meshplan.execute._groups import StepGroups as StepGroups
 from meshplan.execute._provenance import COUNTERS as COUNTERS
 from meshplan.execute._provenance import Event as Event

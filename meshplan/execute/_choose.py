@@ -7,7 +7,6 @@ message, whose room is the same on every path.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +18,6 @@ from meshplan.errors import (
     ContractError,
     ContractTypeError,
     FallbackRefusedError,
-    PolicyError,
 )
 from meshplan.execute._deferred import is_deferred
 from meshplan.execute._gloo import inline_bytes
@@ -34,7 +32,7 @@ from meshplan.execute.paths._halving import why_not_simulated
 from meshplan.execute.paths._hierarchical import PATH as HIERARCHICAL
 from meshplan.execute.paths._native import PATH as NATIVE
 from meshplan.execute.paths._reference import PATH as REFERENCE
-from meshplan.execute.paths._shared_memory import FASTER_MODE, ONE_SHOT, TWO_SHOT
+from meshplan.execute.paths._shared_memory import FASTER_MODE, ONE_SHOT
 from meshplan.flatten import HOSTS
 from meshplan.layout import Layout
 from meshplan.planner import Between, Reach, Step, find_fastest, find_groups
@@ -54,8 +52,6 @@ class PathRequest:
     groups: StepGroups
     tensor: Tensor
     wanted: str  # one of ``PATHS``
-    # For ``auto``: always or never one-shot; ``None``: the faster form.
-    one_shot: bool | None = None
     traced: bool = False  # the call becomes part of a graph of torch
     captured: bool = False  # the call becomes part of a CUDA graph
     over_gloo: bool = False  # the tensor travels over gloo, where a graph holds one operator
@@ -66,14 +62,6 @@ class PathRequest:
         """Bytes of the summand; ``None`` while torch traces with an unknown size."""
         numel = self.tensor.numel()
         return numel * self.tensor.element_size() if isinstance(numel, int) else None
-
-    @property
-    def switch(self) -> str:
-        """The switch for one-shot reductions, if it has a say; else empty."""
-        decides = self.step.path == EXCHANGE.name and self.wanted == "auto"
-        if not decides or self.one_shot is None:
-            return ""
-        return f"{ONE_SHOT_VARIABLE}={int(self.one_shot)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -95,16 +83,6 @@ class ChosenPath:
     was_sought: bool = False
 
 
-def check_data(tensor: Tensor, name: str = "the tensor") -> None:
-    """Refuse a tensor without elements of its own, before its ranks exchange anything."""
-    # A fake tensor, which torch traces, has the device of the real one.
-    if tensor.device.type == "meta":
-        raise ContractTypeError(
-            f"{name} is on the meta device, so it has no elements to send; call "
-            "to_empty(device=...) and set its values first"
-        )
-
-
 def choose(request: PathRequest) -> ChosenPath:
     """The path of a reduction. Raises ContractTypeError for an average of integers, and PolicyError
     for an unknown path.
@@ -119,20 +97,16 @@ def choose(request: PathRequest) -> ChosenPath:
     why = step.why
     if step.inner > 1 and step.between == "halving" and (simulated := why_not_simulated()):
         why += f"; {simulated}"
-    if request.switch:
-        why += f"; {request.switch}"
     if no_contract := _why_outside(step, tensor):
         # A dtype that the contract does not define is the backend's.
         path, why, fallback = NATIVE, no_contract, step.contract is not None
     elif (step.path or NATIVE.name) == NATIVE.name:
         path, why = NATIVE, step.why
-    elif step.path != EXCHANGE.name or request.wanted != "auto" or request.one_shot:
+    elif step.path != EXCHANGE.name or request.wanted != "auto":
         path, why, fallback = _choose_named(request, why)
     elif no_memory := ONE_SHOT.why_not(step, groups, tensor):
         path, why, step = _choose_fastest(request, f"{why}; {no_memory}")
     # Shared memory is faster than any message; which mode is, depends on the size.
-    elif request.one_shot is False:
-        path = TWO_SHOT
     elif request.nbytes is None:
         path = FASTER_MODE
     else:
@@ -152,12 +126,12 @@ def choose(request: PathRequest) -> ChosenPath:
 
 
 def _choose_named(request: PathRequest, why: str) -> tuple[Path, str, bool]:
-    """The path that the plan, the configuration or the switch names, where it can run; where it
-    cannot, an exchange always can.
+    """The path that the plan or the configuration names, where it can run; where it cannot, an
+    exchange always can.
     """
     step, name = request.step, request.step.path or ""
     if name == EXCHANGE.name:
-        name = ONE_SHOT.name if request.wanted == "auto" else request.wanted
+        name = request.wanted
     flat = HIERARCHICAL if step.inner > 1 else EXCHANGE
     path = flat if name == EXCHANGE.name else get_path(name)
     if not path.in_contract:
@@ -259,41 +233,12 @@ def check_fallback(chosen: ChosenPath, request: PathRequest, call: str) -> None:
             f"{call}: path {chosen.path.name} is outside the contract; pass another "
             "path, or strict=False"
         )
-    if request.one_shot and request.switch:
-        wanted = f"{ONE_SHOT.name} ({request.switch})"
     raise FallbackRefusedError(
         f"{call}: path {wanted} was requested and "
         f"{chosen.path.reported_name} would run: {chosen.why}; pass another path"
         + ", or strict=False"
         * replaceable
     )
-
-
-# The switch for one-shot reductions, under the name that other systems gave it.
-
-ONE_SHOT_VARIABLE = "MESHPLAN_USE_1STAGE_ALLREDUCE"
-"""The environment variable that forces one-shot (``1``) or forbids it (``0``)."""
-
-
-def one_shot_switch() -> bool | None:
-    """``MESHPLAN_USE_1STAGE_ALLREDUCE``, for path ``auto`` only. ``1``: always one-shot (True).
-    ``0``: never (False). Unset or empty: the faster path (None). Others raise PolicyError.
-    """
-    value = os.environ.get(ONE_SHOT_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise PolicyError(
-            f"{ONE_SHOT_VARIABLE}={value!r} is no switch; write 1 for one-shot reductions wherever "
-            "the path is auto, 0 for none, or unset it"
-        )
-    return {"0": False, "1": True}.get(value)
-
-
-def check_one_shot(switch: bool | None) -> None:
-    if switch is False:
-        raise PolicyError(
-            f"path='one_shot' is forbidden by {ONE_SHOT_VARIABLE}=0; unset the variable, or pass "
-            "path='auto'"
-        )
 
 
 def check_contract(contract: object) -> None:

@@ -66,7 +66,6 @@ class BoundReduction:
         "_ranks",
         "audit",
         "handles",
-        "one_shot",
         "path",
         "purpose",
         "step",
@@ -81,8 +80,6 @@ class BoundReduction:
         *,
         path: str = "exchange",  # one of ``PATHS``, for a step that is planned as an exchange
         strict: bool = False,  # raise FallbackRefusedError instead of a fallback
-        # For path ``auto``: always or never one-shot; ``None``: the faster.
-        one_shot: bool | None = None,
         audit: int | None = None,  # compare the first and then every so many calls
         ranks: Callable[[], tuple[int, ...]] | None = None,  # as in ``StepGroups``
     ) -> None:
@@ -92,7 +89,6 @@ class BoundReduction:
         self._ranks = ranks
         self.path = path
         self.strict = strict
-        self.one_shot = one_shot
         self.audit = audit
         self._chosen: dict[tuple[Any, ...], ChosenPath] = {}
 
@@ -253,7 +249,7 @@ class BoundReduction:
         if chosen is None:
             over_gloo = is_gloo(tensor.device.type, groups)
             captured = traced and is_captured(tensor)
-            how = self.path, self.one_shot, traced, captured, over_gloo, self.strict
+            how = self.path, traced, captured, over_gloo, self.strict
             request = PathRequest(self.step, groups, tensor, *how)
             chosen = choose(request)
             check_fallback(chosen, request, self.purpose.request)

@@ -20,6 +20,7 @@ from meshplan._aborts import THIS_THREAD, check_aborted
 from meshplan._calls import NO_TICKET
 from meshplan._torch import AsyncCollectiveTensor, TracingContext, get_proxy_mode
 from meshplan._torch import functional_operators as _ops
+from meshplan.errors import ContractTypeError
 from meshplan.execute._provenance import CollectiveLog
 from meshplan.flatten import default_timeout
 from meshplan.kernel import reduce_leaves
@@ -217,6 +218,16 @@ def fold(leaves: Sequence[Tensor], step: Step) -> Tensor:
     assert step.op is not None
     assert step.contract is not None
     return reduce_leaves(leaves, step.op, step.sizes, step.contract, divisor=step.divisor)
+
+
+def check_data(tensor: Tensor, name: str = "the tensor") -> None:
+    """Refuse a tensor without elements of its own, before its ranks exchange anything."""
+    # A fake tensor, which torch traces, has the device of the real one.
+    if tensor.device.type == "meta":
+        raise ContractTypeError(
+            f"{name} is on the meta device, so it has no elements to send; call "
+            "to_empty(device=...) and set its values first"
+        )
 
 
 def is_traced(tensor: Tensor) -> bool:

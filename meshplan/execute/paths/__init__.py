@@ -60,10 +60,10 @@ def select_path(name: str, verify: str | None) -> str:
     return "integer_checksum"
 
 
-def sharing_of(name: str, device_type: str, one_shot: bool | None) -> Sharing:
+def sharing_of(name: str, device_type: str) -> Sharing:
     """When ranks that can share memory use it, for ``name``, one of ``PATHS`` or another word. By
-    ``auto`` on GPUs where it was timed to be faster, or if the switch ``one_shot`` requests it.
+    ``auto`` on GPUs where it was timed to be faster.
     """
     if name == "auto":
-        return "always" if device_type == "cpu" or one_shot else "timed"
+        return "always" if device_type == "cpu" else "timed"
     return "always" if name in _PATHS and _PATHS[name].shares_memory else "never"
