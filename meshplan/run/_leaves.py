@@ -152,7 +152,7 @@ class Leaves:
 
 
 def _split(flat: Tensor) -> tuple[Tensor, ...]:
-    return flat.split(VALUE_BYTES // flat.element_size())
+    return torch.split(flat, VALUE_BYTES // flat.element_size())
 
 
 def _holds(result: Tensor, gradient: Tensor) -> bool:

@@ -53,21 +53,21 @@ class Ranks:
             order_sensitive(elements, rank=one, world_size=ranks, dtype=dtype)
             for one in self.members
         ]
-        total = reduce_leaves(leaves, "avg", (ranks,), self.contract)
+        # Positions do not follow ranks.
+        total = reduce_leaves(leaves[::-1], "avg", (ranks,), self.contract, divisor=7)
         kind = change.get("kind", "all_reduce")
-        step = Step(kind, (0,), (ranks,), "", "", op="avg", divisor=ranks, contract=self.contract)
+        step = Step(kind, (0,), (ranks,), "", "", op="avg", divisor=7, contract=self.contract)
         for rank, leaf in enumerate(leaves):
             result = total.clone()
             if rank in change.get("wrong", {}):
                 result.view(torch.uint8)[result.element_size() * change["wrong"][rank]] ^= 4
-            # Positions do not follow ranks.
-            groups: Any = SimpleNamespace(members=self.members, position=rank)
+            groups: Any = SimpleNamespace(members=self.members, position=ranks - 1 - rank)
             groups.whole = SimpleNamespace(group_name="g")
             self.leaves[rank].keep(step, groups, leaf, result)
 
-    def end(self, step: int = 1) -> None:
+    def end(self, step: int = 1, *, ended: bool = True) -> None:
         for one in self.leaves:
-            one.end(0, step, ended=True)
+            one.end(0, step, ended=ended)
 
     def find(self, classes: Any, gradients: Any = (), step: int = 1) -> Any:
         """``sums`` of the report on a difference at a step, without the ranks that are ``None``."""
@@ -114,6 +114,8 @@ def test_only_reductions_of_the_step_are_compared() -> None:
     ranks = Ranks(2)
     for step in (1, 2, 3):
         ranks.reduce(10, wrong={1: step} if step == 2 else {})
+        # Gradients are compared before the step.
+        ranks.end(step, ended=False)
         ranks.end(step)
     assert [ranks.find([[0], [1]], step=step)["wrong"] for step in (1, 2, 3)] == [[], [1], []]
 

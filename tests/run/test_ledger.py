@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshplan.run import _ledger, _shares
+from meshplan.run._leaves import find_wrong_sums
 from meshplan.run._ledger import Ledger
 from meshplan.run._report import build
 from meshplan.run._shares import Begun, Item, Shares
@@ -196,8 +197,11 @@ def test_ranks_that_were_not_heard_to_the_end_are_named() -> None:
 def test_tensors_that_are_gone_are_named_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_shares, "COPIED_BYTES", 0)
     found = Ranks(2)
+    found.ledger.find_wrong_sums = find_wrong_sums
     found.step(1, lambda tensors, rank: flip(tensors["bias"], 2, rank))
     assert (found.first["tensor"], found.first["elements"]) == ("bias", None)
+    # Ranks were asked for their sums all the same, and keep none.
+    assert found.first["sums"]["compared"] == 0
     assert found.ledger.find_clear() == set()
     found.end()
     assert found.ledger.find_clear() == {0, 1}
