@@ -184,13 +184,13 @@ class VerdictTest(expecttest.TestCase):
   sums: rank 1 has a wrong sum: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1), element 7 is 0.25, its leaves add to 0.5
   sums: ranks 1-2 have wrong sums: all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-2), element 7 is 0.25, its leaves add to 0.5
   sums: no rank has the sum of the leaves of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1)
-  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; its leaves are not kept any more; pass a higher --keep-leaves
+  sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; some of its leaves are gone: over the limit, or with their ranks
   sums: the results of all_reduce 2 of step 4 (avg of float32[64, 8] over ranks 0-1) differ; leaves of more than 8 ranks are not added
   sums: rank 1 changed the gradient after its sum: each kept all_reduce of step 4 (5) has one result
   sums: the difference arose outside of reductions: each kept all_reduce of step 4 (5) has one result
   sums: the difference arose outside of the kept reductions, or before step 4: each kept all_reduce of step 4 (5) has one result; 3 not kept: outside the contract; 1 not kept: over the limit
   sums: no all_reduce of step 4 was kept on all ranks; 3 not kept: outside the contract; 1 not kept: over the limit
-  sums: no all_reduce of step 4 was kept on all ranks""",
+  sums: ranks ended before they answered""",
         )
 
     def test_orders_that_differ(self) -> None:

@@ -151,8 +151,10 @@ def _describe_difference(found: Report, cause: str | None) -> Iterator[str]:
 
 
 def _describe_sums(step: int, sums: Report) -> str:
-    lost = "".join(f"; {n} not kept: {why}" for why, n in sums.get("not_kept", {}).items())
-    if not sums.get("compared"):
+    if "compared" not in sums:
+        return "ranks ended before they answered"
+    lost = "".join(f"; {n} not kept: {why}" for why, n in sums["not_kept"].items())
+    if not sums["compared"]:
         return f"no all_reduce of step {step} was kept on all ranks{lost}"
     if (call := sums.get("call")) is None:
         kept = f"each kept all_reduce of step {step} ({sums['compared']}) has one result"
@@ -165,7 +167,7 @@ def _describe_sums(step: int, sums: Report) -> str:
     what = f"all_reduce {call['number']} of step {step} ({call['op']} of {call['dtype']}"
     what += f"{call['shape']} over {format_ranks(call['ranks'])})"
     if "element" not in sums:
-        why = sums.get("failed", "its leaves are not kept any more; pass a higher --keep-leaves")
+        why = sums.get("failed", "some of its leaves are gone: over the limit, or with their ranks")
         return f"the results of {what} differ; {why}"
     wrong, expected = sums["wrong"], sums["expected"]
     if len(wrong) == len(call["ranks"]):

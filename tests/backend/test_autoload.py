@@ -191,6 +191,7 @@ def test_process_without_a_group_is_not_observed(run: Run) -> None:
     [
         ("evry=5", "'evry=5' is not a setting of a run (did you mean 'every'?); use"),
         ("strict", "MESHPLAN_RUN: nothing can change the exit status of a script from inside"),
+        full("keep_leaves=1GB", "'keep_leaves=1GB': pass a whole number, 0 or more"),
         full("backend=gloo", "MESHPLAN_RUN: backend='gloo' is not supported; use meshplan"),
         full("require=1", "MESHPLAN_RUN: require='1' is not supported; use bitwise, or leave it"),
     ],

@@ -300,9 +300,10 @@ plain = Leaves.__init__
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_wrong_sum_without_compared_gradients_is_named() -> None:
-    report = observe("ddp", FAULTS[0], "every=1 keep_leaves=1")[1]
-    first = report["replicas"]["first_difference"]
+def test_wrong_sum_of_four_ranks_is_named_without_compared_gradients() -> None:
+    settings = "every=1 keep_leaves=1"
+    run = observe_ranks(lambda *_: train("ddp", FAULTS[0]), 4, settings, backend="meshplan")
+    first = run[1]["replicas"]["first_difference"]
     assert (first["kind"], first["sums"]["wrong"]) == ("parameter", [BAD_RANK])
 
 

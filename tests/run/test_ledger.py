@@ -207,6 +207,17 @@ def test_tensors_that_are_gone_are_named_without_elements(monkeypatch: pytest.Mo
     assert found.ledger.find_clear() == {0, 1}
 
 
+def test_all_ranks_stay_while_a_wrong_sum_is_looked_for() -> None:
+    found = Ranks(3)
+    found.ledger.find_wrong_sums = find_wrong_sums
+    with mock.patch.object(found.shares[2], "answer", return_value={}):
+        found.step(1, lambda tensors, rank: flip(tensors["bias"], 2, rank // 2))
+        found.end()
+    # Rank 1 is asked for its leaf after rank 2 has answered, who may have died.
+    assert found.ledger.find_clear() == set()
+    assert found.ledger.find_clear({2}) == {0, 1}
+
+
 def test_messages_of_1000_ranks_with_1000_tensors_are_bounded() -> None:
     """The words of a step do not grow with the tensors, and a difference asks 8 ranks."""
     found = Ranks(1000)
