@@ -218,11 +218,6 @@ class Observation:
         # Most differences begin early, and a trial of 50 steps may never reach ``every``.
         return step <= first or step % every == 0 or (first > 0 and step.bit_count() == 1)
 
-    def keep(self, *reduced: Any) -> None:
-        """Keep the summand and the result of a reduction."""
-        if self._shares.leaves is not None:
-            self._shares.leaves.keep(*reduced)
-
     def _unit_of(self, optimizer: Optimizer) -> int:
         with self._lock:
             unit: int = self._by_optimizer.setdefault(optimizer, len(self._steps))
@@ -385,8 +380,8 @@ def observe(settings: RunSettings) -> Observation:
 
     if settings.probe:
         OBSERVING.before = one._probe.begin
-    if settings.keep_leaves:
-        OBSERVING.keep = never_compiled(lambda *reduced: one.call(lambda one: one.keep(*reduced)))
+    if (leaves := one._shares.leaves) is not None:
+        OBSERVING.keep = never_compiled(lambda *new: one.call(lambda _: leaves.keep(*new)))
     if settings.gradients or settings.require:
         register_optimizer_step_pre_hook(hook(Observation.before_step))
     register_optimizer_step_post_hook(hook(Observation.after_step))
