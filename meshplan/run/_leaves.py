@@ -32,8 +32,8 @@ from meshplan.run._holders import Ranks
 from meshplan.run._ledger import ASKED, VALUE_BYTES, Message, Search
 from meshplan.run._words import find_words, format_words
 
-_STEPS = 64  # that rank 0 may ask about
-_CALLS = 2000  # in an answer
+STEPS = 64  # that rank 0 may ask about
+CALLS = 20_000  # of a step; earlier ones are not counted
 _LEAST_BYTES = 16  # of a gradient that is not found by chance
 _NO_ROOM = "over the limit"
 
@@ -43,6 +43,7 @@ class _Call:
     """A reduction."""
 
     order: int  # among all of this rank
+    key: tuple[Ranks, str, int]  # members, group, and number in the group
     lost: str  # why its leaves are not kept; empty if they are
     facts: Message  # the same on all ranks
     position: int = 0  # of this rank's leaf
@@ -56,12 +57,12 @@ class Leaves:
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
         self.due = True  # whether the next step is compared
-        self._calls: dict[tuple[Ranks, str, int], _Call] = {}  # by members, group and number
-        self._numbers: Counter[tuple[Ranks, str]] = Counter()
+        self._calls: deque[_Call] = deque(maxlen=CALLS)
         self._kept: deque[_Call] = deque()
+        self._numbers: Counter[tuple[Ranks, str]] = Counter()
         self._last = 0  # order
         self._ended: dict[int, int] = {}  # the last order before a step of an optimizer
-        self._steps: dict[tuple[int, int], range] = {}
+        self._steps: dict[tuple[int, int], list[_Call]] = {}
         # A handler of a signal may reduce wherever the main thread is.
         self._lock = threading.RLock()
 
@@ -71,7 +72,8 @@ class Leaves:
             number = self._numbers[ranks, group]
             self._numbers[ranks, group] += 1
             self._last += 1
-            call = self._calls[ranks, group, number] = _Call(self._last, lost, {})
+            call = _Call(self._last, (ranks, group, number), lost, {})
+            self._calls.append(call)
         return call
 
     def keep(self, step: Step, groups: StepGroups, leaf: Tensor, result: Tensor) -> None:
@@ -85,7 +87,9 @@ class Leaves:
             if lost != _NO_ROOM or not self.due or nbytes > self._limit or step.contract is None:
                 return
             while self._held + nbytes > self._limit:
-                self._drop_oldest()
+                older = self._kept.popleft()
+                self._held -= sum(one.nbytes for one in older.kept)
+                older.lost, older.kept = _NO_ROOM, ()
             call.facts = {"op": step.op, "sizes": step.sizes, "divisor": step.divisor}
             call.facts |= {"dtype": name_of(leaf.dtype), "shape": list(leaf.shape)}
             call.facts |= {"contract": step.contract.id}
@@ -94,35 +98,26 @@ class Leaves:
             self._kept.append(call)
             self._held += nbytes
 
-    def _drop_oldest(self) -> None:
-        call = self._kept.popleft()
-        self._held -= sum(one.nbytes for one in call.kept)
-        call.kept, call.lost = (), _NO_ROOM
-
     def end(self, unit: int, step: int, *, ended: bool) -> None:
         """Note that the reductions since the last step of an optimizer belong to this one."""
         with self._lock:
-            self._steps[unit, step] = range(self._ended.get(unit, 0) + 1, self._last + 1)
+            before = self._ended.get(unit, 0)
+            newest = takewhile(lambda one: one.order > before, reversed(self._calls))
+            self._steps[unit, step] = list(newest)[::-1]
             if ended:
                 self._ended[unit] = self._last
-            for at in list(self._steps)[:-_STEPS]:
+            for at in list(self._steps)[:-STEPS]:
                 del self._steps[at]
-            oldest = min(one.start for one in self._steps.values())
-            while self._kept and self._kept[0].order < oldest:
-                self._drop_oldest()
-            past = takewhile(lambda one: one[1].order < oldest, self._calls.items())
-            for key, _ in list(past):
-                del self._calls[key]
 
     def answer(self, question: Message, at: tuple[int, int], gradient: Tensor | None) -> Message:
         """The answer to a question of ``find_wrong_sums`` about the step ``at`` of an optimizer,
         whose ``gradient`` differs; empty if what it needs has gone.
         """
         with self._lock:
-            orders, calls = self._steps.get(at, ()), dict(self._calls)
+            calls, newest = self._steps.get(at, []), list(self._kept)
         if question["what"] == "leaves":
-            ranks, group, number = question["call"]
-            call = calls.get((tuple(ranks), group, number))
+            ranks, *rest = question["call"]
+            call = next((one for one in newest if one.key == (tuple(ranks), *rest)), None)
             if call is None or not (kept := call.kept):
                 return {}
             leaf, result = (bytes_of(_split(one)[question["block"]]) for one in kept)
@@ -131,17 +126,15 @@ class Leaves:
             return found | {"position": call.position}
         # Those of which several holders have the result, or of unknown ranks.
         holders, lost, sums = {*question["ranks"]}, Counter[str](), list[Message]()
-        of_step = [(key, call) for key, call in calls.items() if call.order in orders]
-        shared = [one for one in of_step if not one[0][0] or len(holders & {*one[0][0]}) > 1]
-        for number, (key, call) in enumerate(shared, 1):
-            kept = call.kept  # another thread may drop it
-            if not kept or len(sums) == _CALLS:
-                lost[call.lost or _NO_ROOM] += 1
+        shared = (one for one in calls if not one.key[0] or len(holders & {*one.key[0]}) > 1)
+        for number, call in enumerate(shared, 1):
+            if not (kept := call.kept):  # another thread may drop it
+                lost[call.lost] += 1
                 continue
             words = (find_words(one, ((0, len(one)),)) for one in _split(kept[1]))
             sums.append(
                 {
-                    "call": key,
+                    "call": call.key,
                     "number": number,
                     "facts": call.facts,
                     "blocks": [format_words(one.tolist()) for one in words],

@@ -126,7 +126,7 @@ def test_leaves_keep_to_their_limit_and_the_newest_stay() -> None:
     for size in (10_000, 30_000, 10_000, 10_000):
         ranks.reduce(size, wrong={1: 7})
         for one in ranks.leaves:
-            held = sum(part.nbytes for call in one._calls.values() for part in call.kept)
+            held = sum(part.nbytes for call in one._calls for part in call.kept)
             assert one._held == held <= 170_000
     ranks.end()
     found = ranks.find([[0], [1]])
@@ -134,17 +134,20 @@ def test_leaves_keep_to_their_limit_and_the_newest_stay() -> None:
     assert (found["call"]["number"], found["wrong"]) == (3, [1])
 
 
-def test_a_long_job_holds_the_calls_of_some_steps() -> None:
-    ranks = Ranks(1)
-    for step in range(3 * _leaves._STEPS):
-        ranks.leaves[0].due = step % 2 == 0
-        ranks.reduce(10)
-        ranks.leaves[0].add((0,), "outside the contract")
-        ranks.end(step)
+def test_a_long_job_holds_the_calls_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_leaves, "CALLS", 100)
+    ranks = Ranks(1, limit=800)
     (leaves,) = ranks.leaves
-    assert len(leaves._calls) == 2 * _leaves._STEPS
-    assert len(leaves._kept) == _leaves._STEPS // 2
-    assert leaves._held == 80 * len(leaves._kept)
+    for step in range(2 * _leaves.STEPS):
+        leaves.due = step % 2 == 0
+        ranks.reduce(10)
+        leaves.add((0,), "outside the contract")
+        ranks.end(step)
+    assert len(leaves._calls) == 100
+    assert [len(calls) for calls in leaves._steps.values()] == [2] * _leaves.STEPS
+    # Only compared steps count towards the limit of ten.
+    assert [call.order for call in leaves._kept] == list(range(217, 255, 4))
+    assert leaves._held == 800
 
 
 def test_what_is_not_kept_is_counted() -> None:
