@@ -93,8 +93,8 @@ class Leaves:
             call.facts = {"op": step.op, "sizes": step.sizes, "divisor": step.divisor}
             call.facts |= {"dtype": name_of(leaf.dtype), "shape": list(leaf.shape)}
             call.facts |= {"contract": step.contract.id}
-            call.position, call.lost = groups.position, ""
             call.kept = tuple(flatten(one.detach().clone()) for one in (leaf, result))
+            call.position, call.lost = groups.position, ""  # there was memory for both
             self._kept.append(call)
             self._held += nbytes
 

@@ -164,6 +164,16 @@ def test_what_is_not_kept_is_counted() -> None:
     assert (found["compared"], found["not_kept"]) == (0, dict.fromkeys(reasons, 1))
 
 
+def test_copy_for_which_there_is_no_memory_is_counted() -> None:
+    ranks, fault = Ranks(2), torch.OutOfMemoryError("no memory")
+    with mock.patch.object(_leaves, "flatten", side_effect=fault), pytest.raises(type(fault)):
+        ranks.reduce(10)
+    ranks.leaves[1].add((0, 1), "over the limit")
+    ranks.end()
+    assert ranks.find([[0], [1]])["not_kept"] == {"over the limit": 1}
+    assert ranks.leaves[0]._held == 0
+
+
 def test_a_gradient_that_is_no_part_of_a_sum_is_named() -> None:
     ranks = Ranks(2)
     ranks.reduce(100)
