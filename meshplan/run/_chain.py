@@ -8,12 +8,13 @@ of JSON: a head with the conditions, lists of tensors, links, and at the end the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,10 +198,11 @@ def _count_elements(key: str) -> int:
 
 
 class CertificateFile:
-    """A certificate that is being written."""
+    """A certificate that is being written; a file that another process writes is left alone."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._rest, self._size = Path(path), b"", 0
+        self._path, self._rest, self._size = path, b"", 0
+        self._descriptor: int | None = None  # -1: of another process
 
     def append(self, records: Sequence[Message], report: Mapping[str, Any]) -> None:
         """Add lines, the first time with a head, and an end if the report is the last one."""
@@ -211,11 +213,33 @@ class CertificateFile:
         if report["state"] != "running":
             lines.append({"end": report["state"]} | conditions)
         self._rest += "".join(f"{json.dumps(line)}\n" for line in lines).encode()
-        # A line that a full disk has cut is written again.
-        with self._path.open("r+b" if self._size else "wb") as file:
-            file.seek(self._size)
-            file.write(self._rest)
-        self._size, self._rest = self._size + len(self._rest), b""
+        if self._descriptor is None:
+            self._descriptor = _open_alone(self._path)
+        if self._descriptor == -1:
+            self._rest = b""
+            raise OSError(f"another job is writing {self._path}; pass each job a file of its own")
+        # A line that a full disk has cut goes on where it was cut.
+        while self._rest:
+            written = os.pwrite(self._descriptor, self._rest, self._size)
+            self._size, self._rest = self._size + written, self._rest[written:]
+
+
+def _open_alone(path: str) -> int:
+    """The descriptor of an emptied file that this process writes alone until it ends; -1 if another
+    process writes it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        # Not flock, whose locks children of the job keep that outlive it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        return -1
+    except OSError:
+        pass  # some file systems have no locks
+    if os.fstat(descriptor).st_size:  # of a device: 0
+        os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def _read_conditions(report: Mapping[str, Any]) -> Message:

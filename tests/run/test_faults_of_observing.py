@@ -31,6 +31,7 @@ from meshplan.run._observation import Observation
 from meshplan.run._report import write_file
 from meshplan.run._shares import Shares
 from meshplan.run._signals import is_of_handler
+from tests.processes import arrive, run_ranks, wait_for
 from tests.test_run_verdict import report
 
 REPORT = report(meshplan="1", settings={}, state="running", reductions=[])
@@ -131,6 +132,35 @@ def test_certificate_has_what_could_not_be_written_at_first(tmp_path: Path) -> N
     file.append(lines[30:], REPORT)
     written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert written[1:] == lines
+
+
+@pytest.mark.processes
+def test_a_certificate_that_another_job_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("of an earlier job" * 999, encoding="utf-8")
+
+    def run(rank: int) -> str:
+        file, errors = CertificateFile(str(path)), ""
+        if rank == 0:
+            file.append([], REPORT)
+            arrive("written")
+            wait_for("refused", 1)
+            return ""
+        wait_for("written", 1)
+        written = path.read_bytes()
+        assert b"earlier" not in written
+        for _ in range(2):
+            with pytest.raises(OSError, match="another") as caught:
+                file.append([{"other": 1}], REPORT)
+            errors = str(caught.value)
+        assert path.read_bytes() == written
+        arrive("refused")
+        return errors
+
+    errors = run_ranks(run, 2, init=False)[1]
+    assert errors == f"another job is writing {path}; pass each job a file of its own"
+    CertificateFile(str(path)).append([{"later": 1}], REPORT)
+    assert "later" in path.read_text(encoding="utf-8")
 
 
 def test_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
