@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from meshplan._needs_torch import import_with_torch
-from meshplan.cli._options import add_verb, read_number
+from meshplan.cli._options import add_switches, add_texts, add_verb, read_number
 from meshplan.cli._output import refuse, try_to_open
 from meshplan.errors import MeshplanError, PolicyError
 
@@ -29,43 +29,37 @@ def add(verbs: Any) -> None:
     what = "run a training script and report whether its replicas differ"
     about = "Use torchrun, or another launcher, to run it on all ranks of a job. The script runs as"
     about += " it does alone, and rank 0 writes a verdict to standard error when it ends."
-    option = add_verb(verbs, "run", run, what, description=about).add_argument
-    option(
-        "--report",
-        metavar="FILE",
-        help="write the report, as JSON, after each compared step",
-    )
-    shows = "write a web page: findings, fixes and a drawing of the meshes"
-    option("--html", metavar="FILE", help=shows)
-    adds = "write a certificate, with a link for each step, for meshplan compare"
-    option("--certify", metavar="FILE", help=adds)
+    parser = add_verb(verbs, "run", run, what, description=about)
+    option = parser.add_argument
     compares = "compare replicas every N steps (default: 100), and at steps 1, 2, 3, 4, 8, 16, ..."
-    option("--every", metavar="N", default="100", help=compares)
-    option(
-        "--gradients",
-        action="store_true",
-        help="compare gradients of each compared step",
+    add_texts(
+        parser,
+        ("--report", "FILE", "write the report, as JSON, after each compared step"),
+        ("--html", "FILE", "write a web page: findings, fixes and a drawing of the meshes"),
+        ("--certify", "FILE", "write a certificate, a link for each step, for meshplan compare"),
     )
-    adds = "before the first reduction of each group, test which contract its sums match"
-    option("--probe", action="store_true", help=adds)
+    option("--every", metavar="N", default="100", help=compares)
+    add_switches(
+        parser,
+        ("--gradients", "compare gradients of each compared step"),
+        ("--probe", "before the first reduction of each group, test which contract its sums match"),
+        ("--strict", "exit with 3 if replicas differ or a reduction is outside the contract"),
+    )
     keeps = "keep up to MIB of summands and sums, to name the rank with a wrong sum (default: 0)"
     option("--keep-leaves", metavar="MIB", default="0", help=keeps)
-    refuses = "exit with 3 if replicas differ or a reduction is outside the contract"
-    option("--strict", action="store_true", help=refuses)
     creates = "create all process groups with it: every reduction under the contract"
     option("--backend", choices=("meshplan",), help=creates)
     stops = "stop the job at a reduction outside the contract, a setting that varies bits, or an "
     stops += "operator that torch lists as nondeterministic: error MP707 names the fix"
     option("--require", choices=("bitwise",), help=stops)
-    option(
-        "-m",
-        "--module",
-        action="store_true",
-        help="the script is a module, as for python -m",
-    )
+    option("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     option("script", help="the training script, or the module")
     words = option("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     words.required = False  # for the message about a missing script
+
+
+# Options with the names and values of settings.
+_SETTINGS = ("report", "gradients", "strict", "html", "backend", "certify", "probe", "require")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -76,18 +70,10 @@ def run(given: argparse.Namespace) -> int:
         source = None if given.module else _read_script(given.script)
         for name in filter(None, (given.report, given.html, given.certify)):
             try_to_open(name)
-        settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(
-            report=given.report,
-            every=read_number(given.every, "--every"),
-            gradients=given.gradients,
-            strict=given.strict,
-            html=given.html,
-            backend=given.backend,
-            certify=given.certify,
-            probe=given.probe,
-            require=given.require,
-            keep_leaves=read_number(given.keep_leaves, "--keep-leaves", least=0),
-        )
+        chosen = {name: getattr(given, name) for name in _SETTINGS}
+        chosen["every"] = read_number(given.every, "--every")
+        chosen["keep_leaves"] = read_number(given.keep_leaves, "--keep-leaves", least=0)
+        settings = import_with_torch("meshplan.run", "meshplan run").RunSettings(**chosen)
         job = import_with_torch("meshplan.run._job", "meshplan run").ObservedJob(settings)
     except MeshplanError as error:
         # The error is the same on all ranks.

@@ -1,8 +1,8 @@
 """The observers of this process: its steps, reductions, meshes and settings.
 
-Nothing here may change the job, except under ``--require``: an error is recorded as not observed
-and never raised. Of torch,
-``init_process_group`` and the constructor of meshes are replaced by functions that call them.
+Nothing here may change the job: an error is recorded as not observed and never raised, except that
+of ``--require``. Of torch, ``init_process_group`` and the constructor of meshes are replaced by
+functions that call them.
 """
 
 from __future__ import annotations

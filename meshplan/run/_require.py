@@ -10,7 +10,7 @@ reduction or step of a stopped rank raises the error again.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,18 +23,40 @@ from meshplan.run._verdict import find_program_fix
 if TYPE_CHECKING:
     from meshplan.run._exchange import Exchange
 
-_CUDA, _MODE = "torch.backends.cuda.matmul", "torch.use_deterministic_algorithms(True)"
-_CUDNN = "torch.backends.cudnn"
-# Of the settings in the report, by name: values that keep bits, and the fix of another one. Those
-# of GPUs apply once the process uses one: TF32 depends on the GPU, cuDNN's benchmark on times.
-_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "deterministic_algorithms": ((True,), f"keep {_MODE}, without warn_only"),
-}
-_SETTINGS_OF_GPUS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "matmul_precision": (("none", "ieee"), f"set {_CUDA}.fp32_precision = 'ieee'"),
-    "convolution_precision": (("none", "ieee"), f"set {_CUDNN}.conv.fp32_precision = 'ieee'"),
-    "rnn_precision": (("none", "ieee"), f"set {_CUDNN}.rnn.fp32_precision = 'ieee'"),
-    "cudnn_benchmark": ((False,), f"set {_CUDNN}.benchmark = False"),
+_MODE = "torch.use_deterministic_algorithms(True)"
+_IEEE = ("none", "ieee")
+
+
+class _Setting(NamedTuple):
+    values: tuple[Any, ...]  # that keep bits
+    fix: str  # of another value
+    of_gpus: bool = True  # applies once the process uses one
+
+
+# By the name in the report. TF32 depends on the kind of GPU, the choice of cuDNN's benchmark on
+# measured times.
+_SETTINGS = {
+    "deterministic_algorithms": _Setting(
+        (True,),
+        f"keep {_MODE}, without warn_only",
+        of_gpus=False,
+    ),
+    "matmul_precision": _Setting(
+        _IEEE,
+        "set torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+    ),
+    "convolution_precision": _Setting(
+        _IEEE,
+        "set torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    ),
+    "rnn_precision": _Setting(
+        _IEEE,
+        "set torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+    ),
+    "cudnn_benchmark": _Setting(
+        (False,),
+        "set torch.backends.cudnn.benchmark = False",
+    ),
 }
 _OPERATOR_FIX = f"use an operator that the documentation of {_MODE} does not list"
 
@@ -69,13 +91,11 @@ class Requirement(Coverage):
             self.refusal = self.exchange.ledger.refused
         if self.refusal is not None:
             raise _make_error(self.refusal)
-        settings, table = read_settings(), _SETTINGS
         cuda: Any = torch.cuda
-        if cuda.is_initialized():
-            table = table | _SETTINGS_OF_GPUS
-        for name, (values, fix) in table.items():
-            if settings[name] not in values:
-                self._stop(f"{name} is {settings[name]!r}, which varies bits", fix)
+        found, on_gpu = read_settings(), cuda.is_initialized()
+        for name, one in _SETTINGS.items():
+            if found[name] not in one.values and (on_gpu or not one.of_gpus):
+                self._stop(f"{name} is {found[name]!r}, which varies bits", one.fix)
 
     def explain(self, error: BaseException | None) -> None:
         """Name code and fix below the traceback of an error that torch has raised at an operator of
