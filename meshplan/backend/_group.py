@@ -267,6 +267,7 @@ class MeshplanProcessGroup(DerivingProcessGroup):
                 timeout=self._lane_timeout.total_seconds(),
                 call=call,
             )
+            self._lane._set_group_desc(self.group_desc)  # with the axis of a mesh, for reports
         return self._lane or inner
 
     def _find_device_lane(self, kind: str) -> DeviceLane:

@@ -44,7 +44,7 @@ from meshplan.execute._provenance import Purpose, record_call
 from meshplan.execute._run import BoundReduction, compare_headers
 from meshplan.execute._shards import select_shard
 from meshplan.execute.paths import sharing_of
-from meshplan.flatten import Group, registry
+from meshplan.flatten import Group, find_axis, registry
 from meshplan.planner import Step
 from meshplan.record import Record
 
@@ -187,7 +187,7 @@ def bind(
         planned += f", {step.path}, contract {options.contract.id}"
         bound = BoundReduction(
             step,
-            Purpose(request, planned, describe_group(found.pg), "collective"),
+            Purpose(request, planned, describe_group(found.pg, group), "collective"),
             [registry().handle(found)],
             path=options.path,
             strict=options.strict,
@@ -362,8 +362,9 @@ def compare_calls(
     registry().compare(found, tensor.device.type, mine)
 
 
-def describe_group(group: ProcessGroup) -> str:
-    return f"group {group.group_name} of {group.size()} ranks"
+def describe_group(group: ProcessGroup, beside: ProcessGroup | None = None) -> str:
+    """``beside``: the caller's, if ``group`` is another one of the same ranks."""
+    return f"group {find_axis(beside or group) or group.group_name} of {group.size()} ranks"
 
 
 # Lists of tensors in few messages, with the bits of one tensor at a time.

@@ -455,7 +455,7 @@ def _run_counted(
     if in_contract:
         what = f"{step.kind} {step.op} of a compiled graph"
         ranks, seconds = math.prod(step.sizes), time.perf_counter() - started
-        source = Source(groups, (), step.contract and step.contract.id)
+        source = Source(groups, (), step.contract.id if step.contract else None)
         count_contract(what, name_of(summand.dtype), ranks, summand.nbytes, seconds, source)
     return reduced
 

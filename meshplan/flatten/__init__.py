@@ -15,6 +15,7 @@ from meshplan.flatten._create import this_rank as this_rank
 from meshplan.flatten._group_table import Block as Block
 from meshplan.flatten._group_table import Group as Group
 from meshplan.flatten._group_table import GroupHandle as GroupHandle
+from meshplan.flatten._group_table import find_axis as find_axis
 from meshplan.flatten._groups import GroupRegistry as GroupRegistry
 from meshplan.flatten._groups import registry as registry
 from meshplan.flatten._join import HOSTS as HOSTS

@@ -99,10 +99,14 @@ class Group:
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
         thread = f" ({self.thread})" if self.thread else ""
-        # Torch names the group of an axis by a number, and describes it by the axis.
-        desc = getattr(self.held(), "group_desc", "")
-        name = desc.removeprefix("mesh_") if desc.startswith("mesh_") else self.name
+        name = find_axis(self.held()) or self.name
         return f"{self.origin} group {name} of {len(self.ranks)} ranks: {shown}{thread}"
+
+
+def find_axis(group: ProcessGroup | None) -> str:
+    """Of the group of a mesh, which torch names by a number and describes by its axis."""
+    desc = getattr(group, "group_desc", "")
+    return desc.removeprefix("mesh_") if desc.startswith("mesh_") else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,14 +136,18 @@ def test_reductions_under_the_contract_have_its_id() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "meshplan"])
 def test_reductions_name_the_axis_of_their_group(backend: str) -> None:
-    def job(*_: Any) -> None:
+    def job(*_: Any) -> set[str]:
         # The mesh does not live until the report is made.
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for axis in ("tp", "dp"):
             dist.all_reduce(torch.ones(4), group=mesh.get_group(axis))
             meshplan.deterministic_all_reduce(torch.ones(4), group=(mesh, axis))
+        return {one["group"] for one in meshplan.report(json=True)["entries"]}
 
-    rows = observe_ranks(job, 4, "first=1", backend=backend)[1]["reductions"]
+    groups, report = observe_ranks(job, 4, "first=1", backend=backend)
+    # The report of meshplan itself names it too.
+    assert groups == [{"group dp of 2 ranks", "group tp of 2 ranks"}] * 4
+    rows = report["reductions"]
     under = backend == "meshplan"
     assert [(row["group"], row["kind"] == "contract") for row in rows] == [
         ("tp", under),
