@@ -25,7 +25,7 @@ class Source(NamedTuple):
     group: Any  # a process group, the groups of a step, or ranks
     tensors: Sequence[Any] = ()  # summands of another backend's reduction
     contract: str | None = None
-    described: str | None = None  # the group, in the words of the report
+    described: str | None = None  # the group, in words
 
 
 class Origin(Protocol):

@@ -262,9 +262,8 @@ class ChecksumError(MeshplanError, RuntimeError):
 class BitwiseRequirementError(MeshplanError, RuntimeError):
     """``meshplan run --require bitwise`` stopped the job: something in it can change bits.
 
-    The message has the cause and its fix: a reduction outside the contract, a setting, or an
-    operator of torch without a deterministic implementation. Each later reduction or optimizer step
-    raises it again, and so do those of the other ranks, whose message names the first rank.
+    The message names the cause and its fix: a reduction outside the contract, a setting, or an
+    operator of torch. Each later reduction or optimizer step raises it again, on all ranks.
     """
 
     code = "MP707"

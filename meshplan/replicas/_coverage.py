@@ -210,7 +210,13 @@ class CoverageStep:
                 for name in _Tally.__slots__
             }
 
-    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
+    def add(
+        self,
+        row: CoverageRow,
+        nbytes: int,
+        seconds: float,
+        source: Source | None = None,
+    ) -> None:
         """Count one reduction.
 
         Args:
@@ -262,9 +268,7 @@ class Coverage:
         """Called for each reduction of any kind; an error ends it."""
 
     def _admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
-        """Called before a reduction that is ``outside`` or ``native``; an error ends it. ``fix`` is
-        empty if only another backend is one.
-        """
+        """Called before a reduction outside the contract, which an error ends."""
         if self.strict and kind == "outside":
             raise FallbackRefusedError(
                 f"{about}; {fix or _FIX}, or pass strict=False to meshplan.coverage"

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from meshplan._dtypes import itemsize
 from meshplan._observing import Source
+from meshplan._torch import disable_current_modes
 from meshplan.execute._groups import StepGroups
 from meshplan.layout import Layout
 from meshplan.replicas._coverage import MAX_ROWS, CoverageRow, CoverageStep
@@ -215,7 +216,13 @@ class ReductionTable(CoverageStep):
         self._guard = threading.RLock()
         self._found: dict[tuple[CoverageRow, Ranks, str | None, str | None], list[int]] = {}
 
-    def add(self, row: CoverageRow, nbytes: int, seconds: float, source: Source | None) -> None:
+    def add(
+        self,
+        row: CoverageRow,
+        nbytes: int,
+        seconds: float,
+        source: Source | None = None,
+    ) -> None:
         """Count one reduction, and remember whose memory it was."""
         group, tensors, contract, described = source or Source(None)
         ranks: Ranks = ()
@@ -231,7 +238,8 @@ class ReductionTable(CoverageStep):
                 self.skip(ranks, "in a compiled graph")
         key = row, ranks, contract, described
         if key not in self._found:
-            find_layouts()  # meshes may not live until the end
+            with disable_current_modes():
+                find_layouts()  # meshes may not live until the end
         with self._guard:
             if key in self._found or len(self._found) < MAX_ROWS:
                 counts = self._found.setdefault(key, [0, 0])

@@ -34,7 +34,7 @@ def read_settings() -> dict[str, Any]:
     cudnn: Any = torch.backends.cudnn
     cuda: Any = torch.backends.cuda
     found = {"torch": torch.__version__} | {name: os.environ.get(name) for name in _VARIABLES}
-    # Of torch's two interfaces to TF32, this one can be read whichever of them was used.
+    # Torch's older interface to TF32 refuses to answer if the newer one disagrees.
     return found | {
         "deterministic_algorithms": _MODES[torch.get_deterministic_debug_mode()],
         "matmul_precision": cuda.matmul.fp32_precision,

@@ -1,18 +1,18 @@
 """``--require bitwise``: the one option of a run that may stop a job.
 
 A rank stops by an error that its script sees, before a reduction outside the contract, and before
-any reduction or optimizer step under a setting that varies bits. At an operator of torch's list,
-torch itself raises an error, because its deterministic mode is on. The rank posts the reason to
-rank 0, which passes it on: the other ranks stop at their next reduction or step. Each later
-reduction or step of a stopped rank raises the error again.
+any reduction or step under a setting that varies bits. Torch raises at operators of its list, in
+its deterministic mode. The rank posts the reason to rank 0, which passes it on: the other ranks
+stop at their next one. Each later reduction, step or forward of a stopped rank raises again.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshplan.errors import BitwiseRequirementError
 from meshplan.replicas._coverage import Coverage, Kind
@@ -33,8 +33,7 @@ class _Setting(NamedTuple):
     of_gpus: bool = True  # applies once the process uses one
 
 
-# By the name in the report. TF32 depends on the kind of GPU, the choice of cuDNN's benchmark on
-# measured times.
+# By the name in the report. TF32 depends on the kind of GPU, cuDNN's benchmark on measured times.
 _SETTINGS = {
     "deterministic_algorithms": _Setting(
         (True,),
@@ -66,7 +65,8 @@ class Requirement(Coverage):
 
     def __init__(self, backend: str | None) -> None:
         super().__init__(False, None, 1)
-        self._backend, self._is_explained = backend, False
+        self._backend = backend
+        self._has_stopped = self._is_explained = False
         self.exchange: Exchange | None = None
         self.refusal: Message | None = None  # what stopped this process, and its fix
         # Torch reports operators of its list in this mode alone.
@@ -83,43 +83,46 @@ class Requirement(Coverage):
         """Stop at a reduction that is outside the contract, by request or not."""
         other = find_program_fix([{"site": site}]).action
         ways = [] if self._backend else ["pass --backend meshplan"]
-        self._stop(about, fix or ", or ".join(filter(None, [*ways, other])))
+        self._stop(self._post(about, fix or ", or ".join(filter(None, [*ways, other]))))
 
     def _check(self) -> None:
         """Stop if this process or another rank has stopped, or a setting varies bits."""
-        if self.refusal is None and self.exchange is not None:
-            self.refusal = self.exchange.ledger.refused
-        if self.refusal is not None:
-            raise _make_error(self.refusal)
+        elsewhere = None if self.exchange is None else self.exchange.ledger.refused
+        if refusal := self.refusal or elsewhere:
+            self._stop(refusal)
         cuda: Any = torch.cuda
         found, on_gpu = read_settings(), cuda.is_initialized()
         for name, one in _SETTINGS.items():
             if found[name] not in one.values and (on_gpu or not one.of_gpus):
-                self._stop(f"{name} is {found[name]!r}, which varies bits", one.fix)
+                what = f"{name} is {found[name]!r}, which varies bits"
+                self._stop(self._post(what, one.fix))
 
-    def explain(self, error: BaseException | None) -> None:
-        """Name code and fix below the traceback of an error that torch has raised at an operator of
-        its list, or after this process had stopped, whatever a trainer has raised from it.
-        """
-        causes = list_causes(error)
-        for text in (str(one) for one in causes if isinstance(one, RuntimeError)):
-            if self.refusal is None and _MODE[:-1] in text:
-                self._post(text.partition(", but")[0], _OPERATOR_FIX)
-        if error is None or self.refusal is None or self._is_explained:
-            return
-        self._is_explained = True
-        if not any(isinstance(one, BitwiseRequirementError) for one in causes):
-            error.add_note(str(_make_error(self.refusal)))
-
-    def _stop(self, what: str, fix: str) -> None:
-        raise _make_error(self._post(what, fix))
+    def _stop(self, refusal: Message) -> NoReturn:
+        # After an error in backward, a forward of DDP would fail with an error of its own.
+        if not self._has_stopped:
+            register_module_forward_pre_hook(lambda *_: self._check())
+        self.refusal, self._has_stopped = refusal, True
+        raise _make_error(refusal)
 
     def _post(self, what: str, fix: str) -> Message:
         found = {"what": what, "fix": fix}
-        if self.refusal is None and self.exchange is not None:
+        if self.exchange is not None:
             self.exchange.post(lambda: {"refused": found})
-        self.refusal = found
         return found
+
+    def explain(self, error: BaseException | None) -> None:
+        """Name code and fix below the traceback of an error that torch has raised at an operator of
+        its list, or that came after the first one, whatever a trainer has raised from it.
+        """
+        for one in list_causes(error):
+            text = str(one)
+            if self.refusal is None and isinstance(one, RuntimeError) and _MODE[:-1] in text:
+                self.refusal = self._post(text.partition(", but")[0], _OPERATOR_FIX)
+        if error is None or self.refusal is None or self._is_explained:
+            return
+        self._is_explained = True
+        if not isinstance(error, BitwiseRequirementError):
+            error.add_note(str(_make_error(self.refusal)))
 
 
 def _make_error(refusal: Message) -> BitwiseRequirementError:

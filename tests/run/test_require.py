@@ -46,7 +46,7 @@ class StopTest(TestCase):
     def test_reduction_outside_the_contract(self) -> None:
         def job(*_: Any) -> list[str]:
             model, optimizer = make_model()
-            texts = [stopped(lambda: take_step(model, optimizer))]
+            texts = [stopped(lambda: take_step(model, optimizer)) for _ in range(2)]
             # A script that catches the error gets it again, whatever it calls next.
             counts = torch.ones(2, dtype=torch.int64)
             for call in (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(counts)):
