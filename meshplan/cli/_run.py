@@ -52,7 +52,12 @@ def add(verbs: Any) -> None:
     stops = "stop the job at a reduction outside the contract, a setting that varies bits, or an "
     stops += "operator that torch lists as nondeterministic: error MP707 names the fix"
     option("--require", choices=("bitwise",), help=stops)
-    option("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    option(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is a module, as for python -m",
+    )
     option("script", help="the training script, or the module")
     words = option("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     words.required = False  # for the message about a missing script

@@ -81,9 +81,12 @@ class Requirement(Coverage):
 
     def _admit(self, kind: Kind, about: str, fix: str, site: str) -> None:
         """Stop at a reduction that is outside the contract, by request or not."""
-        other = find_program_fix([{"site": site}]).action
-        ways = [] if self._backend else ["pass --backend meshplan"]
-        self._stop(self._post(about, fix or ", or ".join(filter(None, [*ways, other]))))
+        if not fix:
+            ways = [find_program_fix([{"site": site}]).action]
+            if self._backend is None:
+                ways.insert(0, "pass --backend meshplan")
+            fix = ", or ".join(filter(None, ways))
+        self._stop(self._post(about, fix))
 
     def _check(self) -> None:
         """Stop if this process or another rank has stopped, or a setting varies bits."""
