@@ -224,6 +224,18 @@ _SETTER = re.compile(
     r"|\b(?P<sum>[A-Za-z_]\w*+)[ \t]*+(?:[-+*/%]=|\+\+)"
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+# Slurm sets variables by the options of the script.
+_SBATCH = re.compile(
+    r"^#SBATCH[ \t]+--?(nodes|N|gpus-per-node|ntasks-per-node)"
+    r"[= \t]++(?:[a-z]\w*:)?(\d{1,9})(?!\S)",
+    re.M,
+)
+_SLURM = {
+    "nodes": ("NNODES", "JOB_NUM_NODES"),
+    "N": ("NNODES", "JOB_NUM_NODES"),
+    "gpus-per-node": ("GPUS_PER_NODE", "GPUS_ON_NODE"),
+    "ntasks-per-node": ("NTASKS_PER_NODE",),
+}
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
 # The arguments of the script, and variables that are named as options of a program are.
@@ -291,6 +303,10 @@ class Script:
                 value = self._take_part(word, found)
                 value = value if value.text else self._find_quoted(i) or value
                 self._assigned.setdefault(found[1], []).append(value)
+        for line in _SBATCH.finditer(text):
+            for name in _SLURM[line[1]]:
+                at = self._assigned.setdefault(f"SLURM_{name}", [])
+                at += [Word(line[2], *line.span(2))] * (not at)
         for setter in _SETTER.finditer(text):
             for name in re.findall(r"[A-Za-z_]\w*", setter[setter.lastgroup or 0]):
                 # No word of a script is only this: a value that is unknown.
@@ -418,6 +434,8 @@ class Script:
         if not _UNDOTTED.fullmatch(key):
             return False
         command = self._find_command(word.start)
+        if self.text.startswith(("echo ", "printf "), self._commands[command][0]):
+            return False
         start, is_argument = read.get(command, (self._commands[command][0], False))
         before = self.text[start : word.start].split()
         is_argument = is_argument or any(
