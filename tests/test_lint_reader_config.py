@@ -21,7 +21,7 @@ extend-select = ["MP2"]
 fail-level = "warning"
 topology = ["topo.txt", "nccl.xml"]
 hosts = 5
-domain_size = 8
+domain-size = 8
 rank-order = [0, 1, 2]
 output-format = "github"
 
@@ -31,23 +31,23 @@ flattened = [["ddp", "fsdp"]]
 dims = [4096, 1000]
 roles = { tp = "apart" }
 framework = "fsdp2"
-reduce_order = ["fsdp", "ddp"]
+reduce-order = ["fsdp", "ddp"]
 sequence-parallel = true
 
 [[mesh]]
-axes = ["dp", "tp"]
+axes = "dp=2,tp=2"
 ranks = [
     [0, 2],  # a host
     [1, 3],
 ]
 
 [[mesh]]
-axes = { dp = 4, tp = 2 }
-roles = ["shard", "model"]
+axes = "dp=4,tp=2"
+roles = { dp = "shard", tp = "model" }
 
 [[mesh]]
-axes = { dp = 4, fsdp = 3 }
-reduce-order = "fsdp, dp"
+axes = "dp=4,fsdp=3"
+reduce-order = ["fsdp", "dp"]
 [mesh.roles]
 dp = "apart"
 """
@@ -119,11 +119,11 @@ configs/mesh.toml:2 (ddp=8, fsdp=5) replicate shard: dtensor
 --
 cannot be written
 --
--axes = { dp = 4, tp = 2 }
-+axes = { dp = 2, tp = 4 }
+-axes = "dp=4,tp=2"
++axes = "dp=2,tp=4"
 --
--axes = { dp = 4, fsdp = 3 }
-+axes = { fsdp = 3, dp = 4 }
+-axes = "dp=4,fsdp=3"
++axes = "fsdp=3,dp=4"
 --
 -mesh = "8x5"  # ours
 +mesh = "5x8"  # ours
@@ -137,7 +137,7 @@ cannot be written
             "\nselect = [1]",
             'fail-level = "warn"',
             "domain-size = 0",
-            "domain-size = 8\ndomain_size = 8",
+            "domain_size = 8",
             "hosts = 1.5",
             "mesh = 8",
             "mesh = [8]",
@@ -152,6 +152,7 @@ cannot be written
             '[[mesh]]\naxes = "dp=2"\nreduce-order = ["dp", "dp"]',
             '[[mesh]]\naxes = "dp=2"\norder = "tree"',
             '[[mesh]]\naxes = "dp=2"\ndims = [0]',
+            '[[mesh]]\naxes = "dp=2"\ndims = 8',
             '[[mesh]]\naxes = "dp=2"\nsequence-parallel = 1',
             '[[mesh]]\naxes = ["dp", "tp"]\nranks = [0, 1]',
             '[[mesh]]\naxes = "dp=2,tp=2"\nranks = [[0, 1], [1, 2]]',
@@ -170,25 +171,26 @@ MP402: meshplan.toml:1: select takes codes and prefixes such as "MP101" and "MP3
 MP402: meshplan.toml:2: select must be a list of strings, got [1]
 MP402: meshplan.toml:1: fail-level must be one of info, warning, error, got 'warn' (did you mean 'warning'?)
 MP402: meshplan.toml:1: domain-size must be a positive integer, got 0
-MP402: meshplan.toml:2: domain-size has two spellings; use one of them
+MP402: meshplan.toml:1: 'domain_size' is not a valid key; use one of domain-size, exclude, extend-select, fail-level, hosts, ignore, include, mesh, node-size, output-format, rank-order, roles, select, topology (did you mean 'domain-size'?)
 MP402: meshplan.toml:1: hosts must be a string, an integer or a list of these, got 1.5
 MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, got int
 MP402: meshplan.toml:1: mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, got int
 MP111: meshplan.toml:1: the size of axis 'dp' must be a positive integer, got '0'; use, for example, dp=8
-MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", { ddp = 8, fsdp = 5 }, or names together with ranks, got nothing
+MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", got nothing
 MP402: meshplan.toml:3: 'role' is not a valid key; use one of axes, dims, flattened, framework, order, ranks, reduce-order, roles, sequence-parallel (did you mean 'roles'?)
 MP112: meshplan.toml:1: no axis 'tp' in the mesh, it has dp
 MP402: meshplan.toml:3: roles are replicate, shard, model, experts, apart, got 'modle' for axis dp (did you mean 'model'?)
-MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, or a list of 1 roles
+MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, got ['shard', 'shard']
 MP402: meshplan.toml:4: framework is one of dtensor, fsdp2, ddp, got 'fsdp'
 MP112: meshplan.toml:1: no axis 'pd' in the mesh, it has dp
 MP402: meshplan.toml:3: reduce-order names an axis twice: dp, dp
 MP402: meshplan.toml:3: order is "exact", if every reduction of the mesh runs under it, got 'tree'; leave it out for other orders
 MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, got [0]
+MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, got 8
 MP402: meshplan.toml:3: sequence-parallel is true or false, got 1
-MP111: meshplan.toml:3: ranks are lists 2 deep for the axes dp, tp, got 1 deep; use one list for each coordinate of the outer axes
+MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", got ['dp', 'tp']
 MP111: meshplan.toml:1: a mesh of 4 coordinates needs 4 different ranks from 0 up, got 4: 0, 1, 1, 2; pass the global rank at each coordinate, row-major
-MP402: meshplan.toml:2: axes are names with whole numbers, e.g. { ddp = 8, fsdp = 5 }
+MP402: meshplan.toml:2: axes are "ddp=8,fsdp=5", got {'dp': True}
 MP402: meshplan.toml: cannot be parsed as TOML (Invalid value at the end); is the file complete?
 MP402: meshplan.toml:2: cannot be parsed as TOML (Invalid value); use mesh = "ddp=8,fsdp=5"
 MP402: meshplan.toml:1: cannot be parsed as TOML (Invalid value); use sequence-parallel = true

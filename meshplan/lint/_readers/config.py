@@ -7,11 +7,10 @@ also has its use.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
-from meshplan.errors import LayoutError, MeshplanError, PolicyError
+from meshplan.errors import MeshplanError, PolicyError
 from meshplan.layout import Layout
 from meshplan.lint._finding import Source
 from meshplan.lint._job import Job, JobFile, add_source
@@ -26,9 +25,7 @@ from meshplan.lint._settings import (
     read_strings,
 )
 from meshplan.lint._spec import (
-    flatten_ranks,
     format_mesh,
-    make_layout,
     parse_mesh,
 )
 
@@ -79,13 +76,12 @@ def read(name: str, text: str, *, world_size: int | None) -> JobFile:
     places = _Places(name, text, root)
     if not isinstance(document, dict):
         raise PolicyError(f"{places.find_source(())}: [tool.meshplan] must be a table")
-    table = _hyphenate(document, partial(places.find_source, ()))
     try:
-        check_keys(table, (*SETTINGS_KEYS, "mesh"))
-        settings = read_settings(table)
+        check_keys(document, (*SETTINGS_KEYS, "mesh"))
+        settings = read_settings(document)
     except PolicyError as error:
         raise places.locate((), error) from None
-    mesh = table.get("mesh", [])
+    mesh = document.get("mesh", [])
     meshes: list[tuple[Path, object]] = [(("mesh",), mesh)]
     if isinstance(mesh, list):
         meshes = [(("mesh", i), one) for i, one in enumerate(mesh)]
@@ -110,9 +106,8 @@ class _Places:
     def find_source(self, path: Path, key: str = "") -> Source:
         """The key of the table at ``path``, or the nearest table around it."""
         full = (*self.root, *path, *([key] if key else []))
-        for spelling in (full, (*full[:-1], str(full[-1]).replace("-", "_"))) if full else ():
-            if spelling in self.entries:
-                return Source(self.name, self.entries[spelling].line)
+        if full in self.entries:
+            return Source(self.name, self.entries[full].line)
         return (
             self.find_source(path)
             if key
@@ -132,55 +127,44 @@ class _Places:
         return None if entry is None or entry.is_table else entry
 
 
-def _hyphenate(table: Mapping[str, Any], where: Callable[[str], Source]) -> dict[str, Any]:
-    """The table with hyphens in its keys, where underscores mean the same."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("_", "-")
-        if name in found:
-            raise PolicyError(f"{where(key)}: {name} has two spellings; use one of them")
-        found[name] = value
-    return found
-
-
-def _read_mesh(places: _Places, path: Path, mesh: object) -> Job:
+def _read_mesh(places: _Places, path: Path, table: object) -> Job:
     source = places.find_source(path)
-    if isinstance(mesh, str):
-        layout = parse_mesh(mesh)
-        rewrite = partial(_rewrite, places.text, places.find_value(path), layout, False)
+    if isinstance(table, str):
+        layout = parse_mesh(table)
+        rewrite = partial(_rewrite, places.text, places.find_value(path), layout)
         return Job(layout, source, rewrite=rewrite)
-    if not isinstance(mesh, dict):
+    if not isinstance(table, dict):
         raise PolicyError(
             'mesh is a string such as "ddp=8,fsdp=5", or tables [[mesh]] with axes, '
-            f"got {type(mesh).__name__}"
+            f"got {type(table).__name__}"
         )
-    table = _hyphenate(mesh, partial(places.find_source, path))
     check_keys(table, _MESH_KEYS)
-    layout = _read_layout(table.get("axes"), table.get("ranks"))
-    roles = table.get("roles", {})
+    axes = table.get("axes")
+    if not isinstance(axes, str):
+        raise PolicyError(
+            f'axes are "ddp=8,fsdp=5", got {"nothing" if axes is None else repr(axes)[:60]}'
+        )
+    layout = parse_mesh(axes, table.get("ranks"))
     framework = table.get("framework", "dtensor")
     flattened = table.get("flattened", [])
     dims = table.get("dims", [])
-    order = table.get("reduce-order", [])
     sequence_parallel = table.get("sequence-parallel", False)
     value = places.find_value((*path, "axes")) if "ranks" not in table else None
-    given = _read_roles(layout, roles)
+    roles = read_roles(table.get("roles", {}))
+    for axis in roles:
+        layout.axis_index(axis)
+    given: tuple[Role, ...] = tuple(roles.get(axis, "unknown") for axis in layout.axes)
     if framework not in _FRAMEWORKS:
         raise PolicyError(
             f"framework is one of {', '.join(_FRAMEWORKS)}, got {repr(framework)[:40]}"
         )
     if not isinstance(flattened, list):
         raise PolicyError('flattened is a list of lists of axes, e.g. [["ddp", "fsdp"]]')
-    if flattened and all(isinstance(one, str) for one in flattened):
-        flattened = [flattened]
     flat = tuple(_read_axes(layout, "flattened", one) for one in flattened)
-    dims = dims if isinstance(dims, list) else [dims]
-    if not all(type(one) is int and one > 0 for one in dims):
+    if not isinstance(dims, list) or not all(type(one) is int and one > 0 for one in dims):
         shown = repr(table["dims"])[:60]
         raise PolicyError(f"dims are lengths of tensor dims from 1 up, got {shown}")
-    if isinstance(order, str):  # as on the command line
-        order = [name.strip() for name in order.split(",")]
-    reduce_order = _read_axes(layout, "reduce-order", order)
+    reduce_order = _read_axes(layout, "reduce-order", table.get("reduce-order", []))
     if table.get("order", "exact") != "exact":
         raise PolicyError(
             'order is "exact", if every reduction of the mesh runs under it, got '
@@ -202,43 +186,8 @@ def _read_mesh(places: _Places, path: Path, mesh: object) -> Job:
         reduce_order=reduce_order,
         exact="order" in table,
         sequence_parallel=sequence_parallel,
-        rewrite=partial(_rewrite, places.text, value, layout, isinstance(roles, list)),
+        rewrite=partial(_rewrite, places.text, value, layout),
     )
-
-
-def _read_layout(axes: object, ranks: object) -> Layout:
-    if isinstance(axes, str):
-        return parse_mesh(axes, ranks)
-    if isinstance(axes, dict) and axes:
-        if not all(type(size) is int for size in axes.values()):
-            raise PolicyError("axes are names with whole numbers, e.g. { ddp = 8, fsdp = 5 }")
-        return make_layout(list(axes.values()), list(axes), ranks)
-    if isinstance(axes, list) and axes and all(isinstance(axis, str) for axis in axes) and ranks:
-        shape, _ = flatten_ranks(ranks)
-        if len(shape) != len(axes):
-            raise LayoutError(
-                f"ranks are lists {len(axes)} deep for the axes {', '.join(axes)[:60]}, "
-                f"got {len(shape)} deep; use one list for each coordinate of the outer axes"
-            )
-        return make_layout(shape, axes, ranks)
-    raise PolicyError(
-        'axes are "ddp=8,fsdp=5", { ddp = 8, fsdp = 5 }, or names together with ranks, '
-        f"got {'nothing' if axes is None else repr(axes)[:60]}"
-    )
-
-
-def _read_roles(layout: Layout, given: object) -> tuple[Role, ...]:
-    """The roles that a table states; ``unknown`` for the other axes."""
-    if isinstance(given, list) and len(given) == len(layout.axes):
-        given = dict(zip(layout.axes, given, strict=True))
-    if not isinstance(given, dict):
-        raise PolicyError(
-            f'roles are a table such as {{ fsdp = "shard" }}, or a list of {len(layout.axes)} roles'
-        )
-    for axis in given:
-        layout.axis_index(axis)
-    roles = read_roles(given)
-    return tuple(roles.get(axis, "unknown") for axis in layout.axes)
 
 
 def _read_axes(layout: Layout, key: str, given: object) -> tuple[str, ...]:
@@ -248,16 +197,11 @@ def _read_axes(layout: Layout, key: str, given: object) -> tuple[str, ...]:
     return tuple(layout.axes[layout.axis_index(name)] for name in names)
 
 
-def _rewrite(
-    text: str, value: Entry | None, old: Layout, fixed: bool, layout: Layout
-) -> str | None:
-    """The file with another mesh; ``fixed``: other keys depend on the order of the axes."""
+def _rewrite(text: str, value: Entry | None, old: Layout, layout: Layout) -> str | None:
+    """The file with another mesh."""
     if value is None or layout.ranks != range(layout.world_size):
         return None
-    if layout.axes != old.axes and (fixed or old.names is None):
+    if layout.axes != old.axes and old.names is None:
         return None
     new = f'"{format_mesh(layout if old.names else Layout(layout.sizes))}"'
-    if text[value.start] == "{":
-        axes = zip(layout.axes, layout.sizes, strict=True)
-        new = "{ " + ", ".join(f"{axis} = {size}" for axis, size in axes) + " }"
     return apply_edits(text, [Edit(value.start, value.end, new)])
