@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.cli._output import format_table, track
+from meshplan.cli._output import track
 from tests.test_cli_lint import HERE
 
 LINT = "lint --isolated --no-env --domain-size 8 --mesh"
@@ -86,15 +86,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def test_table_is_a_list_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout", Terminal())
-    rows = [("path", "cost"), ("ring over all hosts", "12 us")]
-    monkeypatch.setenv("COLUMNS", "26")
-    assert len(format_table(rows)[1].split()) == 2
-    monkeypatch.setenv("COLUMNS", "25")
-    assert format_table(rows) == ["ring over all hosts", "  cost: 12 us"]
 
 
 def test_progress_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:

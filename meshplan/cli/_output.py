@@ -22,11 +22,6 @@ def say(text: str) -> None:
         raise PolicyError(f"standard output: cannot be written: {reason}") from error
 
 
-def _find_columns() -> int | None:
-    stream: TextIO | None = sys.stdout
-    return None if stream is None or not stream.isatty() else max(20, _read_width())
-
-
 def _read_width() -> int:
     import shutil  # it loads all compressions, which takes 5 ms
 
@@ -91,21 +86,8 @@ def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines of equal columns, and a line below the first row. On a terminal that is too
-    narrow, each row is a list of its cells with their heads.
-    """
+    """The rows as lines of equal columns, and a line below the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = _find_columns()
-    if columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns:
-        (_, *heads), *others = rows
-        return [
-            line
-            for first, *cells in others
-            for line in (
-                first,
-                *(f"  {h}: {c}" for h, c in zip(heads, cells, strict=True) if c),
-            )
-        ]
     rule = ["-" * width for width in widths]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -34,7 +34,7 @@ SIZE = re.compile(
     r"|(?:ring|ulysses)(?:[-_]attn)?[-_](?:size|degree))"
 )
 # Short names that other texts use too. They count alone or as the last part of a dotted path.
-SHORT = re.compile(rf"(?:[\w-]+\.)*(?:{_AXIS}|(?!pretraining)\w+[-_][tp]p)")
+SHORT = re.compile(rf"(?:[\w-]+\.)*(?:{_AXIS}|(?!pretraining)[\w-]+[-_][tp]p)")
 # Keys of one program often differ by a word, and a spelling mistake by a letter or two.
 _NEAR = 0.92
 _STEM = re.compile(r"para|pral|ral+el|llel|degr|gree|repl|shard|dp_")
@@ -174,17 +174,8 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
     return None
 
 
-_WANTED = frozenset(
-    {
-        *_MAKERS,
-        "hybrid_shard",
-        "hybrid_shard_zero2",
-        "hsdp",
-        "shard_degree",
-        "num_replicas",
-        "zero1",
-    }
-)
+_OLMO = frozenset({"degree", "num_replicas", "shard_degree"})
+_WANTED = _MAKERS | {"hybrid_shard", "hybrid_shard_zero2", "hsdp", "zero1", *_OLMO} - {"degree"}
 # InternEvo's parallel = dict(zero1=8, tensor=dict(size=4)).
 _PARTS = ("zero1", "tensor", "pipeline", "weight", "expert")
 
@@ -211,19 +202,12 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
         case ast.Call():
             pairs = [(one.arg, one.value) for one in node.keywords if one.arg]
             # OLMo-core's TransformerDataParallelConfig(num_replicas=..., shard_degree=...)
-            if "ParallelConfig" in ast.unparse(node.func):
-                pairs += [
-                    (f"parallel.{key}", value)
-                    for key, value in pairs
-                    if key in ("degree", "num_replicas", "shard_degree")
-                ]
+            found = [(f"parallel.{key}", value) for key, value in pairs if key in _OLMO]
+            pairs += found if found and "ParallelConfig" in ast.unparse(node.func) else []
         case ast.Dict():
-            keys = [getattr(key, "value", None) for key in node.keys]
-            pairs = [
-                (key, value)
-                for key, value in zip(keys, node.values, strict=True)
-                if isinstance(key, str)
-            ]
+            items = zip(node.keys, node.values, strict=True)
+            keys = [(getattr(key, "value", None), value) for key, value in items]
+            pairs = [(key, value) for key, value in keys if isinstance(key, str)]
         case ast.Assign(targets=targets, value=value):
             names = [getattr(one, "attr", getattr(one, "id", None)) for one in targets]
             return [(key, value) for key in names if key]

@@ -123,11 +123,7 @@ class Document:
     @cached_property
     def disabled(self) -> list[str]:
         """The paths of sections with ``enabled: false``."""
-        return [
-            text.removesuffix(".enabled=false")
-            for text in self.texts
-            if text.endswith(".enabled=false")
-        ]
+        return [text[:-14] for text in self.texts if text.endswith(".enabled=false")]
 
 
 def find_framework(document: Document) -> Framework | None:
@@ -242,18 +238,15 @@ def _merge(before: Setting, one: Setting) -> Setting:
 
 def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, Setting]]:
     """The part, the axis and the setting of each key of a mesh."""
-    # An engine that generates has Megatron's keys too, in verl's rollout for example.
-    engines = {
-        one.path.rpartition(".")[0]
-        for one in document.settings
-        if document.kind == "document" and one.path.endswith("gpu_memory_utilization")
-    }
-    engines = set() if mesh.roles.get("dp") == "apart" else engines
+    ignored = set(document.disabled)
+    if document.kind == "document" and mesh.roles.get("dp") != "apart":
+        # An engine that generates has Megatron's keys too, in verl's rollout for example.
+        paths = [one.path.rpartition(".") for one in document.settings]
+        ignored |= {prefix for prefix, _, key in paths if key == "gpu_memory_utilization"}
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        section = None if prefix in engines else section
-        if section is not None and key in mesh.keys and prefix not in document.disabled:
+        if section is not None and key in mesh.keys and prefix not in ignored:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
 
 

@@ -110,17 +110,11 @@ def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Settin
         for path, one in own.items()
         if not isinstance(one.value, Nested) or f"{path}.0" in own
     ]
-    # NeMo RL replaces a section of the root that has the marker; deeper ones only in its intent.
-    marked = [path.removesuffix("_override_") for path in own if path.endswith("._override_")]
-    replaced += [path for path in marked if path.count(".") == 1]
-    kept = [
-        two._replace(value=Computed(f"{two.key} is under _override_; {INSTEAD}"))
-        if path.startswith(tuple(marked)) and not isinstance(two.value, Nested)
-        else two
-        for path, two in below.items()
-        if path not in own and not path.startswith(tuple(replaced))
-    ]
-    return [*own.values(), *kept] if named else settings
+    # merge_with_override of NeMo RL reads this marker in sections of the root only.
+    marks = (re.fullmatch(r"(\w+\.)_override_", path) for path in own)
+    replaced += [mark[1] for mark in marks if mark]
+    below = {path: two for path, two in below.items() if not path.startswith(tuple(replaced))}
+    return [*(below | own).values()] if named else settings
 
 
 def _resolve(settings: list[Setting]) -> list[Setting]:
