@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +126,13 @@ def _describe(one: Any) -> list[str]:
             lines.append(f"  {algorithm}: not shown to differ, one order in every channel")
         elif len(orders) > 1:
             lines.append(f"  {algorithm}: {len(orders)} different orders")
-            lines += [f"    groups of ranks {_list_groups(one, positions)}" for positions in orders]
+            for positions in orders:
+                groups = [",".join(format_runs(sorted(one.groups[i]))) for i in positions]
+                shown = format_first([f"{{{group}}}" for group in groups], 6)
+                lines.append(f"    groups of ranks {shown}")
             channel, *texts = one.examples[algorithm]
             lines += [f"    channel {channel}: {elide(text)}" for text in texts]
     return lines
-
-
-def _list_groups(one: Any, positions: Sequence[int]) -> str:
-    shown = ["{" + ",".join(format_runs(sorted(one.groups[i]))) + "}" for i in positions]
-    return format_first(shown, 6)
 
 
 def _to_json(one: Any) -> dict[str, Any]:

@@ -22,12 +22,6 @@ def say(text: str) -> None:
         raise PolicyError(f"standard output: cannot be written: {reason}") from error
 
 
-def _read_width() -> int:
-    import shutil  # it loads all compressions, which takes 5 ms
-
-    return shutil.get_terminal_size().columns
-
-
 def complain(text: str) -> None:
     """Write to standard error; if that fails, only the exit status reports the error."""
     _write(sys.stderr, text)
@@ -77,7 +71,9 @@ def track(what: str, items: Sequence[_T]) -> Iterator[_T]:
         for number, item in enumerate(items, 1):
             if shows and (now := time.monotonic()) >= due:
                 due, is_shown = now + 0.1, True
-                width = _read_width() - 1
+                import shutil  # it loads all compressions, which takes 5 ms
+
+                width = shutil.get_terminal_size().columns - 1
                 complain("\r\x1b[K" + f"meshplan: {what} {number} of {len(items)}"[:width])
             yield item
     finally:

@@ -209,8 +209,11 @@ def _find_groups(document: Document, framework: Framework, mesh: Mesh) -> Iterat
             group[axis] = _merge(before, one)
             if one.line in document.commands:
                 lines.setdefault(part, {}).setdefault(axis, set()).add(one.line)
+    # In YAML, a list of arguments has a line for each.
+    is_listed = document.name.endswith((".yaml", ".yml", ".json"))
     for part, places in lines.items():
-        if _are_apart(document, places.values()):
+        # Axes in different commands: each command has a mesh of its own.
+        if len({len(one) if is_listed else frozenset(one) for one in places.values()}) > 1:
             unknown = Computed("its commands have different degrees; give the mesh with --mesh")
             for axis, one in groups[part].items():
                 groups[part][axis] = one._replace(value=unknown)
@@ -248,14 +251,6 @@ def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, S
         section = _compile(mesh.section).fullmatch(prefix)
         if section is not None and key in mesh.keys and prefix not in ignored:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
-
-
-def _are_apart(document: Document, places: Iterable[Set[int]]) -> bool:
-    """Whether axes are in different commands: each command has a mesh of its own."""
-    if document.name.endswith((".yaml", ".yml", ".json")):
-        # A list of arguments has a line for each.
-        return len({len(lines) for lines in places}) > 1
-    return len({frozenset(lines) for lines in places}) > 1
 
 
 def _is_reference(

@@ -280,9 +280,10 @@ class Script:
     def __init__(self, text: str, sourced: Sequence[str] = ()) -> None:
         self.text = text
         self._sourced_text = "\n".join(sourced)
-        self._sourced: dict[str, str] = {}
-        for one in sourced:
-            self._sourced |= Script(one).list_constants()
+        self.sourced: dict[str, str] = {}
+        for other in map(Script, sourced):
+            values = {name: other.read_constant(f"${name}") for name in other.assigned}
+            self.sourced |= {name: one for name, one in values.items() if one is not None}
         # A lone dash begins an item of a YAML list.
         self._words = [
             Word(found["word"], *found.span())
@@ -296,21 +297,21 @@ class Script:
             at += len(line) + 1
             if not line.rstrip("\r").endswith("\\"):
                 self._commands.append((at, number))
-        self._assigned: dict[str, list[Word]] = {}
+        self.assigned: dict[str, list[Word]] = {}
         for i, word in enumerate(self._words):
             found = _ASSIGNMENT.fullmatch(word.text) or _DEFAULT.fullmatch(word.text)
             if found:
                 value = self._take_part(word, found)
                 value = value if value.text else self._find_quoted(i) or value
-                self._assigned.setdefault(found[1], []).append(value)
+                self.assigned.setdefault(found[1], []).append(value)
         for line in _SBATCH.finditer(text):
             for name in _SLURM[line[1]]:
-                at = self._assigned.setdefault(f"SLURM_{name}", [])
+                at = self.assigned.setdefault(f"SLURM_{name}", [])
                 at += [Word(line[2], *line.span(2))] * (not at)
         for setter in _SETTER.finditer(text):
             for name in re.findall(r"[A-Za-z_]\w*", setter[setter.lastgroup or 0]):
                 # No word of a script is only this: a value that is unknown.
-                self._assigned.setdefault(name, []).append(Word("$", *setter.span()))
+                self.assigned.setdefault(name, []).append(Word("$", *setter.span()))
         self._variables: dict[str, Word | None] = {}
         self._done: set[str] = set()
         self._is_unsure = _make_test([])
@@ -351,24 +352,15 @@ class Script:
         """Forget the words of branches that do not run."""
         is_dead = _make_test(dead)
         self._words = [word for word in self._words if not is_dead(word.start)]
-        for name, values in self._assigned.items():
-            self._assigned[name] = [word for word in values if not is_dead(word.start)]
+        for name, values in self.assigned.items():
+            self.assigned[name] = [word for word in values if not is_dead(word.start)]
         self._variables.clear()
         self._done.clear()
-
-    def is_assigned(self, name: str) -> bool:
-        """Whether the script, or a file that it sources, sets a variable."""
-        return bool(self._assigned.get(name)) or name in self._sourced
 
     def read_constant(self, text: str) -> str | None:
         """The text of a word of a condition; ``None`` if only the running script knows."""
         found = self.read(Word(text.strip("\"'")))
         return None if found is None or len(found.text) > _MAX_CONSTANT else found.text
-
-    def list_constants(self) -> dict[str, str]:
-        """The variables that have one value."""
-        found = {name: self.read_constant(f"${name}") for name in self._assigned}
-        return {name: value for name, value in found.items() if value is not None}
 
     def is_conditional(self, offset: int) -> bool:
         """Whether an option is a part of a variable that a branch sets, which may not run.
@@ -478,7 +470,7 @@ class Script:
         # ``${X:-8}`` is 8 unless the script assigns X. An assignment without a text leaves it
         # unknown; the assignment that is being followed, as in ``X=${X:-8}``, does not count.
         variable = self._read_variable(name, depth)
-        is_set = name in self._assigned and name in self._done
+        is_set = name in self.assigned and name in self._done
         if variable is None and found[2] is not None and not is_set:
             return self.read(self._take_part(word, found), depth + 1)
         # Several places define it: only this use of it can be rewritten.
@@ -490,10 +482,10 @@ class Script:
         if name not in self._variables:
             # A variable defined by itself, as in X=${X:-8}, is not set until then.
             self._variables[name] = None
-            words = self._assigned.get(name, ())
+            words = self.assigned.get(name, ())
             given = [self.read(word, depth + 1) for word in words]
-            if name in self._sourced:
-                given.append(Word(self._sourced[name]))
+            if name in self.sourced:
+                given.append(Word(self.sourced[name]))
             first = given[0] if given else None
             if len(given) == 1:
                 # In a branch that may not run, one value is not the only one.
@@ -609,8 +601,11 @@ def read_command(name: str, text: str) -> Document:
     if not launch:
         launch = _read_environment(script)
     _doubt_conditional(settings, conditional)
-    if {one.path for one in settings if match(PLAIN.mark, one.path)} == {"fsdp"}:
-        settings = [one for one in settings if not _is_flat(one, text)]
+    axes = {one.path for one in settings if match(PLAIN.mark, one.path)}
+    if axes == {"fsdp"} and "hybrid" not in text.lower():
+        # ``--fsdp full_shard`` is torch's FSDP along all ranks, without a size.
+        sized = re.compile(r"\d|\$")
+        settings = [one for one in settings if one.path != "fsdp" or sized.search(str(one.value))]
 
     def insert(after: Setting, key: str, size: int) -> Edit | None:
         # Next to an option that has its value on the same line, and no quote or comma after it.
@@ -655,12 +650,6 @@ def _find_end(option: Option, text: str) -> int | None:
     if option.value is None or "\n" in text[option.start : option.value.start]:
         return None
     return option.value.end
-
-
-def _is_flat(one: Setting, text: str) -> bool:
-    """Whether ``--fsdp``, ``--fsdp full_shard`` is torch's FSDP along all ranks, without a size."""
-    known = not re.search(r"\d|\$", str(one.value))
-    return one.path == "fsdp" and known and "hybrid" not in text.lower()
 
 
 def _read_value(script: Script, option: Option, path: str) -> object:
@@ -710,7 +699,7 @@ def _read_environment(script: Script) -> dict[str, set[int]]:
     """The numbers of a launcher that the script passes as variables."""
     found = {}
     for variable, key in _ENVIRONMENT.items():
-        if script.is_assigned(variable):
+        if script.assigned.get(variable) or variable in script.sourced:
             number = script.read_number(Word(f"${variable}"))
             found[key] = set() if number is None else {int(number)}
     return found
