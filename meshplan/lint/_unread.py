@@ -161,8 +161,7 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
         short = sum(bool(SHORT.fullmatch(key.lower())) for key, _ in found) > 1
         for key, value in found:
             known = SIZE.fullmatch(key.lower()) or (short and SHORT.fullmatch(key.lower()))
-            known = known or key.startswith("parallel.")
-            if known and _is_degree(value):
+            if (known or key.startswith("parallel.")) and _is_degree(value):
                 return _skip_degree(Source(name, value.lineno), f"{key} = {ast.unparse(value)}")
         if isinstance(node, ast.Attribute) and _HYBRID.fullmatch(node.attr):
             return _skip_hybrid(Source(name, node.lineno))
@@ -175,7 +174,14 @@ def find_unread_in_python(name: str, text: str) -> Skipped | None:
 
 
 _OLMO = frozenset({"degree", "num_replicas", "shard_degree"})
-_WANTED = _MAKERS | {"hybrid_shard", "hybrid_shard_zero2", "hsdp", "zero1", *_OLMO} - {"degree"}
+_WANTED = _MAKERS | {
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+    "hsdp",
+    "shard_degree",
+    "num_replicas",
+    "zero1",
+}
 # InternEvo's parallel = dict(zero1=8, tensor=dict(size=4)).
 _PARTS = ("zero1", "tensor", "pipeline", "weight", "expert")
 
@@ -201,7 +207,7 @@ def _find_named_values(node: ast.AST) -> list[tuple[str, ast.expr]]:
             return [(one["key"], ast.Constant(int(one["size"]), lineno=at)) for one in lines]
         case ast.Call():
             pairs = [(one.arg, one.value) for one in node.keywords if one.arg]
-            # OLMo-core's TransformerDataParallelConfig(num_replicas=..., shard_degree=...)
+            # OLMo-core's TransformerDataParallelConfig
             found = [(f"parallel.{key}", value) for key, value in pairs if key in _OLMO]
             pairs += found if found and "ParallelConfig" in ast.unparse(node.func) else []
         case ast.Dict():

@@ -112,7 +112,7 @@ class Document:
     launch: Mapping[str, int] = field(default_factory=dict)
     # Lines of settings in a command itself, not in a variable that it uses
     commands: Set[int] = frozenset()
-    # Words of commands that have options from elsewhere, such as "$@", and their lines
+    # Words for options from elsewhere, such as "$@", and their lines
     elsewhere: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -243,7 +243,7 @@ def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, S
     """The part, the axis and the setting of each key of a mesh."""
     ignored = set(document.disabled)
     if document.kind == "document" and mesh.roles.get("dp") != "apart":
-        # An engine that generates has Megatron's keys too, in verl's rollout for example.
+        # verl's rollout has Megatron's keys too.
         paths = [one.path.rpartition(".") for one in document.settings]
         ignored |= {prefix for prefix, _, key in paths if key == "gpu_memory_utilization"}
     for one in document.settings:
@@ -295,7 +295,7 @@ def find_replaced(found: Degrees) -> Setting | None:
         is_known = name == "_self_" or match(found.framework.bases, name)
         if is_base and not is_elsewhere and not is_known:
             return one
-    # A script runs without arguments, unless nothing else in it is about this part of the job.
+    # Arguments are none, unless nothing else is about this part of the job.
     has_part = any(section.match(one.path.rpartition(".")[0]) for one in found.document.settings)
     for word, line in found.document.elsewhere.items():
         if not (has_part and re.match(r"\$\{?[@*]", word)):
@@ -678,7 +678,7 @@ def check_unread(
     for one in found.document.settings:
         prefix, _, key = one.path.rpartition(".")
         is_inside = section.fullmatch(prefix) is not None
-        # The value may be the size of an axis of several ranks. A table may be a section.
+        # The value may be the size of an axis of several ranks.
         is_open = isinstance(one.value, Computed) or (
             one.value == "auto" or (is_whole(one.value) and one.value not in (0, 1))
         )
@@ -708,6 +708,6 @@ def check_unread(
         replaced = find_replaced(found)
         if replaced is not None:
             is_word = replaced.key.startswith("$")
-            what = "stands for options" if is_word else "names another configuration"
+            what = "has options" if is_word else "names another configuration"
             why = f"{replaced.key} {what}, which may set {free[0]}; {INSTEAD}"
             raise UnknownMesh(why, replaced.line)

@@ -601,7 +601,7 @@ _VLLM = Framework(
     without=r"(?:fsdp|ddp|dp_shard|dp_replicate)(?:_size|_degree)?",
     word=r"\bvllm\b|\bmax[-_]model[-_]len\b|^tensor-parallel-size:|\bengine_kwargs\b",
 )
-# Experts of SGLang are apart inside of tp: initialize_model_parallel has ep outside of moe_tp.
+# Inside of tp: (ep, moe_tp).
 _SGLANG = replace(
     _VLLM,
     program="sglang",
@@ -617,11 +617,10 @@ _SGLANG = replace(
     ),
     classes=frozenset({"Engine", "ServerArgs"}),
     # Its YAML has the options as keys.
-    word=r"\b(?:sglang|sgl)\b|^model-path:|\bmem[-_]fraction[-_]static\b|\bdist[-_]init[-_]addr\b",
+    word=r"\b(?:sglang|sgl)\b|^model-path:|mem[-_]fraction[-_]static",
 )
-# TensorRT-LLM, tensorrt_llm/mapping.py: (pp, cp, tp), and experts inside of tp with moe_tp outside
-# of moe_ep. With enable_attention_dp attention is not sharded. trtllm-serve and trtllm-bench have
-# options; extra_llm_api_options is YAML, and that of a disaggregated server has two parts.
+# TensorRT-LLM, tensorrt_llm/mapping.py: (pp, cp, tp), and inside of tp (moe_tp, moe_ep). Options of
+# trtllm-serve and trtllm-bench; YAML of both, which has two parts for a disaggregated server.
 _TRTLLM = replace(
     _VLLM,
     program="serving",
@@ -636,13 +635,16 @@ _TRTLLM = replace(
             order=("pp", "cp", "tp"),
             section=r"(?P<part>context_servers|generation_servers)?",
             experts=("pp", "cp", "moe_tp", "ep"),
-            refused={r".*enable_attention_dp=true": "attention data parallelism has other groups"},
+            refused={
+                r".*enable_attention_dp=true": "attention has other groups",
+            },
         ),
     ),
     kinds=frozenset({"document", "command"}),
     classes=frozenset(),
-    mark=r"(?:(?:context|generation)_servers\.)?(?:tensor|pipeline)_parallel_size|tp|pp|tp_size|pp_size",
-    word=r"\btrtllm|tensorrt[-_]llm|free_gpu_memory_fraction|moe_expert_parallel_size",
+    mark=r"(?:(?:context|generation)_servers\.)?(?:tensor|pipeline)_parallel_size"
+    r"|tp|pp|tp_size|pp_size",
+    word=r"\btrtllm|tensorrt[-_]llm|moe_expert_parallel_size",
 )
 _SERVING = replace(
     _VLLM,

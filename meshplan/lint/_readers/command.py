@@ -224,7 +224,7 @@ _SETTER = re.compile(
     r"|\b(?P<sum>[A-Za-z_]\w*+)[ \t]*+(?:[-+*/%]=|\+\+)"
 )
 _USE = re.compile(r"\$\{?([A-Za-z_]\w*)")
-# Slurm sets variables by the options of the script.
+# Variables that Slurm sets by options.
 _SBATCH = re.compile(
     r"^#SBATCH[ \t]+--?(nodes|N|gpus-per-node|ntasks-per-node)"
     r"[= \t]++(?:[a-z]\w*:)?(\d{1,9})(?!\S)",
@@ -233,16 +233,16 @@ _SBATCH = re.compile(
 _SLURM = {
     "nodes": ("NNODES", "JOB_NUM_NODES"),
     "N": ("NNODES", "JOB_NUM_NODES"),
-    "gpus-per-node": ("GPUS_PER_NODE", "GPUS_ON_NODE"),
+    "gpus-per-node": ("GPUS_PER_NODE",),
     "ntasks-per-node": ("NTASKS_PER_NODE",),
 }
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+))")
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
-# The arguments of the script, and variables that are named as options of a program are.
+# Arguments, and variables with the name of options.
 _ARGUMENTS = re.compile(
-    r"\$\{?([@*]|(?!\w*(?:dist|launch|run|slurm|batch|docker|container|ray|nsys|prof|eval|data|optim"
-    r"|wandb|log|output|ckpt|checkpoint|token))"
-    r"\w*(?:args?|arguments|opt(?:ion)?s|overrides?|flags|params|extra|parallel)(?:_\w*)?)"
+    r"\$\{?([@*]|(?!\w*(?:dist|launch|run|batch|docker|ray|prof|eval"
+    r"|data|optim|wandb|log|output|ckpt|token))"
+    r"\w*(?:arg|option|opts|overr|flags|params|extra|parallel)\w*)"
     r"(?:\[[@*]\]|:\d+)?\}?",
     re.I,
 )
@@ -273,8 +273,8 @@ class Option(NamedTuple):
 
 
 class Script:
-    """The words of a text, its options, and the numbers of its variables; ``sourced`` are the texts
-    of the files that it sources.
+    """The words of a text, its options, and the numbers of its variables. ``sourced`` are texts of
+    files.
     """
 
     def __init__(self, text: str, sourced: Sequence[str] = ()) -> None:
@@ -304,10 +304,10 @@ class Script:
                 value = self._take_part(word, found)
                 value = value if value.text else self._find_quoted(i) or value
                 self.assigned.setdefault(found[1], []).append(value)
-        for line in _SBATCH.finditer(text):
-            for name in _SLURM[line[1]]:
-                at = self.assigned.setdefault(f"SLURM_{name}", [])
-                at += [Word(line[2], *line.span(2))] * (not at)
+        for option in _SBATCH.finditer(text):
+            value = self._take_part(Word("", 0), option)
+            for name in _SLURM[option[1]]:
+                self.assigned.setdefault(f"SLURM_{name}", [value])
         for setter in _SETTER.finditer(text):
             for name in re.findall(r"[A-Za-z_]\w*", setter[setter.lastgroup or 0]):
                 # No word of a script is only this: a value that is unknown.
@@ -379,7 +379,7 @@ class Script:
         return bisect.bisect_right(self._commands, (offset, len(self.text))) - 1
 
     def list_elsewhere(self) -> dict[str, int]:
-        """The words that stand for options that the script does not have, with their lines."""
+        """The words that stand for options from elsewhere, with their lines."""
         known = {*_ASSIGNED.findall(self.text)}
         if not _MARK_IN_STRING.search(self._sourced_text):
             known |= {*_ASSIGNED.findall(self._sourced_text)}

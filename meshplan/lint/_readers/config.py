@@ -197,7 +197,12 @@ def _read_axes(layout: Layout, key: str, given: object) -> tuple[str, ...]:
     return tuple(layout.axes[layout.axis_index(name)] for name in names)
 
 
-def _rewrite(text: str, value: Entry | None, old: Layout, layout: Layout) -> str | None:
+def _rewrite(
+    text: str,
+    value: Entry | None,
+    old: Layout,
+    layout: Layout,
+) -> str | None:
     """The file with another mesh."""
     if value is None or layout.ranks != range(layout.world_size):
         return None

@@ -110,7 +110,7 @@ def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Settin
         for path, one in own.items()
         if not isinstance(one.value, Nested) or f"{path}.0" in own
     ]
-    # merge_with_override of NeMo RL reads this marker in sections of the root only.
+    # NeMo RL, merge_with_override: in sections of the root only.
     marks = (re.fullmatch(r"(\w+\.)_override_", path) for path in own)
     replaced += [mark[1] for mark in marks if mark]
     below = {path: two for path, two in below.items() if not path.startswith(tuple(replaced))}

@@ -128,7 +128,12 @@ def _make_invocation(report: LintReport) -> dict[str, Any]:
     return {"executionSuccessful": True, "toolExecutionNotifications": notes}
 
 
-def _make_notification(source: Source, level: str, name: str, text: str) -> dict[str, Any]:
+def _make_notification(
+    source: Source,
+    level: str,
+    name: str,
+    text: str,
+) -> dict[str, Any]:
     return {
         "level": level,
         "message": {"text": _escape_message(text)},
@@ -159,7 +164,11 @@ def _make_rule(code: str) -> dict[str, Any]:
     return found
 
 
-def _make_result(finding: Finding, codes: list[str], seen: Counter[str]) -> dict[str, Any]:
+def _make_result(
+    finding: Finding,
+    codes: list[str],
+    seen: Counter[str],
+) -> dict[str, Any]:
     # Without the line: the same finding further down in the file is the same finding.
     place = finding.source.option or _format_uri(finding.source.file)
     known = "\0".join((finding.code, place, finding.subject, finding.message))

@@ -138,8 +138,8 @@ def wants_color(stream: TextIO, environment: Mapping[str, str]) -> bool:
 def render_concise(report: LintReport) -> str:
     """One line for each finding, most severe first: ``where: severity code message``.
 
-    Then one for each mesh on nodes of unknown size and each input that was not judged, ``where: not
-    judged: why``, and one for all without a mesh. Nothing if all was judged and nothing found.
+    Then one for each mesh on nodes of unknown size, one for each input that was not judged, and one
+    for all without a mesh. Nothing if all was judged and nothing found.
     """
     lines = [
         f"{format_source(found.source)}: {found.severity} "

@@ -79,8 +79,8 @@ class _Table:
             raise TopologyInputError(
                 "no row of a GPU with cells found; pass the whole output of the command"
             )
-        # Only GPUs have NVLink, so the last NV is no NIC: it reveals a lost last row, or columns
-        # that a copy has cut from the header.
+        # Only GPUs have NVLink, so the last NV is no NIC: it reveals a lost last row, or a cut
+        # header.
         links = [
             at
             for row in self.rows.values()
