@@ -240,7 +240,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|(\w+
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./]\w+)*(?:@[\w.]*)?)=(.*)", re.S)
 # Arguments, and variables with the name of options.
 _ARGUMENTS = re.compile(
-    r"\$\{?([@*]|(?!\w*(?:dist|launch|run|batch|docker|ray|prof|eval"
+    r"\$\{?([@*]|(?!\w*(?:dist|launch|run|slurm|docker|ray|prof|eval"
     r"|data|optim|wandb|log|output|ckpt|token))"
     r"\w*(?:arg|option|opts|overr|flags|params|extra|parallel)\w*)"
     r"(?:\[[@*]\]|:\d+)?\}?",

@@ -110,11 +110,11 @@ def _inherit(name: str, settings: list[Setting], read: list[str]) -> list[Settin
         for path, one in own.items()
         if not isinstance(one.value, Nested) or f"{path}.0" in own
     ]
-    # NeMo RL, merge_with_override: in sections of the root only.
+    # merge_with_override of NeMo RL: in the root only.
     marks = (re.fullmatch(r"(\w+\.)_override_", path) for path in own)
     replaced += [mark[1] for mark in marks if mark]
-    below = {path: two for path, two in below.items() if not path.startswith(tuple(replaced))}
-    return [*(below | own).values()] if named else settings
+    kept = {path: two for path, two in below.items() if not path.startswith(tuple(replaced))}
+    return [*(own | kept | own).values()] if named else settings
 
 
 def _resolve(settings: list[Setting]) -> list[Setting]:
