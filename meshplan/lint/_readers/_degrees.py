@@ -121,9 +121,9 @@ class Document:
         return [str(one) for one in self.settings]
 
     @cached_property
-    def disabled(self) -> list[str]:
-        """The paths of sections with ``enabled: false``."""
-        return [text[:-14] for text in self.texts if text.endswith(".enabled=false")]
+    def disabled(self) -> tuple[str, ...]:
+        """Paths of disabled sections, with a dot."""
+        return tuple(text[:-13] for text in self.texts if text.endswith(".enabled=false"))
 
 
 def find_framework(document: Document) -> Framework | None:
@@ -241,15 +241,16 @@ def _merge(before: Setting, one: Setting) -> Setting:
 
 def _find_settings(document: Document, mesh: Mesh) -> Iterator[tuple[str, str, Setting]]:
     """The part, the axis and the setting of each key of a mesh."""
-    ignored = set(document.disabled)
+    ignored = set[str]()
     if document.kind == "document" and mesh.roles.get("dp") != "apart":
-        # verl's rollout has Megatron's keys too.
+        # As in verl, with the keys of Megatron.
         paths = [one.path.rpartition(".") for one in document.settings]
         ignored |= {prefix for prefix, _, key in paths if key == "gpu_memory_utilization"}
     for one in document.settings:
         prefix, _, key = one.path.rpartition(".")
         section = _compile(mesh.section).fullmatch(prefix)
-        if section is not None and key in mesh.keys and prefix not in ignored:
+        is_off = prefix in ignored or one.path.startswith(document.disabled)
+        if section is not None and key in mesh.keys and not is_off:
             yield section.groupdict().get("part") or "", mesh.keys[key], one
 
 
@@ -685,7 +686,7 @@ def check_unread(
         is_open &= one.value != -1 or key not in keys
         is_open &= not isinstance(one.value, Nested) or key.endswith(("size", "degree"))
         is_read = any(key in m.keys and _compile(m.section).fullmatch(prefix) for m in meshes)
-        if is_read or not is_open or prefix in found.document.disabled:
+        if is_read or not is_open or one.path.startswith(found.document.disabled):
             continue
         if is_inside and (near := suggest_key(key, found.mesh.keys) or suggest_degree(key)):
             raise UnknownMesh(f"{one.key} is not a key of this program{near}", one.line)
