@@ -141,7 +141,12 @@ def _integers(generator: torch.Generator, numel: int, words: int) -> Tensor:
     # Small ranges only: how torch draws from a large range has changed between releases.
     result = torch.zeros(numel, dtype=torch.int64, device=_CPU)
     for _ in range(words):
-        draw = torch.randint(1 << 16, (numel,), generator=generator, device=_CPU)
+        draw = torch.randint(
+            1 << 16,
+            (numel,),
+            generator=generator,
+            device=_CPU,
+        )
         result = (result << 16) | draw
     return result
 

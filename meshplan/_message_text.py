@@ -22,7 +22,12 @@ def format_first(items: Sequence[object], most: int = 8) -> str:
 def find_near(word: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     import difflib  # only messages of errors need it
 
-    return difflib.get_close_matches(word[:60], list(known), n=most, cutoff=cutoff)
+    return difflib.get_close_matches(
+        word[:60],
+        list(known),
+        n=most,
+        cutoff=cutoff,
+    )
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -343,10 +343,8 @@ def finish_partials(
 def check_leaves(
     leaves: Sequence[Tensor], op: str, shape: Sequence[int], divisor: int | None
 ) -> list[Tensor]:
-    """Check that ``leaves`` fill ``shape``; returns them detached, without a lazy negation.
-
-    Raises:
-        ContractError, ContractTypeError: as ``reduce_leaves``.
+    """Check that ``leaves`` fill ``shape``; returns them detached, without a lazy negation. Raises
+    ContractError and ContractTypeError as ``reduce_leaves``.
     """
     if not leaves or math.prod(shape) != len(leaves) or min(shape, default=1) < 1:
         raise ContractError(

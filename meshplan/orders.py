@@ -69,11 +69,7 @@ class Order:
 
 
 def order_named(name: str) -> Order:
-    """The order of that name.
-
-    Raises:
-        ContractError: there is none.
-    """
+    """The order of that name. Raises ContractError if there is none."""
     found = ORDERS.get(name)
     if found is None:
         words = " or ".join(f"'{word}'" for word in ORDERS)

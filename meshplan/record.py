@@ -117,14 +117,8 @@ class Record:
 
 
 def differences(records: Mapping[int, Record]) -> str:
-    """Each field in which the records of ranks differ, with its values.
-
-    Args:
-        records: by global rank.
-
-    Returns:
-        Empty if they are equal. If the versions differ, only these, and what to do; if some cannot
-        be read, only why.
+    """Each field in which records differ, with its values by global rank; empty if they are equal.
+    Only the versions, if these differ, or only why some cannot be read.
     """
     versions = _values(records, lambda record: str(record.version))
     if len(versions) > 1:
@@ -157,11 +151,7 @@ def _by_value(values: Mapping[str, Sequence[int]]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words, at most 16 of them.
-
-    Args:
-        ranks: at least one.
-    """
+    """One or more ranks in words, the first 16 of them."""
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
@@ -218,11 +208,7 @@ def pack_words(
 
 
 def read_words(words: Sequence[int]) -> Record:
-    """As ``unpack_words``, where an error would leave other ranks waiting: its text is a field.
-
-    Args:
-        words: as there.
-    """
+    """As ``unpack_words``, where an error would leave other ranks waiting: its text is a field."""
     try:
         return unpack_words(words)
     except UnreadableRecordError as error:
@@ -230,10 +216,8 @@ def read_words(words: Sequence[int]) -> Record:
 
 
 def unpack_words(words: Sequence[int]) -> Record:
-    """The record in words, signed or not, with its call if that word is there.
-
-    Raises:
-        UnreadableRecordError: this version writes no such words.
+    """The record in words, signed or not, with its call if that word is there. Raises
+    UnreadableRecordError if this version writes no such words.
     """
     words = [(word + (1 << 63)) % (1 << 64) - (1 << 63) for word in words[: CALL_WORD + 1]]
     if words[0] >> 16 != _MAGIC:

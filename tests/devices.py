@@ -98,14 +98,9 @@ def _compile(kind: DriverKind, flags: tuple[str, ...], library: Path) -> None:
 
 
 class Emulated(Device):
-    """A GPU that a CPU plays; its tensors are torch's CPU tensors.
-
-    What it is given runs later, as on a GPU: ``synchronize`` before you look at a result.
-    ``current_stream`` is the stream that work is given to.
-
-    Args:
-        kind, processors: as for ``Device``.
-        flags: of the compiler, for another driver.
+    """A GPU that a CPU emulates, with torch's CPU tensors. Work runs later, as on a GPU: call
+    ``synchronize`` before you read a result. ``current_stream`` is the stream that gets the work,
+    and ``flags`` are of the compiler, for another driver.
     """
 
     def __init__(self, kind: DriverKind = "cuda", processors: int = 5, *flags: str) -> None:

@@ -76,12 +76,8 @@ def expected_words(
 
 
 class Member(NamedTuple):
-    """A process group of all ranks, as the program has it.
-
-    Attributes:
-        number: of the group; its calls have values of their own.
-        group: the process group.
-        mesh: over it, for the seam.
+    """A process group of all ranks, its number, and the mesh over it for the seam. The calls of
+    each have values of their own.
     """
 
     number: int
@@ -133,12 +129,8 @@ class Door:
     def open_another(
         self, number: int, seconds: float = LONG, contract: Contract | None = None
     ) -> Member:
-        """Another group of all ranks; every rank calls it in the same order.
-
-        Args:
-            number: of the group.
-            seconds: no wait takes more.
-            contract: of this group, for the backend; ``None``: the door's.
+        """Another group of all ranks; every rank calls it in the same order. No wait takes more
+        than ``seconds``. ``contract``: for the backend; ``None``: the door's.
         """
         options: Any = None
         if self.name == "backend":

@@ -65,12 +65,8 @@ def quote(names: Sequence[str]) -> str:
 
 
 def use(job: Drawn, part: Callable[[Role], str], group: Callable[[Role], str]) -> list[str]:
-    """The calls that use the axes.
-
-    Args:
-        job: the job.
-        part: the expression of the mesh of a role; the data axes are one mesh.
-        group: the expression of the process group of a role.
+    """The calls of ``job`` that use the axes. ``part`` and ``group`` are the expressions of the
+    mesh and of the process group of a role; the data axes are one mesh.
     """
     lines = []
     if "apart" in job.roles:

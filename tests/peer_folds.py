@@ -64,12 +64,9 @@ class PeerFolds:
         rank: int = 0,
         offset: int = 0,
     ) -> list[Tensor]:
-        """The result of ``rank``, and the copies that it stores at its peers.
-
-        Args:
-            leaves, op, shape, contract: as for ``meshplan.definition.reduce_leaves``.
-            rank: whose leaf is in a tensor, as the result is; the others are in tiles.
-            offset: bytes of that leaf and of the result beyond a multiple of 16.
+        """The result of ``rank``, whose leaf is in a tensor while the others are in tiles, and the
+        copies that it stores at its peers. The leaf and the result start ``offset`` bytes after a
+        multiple of 16. Others: as for ``meshplan.definition.reduce_leaves``.
         """
         first = leaves[0]
         plan = plan_of(contract.order, tuple(shape))

@@ -63,13 +63,9 @@ def redistributions(
     ),
 ) -> Redistribution:
     """Layouts of 1 to 5 axes of 1 to 6 ranks in any order, any placements, shapes of 0 to 3 dims.
-
-    Args:
-        draw: given by hypothesis.
-        max_world: ranks of the largest mesh.
-        all_ranks: ranks of the job, if it is to be a fixed number; the mesh may be a part of it.
-        to_partial: also values that become partial, which torch does in backward only.
-        dtypes: to draw from.
+    The largest mesh has ``max_world`` ranks; with ``all_ranks`` the job has as many, and the mesh
+    may be a part of it. ``to_partial``: also values that become partial, which torch does in
+    backward only.
     """
     sizes: list[int] = []
     for _ in range(draw(st.integers(1, 5))):

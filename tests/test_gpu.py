@@ -39,10 +39,8 @@ from tests.processes import run_ranks
 
 @cache
 def gpus() -> int:
-    """How many there are, without starting CUDA in a process that will fork.
-
-    Raises:
-        CalledProcessError: torch cannot be asked; the output says why.
+    """The number of GPUs, without starting CUDA in a process that will fork. Raises
+    CalledProcessError, whose output has the reason, if torch fails.
     """
     if not torch.backends.cuda.is_built():
         return 0

@@ -77,10 +77,7 @@ def test_invalid_arguments_are_errors(mesh: DeviceMesh) -> None:
     messages = []
     for function in (
         lambda: ReplicaCheck(torch.ones(1), every=0),
-        lambda: ReplicaCheck(torch.ones(1), every=1.5),  # type: ignore[arg-type]
         lambda: verify_replicas(torch.ones(1), mesh, details=-1),
-        lambda: verify_replicas(torch.ones(1), mesh, details="all"),  # type: ignore[arg-type]
-        lambda: verify_replicas({}, mesh),
         lambda: verify_replicas(torch.ones(1, device="meta"), mesh),
         lambda: verify_replicas(torch.ones(1), DeviceMesh("cpu", [0, 1])),
     ):
@@ -91,10 +88,7 @@ def test_invalid_arguments_are_errors(mesh: DeviceMesh) -> None:
         "\n".join(messages),
         """\
 MP402: every=0 is invalid; pass an integer of 1 or more
-MP402: every=1.5 is invalid; pass an integer of 1 or more
 MP402: details=-1 is invalid; pass an integer of 0 or more
-MP402: details='all' is invalid; pass an integer of 0 or more
-MP421: no rank passed a tensor, so nothing was compared; pass a module, or a list instead of a generator that was used before, such as model.parameters()
 MP421: tensor is on the meta device, so it has no elements of its own to compare; pass the module after to_empty and its first values
 MP503: the mesh is on the 'fake' backend, which sends nothing, so there are no replicas to compare; initialise the process group with a real backend""",
     )

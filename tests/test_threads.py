@@ -219,7 +219,7 @@ class TestMessages(TestCase):
         assert len(set(messages)) == 1
         self.assertExpectedInline(
             messages[0],
-            """MP503: the main thread called a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 while thread 'loop' runs, which reduces over groups of the main thread because that one waited for it; join the thread first, or give it a mesh of its own from the start""",
+            """MP503: the main thread called a reduction over default group 0 of 4 ranks: 0, 1, 2, 3 while thread 'loop' runs, which reduces over groups of the main thread because that one waited for it; join it first, or give it a mesh of its own""",
         )
 
     def test_store_without_clone_is_refused(self) -> None:

@@ -45,10 +45,7 @@ def split(draw: random.Random, count: int, parts: int) -> list[int]:
 
 class RandomJob:
     """Stages of a pipeline, each with two meshes of the same ranks, in any order of ranks.
-
-    Attributes:
-        whole: all tensors of all ranks, each once.
-        parameters: of this rank, with gradients.
+    ``whole`` has each tensor of all ranks once, ``parameters`` those of this rank, with gradients.
     """
 
     def __init__(self, world_size: int, seed: int) -> None:

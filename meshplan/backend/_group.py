@@ -475,12 +475,7 @@ def _default_options() -> BackendOptions:
 
 
 def create_group(made: Any, options: Any = None) -> MeshplanProcessGroup:
-    """A group of the backend, for torch's ``Backend.register_backend``.
-
-    Args:
-        made: what torch knows of the group.
-        options: the ``pg_options`` of the caller.
-    """
+    """A group of the backend, for ``register_backend``, from torch's description of it."""
     return MeshplanProcessGroup(made, options)
 
 

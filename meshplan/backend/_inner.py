@@ -84,10 +84,8 @@ def create_inner_group(
 
 
 def destroy_inner_group(group: ProcessGroup, *, all_are_destroyed: bool) -> None:
-    """Destroy an inner group that still exists.
-
-    Args:
-        all_are_destroyed: torch destroys all groups, and forgets this one itself.
+    """Destroy an inner group that still exists. With ``all_are_destroyed`` torch destroys all
+    groups, and forgets this one itself.
     """
     if group not in getattr(c10d, WORLD).pg_map:
         return

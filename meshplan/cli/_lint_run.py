@@ -285,7 +285,7 @@ def _write_diffs(given: argparse.Namespace, reader: FileReader, run: _Run) -> No
 
 _MOST_REASONS = 2
 _TRAY, _RACK = 4, 72  # GPUs
-# Common hosts. A mesh without a hazard on any of them needs no description of its hosts.
+# Common hosts. A mesh without a hazard on any needs no description of its hosts.
 _USUAL = (
     Inputs(node_size=8),
     Inputs(node_size=_TRAY),

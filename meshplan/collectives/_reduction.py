@@ -353,7 +353,7 @@ def compare_calls(
         call += f" of dim {shards[0]} to {shards[1]}"
     elif shards is not None:
         call += f" to {list(result_shape(tensor, shards))} of {shards[1]}"
-        # Shards of different ranks may have different lengths.
+        # Ranks may pass shards of different lengths.
         tensor = tensor.new_empty(0)
     if options is not None:
         call += f" by {options}"

@@ -190,7 +190,7 @@ class PlannedPartial(PartialHooks):
         return result if traced else _wrap_pending(result)
 
     def _groups_of(self, mesh: DeviceMesh) -> _MeshGroups:
-        """The groups of ``mesh``, found by identity, as equal meshes may have others."""
+        """The groups of ``mesh``, by identity: equal meshes may have others."""
         axes = self.step.axes
         beside = is_worker_thread()
         calls = calls_of(*map(mesh.get_group, axes), order=self._members(), beside=beside)

@@ -342,8 +342,8 @@ def _guarded(
                 raise GroupStateError(
                     f"thread {mine[0].name!r} called a reduction over {purpose.group} while "
                     f"thread {owner[0].name!r} is in one: ranks pair their calls in order, "
-                    "and threads have no order that is the same on all ranks; reduce over one mesh "
-                    "on one thread, or give each thread a mesh of its own"
+                    "and threads have no order in common; reduce over one mesh on one thread, or "
+                    "give each thread a mesh of its own"
                 )
             taken.append(group)
         # An abort ends the waits in memory that it finds, so this comes after they were found.

@@ -160,10 +160,9 @@ class Wire:
     def start_round(
         self, messages: Sequence[Message], group: ProcessGroup, device: torch.device
     ) -> Callable[[], None]:
-        """Exchange messages with some ranks of ``group``; both ranks of a pair order theirs
-        identically. All ranks take part in each round: it is one all-to-all. NCCL sends only what
-        is not empty, as one group. The returned function waits, and writes each message to its
-        memory.
+        """Exchange messages with some ranks of ``group``, in one order for each pair. All ranks
+        take part in each round, which is one all-to-all. NCCL sends only what is not empty, as one
+        group. The returned function waits, and writes each message to its memory.
         """
         splits = [[0] * group.size(), [0] * group.size()]
         ordered = sorted(messages, key=lambda one: one.peer)

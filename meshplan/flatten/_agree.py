@@ -33,7 +33,7 @@ import torch.distributed as dist
 from meshplan._calls import restarted_before
 from meshplan._torch import Store
 from meshplan.errors import GroupAgreementError, SignatureMismatchError
-from meshplan.record import Record, differences
+from meshplan.record import Record, differences, ranks_text
 
 _FIRST_POLL_SECONDS = 0.0005
 _LAST_POLL_SECONDS = 0.1
@@ -383,9 +383,8 @@ class Signatures:
         others = {r: token for r, token in verdict.tokens.items() if token != mine}
         if others:
             who, theirs = next(iter(others.items()))
-            among = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
             raise SignatureMismatchError(
-                f"rank {who} called a reduction over ranks {among} with {theirs}, this rank "
+                f"rank {who} called a reduction over {ranks_text(ranks)} with {theirs}, this rank "
                 f"{rank} with {mine}. Different: "
                 f"{differences({who: theirs, rank: mine})}. Nothing was sent: every rank must "
                 "pass the same shape, dtype, operation and contract",

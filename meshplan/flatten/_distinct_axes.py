@@ -30,10 +30,7 @@ def read_distinct(
     distinct: Iterable[DistinctAxis], meshes: Iterable[DeviceMesh]
 ) -> tuple[DistinctGroup, ...]:
     """The groups that ``distinct=`` declares: axes of ``meshes``, their roots or flattened meshes.
-
-    Raises:
-        AxisNameError: no mesh has an axis of this name or position.
-        PolicyError: two meshes have different axes of this name, or a declaration of another type.
+    Raises AxisNameError for an unknown axis, and PolicyError for an ambiguous or invalid one.
     """
     direct = list(dict.fromkeys(meshes))
     roots = list(dict.fromkeys(root_mesh_of(mesh) for mesh in direct))

@@ -66,7 +66,7 @@ from meshplan.flatten._missing import (
     note_process,
     roll_call_seconds,
 )
-from meshplan.record import Record, differences
+from meshplan.record import Record, differences, ranks_text
 
 if TYPE_CHECKING:
     from meshplan.layout import Layout
@@ -150,7 +150,7 @@ def agree_on_place(key: GroupKey, members: Members, in_place: bool) -> str:
     going = sorted(r for r, token in tokens.items() if token.get("main_thread") == "goes on")
     if not going:
         return ""
-    shown = "every rank" if len(going) == len(key.ranks) else format_ranks(going)
+    shown = "every rank" if len(going) == len(key.ranks) else ranks_text(going)
     return f"the main thread of {shown} did not wait for its thread in join() without a timeout"
 
 
@@ -256,7 +256,7 @@ def create_beside(
     backend = backend_name(pg)
     if backend == "fake":
         return create("meshplan/fake")
-    # The round that the first reduction over the group opens: members that differ are found there.
+    # The round of the first reduction over the group: members that differ are found there.
     name = GroupKey(ranks, backend, "cpu", "never", f"given {pg.group_name}").group_name(pg)
     objection = descriptor_objection(backend, len(ranks))
     members = members_of(pg, ranks, timeout, call)
@@ -345,8 +345,8 @@ def _passed(calls: Mapping[int, int], members: Members) -> GroupAgreementError:
     call = calls[rank]
     ahead = tuple(r for r, number in calls.items() if number > call)
     return GroupAgreementError(
-        f"rank {rank} (this one) was late for call {call} of the group of ranks {_shown(ranks)}: "
-        f"{format_ranks(ahead)} gave up waiting for it and went on to call "
+        f"rank {rank} (this one) was late for call {call} of the group of {ranks_text(ranks)}: "
+        f"{ranks_text(ahead)} gave up waiting for it and went on to call "
         f"{max(calls.values())}. No rank started call {call}; every rank of the group "
         "must make the same calls",
         missing=(rank,),
@@ -359,12 +359,12 @@ def _unlike(calls: Mapping[int, int], members: Members) -> SignatureMismatchErro
     ranks, rank = members.ranks, members.rank
     numbers = sorted(set(calls.values()))
     shown = "; ".join(
-        f"{format_ranks([r for r, number in calls.items() if number == one])} in call {one}"
+        f"{ranks_text([r for r, number in calls.items() if number == one])} in call {one}"
         for one in numbers
     )
     other = next(r for r, number in calls.items() if number != calls.get(rank))
     return SignatureMismatchError(
-        f"the ranks in the first reduction over ranks {_shown(ranks)} are in different "
+        f"the ranks in the first reduction over {ranks_text(ranks)} are in different "
         f"calls: {shown}. {UNLIKE_CALLS}",
         rank=other,
         unlike_calls=True,
@@ -560,11 +560,11 @@ def _connect(
         return group
     who, reason = verdict.veto or (None, "")
     if verdict.missing:
-        reason = f"{format_ranks(verdict.missing)} did not finish within {timeout:g} s"
+        reason = f"{ranks_text(verdict.missing)} did not finish within {timeout:g} s"
     elif who is not None:
         reason = f"rank {who} failed: {reason}"
     raise GroupCreationError(
-        f"the group of ranks {_shown(ranks)} was agreed on but could not be created, {reason}; "
+        f"the group of {ranks_text(ranks)} was agreed on but could not be created, {reason}; "
         "the members have dropped it and the next call tries again"
     ) from failure
 
@@ -582,7 +582,7 @@ def _reason(
     store.set(f"{prefix}/ready/token/{rank}", Record.of(group="failed").pack())
     others = [r for r in members.ranks if r != rank]
     missing = wait_for_ranks(store, f"{prefix}/ready", others, wait)
-    absent = f" ({format_ranks(missing)} had not come {wait:.1f} s later)" if missing else ""
+    absent = f" ({ranks_text(missing)} had not come {wait:.1f} s later)" if missing else ""
     return f"{type(failure).__name__}: {format_failure(failure)}{absent}"
 
 
@@ -593,17 +593,15 @@ def refusal(
     ranks, rank = members.ranks, members.rank
     if verdict.veto is not None:
         who, reason = verdict.veto
-        return GroupStateError(
-            f"rank {who} cannot join the group of ranks {_shown(ranks)}: {reason}"
-        )
+        return GroupStateError(f"rank {who} cannot join the group of {ranks_text(ranks)}: {reason}")
     if verdict.missing:
         others = tuple(r for r in verdict.missing if r != rank)
         if len(others) < len(verdict.missing):
-            late = "this rank" + (f" and {format_ranks(others)}" if others else "")
+            late = "this rank" + (f" and {ranks_text(others)}" if others else "")
         else:
-            late = format_ranks(others)
+            late = ranks_text(others)
         return GroupAgreementError(
-            f"{late} did not reach {what} over ranks {_shown(ranks)} within {members.wait:g} s, so "
+            f"{late} did not reach {what} over {ranks_text(ranks)} within {members.wait:g} s, so "
             "no rank started it; every rank of the group must make the same calls: look for a rank "
             "that died or took another branch",
             missing=verdict.missing,
@@ -611,19 +609,9 @@ def refusal(
     common = max(verdict.tokens.values(), key=list(verdict.tokens.values()).count)
     differing = tuple(sorted(r for r, t in verdict.tokens.items() if t != common))
     return GroupAgreementError(
-        f"{format_ranks(differing)} called {what} over ranks {_shown(ranks)} with other settings "
+        f"{ranks_text(differing)} called {what} over {ranks_text(ranks)} with other settings "
         f"than the others. Different: {differences(verdict.tokens)}. No rank started it; "
         "pass the same arguments (to meshplan.install, or to the call) on every rank; after "
         "meshplan.install call meshplan.shutdown there",
         differing=differing,
     )
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """At least one rank, in words."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_shown(ranks)}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    more = f", ... ({len(ranks)} ranks)" if len(ranks) > 16 else ""
-    return ", ".join(map(str, ranks[:16])) + more

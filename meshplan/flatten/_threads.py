@@ -96,7 +96,7 @@ def check_turn(what: object, *, lent: bool) -> None:
             raise GroupStateError(
                 f"the main thread called a reduction over {what} while thread {others[0]!r} "
                 "runs, which reduces over groups of the main thread because that one waited for "
-                "it; join the thread first, or give it a mesh of its own from the start"
+                "it; join it first, or give it a mesh of its own"
             )
 
 

@@ -73,7 +73,7 @@ def apply(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> tuple
 
 
 class ReduceScatter:
-    """FSDP's reduce-scatter, whose sums the all-reduce over the replicas continues."""
+    """FSDP's reduce-scatter, continued by the all-reduce over the replicas."""
 
     def check(self, dtype: torch.dtype, op: Any = None) -> None:
         """Raise an error for reductions that a subclass does not accept. FSDP allocates before each

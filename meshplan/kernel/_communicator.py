@@ -28,7 +28,7 @@ from meshplan.errors import (
     SignatureMismatchError,
 )
 from meshplan.kernel._library import DTYPES, OPS, Outcome, PeerCall, Signature
-from meshplan.record import CALL_WORD, WORDS, differences, pack_words, read_words
+from meshplan.record import CALL_WORD, WORDS, differences, pack_words, ranks_text, read_words
 
 PeerMode = Literal["one_shot", "two_shot"]
 """How ranks reduce in each other's memory: each reduces everything, or a part, and then the
@@ -275,7 +275,7 @@ class Communicator(ABC, Generic[_Call]):
     def _error(self, outcome: Outcome, signature: Signature) -> Exception:
         who, me = self.ranks[outcome.rank], self.ranks[self.rank]
         mine = str(read_words(signature.words))
-        among = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
+        among = ranks_text(self.ranks)
         if outcome.fate == _DIFFERS:
             records = {
                 who: read_words(outcome.theirs.words),
@@ -284,14 +284,14 @@ class Communicator(ABC, Generic[_Call]):
             unlike = outcome.theirs.words[CALL_WORD] != signature.words[CALL_WORD]
             advice = UNLIKE_CALLS if unlike else _UNLIKE_TENSORS
             return SignatureMismatchError(
-                f"rank {who} called a reduction over ranks {among} with {records[who]}, this rank "
+                f"rank {who} called a reduction over {among} with {records[who]}, this rank "
                 f"{me} with {mine}. Different: {differences(records)}. {advice}",
                 rank=who,
                 unlike_calls=unlike,
             )
         if outcome.phase == _OVERLAPPING:
             return GroupStateError(
-                f"two reductions over ranks {among} ran at the same time on rank {who}: {mine}; "
+                f"two reductions over {among} ran at the same time on rank {who}: {mine}; "
                 "let each stream and each graph that reduces over them wait for the one before. "
                 f"{_RECONNECT}"
             )
@@ -304,7 +304,7 @@ class Communicator(ABC, Generic[_Call]):
         phase = ("summands", "results")[outcome.phase]
         return PeerTimeoutError(
             f"rank {who} {found} block {outcome.block}, phase {outcome.phase} ({phase}) of a "
-            f"reduction over ranks {among}{bound}: {mine}; look for a rank that died or took "
+            f"reduction over {among}{bound}: {mine}; look for a rank that died or took "
             f"another branch. {_RECONNECT}",
             rank=who,
             block=outcome.block,

@@ -28,11 +28,7 @@ def make_diff(name: str, before: str, after: str) -> str:
 
 
 def write_edit(edit: Edit) -> None:
-    """Change a file.
-
-    Raises:
-        PolicyError: it is unreadable, not in UTF-8, or was changed since it was read.
-    """
+    """Change a file. Raises PolicyError if it is unreadable, or was changed since it was read."""
     path = Path(edit.file)
     try:
         content = path.read_bytes()

@@ -242,7 +242,12 @@ def _draw_panel(canvas: _Canvas, facts: JobFacts, axes: tuple[int, ...]) -> None
     group_of[siblings.members] = np.arange(len(siblings.members))[:, None]
     nodes, number = _list_nodes(facts)
     most = min(_MAX_NODES, max(2, _MAX_CELLS // max(map(len, nodes))))
-    chosen = _choose_nodes(siblings.members, differs, number, min(most, len(nodes)))
+    chosen = _choose_nodes(
+        siblings.members,
+        differs,
+        number,
+        min(most, len(nodes)),
+    )
     name, count = join_names(facts.name_axes(axes)), len(differs)
     where = "domains" if islands else "nodes"
     text = f"groups of {name}: {count} of {siblings.size} ranks"

@@ -180,7 +180,12 @@ class JobFacts:
             predict_divergence,
         )  # with all of the planner
 
-        return predict_divergence(self.layout, hazard.axes, hazard.along, self.topology)
+        return predict_divergence(
+            self.layout,
+            hazard.axes,
+            hazard.along,
+            self.topology,
+        )
 
     def find_safe_order(self, jagged: JaggedReduction) -> tuple[str, ...]:
         """An order of the gradients' axes, this one first, in which nothing may differ."""

@@ -42,11 +42,8 @@ def run_script(
     node_size: int,
     seconds: int = SECONDS,
 ) -> JobFile:
-    """Execute a script as rank 0 up to its first optimizer step, and read its meshes.
-
-    Raises:
-        TorchMissingError: torch is not installed.
-        LayoutError: the file does not exist.
+    """Execute a script as rank 0 up to its first optimizer step, and read its meshes. Raises
+    TorchMissingError, LayoutError.
     """
     if find_spec("torch") is None:
         raise torch_missing("meshplan lint --run")

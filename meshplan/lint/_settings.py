@@ -45,11 +45,7 @@ SETTINGS_KEYS = tuple(field.name.replace("_", "-") for field in fields(Settings)
 
 
 def read_settings(table: Mapping[str, Any]) -> Settings:
-    """Settings from a table with checked, hyphenated keys; other keys are not read.
-
-    Raises:
-        PolicyError: an invalid value; the message starts with the key.
-    """
+    """Settings from a table with checked, hyphenated keys. Raises PolicyError."""
     level = table.get("fail-level")
     if level is not None and level not in SEVERITIES:
         raise PolicyError(
@@ -74,11 +70,7 @@ def read_settings(table: Mapping[str, Any]) -> Settings:
 
 
 def read_roles(given: object) -> dict[str, Role]:
-    """The role of each axis of a table.
-
-    Raises:
-        PolicyError: not a table, or an unknown role.
-    """
+    """The role of each axis of a table. Raises PolicyError for another value."""
     if not isinstance(given, dict):
         raise PolicyError(f'roles are a table such as {{ fsdp = "shard" }}, got {_shorten(given)}')
     found: dict[str, Role] = {}
@@ -106,11 +98,7 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def read_strings(key: str, value: object) -> tuple[str, ...]:
-    """A list of strings, or one string.
-
-    Raises:
-        PolicyError: something else.
-    """
+    """A list of strings, or one string. Raises PolicyError for another type."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
         raise PolicyError(f"{key} must be a list of strings, got {_shorten(value)}")

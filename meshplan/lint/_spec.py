@@ -51,11 +51,7 @@ def parse_mesh(text: str, ranks: object = None) -> Layout:
 
 
 def make_layout(sizes: Sequence[int], names: Sequence[str] | None, ranks: object = None) -> Layout:
-    """A layout from unchecked sizes, names and ranks of an input.
-
-    Raises:
-        LayoutError: too many axes or ranks, or values that `Layout` refuses.
-    """
+    """A layout from unchecked sizes, names and ranks of an input. Raises LayoutError."""
     if len(sizes) > MAX_AXES:
         raise LayoutError(
             f"a mesh has at most {MAX_AXES} axes, got {len(sizes)}; leave out axes of size 1"
@@ -79,11 +75,7 @@ def make_layout(sizes: Sequence[int], names: Sequence[str] | None, ranks: object
 
 
 def flatten_ranks(ranks: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and flat content of nested lists of ranks.
-
-    Raises:
-        LayoutError: not lists of whole numbers, or lists of different lengths.
-    """
+    """Shape and flat content of nested lists of ranks. Raises LayoutError for other lists."""
     shape: list[int] = []
     level: list[object] = [ranks]
     while level and all(isinstance(one, list | tuple) for one in level):

@@ -10,7 +10,7 @@ these intervals, in groups of ranks with equal inner positions.
 A later block is smaller, and has its sum b < a rounds after the start. In round b + 1 it sends the
 sum, as a *tail*, to the first ranks of the block before it, which pass their part on inside the
 messages of later rounds. After round a all ranks of the block hold their interval of the tail, and
-add it. So no rank exchanges messages with all others, and a tail costs no round.
+add it. So no rank has all others as peers, and a tail costs no round.
 
 Three ranks, or three blocks of 2^a, have one round instead, with as many messages: each rank sends
 each other one a third, and adds what both sent. Then all three continue with a third.

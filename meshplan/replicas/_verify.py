@@ -160,8 +160,8 @@ def _compare(
         elsewhere = compare_scope(scope, others, declared, header, options)
     if not tensors and not elsewhere:
         raise ReplicaInputError(
-            "no rank passed a tensor, so nothing was compared; pass a module, or a list instead "
-            "of a generator that was used before, such as model.parameters()"
+            "no rank passed a tensor, so nothing was compared; pass a module, or a list if a "
+            "generator was used before"
         )
     return list(parts.values())
 
@@ -353,12 +353,7 @@ class ReplicaCheck:
         return self.last
 
     def hook(self, *_: object) -> None:
-        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``.
-
-        Args:
-            *_: the optimizer's arguments, not used.
-
-        Raises:
-            ReplicaDivergenceError: as ``check()``.
+        """As ``check()``; for ``torch.optim.Optimizer.register_step_post_hook``, whose arguments it
+        ignores.
         """
         self()

@@ -37,10 +37,7 @@ class _Certificate:
 
 def compare_files(first: str, second: str) -> tuple[str, int]:
     """The differences of two certificates or two reports, and the exit status: 0 same, 1 not the
-    same, 2 unknown.
-
-    Raises:
-        PolicyError: a file cannot be read, or one is a report and the other one a certificate.
+    same, 2 unknown. Raises PolicyError for other files.
     """
     one, other = _read(first), _read(second)
     if isinstance(one, _Certificate) and isinstance(other, _Certificate):

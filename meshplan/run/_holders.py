@@ -282,7 +282,7 @@ def name_groups(rank: int) -> dict[Ranks, str]:
     for layout in find_layouts():
         wide = [axis for axis, size in enumerate(layout.sizes) if size > 1]
         sets = chain.from_iterable(combinations(wide, n + 1) for n in range(len(wide)))
-        # A mesh without names has labels only if it has several axes to distinguish.
+        # A mesh without names has labels only if it has several axes.
         for axes in sets if layout.names or len(wide) > 1 else ():
             label = " x ".join(layout.axes[axis] for axis in axes)
             found.setdefault(tuple(sorted(layout.group_of(rank, axes) or ())), label)

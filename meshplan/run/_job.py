@@ -19,9 +19,8 @@ from meshplan.run._observation import observe
 from meshplan.run._verdict import Report, find_status, format_verdict, write_verdict
 
 _NO_GROUP = (
-    "this process created no process group; start all ranks with torchrun, such as torchrun "
-    "--nproc-per-node 8 -m meshplan run train.py, or set MESHPLAN_RUN if the script starts its "
-    "ranks itself"
+    "this process created no process group; use torchrun --nproc-per-node 8 -m meshplan run "
+    "train.py, or set MESHPLAN_RUN if the script starts its ranks"
 )
 
 

@@ -30,7 +30,7 @@ _MODES = (False, "warn only", True)
 
 
 def read_settings() -> dict[str, Any]:
-    """The settings that decide bits besides the order of reductions, as they are now."""
+    """The present settings that decide bits besides the order of reductions."""
     cudnn: Any = torch.backends.cudnn
     cuda: Any = torch.backends.cuda
     found = {"torch": torch.__version__} | {name: os.environ.get(name) for name in _VARIABLES}

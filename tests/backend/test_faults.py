@@ -105,10 +105,8 @@ def attempt(function: Callable[[], object]) -> Found:
 
 
 def issue_four(case: Case, group: Any, odd_case: Case | None = None, **odd: Any) -> list[Found]:
-    """Four calls; asynchronous ones are all issued before the first wait, but for the last.
-
-    Args:
-        odd_case, odd: how the first one differs on this rank.
+    """Four calls; asynchronous ones are all issued before the first wait, but for the last. The
+    first differs on rank ``odd`` by ``odd_case``.
     """
     calls = [lambda n=n: issue(case, group, n) for n in (2, 3, 4)]
     calls.insert(0, lambda: issue(odd_case or case, group, 1, **odd))

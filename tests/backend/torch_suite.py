@@ -69,13 +69,8 @@ def load_suite(world_size: int, folder: str) -> type[unittest.TestCase]:
 def run_suite(
     backend: str, world_size: int, words: Iterable[str] = (), skipped: Iterable[str] = ()
 ) -> dict[str, str]:
-    """The result of each test whose name has one of ``words``: ok, skip or fail, and why.
-
-    Args:
-        backend: ``gloo`` or ``meshplan``.
-        world_size: number of ranks.
-        words: parts of names; empty: all tests.
-        skipped: names that are not run.
+    """The result of each test of torch over ``backend`` whose name has one of ``words`` and is not
+    in ``skipped``: ok, skip or fail, and why. Without ``words``, of all tests.
     """
     if backend == "meshplan":
         replace_gloo()

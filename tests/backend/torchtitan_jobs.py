@@ -49,13 +49,8 @@ DEGREES = {
 
 
 def train(job: Path | str, words: dict[str, str], steps: int, rank: int) -> dict[str, Any]:
-    """One rank of a job.
-
-    Args:
-        job: a Python file that selects the backend; of a plain job, how it is observed.
-        words: of the configuration.
-        steps: of the job.
-        rank: of this process.
+    """One rank of a job. The Python file ``job`` selects the backend, or how a plain job is
+    observed; ``words`` are the configuration.
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MESHPLAN_INNER": "nccl_model"}
     nccl_model.register()
@@ -104,10 +99,8 @@ def train(job: Path | str, words: dict[str, str], steps: int, rank: int) -> dict
 
 
 class Replicas:
-    """The bits of the parameters and of the gradient norm, compared over all ranks in each step.
-
-    Args:
-        trainer: whose steps are watched.
+    """The bits of the parameters and of the gradient norm of ``trainer``, compared over all ranks
+    in each step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -159,14 +152,8 @@ def _digest(parameter: Tensor) -> str:
 
 
 def run_job(job: Path | str, configuration: str, steps: int) -> dict[str, Any]:
-    """All ranks of a job.
-
-    Args:
-        job, steps: as for ``train``.
-        configuration: words such as ``rep=2,tp=4,node=3``.
-
-    Returns:
-        What rank 0 has found.
+    """The findings of rank 0 of a job, see ``train``. ``configuration`` is such as
+    ``rep=2,tp=4,node=3``.
     """
     words = dict(word.split("=") for word in configuration.split(","))
     ranks = math.prod(int(words.get(word, "1")) for word in DEGREES)

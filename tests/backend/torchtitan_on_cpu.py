@@ -146,13 +146,8 @@ def _random_batches() -> Any:
 
 
 def configure(folder: str, steps: int, activation_checkpoint: str, **parallelism: Any) -> Any:
-    """A configuration of torchtitan's Llama 3 for tests, of two layers, with active clipping.
-
-    Args:
-        folder: for what the job writes.
-        steps: of the job.
-        activation_checkpoint: ``"none"``, ``"selective"`` or ``"full"``.
-        parallelism: of torchtitan's ``ParallelismConfig``.
+    """A configuration of torchtitan's Llama 3 for tests, of two layers, with active clipping. The
+    job writes to ``folder``; ``parallelism`` is of torchtitan's ``ParallelismConfig``.
     """
     llama = importlib.import_module("torchtitan.models.llama3.config_registry")
     config = llama.llama3_debugmodel()

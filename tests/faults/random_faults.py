@@ -297,13 +297,8 @@ def _strike(case: Case, call: int, others: int) -> Iterator[Step]:
 
 
 class Entry(NamedTuple):
-    """A call of one rank.
-
-    Attributes:
-        call: its number.
-        group: its group's.
-        how: as in ``Step``.
-        result: how it ended.
+    """A call of one rank: its number, that of its group, how its arguments differ, as in ``Step``,
+    and how it ended.
     """
 
     call: int

@@ -51,12 +51,7 @@ def all_at_once(functions: dict[str, Callable[[], None]]) -> list[str]:
 
 def work(mesh: DeviceMesh, seed: int, times: int, axes: int = 0) -> None:
     """Reduce values that differ between threads, so that mixed-up messages are wrong bits.
-
-    Args:
-        mesh: of all ranks.
-        seed: of its values.
-        times: how often.
-        axes: over so many of the last axes; 0: over all.
+    ``axes``: over so many of the last axes; 0: over all.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     leaves = [order_sensitive(NUMEL, rank=r, world_size=world, seed=seed) for r in range(world)]
@@ -156,5 +151,5 @@ class TestMessages(TestCase):
         assert outcomes[0].value == outcomes[1].value
         self.assertExpectedInline(
             outcomes[0].value,
-            """MP503: thread 'second' called a reduction over created group meshplan:508097c67864f83d05a85c7bf7936f85089be1d0 of 2 ranks: 0, 1 (the thread's own: the main thread of every rank did not wait for its thread in join() without a timeout) while thread 'first' is in one: ranks pair their calls in order, and threads have no order that is the same on all ranks; reduce over one mesh on one thread, or give each thread a mesh of its own""",
+            """MP503: thread 'second' called a reduction over created group meshplan:508097c67864f83d05a85c7bf7936f85089be1d0 of 2 ranks: 0, 1 (the thread's own: the main thread of every rank did not wait for its thread in join() without a timeout) while thread 'first' is in one: ranks pair their calls in order, and threads have no order in common; reduce over one mesh on one thread, or give each thread a mesh of its own""",
         )

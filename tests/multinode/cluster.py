@@ -151,14 +151,8 @@ def why_not(kind: str) -> str:
 
 @contextmanager
 def cluster(hosts: int, kind: str | None = None) -> Iterator[Cluster]:
-    """``hosts`` hosts, named ``host0``, ``host1``, ...; gone with all that runs on them at the end.
-
-    Args:
-        hosts: how many.
-        kind: one of ``KINDS``; the best that works here if not given.
-
-    Raises:
-        OSError: there are no hosts of that kind here.
+    """Hosts named ``host0``, ``host1``, ..., gone with all their processes at the end. ``kind`` is
+    one of ``KINDS``; by default the best that works here. Raises OSError if none of it does.
     """
     if (kind or kind_here()) == "loopback":
         yield Cluster(tuple(Host(i, f"host{i}", "127.0.0.1", "lo") for i in range(hosts)))

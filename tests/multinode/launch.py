@@ -135,17 +135,11 @@ def job(
     rendezvous: str = "static",
     max_restarts: int = 0,
 ) -> Iterator[Job]:
-    """Start ``worker`` on the hosts, and end what is left of it at the end.
-
-    Args:
-        cluster: as many hosts as ``ranks_per_host`` has entries.
-        worker: a file of ``tests/multinode/workers``, or any by its whole path, without ``.py``.
-        ranks_per_host: ranks of each host, from host 0 on.
-        arguments: of the worker.
-        env: variables of all ranks.
-        rendezvous: of torchrun: ``static``, where host i is node i, or ``c10d``, where agents are
-            numbered as they come, and come again after a failure.
-        max_restarts: how often an agent starts its ranks anew.
+    """Start ``worker`` on the hosts of ``cluster``, with ``ranks_per_host`` from host 0 on, and end
+    what is left of it at the end. ``worker`` is a file of ``tests/multinode/workers``, or any by
+    its whole path, without ``.py``. ``rendezvous`` is torchrun's: ``static``, where host i is node
+    i, or ``c10d``, where agents are numbered as they come, and come again after a failure. An agent
+    restarts its ranks ``max_restarts`` times.
     """
     assert len(ranks_per_host) == len(cluster.hosts)
     ranks = tuple(ranks_per_host)

@@ -86,11 +86,7 @@ class Namespaces:
         return words
 
     def run(self, *words: str) -> str:
-        """What a command that ends soon has printed.
-
-        Raises:
-            OSError: it failed.
-        """
+        """The output of a command that ends soon. Raises OSError if it fails."""
         done = subprocess.run(
             [*self.entering(), *words],
             capture_output=True,

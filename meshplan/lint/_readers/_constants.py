@@ -100,11 +100,7 @@ class Reader(PythonText):
         self._passed_on: set[ast.AST] = set()
 
     def read_file(self) -> None:
-        """Read the module, then the functions that it does not call.
-
-        Raises:
-            TooLong: it has more calls than the reader follows.
-        """
+        """Read the module, then the functions that it does not call. Raises TooLong."""
         self._read_block(self.tree.body, Scope())
         called = {find_callee(call) for call in self.calls}
         self._entered -= self._passed_on
@@ -212,7 +208,12 @@ class Reader(PythonText):
     def _define_class(self, node: ast.ClassDef, scope: Scope) -> None:
         inner = Scope(scope, is_class=True)
         bases = [self.read(one, scope) for one in node.bases]
-        found = Class(node, inner, bases, is_altered=self._is_altered(node, bases))
+        found = Class(
+            node,
+            inner,
+            bases,
+            is_altered=self._is_altered(node, bases),
+        )
         for one in found.line:
             one.kinds += [found] * (len(one.kinds) <= _MAX_UNROLLED)
         self._bind(node.name, found, scope)
@@ -323,7 +324,12 @@ class Reader(PythonText):
             name in WRAPPERS or isinstance(mark, Function)
             for name, mark in zip(names, marks, strict=True)
         )
-        self._functions[node] = found = Function(node, scope, defaults, is_plain=is_plain)
+        self._functions[node] = found = Function(
+            node,
+            scope,
+            defaults,
+            is_plain=is_plain,
+        )
         getter = scope.names.get(node.name)
         if "setter" in list_marks(node) and isinstance(getter, Function):
             getter.setter = found

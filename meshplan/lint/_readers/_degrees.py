@@ -179,7 +179,12 @@ def count_ranks(document: Document, framework: Framework) -> Launch:
         stated |= {"ranks_per_host"} if {"hosts", "world_size"} <= stated else set()
     # The launchers of torch and DeepSpeed start one host by default.
     total = total or found.get("ranks of one host")
-    return Launch(hosts, per_host, total, frozenset(stated.intersection(Launch._fields)))
+    return Launch(
+        hosts,
+        per_host,
+        total,
+        frozenset(stated.intersection(Launch._fields)),
+    )
 
 
 class Degrees(NamedTuple):
@@ -389,12 +394,7 @@ def make_document_jobs(
     source: Source,
     world_size: int | None,
 ) -> tuple[Job, ...]:
-    """The jobs of a call in Python, which has the settings of one mesh.
-
-    Raises:
-        UnknownMesh: a size is not known.
-        LayoutError: sizes that the framework would refuse.
-    """
+    """The jobs of a call in Python with one mesh. Raises UnknownMesh, LayoutError."""
     launch = count_ranks(document, framework)
     if world_size is None or "world_size" in launch.stated:
         world_size = launch.world_size
@@ -667,11 +667,8 @@ def check_unread(
     given: Mapping[str, int],
     total: int | None,
 ) -> None:
-    """Check that nothing in the file may have another size for an axis than the mesh has.
-
-    Raises:
-        UnknownMesh: a misspelt key, a degree that no mesh of the framework reads, or another
-            configuration whose sizes may be in place of the defaults.
+    """Raise UnknownMesh if the file may set another size: by a misspelt key, by a degree that no
+    mesh of the framework reads, or by another configuration in place of the defaults.
     """
     meshes = found.framework.meshes
     keys = {key for mesh in meshes for key in mesh.keys}

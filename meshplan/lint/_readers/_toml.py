@@ -42,11 +42,7 @@ class Entry(NamedTuple):
 
 
 def load(name: str, text: str) -> dict[str, Any]:
-    """The document.
-
-    Raises:
-        PolicyError: it is not TOML; the message names file and line.
-    """
+    """The document. Raises PolicyError with file and line if it is not TOML."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > _MAX_DOTS and not line.lstrip().startswith("#"):
             parts = re.split(r"[^\w.\"' \t-]", line)

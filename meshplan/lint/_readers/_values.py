@@ -417,10 +417,8 @@ LEAVES = (ast.Return, ast.Continue, ast.Break)
 
 @lru_cache(maxsize=1)
 def parse(name: str, text: str) -> ast.Module:
-    """The syntax tree. Several readers ask for that of one file.
-
-    Raises:
-        LayoutError: it is not Python; the message names file and line.
+    """The syntax tree, which several readers of one file share. Raises LayoutError with file and
+    line if it is not Python.
     """
     try:
         with warnings.catch_warnings():

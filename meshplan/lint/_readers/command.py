@@ -829,9 +829,7 @@ def _list_arguments(tree: ast.Module) -> list[ast.expr]:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """The meshes of the options.
-
-    Raises:
-        LayoutError: sizes without a valid mesh; the message names file and line.
+    """The meshes of the options. Raises LayoutError with file and line for sizes without a valid
+    mesh.
     """
     return read_document(read_command(name, text), world_size)

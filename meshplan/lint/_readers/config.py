@@ -60,11 +60,8 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """Settings, and the meshes of the project; ``world_size`` is not needed.
-
-    Raises:
-        PolicyError: an unknown key, or a value of the wrong kind.
-        LayoutError, AxisNameError: an invalid mesh. Messages name file and line.
+    """Settings, and the meshes of the project; ``world_size`` is not needed. Raises PolicyError for
+    an unknown key or value, and LayoutError or AxisNameError for an invalid mesh.
     """
     document = load(name, text)
     pyproject = name.endswith("pyproject.toml") or "tool" in document

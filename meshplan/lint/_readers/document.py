@@ -50,11 +50,8 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(name: str, text: str, *, world_size: int | None) -> JobFile:
-    """The meshes of the keys, or of the command line that the document holds.
-
-    Raises:
-        LayoutError: sizes that the framework would refuse.
-        PolicyError: not well-formed TOML.
+    """The meshes of the keys, or of the command line in the document. Raises LayoutError,
+    PolicyError.
     """
     settings = [*_read_toml(name, text)] if name.endswith(".toml") else [*_read_yaml(text)]
     settings = _inherit(name, settings, [])

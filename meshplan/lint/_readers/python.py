@@ -82,12 +82,7 @@ def read_degrees(
     where: Source,
     world_size: int | None,
 ) -> tuple[Job, ...]:
-    """The jobs of a call with degrees; empty for any other call.
-
-    Raises:
-        UnknownMesh: a degree is not a constant, or the arguments may have further degrees.
-        LayoutError: degrees that the framework would refuse.
-    """
+    """The jobs of a call with degrees, or none. Raises UnknownMesh, LayoutError."""
     called = _find_class(source, call)
     names = {one.arg for one in call.keywords if one.arg}
     framework = next(
@@ -154,10 +149,7 @@ def read_changed(
     world_size: int | None,
 ) -> tuple[Job, ...]:
     """The jobs of a configuration whose attributes the file sets; ``lines`` has those of each.
-
-    Raises:
-        UnknownMesh: it is made elsewhere, or has further attributes.
-        LayoutError: degrees that the framework would refuse.
+    Raises UnknownMesh if it is made elsewhere, and LayoutError.
     """
     framework = next(
         (one for one in _DERIVING if any(match(one.mark, key) for key in lines)),
@@ -187,7 +179,12 @@ def read_changed(
         return None
 
     document = Document(name, source.text, "python", settings, insert)
-    return make_document_jobs(document, framework, Source(name, first), world_size)
+    return make_document_jobs(
+        document,
+        framework,
+        Source(name, first),
+        world_size,
+    )
 
 
 # A file of a training job makes a few.

@@ -79,7 +79,12 @@ def render_junit(report: LintReport) -> str:
     ]
     cases += [_write_input(one, one in failed) for one in inputs]
     failures = sum(finding.severity != "info" for finding in report.findings) + len(failed)
-    counts = _write_attributes(name="meshplan", tests=len(cases), failures=failures, errors=0)
+    counts = _write_attributes(
+        name="meshplan",
+        tests=len(cases),
+        failures=failures,
+        errors=0,
+    )
     skipped = len(inputs) - len(failed)
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',

@@ -153,10 +153,8 @@ _MISREAD = str.maketrans("oil", "011")
 
 
 def find_code(words: str) -> str:
-    """The code of a rule or an error, by code or name, case-insensitive.
-
-    Raises:
-        PolicyError: an unknown code; the message lists similar ones.
+    """The code of a rule or an error, by code or name, case-insensitive. Raises PolicyError with
+    similar codes for an unknown one.
     """
     code = _list_names().get(words.strip().lower())
     if code is not None:

@@ -346,7 +346,12 @@ def _check_reduce_scatter(rule: Rule, nccl: NcclEnvironment) -> Iterator[Finding
             continue
         seen.add((job.layout, why))
         message = f"{what}, but {why} of {job.layout} need it; {remedy}"
-        finding = rule.make_variable_finding(nccl, nccl.lists, message, job=str(job.source))
+        finding = rule.make_variable_finding(
+            nccl,
+            nccl.lists,
+            message,
+            job=str(job.source),
+        )
         yield replace(finding, subject=str(job.layout))
 
 

@@ -339,7 +339,7 @@ def _compare_channels(communicators: dict[_Key, list[_Member]]) -> list[Note]:
         counts = _count_channels(members, "channels", _CHANNELS)
         if len(counts) > 1 and name:
             notes[size].append(_note_counts(_describe(size, name), counts))
-        # Rings count only without channels: which channels each line counts depends on the version.
+        # Never both: rings and counts are of different channels in some versions.
         for count, found in (counts or _count_channels(members, "rings", _RING_COUNT)).items():
             sizes[size][count] += found
     for size, counts in sizes.items():
