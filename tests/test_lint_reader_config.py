@@ -184,7 +184,7 @@ MP402: meshplan.toml:3: roles are a table such as { fsdp = "shard" }, got ['shar
 MP402: meshplan.toml:4: framework is one of dtensor, fsdp2, ddp, got 'fsdp'
 MP112: meshplan.toml:1: no axis 'pd' in the mesh, it has dp
 MP402: meshplan.toml:3: reduce-order names an axis twice: dp, dp
-MP402: meshplan.toml:3: order is "exact", if every reduction of the mesh runs under it, got 'tree'; leave it out for other orders
+MP402: meshplan.toml:3: order may only be "exact", got 'tree'; leave it out for other orders
 MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, got [0]
 MP402: meshplan.toml:3: dims are lengths of tensor dims from 1 up, got 8
 MP402: meshplan.toml:3: sequence-parallel is true or false, got 1

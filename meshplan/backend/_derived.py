@@ -120,7 +120,7 @@ class DerivingProcessGroup(PassingProcessGroup):
             group_name, group_desc: of the new group.
         """
         name = group_name or f"{self.group_name}:merge"
-        # Torch's own key: a member's number is the order in which it came.
+        # Torch's own key: members are numbered as they join.
         rank = store.add("mergeGroupRank", 1) - 1
         identity, members = gather_members(store, rank, int(size))
         across_jobs = not members

@@ -230,7 +230,7 @@ def check_moves(executor: FrameType, mesh: DeviceMesh, infos: Sequence[Transform
 def find_other_length(
     executor: FrameType, mesh: DeviceMesh, dims: Container[int]
 ) -> PlacementError | None:
-    """The error if the tensor that torch's ``executor`` moves has not the lengths of its spec on
+    """The error if the tensor that torch's ``executor`` moves lacks the lengths of its spec on
     ``dims``.
 
     Torch's cached steps have shapes as well, but perhaps those of another rank, which this process

@@ -231,7 +231,7 @@ def planned_transform_infos(
         return _decide(transform_infos, device_mesh, src_placements, dst_placements)
     except Exception:
         layout = mesh_entry(device_mesh).layout
-        # The error may be of this rank alone. Its peers then go on with these calls.
+        # The error may be of this rank alone. Its peers then make these calls.
         for calls, lane in unplanned_calls(device_mesh, layout, src_placements, dst_placements):
             calls.take(lane)
         raise

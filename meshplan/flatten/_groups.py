@@ -210,8 +210,8 @@ class GroupRegistry:
         call: int = 0,
     ) -> None:
         """Agree, once, with all ranks of the group over ``axes`` that blocks of it will reduce.
-        Without it, a rank that waits for a block of ranks that gave up on a missing rank would name
-        these. Raises GroupAgreementError and GroupStateError as ``get``.
+        Without it, an error would name the waiting ranks of a block in place of the missing
+        one. Raises GroupAgreementError and GroupStateError as ``get``.
         """
         refuse_forked()
         beside, ranks = (

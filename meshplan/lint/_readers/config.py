@@ -164,7 +164,7 @@ def _read_mesh(places: _Places, path: Path, table: object) -> Job:
     reduce_order = _read_axes(layout, "reduce-order", table.get("reduce-order", []))
     if table.get("order", "exact") != "exact":
         raise PolicyError(
-            'order is "exact", if every reduction of the mesh runs under it, got '
+            'order may only be "exact", got '
             f"{repr(table['order'])[:40]}; leave it out for other orders"
         )
     if not isinstance(sequence_parallel, bool):

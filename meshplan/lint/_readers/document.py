@@ -175,7 +175,7 @@ def _read_toml(name: str, text: str) -> Iterator[Setting]:
 
 
 def _read_yaml(text: str) -> Iterator[Setting]:
-    """The settings of YAML, which JSON is a part of."""
+    """The settings in YAML, or in JSON, its subset."""
     import yaml  # here, because few files need it
 
     try:
